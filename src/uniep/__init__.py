@@ -1,0 +1,44 @@
+"""uniep: deterministic expert-parallel Mixture-of-Experts layers whose communication hides under compute."""
+
+from uniep import nn
+from uniep.config import MoEConfig
+from uniep.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    DTypeError,
+    InputError,
+    PeerTimeoutError,
+    UniEPError,
+    UnsupportedError,
+)
+from uniep.memory import plan_memory
+from uniep.nn.functional import moe, route
+from uniep.nn.ops import SAVE_OPS
+from uniep.routing import RoutingPlan
+from uniep.taskflow.schedule import Schedule, Tile
+from uniep.workspace import Workspace, report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SAVE_OPS",
+    "CapacityError",
+    "ClosedError",
+    "ConfigError",
+    "DTypeError",
+    "InputError",
+    "MoEConfig",
+    "PeerTimeoutError",
+    "RoutingPlan",
+    "Schedule",
+    "Tile",
+    "UniEPError",
+    "UnsupportedError",
+    "Workspace",
+    "moe",
+    "nn",
+    "plan_memory",
+    "report",
+    "route",
+]

@@ -1,0 +1,91 @@
+"""What a Workspace needs from a backend, and what one call hands over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from torch import SymInt, Tensor
+
+from uniep.routing import RoutingPlan
+from uniep.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from uniep.errors import UniEPError
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """One call's tensors on this rank: x (T, D), ids (T, K) any integer dtype, weights (T, K) fp32."""
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    experts: ExpertWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Which gradients backward must compute; what is not needed is not computed."""
+
+    x: bool = True
+    weights: bool = True
+    w13: bool = True
+    w2: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGradients:
+    """dx (T, D), dweights (T, K) fp32, experts in the parameters' own layout; None where not needed."""
+
+    x: Tensor | None
+    weights: Tensor | None
+    w13: tuple[Tensor, ...] | None
+    w2: tuple[Tensor, ...] | None
+
+
+class Backend(Protocol):
+    """Executes calls of one Workspace.  Every method but `fake_saved` and `report` is collective:
+    all ranks of the group call it in the same order, idle ranks too."""
+
+    name: str
+
+    def route(self, ids_TK: Tensor) -> RoutingPlan:
+        """The plan of this rank for the ids of all ranks.  Raises InputError on every rank."""
+        ...
+
+    def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
+        """(y (T, D), what backward needs: fresh tensors that own their memory; [] unless `save`)."""
+        ...
+
+    def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
+        """Gradients of one earlier forward; `saved` is not modified, so it may run twice."""
+        ...
+
+    def refuse(self, error: UniEPError) -> None:
+        """This rank's inputs are bad: tell all ranks, so that each raises `error`'s kind and text."""
+        ...
+
+    def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
+        """Shapes and dtypes of forward's saved tensors, for torch.compile; `new_size` makes an unknown size."""
+        ...
+
+    def prepare(self) -> None:
+        """Compile and allocate ahead of the first call."""
+        ...
+
+    def check(self) -> None:
+        """Raise what earlier calls deferred."""
+        ...
+
+    def report(self) -> dict[str, str]:
+        """What is active, and why the rest is not: one line each."""
+        ...
+
+    def close(self) -> None:
+        """Free what the backend holds.  Not collective.  Idempotent."""
+        ...
+
+
+__all__ = ["Backend", "ExpertGradients", "Inputs", "Needs"]

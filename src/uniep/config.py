@@ -1,0 +1,102 @@
+"""What an expert-parallel MoE layer is: shapes, dtype, and the choices that decide its numerics.
+
+Everything that changes results lives in `MoEConfig`; everything that only changes speed lives in
+`taskflow.Schedule`.  Both are frozen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from uniep.errors import ConfigError, UnsupportedError
+
+ROW_ALIGN = 128
+"""Expert segments start at multiples of this many rows; every tile height divides it."""
+
+COLUMN_GROUP = 64
+"""Columns summed by one adjacent-pairs tree in d(weight); no tile is narrower."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Shape and numerics of one MoE layer (identical on every rank of the expert-parallel group).
+
+    hidden: D, width of a token.  ffn: F, width of one expert.  num_experts: E, over all ranks.
+    top_k: K, slots per token (ids of -1 leave a slot unused).
+    max_tokens_per_rank: largest T any rank passes in one call; T may differ per rank and per call.
+    activation: "swiglu", `silu(x W_gate^T) * (x W_up^T)`.
+    dtype: of x, the expert parameters and y.  Routing weights are always fp32.
+    weight_at: where the routing weight acts.  "output": on the expert's result, in fp32, on the
+        token's own rank (HF, torchtitan).  "activation": on the activation before the second GEMM
+        (Megatron).  The two round differently.
+    max_rows: most routed rows (not counting alignment) one rank may receive in one call.  None: rows
+        are allocated exactly, after one host read per call.  A number: no host read (CUDA graphs);
+        more rows end in `CapacityError`, never in dropped tokens.
+
+    Raises ConfigError or UnsupportedError at construction, naming the value and the limit.
+    """
+
+    hidden: int
+    ffn: int
+    num_experts: int
+    top_k: int
+    max_tokens_per_rank: int
+    activation: Literal["swiglu"] = "swiglu"
+    dtype: torch.dtype = torch.bfloat16
+    weight_at: Literal["output", "activation"] = "output"
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "ffn", "num_experts", "top_k", "max_tokens_per_rank", "max_rows"):
+            value = getattr(self, name)
+            if name == "max_rows" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"MoEConfig.{name} is {value!r}; it must be an integer of at least 1")
+        if self.top_k > self.num_experts:
+            raise ConfigError(
+                f"MoEConfig.top_k is {self.top_k} but there are only num_experts={self.num_experts}; "
+                "lower top_k or add experts"
+            )
+        if self.activation != "swiglu":
+            raise UnsupportedError(
+                f"MoEConfig.activation is {self.activation!r}; supported: 'swiglu'. Other activations and "
+                "per-expert biases are refused rather than approximated"
+            )
+        if self.dtype not in DTYPES:
+            names = ", ".join(str(d) for d in DTYPES)
+            raise ConfigError(f"MoEConfig.dtype is {self.dtype!r}; supported: {names}")
+        if self.weight_at not in ("output", "activation"):
+            raise ConfigError(f"MoEConfig.weight_at is {self.weight_at!r}; it must be 'output' or 'activation'")
+
+    def experts_per_rank(self, ep_size: int) -> int:
+        """e = E / R.  Raises ConfigError when R does not divide E."""
+        if ep_size < 1:
+            raise ConfigError(f"ep_size is {ep_size}; it must be at least 1")
+        if self.num_experts % ep_size:
+            fits = [r for r in range(1, self.num_experts + 1) if self.num_experts % r == 0]
+            below = max(r for r in fits if r < ep_size) if ep_size > 1 else 1
+            raise ConfigError(
+                f"num_experts={self.num_experts} cannot be split evenly over {ep_size} ranks; use an EP group "
+                f"of {below} ranks, or make num_experts a multiple of {ep_size}"
+            )
+        return self.num_experts // ep_size
+
+    def max_receive_tokens(self, ep_size: int) -> int:
+        """Most tokens one rank can receive: every token of every other rank once (deduplicated)."""
+        return (ep_size - 1) * self.max_tokens_per_rank
+
+
+def align_rows(rows: int) -> int:
+    """`rows` rounded up to ROW_ALIGN."""
+    return -(-rows // ROW_ALIGN) * ROW_ALIGN
+
+
+def max_padded_rows(max_rows: int, num_local_experts: int) -> int:
+    """Rows that always hold `max_rows` routed rows once each expert's segment is aligned."""
+    return align_rows(max_rows + num_local_experts * (ROW_ALIGN - 1)) if max_rows else 0

@@ -1,0 +1,112 @@
+"""The public functions: `moe` and `route`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from uniep.errors import ConfigError, DTypeError, UniEPError
+from uniep.nn.ops import moe_forward
+from uniep.routing import RoutingPlan
+from uniep.weights import ExpertWeights
+from uniep.workspace import Workspace
+
+Weights = Tensor | Sequence[Tensor]
+
+
+def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weights, *, workspace: Workspace) -> Tensor:
+    """Send tokens to their experts, run the experts, bring back the weighted sum.  Differentiable.
+
+    Collective over the Workspace's group: every rank calls it equally often, with T=0 if it is idle.
+
+    x_TD: (T, D) in cfg.dtype; T may differ per rank and per call, up to cfg.max_tokens_per_rank.
+    ids_TK: (T, K) integers, global expert ids; -1 leaves a slot unused; repeats in a row both count.
+    weights_TK: (T, K) routing weights, used in fp32, never renormalised.
+    w13: this rank's e experts: (e, 2F, D) gate rows first, (e, 2, F, D), a pair (w1, w3) of (e, F, D), or a
+        list of e tensors (2F, D); never concatenated.
+    w2: (e, D, F) or a list of e tensors (D, F).
+    Returns y (T, D), fresh memory.  Under torch.autocast the floating inputs are cast to cfg.dtype.
+
+    Gradients: x, weights (fp32) and the expert parameters, in their own layout and dtype; experts and
+    ranks without tokens get zeros, never None.
+
+    Raises, on every rank and before any row moves: InputError, DTypeError, ConfigError; CapacityError;
+    PeerTimeoutError when a peer does not come; ClosedError afterwards.
+
+    **Order**: rows of an expert by (source rank, token, slot); slots of a token summed k = 0..K-1 in fp32.
+    Bits depend on neither schedule, EP size, nor timing: docs/numerics.md.
+    """
+    backend = workspace.backend
+    if torch.is_autocast_enabled(x_TD.device.type):
+        x_TD, w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (x_TD, w13, w2))
+    try:
+        _check(x_TD, ids_TK, workspace)
+        if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
+            raise ConfigError(
+                f"weights have shape {tuple(weights_TK.shape)} and dtype {weights_TK.dtype}; they must be floating "
+                f"point with the shape of ids, {tuple(ids_TK.shape)}"
+            )
+        experts = ExpertWeights.parse(w13, w2, workspace.cfg, workspace.ep_size)
+    except UniEPError as error:
+        backend.refuse(error)
+        raise
+    tensors = (x_TD, weights_TK, *experts.w13, *experts.w2)
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return moe_forward(
+        x_TD.contiguous(),
+        ids_TK.contiguous(),
+        weights_TK.float().contiguous(),
+        list(experts.w13),
+        list(experts.w2),
+        experts.layout,
+        workspace.key,
+        save,
+    )[0]
+
+
+def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
+    """This rank's RoutingPlan for the ids of all ranks: tensors only.  Collective, like `moe`.
+
+    ids_TK: (T, K) integers as for `moe`.  Raises InputError on every rank, naming rank, row, slot, value.
+    """
+    backend = workspace.backend
+    try:
+        _check_ids(ids_TK, workspace)
+    except UniEPError as error:
+        backend.refuse(error)
+        raise
+    return backend.route(ids_TK.contiguous())
+
+
+def _cast(value: Weights, dtype: torch.dtype) -> Weights:
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    return type(value)(t.to(dtype) for t in value)  # type: ignore[call-arg]
+
+
+def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
+    cfg = workspace.cfg
+    if x_TD.dim() != 2 or x_TD.shape[1] != cfg.hidden:
+        raise ConfigError(f"x has shape {tuple(x_TD.shape)}; it must be (T, hidden={cfg.hidden})")
+    if x_TD.dtype != cfg.dtype:
+        raise DTypeError(f"x has dtype {x_TD.dtype} but the layer computes in {cfg.dtype}; convert x or change MoEConfig.dtype")
+    if x_TD.device.type != workspace.device.type:
+        raise ConfigError(f"x is on {x_TD.device} but the Workspace is on {workspace.device}; move x")
+    if x_TD.shape[0] != ids_TK.shape[0]:
+        raise ConfigError(f"x has {x_TD.shape[0]} tokens but ids have {ids_TK.shape[0]}")
+    _check_ids(ids_TK, workspace)
+
+
+def _check_ids(ids_TK: Tensor, workspace: Workspace) -> None:
+    cfg = workspace.cfg
+    if ids_TK.dim() != 2 or ids_TK.shape[1] != cfg.top_k:
+        raise ConfigError(f"ids have shape {tuple(ids_TK.shape)}; they must be (T, top_k={cfg.top_k})")
+    if ids_TK.is_floating_point() or ids_TK.is_complex() or ids_TK.dtype == torch.bool:
+        raise DTypeError(f"ids have dtype {ids_TK.dtype}; they must be integers")
+    if ids_TK.shape[0] > cfg.max_tokens_per_rank:
+        raise ConfigError(
+            f"rank {workspace.rank} has {ids_TK.shape[0]} tokens but max_tokens_per_rank is {cfg.max_tokens_per_rank}; "
+            "raise it in MoEConfig or split the batch"
+        )

@@ -1,0 +1,101 @@
+"""`Experts` (parameters and the expert-parallel call) and `MoE` (a softmax top-k router in front)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError
+from uniep.nn.functional import moe
+from uniep.workspace import Workspace
+
+
+class Experts(nn.Module):
+    """This rank's e = E / EP experts.  forward(x_TD, ids_TK, weights_TK) -> y_TD.
+
+    Parameters: w13 (e, 2F, D), gate rows first, and w2 (e, D, F).  Their global expert ids are
+    `first_expert .. first_expert + e - 1`.  Initialised per global expert id from `seed`, so the whole
+    model is the same at every EP size.
+
+    workspace: shared with other layers of the same shape; or `group` to make an own one.
+    """
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        group: Any = None,
+        *,
+        workspace: Workspace | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.workspace = workspace if workspace is not None else Workspace(cfg, group, device=device)
+        self.cfg = cfg
+        local = cfg.experts_per_rank(self.workspace.ep_size)
+        self.first_expert = self.workspace.rank * local
+        make = {"dtype": cfg.dtype, "device": self.workspace.device}
+        self.w13 = nn.Parameter(torch.empty(local, 2 * cfg.ffn, cfg.hidden, **make))
+        self.w2 = nn.Parameter(torch.empty(local, cfg.hidden, cfg.ffn, **make))
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Normal with std 1/sqrt(fan-in), each expert from its own generator."""
+        for local in range(self.w13.shape[0]):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + self.first_expert + local)
+            for weight in (self.w13[local], self.w2[local]):
+                value = torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5
+                weight.copy_(value)
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return moe(x_TD, ids_TK, weights_TK, self.w13, self.w2, workspace=self.workspace)
+
+    def extra_repr(self) -> str:
+        return f"experts {self.first_expert}..{self.first_expert + self.w13.shape[0] - 1}, {self.cfg}"
+
+
+class MoE(nn.Module):
+    """Softmax top-k router and experts.  forward(x (..., D)) -> y (..., D).
+
+    Routing in fp32: probabilities = softmax(x W_router^T); the top K by value, ties to the lower expert
+    id (a stable sort), so a recomputed forward routes alike.  renormalize: divide by their sum.  With
+    top_k=1 a renormalised weight is always 1 and the router gets no gradient; refused at construction.
+    """
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        group: Any = None,
+        *,
+        workspace: Workspace | None = None,
+        device: torch.device | str | None = None,
+        renormalize: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if renormalize and cfg.top_k == 1:
+            raise ConfigError("top_k=1 with renormalize=True makes every routing weight 1, so the router never learns; pass renormalize=False")
+        self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed)
+        self.renormalize = renormalize
+        generator = torch.Generator().manual_seed(seed)
+        value = torch.randn(cfg.num_experts, cfg.hidden, generator=generator) * cfg.hidden**-0.5
+        self.router = nn.Parameter(value.to(self.experts.w13.device, cfg.dtype))
+
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids (T, K) int64, weights (T, K) fp32).  NaN logits give valid ids and NaN weights."""
+        probabilities = torch.softmax(x_TD.float() @ self.router.float().T, dim=-1)
+        order = torch.nan_to_num(probabilities.detach(), nan=0.0).sort(dim=-1, descending=True, stable=True)
+        ids_TK = order.indices[:, : self.experts.cfg.top_k]
+        weights_TK = probabilities.gather(1, ids_TK)
+        if self.renormalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return ids_TK, weights_TK
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
+        ids_TK, weights_TK = self.route(x_TD)
+        return self.experts(x_TD, ids_TK, weights_TK).view(x.shape)

@@ -1,0 +1,122 @@
+"""The plain PyTorch meaning of the layer: one process, no tiles, no communication.
+
+`forward` and `backward` follow the numerics contract rounding for rounding, so they define what every
+backend computes; `composition` is the mathematics alone, differentiable in any dtype (fp64 for tests).
+
+Shape suffixes: T tokens, K slots, D hidden, F ffn, E experts, N rows of one expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+from uniep.numerics import (
+    add_ascending,
+    column_group_sums,
+    combine_slots,
+    swiglu,
+    swiglu_backward,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """dx (T, D), dweights (T, K) fp32, dw13 (E, 2F, D), dw2 (E, D, F); parameters in their own dtype."""
+
+    x: Tensor
+    weights: Tensor
+    w13: Tensor
+    w2: Tensor
+
+
+def composition(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, weight_at: str = "output"
+) -> Tensor:
+    """What a PyTorch user would write: differentiable, in the dtype of its inputs."""
+    ffn = w2_EDF.shape[2]
+    y_TD = torch.zeros_like(x_TD)
+    for expert in range(w13_E2FD.shape[0]):
+        token, slot = torch.where(ids_TK == expert)
+        h = x_TD[token] @ w13_E2FD[expert].T
+        act = torch.nn.functional.silu(h[:, :ffn]) * h[:, ffn:]
+        weight = weights_TK[token, slot, None].to(act.dtype)
+        rows = (act * weight) @ w2_EDF[expert].T if weight_at == "activation" else (act @ w2_EDF[expert].T) * weight
+        y_TD = y_TD.index_add(0, token, rows)
+    return y_TD
+
+
+def _expert_rows(ids_TK: Tensor, expert: int) -> tuple[Tensor, Tensor, int]:
+    """Tokens and slots of one expert in canonical order, and its row count with alignment."""
+    token, slot = torch.where(ids_TK == expert)
+    return token, slot, -(-token.numel() // ROW_ALIGN) * ROW_ALIGN
+
+
+def _padded(rows: Tensor, count: int, width: int) -> Tensor:
+    """fp32 copy of `rows` with zero rows and zero columns behind."""
+    out = torch.zeros(count, width, dtype=torch.float32)
+    out[: rows.shape[0], : rows.shape[1]] = rows
+    return out
+
+
+def _wide(columns: int) -> int:
+    return -(-columns // COLUMN_GROUP) * COLUMN_GROUP
+
+
+def forward(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, cfg: MoEConfig
+) -> Tensor:
+    """y (T, D) in cfg.dtype.  Inputs of all ranks in global token order; see docs/numerics.md."""
+    slots_TKD = torch.zeros(*ids_TK.shape, cfg.hidden, dtype=cfg.dtype)
+    for expert in range(cfg.num_experts):
+        token, slot, count = _expert_rows(ids_TK, expert)
+        if count:
+            _, _, act = _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg)
+            w2_t = _padded(w2_EDF[expert], _wide(cfg.hidden), _wide(cfg.ffn)).T
+            slots_TKD[token, slot] = (act.float() @ w2_t)[: token.numel(), : cfg.hidden].to(cfg.dtype)
+    weights = weights_TK if cfg.weight_at == "output" else None
+    return combine_slots(slots_TKD, ids_TK, weights).to(cfg.dtype)
+
+
+def _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg):
+    """(gate, up, act) of one expert's rows: gate and up fp32 after their cast, act in cfg.dtype."""
+    wide = _wide(cfg.ffn)
+    x = _padded(x_TD[token], count, cfg.hidden)
+    halves = w13_E2FD[expert].unflatten(0, (2, cfg.ffn))
+    gate, up = ((x @ _padded(half, wide, cfg.hidden).T).to(cfg.dtype).float() for half in halves)
+    act = swiglu(gate, up)
+    if cfg.weight_at == "activation":
+        act = _padded(weights_TK[token, slot, None], count, 1) * act
+    return gate, up, act.to(cfg.dtype)
+
+
+def backward(
+    dy_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, cfg: MoEConfig
+) -> Gradients:
+    """Gradients of `forward` for the output gradient `dy_TD` (T, D), in the contract's roundings."""
+    wide, ffn, hidden = _wide(cfg.ffn), cfg.ffn, cfg.hidden
+    slots_TKD = torch.zeros(*ids_TK.shape, hidden, dtype=cfg.dtype)
+    dweights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32)
+    dw13, dw2 = torch.zeros_like(w13_E2FD), torch.zeros_like(w2_EDF)
+    for expert in range(cfg.num_experts):
+        token, slot, count = _expert_rows(ids_TK, expert)
+        if not count:
+            continue
+        n = token.numel()
+        gate, up, act = _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg)
+        weight = _padded(weights_TK[token, slot, None], count, 1)
+        dy = _padded(dy_TD[token], count, hidden)
+        raw = dy @ _padded(w2_EDF[expert], hidden, wide)
+        scored = act.float() if cfg.weight_at == "output" else swiglu(gate, up)
+        dweights_TK[token, slot] = add_ascending(column_group_sums(raw * scored))[:n]
+        d_gate, d_up = swiglu_backward(gate, up, weight * raw)
+        dh = torch.cat([d_gate[:, :ffn], d_up[:, :ffn]], 1).to(cfg.dtype).float()
+        weighted = ((weight * act.float()).to(cfg.dtype) if cfg.weight_at == "output" else act).float()
+        slots_TKD[token, slot] = (dh @ w13_E2FD[expert].float())[:n].to(cfg.dtype)
+        dw2[expert] = (dy.T @ weighted)[:, :ffn].to(dw2.dtype)
+        dw13[expert] = (dh.T @ _padded(x_TD[token], count, hidden)).to(dw13.dtype)
+    dx = combine_slots(slots_TKD, ids_TK, None).to(cfg.dtype)
+    return Gradients(dx, dweights_TK, dw13, dw2)

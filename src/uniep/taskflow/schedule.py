@@ -1,0 +1,78 @@
+"""Schedule: one point of the search space.  It decides speed, never results.
+
+One `is_valid` serves search and launch alike.  Fields that an executor does not know are refused by
+that executor by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Shape of one GEMM's output tile and how a GPU runs it (the CPU uses rows and columns only)."""
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+    group_rows: int = 8  # row tiles that share a column of weights in L2 before the next column starts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How one call is executed.
+
+    overlap: "serial", every stage waits for the one before (the oracle); "fused", transfers run
+        beside the GEMMs that consume or produce them.
+    tile_order: "natural", tiles in expert order; "local-first", tiles whose rows are all local first,
+        then the rest, each class in expert order.
+    chunk_tokens: tokens pushed under one arrival signal.
+    matrix_workers, vector_workers: threads per rank of the CPU executor.
+    """
+
+    overlap: Literal["serial", "fused"] = "fused"
+    tile_order: Literal["natural", "local-first"] = "local-first"
+    gemm1: Tile = Tile()
+    gemm2: Tile = Tile()
+    chunk_tokens: int = 64
+    matrix_workers: int = 1
+    vector_workers: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.overlap}/{self.tile_order}"
+
+
+def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
+    """Reasons why `schedule` cannot run `cfg`; an empty list means that it can."""
+    reasons = []
+
+    def need(ok: bool, text: str) -> None:
+        if not ok:
+            reasons.append(text)
+
+    need(schedule.overlap in ("serial", "fused"), f"overlap is {schedule.overlap!r}; use 'serial' or 'fused'")
+    need(
+        schedule.tile_order in ("natural", "local-first"),
+        f"tile_order is {schedule.tile_order!r}; use 'natural' or 'local-first'",
+    )
+    for name in ("gemm1", "gemm2"):
+        tile = getattr(schedule, name)
+        need(
+            tile.rows in (64, 128) and ROW_ALIGN % tile.rows == 0,
+            f"{name}.rows is {tile.rows}; it must be 64 or 128 (segments are aligned to {ROW_ALIGN})",
+        )
+        need(
+            tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
+            f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",
+        )
+    for name in ("chunk_tokens", "matrix_workers", "vector_workers"):
+        value = getattr(schedule, name)
+        need(value >= 1, f"{name} is {value}; it must be at least 1")
+    return reasons

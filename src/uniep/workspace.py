@@ -1,0 +1,186 @@
+"""Workspace: one expert-parallel group's shared memory, backend and call order.
+
+All layers of one shape and group share a Workspace; what a call must keep for backward is never in it.
+Environment variables are read here, when a Workspace is made, and arguments win over them:
+UNIEP_BACKEND, UNIEP_TIMEOUT_S.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from uniep.config import MoEConfig
+from uniep.errors import ClosedError, ConfigError, UnsupportedError
+from uniep.taskflow.schedule import Schedule, is_valid
+
+if TYPE_CHECKING:
+    from uniep.backends.base import Backend
+
+log = logging.getLogger("uniep")
+
+DEFAULT_TIMEOUT_S = 600.0
+_numbers = itertools.count()
+_by_key: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
+
+
+class Workspace:
+    """Collective: every rank of `group` creates it, in the same order.
+
+    cfg: identical on all ranks, else ConfigError on every rank naming the field.
+    group: ProcessGroup, one-dimensional DeviceMesh, or None for EP=1 without a process group.
+    device: where x lives; default the current CUDA device if there is one, else CPU.
+    backend: "auto", "cpu", "hopper" or "nccl" (explicit collectives, any GPU, several nodes; gloo on CPU).
+        "auto" takes "hopper" on CUDA and "cpu" on CPU, and raises where that cannot run.
+    schedule: how calls are executed; speed only.  Default: the backend's own choice.
+    timeout_s: longest wait for a peer before PeerTimeoutError; default UNIEP_TIMEOUT_S or 600.
+    """
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        group: Any = None,
+        *,
+        device: torch.device | str | int | None = None,
+        backend: str = "auto",
+        schedule: Schedule | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.cfg = cfg
+        self.group: dist.ProcessGroup | None = _process_group(group)
+        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
+        self.device = _device(device)
+        self.timeout_s = timeout_s if timeout_s is not None else float(os.environ.get("UNIEP_TIMEOUT_S", DEFAULT_TIMEOUT_S))
+        self.key = f"uniep-workspace-{next(_numbers)}"
+        self._cause: str | None = None
+        self._backend: Backend | None = None
+
+        cfg.experts_per_rank(self.ep_size)
+        if schedule is not None and (reasons := is_valid(schedule, cfg)):
+            raise ConfigError("this Schedule cannot run this MoEConfig: " + "; ".join(reasons))
+        wanted = backend if backend != "auto" else os.environ.get("UNIEP_BACKEND", "auto")
+        chosen = _choose(wanted, self.device)
+        self._compare(cfg, {"backend": chosen, "device type": self.device.type, "schedule": schedule})
+        self._backend = _make(chosen, self, schedule)
+        log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
+        _by_key[self.key] = self
+
+    def _compare(self, cfg: MoEConfig, extra: dict[str, Any]) -> None:
+        """Raise on every rank if any rank's configuration differs."""
+        if self.group is None:
+            return
+        mine = {**dataclasses.asdict(cfg), **extra}
+        everyone: list[dict[str, Any]] = [{}] * self.ep_size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        for name in mine:
+            values = [theirs[name] for theirs in everyone]
+            if any(v != values[0] for v in values):
+                listed = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
+                raise ConfigError(f"ranks disagree on {name} ({listed}); pass the same value on every rank")
+
+    @property
+    def backend(self) -> Backend:
+        if self._backend is None:
+            raise ClosedError(f"this Workspace is closed ({self._cause}); make a new one")
+        return self._backend
+
+    def prepare(self) -> None:
+        """Compile and allocate ahead of the first call.  Collective."""
+        self.backend.prepare()
+
+    def check(self) -> None:
+        """Raise errors that earlier calls deferred (timeouts, overflow of max_rows)."""
+        self.backend.check()
+
+    def fail(self, cause: str) -> None:
+        """After an error that leaves peers' memory in doubt: later calls raise ClosedError with `cause`."""
+        self._close(cause)
+
+    def close(self) -> None:
+        """Free the shared memory.  Not collective; calling it again does nothing."""
+        self._close("close() was called")
+
+    def _close(self, cause: str) -> None:
+        if self._backend is not None:
+            self._cause = cause
+            self._backend.close()
+            self._backend = None
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = self._backend.name if self._backend is not None else f"closed: {self._cause}"
+        return f"Workspace(rank {self.rank} of {self.ep_size}, {state}, {self.cfg})"
+
+
+def by_key(key: str) -> Workspace:
+    """The live Workspace of `key` (custom operators carry strings, not objects)."""
+    workspace = _by_key.get(key)
+    if workspace is None:
+        raise ClosedError(f"Workspace {key} no longer exists; keep it alive until the last backward")
+    return workspace
+
+
+def report(workspace: Workspace) -> dict[str, str]:
+    """Which backend and which features are active, and why the others are not."""
+    return workspace.backend.report()
+
+
+def _process_group(group: Any) -> dist.ProcessGroup | None:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "get_group"):  # DeviceMesh
+        if group.ndim != 1:
+            raise ConfigError(f"the DeviceMesh has {group.ndim} dimensions; pass one of them, e.g. mesh['ep']")
+        return group.get_group()
+    raise ConfigError(f"group is a {type(group).__name__}; pass a ProcessGroup, a DeviceMesh or None")
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    made = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
+    if made.type == "cuda" and made.index is None:
+        made = torch.device("cuda", torch.cuda.current_device())
+    return made
+
+
+def _choose(wanted: str, device: torch.device) -> str:
+    known = {"auto", "cpu", "hopper", "nccl"}
+    if wanted not in known:
+        raise ConfigError(f"backend is {wanted!r}; known: {', '.join(sorted(known))}")
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device {device} is not supported; use a CPU or CUDA device")
+    natural = "hopper" if device.type == "cuda" else "cpu"
+    if wanted in ("auto", "nccl"):
+        return natural if wanted == "auto" else wanted
+    if wanted != natural:
+        raise ConfigError(f"backend {wanted!r} does not run on {device}; use backend='auto' or another device")
+    return wanted
+
+
+def _make(name: str, workspace: Workspace, schedule: Schedule | None) -> Backend:
+    if name == "cpu":
+        from uniep.backends.cpu import CpuBackend
+
+        return CpuBackend(workspace, schedule)
+    if name == "hopper":
+        from uniep.backends.hopper import HopperBackend
+
+        return HopperBackend(workspace, schedule)
+    from uniep.backends.nccl import CollectiveBackend
+
+    return CollectiveBackend(workspace, schedule)
