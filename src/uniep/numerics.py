@@ -9,10 +9,69 @@ sigmoid uses another code path for a ragged tail, whose bits differ.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from uniep.config import COLUMN_GROUP
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread inside: the number of threads decides how a contraction is split, hence bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """a @ b in fp32 -> (M, N).  Bits of an output depend on its row of a and column of b alone.
+
+    BLAS picks kernels by shape, leading dimension and alignment, and each sums in its own order.  So every
+    block of 64 x 64 outputs is a call of its own over the whole contraction, on operands made alike: fp32,
+    zero-padded to 64, dense, aligned.  Whatever tile a caller computes, its blocks are the same calls.
+    Callers start tiles at multiples of 64 and run inside `one_thread`.
+    """
+    rows, columns = a_MK.shape[0], b_KN.shape[1]
+    out = torch.empty(rows, columns, dtype=torch.float32)
+    left = [_operand(a_MK[row : row + _BLOCK], 0) for row in range(0, rows, _BLOCK)]
+    for column in range(0, columns, _BLOCK):
+        right = _operand(b_KN[:, column : column + _BLOCK], 1)
+        for index, block in enumerate(left):
+            target = out[index * _BLOCK : (index + 1) * _BLOCK, column : column + _BLOCK]
+            target.copy_((block @ right)[: target.shape[0], : target.shape[1]])
+    return out
+
+
+_BLOCK = 64
+_ALIGN_BYTES = 64
+
+
+def _operand(block: Tensor, dim: int) -> Tensor:
+    """fp32 copy (or the same, if it is fit) with `dim` padded to _BLOCK, dense in its own major order."""
+    if block.stride(0) == 1 and block.stride(1) > 1:
+        return _operand(block.T, 1 - dim).T
+    if block.shape[dim] < _BLOCK:
+        shape = list(block.shape)
+        shape[dim] = _BLOCK
+        padded = torch.zeros(shape, dtype=torch.float32)
+        padded.narrow(dim, 0, block.shape[dim]).copy_(block)
+        return padded
+    dense = block.to(torch.float32).contiguous()
+    return dense if dense.data_ptr() % _ALIGN_BYTES == 0 else dense.clone()
+
+
+def widened(x_RF: Tensor) -> Tensor:
+    """Contiguous fp32 copy of x, zero columns behind it up to a multiple of COLUMN_GROUP."""
+    rows, columns = x_RF.shape
+    out = torch.zeros(rows, -(-columns // COLUMN_GROUP) * COLUMN_GROUP, dtype=torch.float32)
+    out[:, :columns] = x_RF
+    return out
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -13,13 +13,16 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+from uniep.config import MoEConfig, align_rows
 from uniep.numerics import (
     add_ascending,
     column_group_sums,
     combine_slots,
+    matmul,
+    one_thread,
     swiglu,
     swiglu_backward,
+    widened,
 )
 
 
@@ -52,20 +55,17 @@ def composition(
 def _expert_rows(ids_TK: Tensor, expert: int) -> tuple[Tensor, Tensor, int]:
     """Tokens and slots of one expert in canonical order, and its row count with alignment."""
     token, slot = torch.where(ids_TK == expert)
-    return token, slot, -(-token.numel() // ROW_ALIGN) * ROW_ALIGN
+    return token, slot, align_rows(token.numel())
 
 
-def _padded(rows: Tensor, count: int, width: int) -> Tensor:
-    """fp32 copy of `rows` with zero rows and zero columns behind."""
-    out = torch.zeros(count, width, dtype=torch.float32)
-    out[: rows.shape[0], : rows.shape[1]] = rows
+def _aligned(rows: Tensor, count: int) -> Tensor:
+    """`rows` with zero rows behind, `count` in all."""
+    out = rows.new_zeros(count, rows.shape[1])
+    out[: rows.shape[0]] = rows
     return out
 
 
-def _wide(columns: int) -> int:
-    return -(-columns // COLUMN_GROUP) * COLUMN_GROUP
-
-
+@one_thread()
 def forward(
     x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, cfg: MoEConfig
 ) -> Tensor:
@@ -75,30 +75,29 @@ def forward(
         token, slot, count = _expert_rows(ids_TK, expert)
         if count:
             _, _, act = _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg)
-            w2_t = _padded(w2_EDF[expert], _wide(cfg.hidden), _wide(cfg.ffn)).T
-            slots_TKD[token, slot] = (act.float() @ w2_t)[: token.numel(), : cfg.hidden].to(cfg.dtype)
+            slots_TKD[token, slot] = matmul(act[:, : cfg.ffn], w2_EDF[expert].T)[: token.numel()].to(cfg.dtype)
     weights = weights_TK if cfg.weight_at == "output" else None
     return combine_slots(slots_TKD, ids_TK, weights).to(cfg.dtype)
 
 
 def _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg):
-    """(gate, up, act) of one expert's rows: gate and up fp32 after their cast, act in cfg.dtype."""
-    wide = _wide(cfg.ffn)
-    x = _padded(x_TD[token], count, cfg.hidden)
+    """(gate, up, act) of one expert's rows, columns widened: gate and up fp32 after their cast, act in cfg.dtype."""
+    x = _aligned(x_TD[token], count)
     halves = w13_E2FD[expert].unflatten(0, (2, cfg.ffn))
-    gate, up = ((x @ _padded(half, wide, cfg.hidden).T).to(cfg.dtype).float() for half in halves)
+    gate, up = (widened(matmul(x, half.T).to(cfg.dtype)) for half in halves)
     act = swiglu(gate, up)
     if cfg.weight_at == "activation":
-        act = _padded(weights_TK[token, slot, None], count, 1) * act
+        act = _aligned(weights_TK[token, slot, None], count) * act
     return gate, up, act.to(cfg.dtype)
 
 
+@one_thread()
 def backward(
     dy_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, cfg: MoEConfig
 ) -> Gradients:
     """Gradients of `forward` for the output gradient `dy_TD` (T, D), in the contract's roundings."""
-    wide, ffn, hidden = _wide(cfg.ffn), cfg.ffn, cfg.hidden
-    slots_TKD = torch.zeros(*ids_TK.shape, hidden, dtype=cfg.dtype)
+    ffn = cfg.ffn
+    slots_TKD = torch.zeros(*ids_TK.shape, cfg.hidden, dtype=cfg.dtype)
     dweights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32)
     dw13, dw2 = torch.zeros_like(w13_E2FD), torch.zeros_like(w2_EDF)
     for expert in range(cfg.num_experts):
@@ -107,16 +106,16 @@ def backward(
             continue
         n = token.numel()
         gate, up, act = _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg)
-        weight = _padded(weights_TK[token, slot, None], count, 1)
-        dy = _padded(dy_TD[token], count, hidden)
-        raw = dy @ _padded(w2_EDF[expert], hidden, wide)
+        weight = _aligned(weights_TK[token, slot, None], count)
+        dy = _aligned(dy_TD[token], count)
+        raw = widened(matmul(dy, w2_EDF[expert]))
         scored = act.float() if cfg.weight_at == "output" else swiglu(gate, up)
         dweights_TK[token, slot] = add_ascending(column_group_sums(raw * scored))[:n]
         d_gate, d_up = swiglu_backward(gate, up, weight * raw)
-        dh = torch.cat([d_gate[:, :ffn], d_up[:, :ffn]], 1).to(cfg.dtype).float()
-        weighted = ((weight * act.float()).to(cfg.dtype) if cfg.weight_at == "output" else act).float()
-        slots_TKD[token, slot] = (dh @ w13_E2FD[expert].float())[:n].to(cfg.dtype)
-        dw2[expert] = (dy.T @ weighted)[:, :ffn].to(dw2.dtype)
-        dw13[expert] = (dh.T @ _padded(x_TD[token], count, hidden)).to(dw13.dtype)
+        dh = torch.cat([d_gate[:, :ffn], d_up[:, :ffn]], 1).to(cfg.dtype)
+        weighted = (weight * act.float()).to(cfg.dtype) if cfg.weight_at == "output" else act
+        slots_TKD[token, slot] = matmul(dh, w13_E2FD[expert])[:n].to(cfg.dtype)
+        dw2[expert] = matmul(dy.T, weighted[:, :ffn]).to(dw2.dtype)
+        dw13[expert] = matmul(dh.T, _aligned(x_TD[token], count)).to(dw13.dtype)
     dx = combine_slots(slots_TKD, ids_TK, None).to(cfg.dtype)
     return Gradients(dx, dweights_TK, dw13, dw2)

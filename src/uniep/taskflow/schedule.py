@@ -21,6 +21,7 @@ class Tile:
     depth: int = 64
     warps: int = 8
     stages: int = 3
+    registers: int | None = None  # most registers per thread, so that other kernels fit beside this one
     group_rows: int = 8  # row tiles that share a column of weights in L2 before the next column starts
 
 
@@ -33,7 +34,10 @@ class Schedule:
     tile_order: "natural", tiles in expert order; "local-first", tiles whose rows are all local first,
         then the rest, each class in expert order.
     chunk_tokens: tokens pushed under one arrival signal.
+    push_programs, push_warps: size of the GPU kernel that pushes tokens.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
+    received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
+        "again", the tokens are dispatched again (no memory between forward and backward).
     """
 
     overlap: Literal["serial", "fused"] = "fused"
@@ -41,8 +45,11 @@ class Schedule:
     gemm1: Tile = Tile()
     gemm2: Tile = Tile()
     chunk_tokens: int = 64
+    push_programs: int = 16
+    push_warps: int = 8
     matrix_workers: int = 1
     vector_workers: int = 1
+    received: Literal["saved", "again"] = "saved"
 
     @property
     def name(self) -> str:
@@ -62,6 +69,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         schedule.tile_order in ("natural", "local-first"),
         f"tile_order is {schedule.tile_order!r}; use 'natural' or 'local-first'",
     )
+    need(schedule.received in ("saved", "again"), f"received is {schedule.received!r}; use 'saved' or 'again'")
     for name in ("gemm1", "gemm2"):
         tile = getattr(schedule, name)
         need(

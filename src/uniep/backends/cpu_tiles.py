@@ -1,0 +1,260 @@
+"""Tile bodies of the CPU executor: what each task computes, in torch.  A body never waits.
+
+Shape suffixes: T tokens of this rank, K slots, D hidden, F ffn, N padded rows, G column groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.numerics import (
+    add_ascending,
+    column_group_sums,
+    combine_slots,
+    matmul,
+    swiglu,
+    swiglu_backward,
+    widened,
+)
+from uniep.routing import RoutingPlan, recv_base
+from uniep.taskflow.graph import Block
+from uniep.weights import ExpertWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What peers may write into on one rank; see `memory.shared_arrays`."""
+
+    receive: Tensor
+    returns: Tensor
+    dweights: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """This rank's rows of the experts: plan, and weights of all ranks by row.
+
+    target_N, slot_N: rank and slot (t*K + k) that a row returns to; target -1 for pad rows.
+    """
+
+    rank: int
+    cfg: MoEConfig
+    plan: RoutingPlan
+    weight_N1: Tensor
+    target_N: Tensor
+    slot_N: Tensor
+
+    @classmethod
+    def make(cls, rank: int, cfg: MoEConfig, plan: RoutingPlan, weights_of_rank: list[Tensor]) -> Rows:
+        slots = cfg.max_tokens_per_rank * cfg.top_k
+        table = torch.zeros(len(weights_of_rank), slots)
+        for source, weights in enumerate(weights_of_rank):
+            table[source, : weights.numel()] = weights.reshape(-1)
+        back_N = plan.row_return_N.long()
+        used_N = back_N >= 0
+        weight_N = torch.where(used_N, table.view(-1)[back_N.clamp(min=0)], 0.0)
+        return cls(rank, cfg, plan, weight_N[:, None], torch.where(used_N, back_N // slots, -1), back_N % slots)
+
+
+class Gather:
+    """Rows of the experts out of local tokens and tokens of other ranks; pad rows are zeros."""
+
+    def __init__(self, local_TD: Tensor, remote_MD: Tensor, rows: Rows, compact: bool = False) -> None:
+        """compact: remote_MD holds the received tokens without gaps instead of the receive buffer."""
+        self.local_TD, self.remote_MD = local_TD, remote_MD
+        source_N, used_N = rows.plan.row_source_N.long(), rows.target_N >= 0
+        self.is_local_N = used_N & (source_N >= 0)
+        self.is_remote_N = used_N & (source_N < 0)
+        slot_N = torch.where(self.is_remote_N, -source_N - 1, 0)
+        if compact:
+            block = rows.cfg.receive_block
+            slot_N = compact_base(rows.plan, rows.rank)[slot_N // block] + slot_N % block
+        self.index_N = torch.where(self.is_remote_N, slot_N, source_N)
+
+    def __call__(self, rows: slice, columns: slice = slice(None)) -> Tensor:
+        local, remote, index = self.is_local_N[rows], self.is_remote_N[rows], self.index_N[rows]
+        out = self.local_TD.new_zeros(index.shape[0], self.local_TD[:0, columns].shape[1])
+        out[local] = self.local_TD[:, columns][index[local]]
+        out[remote] = self.remote_MD[:, columns][index[remote]]
+        return out
+
+
+def compact_base(plan: RoutingPlan, rank: int) -> Tensor:
+    """Per block of the receive buffer (one per peer, this rank left out): rows before it once gaps are gone."""
+    counts = plan.recv_count_R.long()
+    others = torch.cat([counts[:rank], counts[rank + 1 :], counts.new_zeros(1)])
+    return torch.cumsum(others, 0) - others
+
+
+class _Bodies:
+    """What both directions share: dispatch and the one-sided return of rows."""
+
+    def __init__(self, rows: Rows, shared: list[Shared], send_TD: Tensor, ids_TK: Tensor) -> None:
+        self.rows, self.shared, self.send_TD, self.ids_TK = rows, shared, send_TD, ids_TK
+        self.cfg, self.plan, self.rank = rows.cfg, rows.plan, rows.rank
+        self.num_rows = rows.plan.num_rows
+
+    def push(self, block: Block) -> None:
+        """Copy tokens row0..row1 of a send list into the peer's receive buffer."""
+        tokens = self.plan.send_token_RT[block.group, block.row0 : block.row1]
+        start = recv_base(self.cfg, self.rank, block.group) + block.row0
+        self.shared[block.group].receive[start : start + tokens.shape[0]] = self.send_TD[tokens]
+
+    def _write(self, block: Block, value: Tensor, name: str) -> None:
+        """Write value's rows into the slots they return to, in array `name` of their rank."""
+        target = self.rows.target_N[block.row0 : block.row1]
+        slot = self.rows.slot_N[block.row0 : block.row1]
+        for rank in torch.unique(target).tolist():
+            if rank >= 0:
+                pick = torch.nonzero(target == rank).flatten()
+                array = getattr(self.shared[rank], name)
+                part = array[:, block.column0 : block.column1] if array.dim() == 2 else array
+                part.index_copy_(0, slot[pick], value[pick])
+
+    def _sum(self, block: Block, out_TD: Tensor, weights_TK: Tensor | None) -> None:
+        """Add the slots of tokens row0..row1."""
+        tokens, top_k = slice(block.row0, block.row1), self.cfg.top_k
+        slots = self.shared[self.rank].returns[block.row0 * top_k : block.row1 * top_k]
+        weights = weights_TK[tokens] if weights_TK is not None else None
+        out_TD[tokens] = combine_slots(slots.unflatten(0, (-1, top_k)), self.ids_TK[tokens], weights).to(out_TD.dtype)
+
+
+class Dispatch(_Bodies):
+    """Tokens to the ranks of their experts, and a compact copy of those received."""
+
+    def __init__(self, rows: Rows, shared: list[Shared], send_TD: Tensor, ids_TK: Tensor, keep: bool) -> None:
+        super().__init__(rows, shared, send_TD, ids_TK)
+        self.base = compact_base(self.plan, self.rank).tolist()
+        count = int(self.plan.recv_count_R.sum()) if keep else 0
+        self.received_MD = send_TD.new_empty(count, self.cfg.hidden)
+
+    def keep(self, block: Block) -> None:
+        start = self.base[block.group - (block.group > self.rank)]
+        slot = recv_base(self.cfg, block.group, self.rank)
+        count = block.row1 - block.row0
+        self.received_MD[start : start + count] = self.shared[self.rank].receive[slot : slot + count]
+
+
+class Forward(Dispatch):
+    """Bodies of `lower_forward`."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        shared: list[Shared],
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: ExpertWeights,
+        keep: bool,
+    ) -> None:
+        super().__init__(rows, shared, x_TD, ids_TK, keep)
+        self.weights_TK = weights_TK if self.cfg.weight_at == "output" else None
+        self.experts = experts
+        self.x_rows = Gather(x_TD, shared[self.rank].receive, rows)
+        self.y_TD = torch.empty_like(x_TD)
+        self.h_NF = x_TD.new_empty(self.num_rows, 2 * self.cfg.ffn)
+        self.act_NF = x_TD.new_empty(self.num_rows, self.cfg.ffn)
+
+    def gemm1(self, block: Block) -> None:
+        rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
+        ffn, dtype = self.cfg.ffn, self.cfg.dtype
+        x = self.x_rows(rows)
+        gate, up = (matmul(x, half[columns].T).to(dtype) for half in self.experts.halves(block.group))
+        self.h_NF[rows, columns] = gate
+        self.h_NF[rows, ffn + block.column0 : ffn + block.column1] = up
+        act = swiglu(widened(gate), widened(up))
+        if self.cfg.weight_at == "activation":
+            act = self.rows.weight_N1[rows] * act
+        self.act_NF[rows, columns] = act[:, : gate.shape[1]].to(dtype)
+
+    def gemm2(self, block: Block) -> None:
+        weight = self.experts.down(block.group)[block.column0 : block.column1]
+        out = matmul(self.act_NF[block.row0 : block.row1], weight.T)
+        self._write(block, out.to(self.cfg.dtype), "returns")
+
+    def combine(self, block: Block) -> None:
+        self._sum(block, self.y_TD, self.weights_TK)
+
+
+class Backward(_Bodies):
+    """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for wgrad1."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        shared: list[Shared],
+        dy_TD: Tensor,
+        ids_TK: Tensor,
+        experts: ExpertWeights,
+        h_NF: Tensor,
+        x_rows: Gather,
+    ) -> None:
+        super().__init__(rows, shared, dy_TD, ids_TK)
+        self.experts, self.h_NF, self.x_rows = experts, h_NF, x_rows
+        self.dy_rows = Gather(dy_TD, shared[self.rank].receive, rows)
+        groups = -(-self.cfg.ffn // COLUMN_GROUP)
+        self.group_sums_NG = torch.empty(self.num_rows, groups)
+        self.weighted_NF = dy_TD.new_empty(self.num_rows, self.cfg.ffn)
+        self.dh_NF = dy_TD.new_empty(self.num_rows, 2 * self.cfg.ffn)
+        self.dx_TD = torch.empty_like(dy_TD)
+        self.dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32)
+        self.gradients = experts.like(fill=True)
+
+    def dgrad2(self, block: Block) -> None:
+        """Through the second GEMM and the activation: dh, the weighted activation, column groups of d(weight)."""
+        rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
+        ffn, dtype, width = self.cfg.ffn, self.cfg.dtype, block.column1 - block.column0
+        up_columns = slice(ffn + block.column0, ffn + block.column1)
+        raw = widened(matmul(self.dy_rows(rows), self.experts.down(block.group)[:, columns]))
+        gate, up = widened(self.h_NF[rows, columns]), widened(self.h_NF[rows, up_columns])
+        weight, act = self.rows.weight_N1[rows], swiglu(gate, up)
+        if self.cfg.weight_at == "output":
+            act = act.to(dtype).float()
+        first = block.column0 // COLUMN_GROUP
+        sums = column_group_sums(raw * act)
+        self.group_sums_NG[rows, first : first + sums.shape[1]] = sums
+        self.weighted_NF[rows, columns] = (weight * act)[:, :width].to(dtype)
+        d_gate, d_up = swiglu_backward(gate, up, weight * raw)
+        self.dh_NF[rows, columns] = d_gate[:, :width].to(dtype)
+        self.dh_NF[rows, up_columns] = d_up[:, :width].to(dtype)
+
+    def dweight(self, block: Block) -> None:
+        self._write(block, add_ascending(self.group_sums_NG[block.row0 : block.row1]), "dweights")
+
+    def dgrad1(self, block: Block) -> None:
+        halves = self.experts.halves(block.group)
+        weight = torch.cat([half[:, block.column0 : block.column1] for half in halves])
+        out = matmul(self.dh_NF[block.row0 : block.row1], weight)
+        self._write(block, out.to(self.cfg.dtype), "returns")
+
+    def _segment(self, expert: int) -> slice:
+        start, stop = self.plan.expert_start_e1[expert : expert + 2].tolist()
+        return slice(start, stop)
+
+    def wgrad2(self, block: Block) -> None:
+        rows, columns = self._segment(block.group), slice(block.column0, block.column1)
+        dy = self.dy_rows(rows, slice(block.row0, block.row1))
+        out = matmul(dy.T, self.weighted_NF[rows, columns])
+        self.gradients.down(block.group)[block.row0 : block.row1, columns] = out.to(self.cfg.dtype)
+
+    def wgrad1(self, block: Block) -> None:
+        rows, columns = self._segment(block.group), slice(block.column0, block.column1)
+        out = matmul(self.dh_NF[rows, block.row0 : block.row1].T, self.x_rows(rows, columns)).to(self.cfg.dtype)
+        for number, half in enumerate(self.gradients.halves(block.group)):
+            base = number * self.cfg.ffn
+            first, last = max(block.row0, base), min(block.row1, base + self.cfg.ffn)
+            if first < last:
+                half[first - base : last - base, columns] = out[first - block.row0 : last - block.row0]
+
+    def collect(self, block: Block) -> None:
+        tokens, top_k = slice(block.row0, block.row1), self.cfg.top_k
+        got = self.shared[self.rank].dweights[block.row0 * top_k : block.row1 * top_k].view(-1, top_k)
+        self.dweights_TK[tokens] = torch.where(self.ids_TK[tokens] >= 0, got, 0.0)
+
+    def combine(self, block: Block) -> None:
+        self._sum(block, self.dx_TD, None)
