@@ -1,0 +1,135 @@
+"""uniep's variants as the harness times them.
+
+uniep          sync-free: `max_rows` is set, no host read.
+uniep-default  rows allocated exactly, after one host read per call.
+uniep-serial   sync-free, every stage waits for the one before.
+uniep-nccl     the explicit collective backend.
+uniep-compute  own kernels with communication removed; needs a backend that offers it.
+uniep@FIELD=VALUE+FIELD=VALUE  sync-free with these fields of Schedule, e.g. uniep@gemm1.columns=128.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import uniep
+from cases import Case
+from peers import Layer
+from uniep.backends.base import Inputs, Needs
+from uniep.weights import ExpertWeights
+
+
+def parse_schedule(text: str) -> uniep.Schedule:
+    """'overlap=serial+gemm1.columns=128' -> the default Schedule with these fields changed.  Raises ValueError."""
+    schedule = uniep.Schedule()
+    for part in text.split("+"):
+        path, _, value = part.partition("=")
+        outer, _, inner = path.partition(".")
+        holder = getattr(schedule, outer, None) if inner else schedule
+        if not value or not hasattr(holder, inner or outer):
+            raise ValueError(f"{part!r} names no field of Schedule; write FIELD=VALUE, such as gemm1.columns=128")
+        kind = type(getattr(holder, inner or outer))
+        new: Any = value == "True" if kind is bool else kind(value)
+        if inner:
+            new = dataclasses.replace(holder, **{inner: new})
+        schedule = dataclasses.replace(schedule, **{outer: new})
+    return schedule
+
+
+class Workspaces:
+    """Makes each Workspace of one configuration once, and closes them together."""
+
+    def __init__(
+        self, cfg: uniep.MoEConfig, max_rows: int, group: dist.ProcessGroup, device: torch.device, timeout_s: float
+    ) -> None:
+        self.cfg, self.max_rows = cfg, max_rows
+        self.group, self.device, self.timeout_s = group, device, timeout_s
+        self.made: dict[str, uniep.Workspace] = {}
+
+    def get(self, impl: str) -> uniep.Workspace:
+        """The Workspace of a variant; `uniep` and `uniep-compute` share theirs."""
+        key = "uniep" if impl == "uniep-compute" else impl
+        if key not in self.made:
+            default = impl in ("uniep-default", "uniep-nccl")
+            cfg = dataclasses.replace(self.cfg, max_rows=None if default else self.max_rows)
+            schedule = None
+            if impl == "uniep-serial":
+                schedule = uniep.Schedule(overlap="serial")
+            elif "@" in impl:
+                schedule = parse_schedule(impl.partition("@")[2])
+            self.made[key] = uniep.Workspace(
+                cfg,
+                self.group,
+                device=self.device,
+                backend="nccl" if impl == "uniep-nccl" else "auto",
+                schedule=schedule,
+                timeout_s=self.timeout_s,
+            )
+        return self.made[key]
+
+    def close(self) -> None:
+        for workspace in self.made.values():
+            workspace.close()
+        self.made.clear()
+
+
+class UniEPLayer(Layer):
+    """`uniep.moe` and its autograd."""
+
+    def __init__(self, workspace: uniep.Workspace) -> None:
+        self.workspace = workspace
+
+    def prepare(self, case: Case, backward: bool) -> None:
+        wanted = (case.x_TD, case.weights_TK, case.w13_e2FD, case.w2_eDF)
+        self.leaves = [t.detach().requires_grad_() for t in wanted]
+
+    def forward(self, case: Case) -> tuple[Tensor, Any]:
+        x_TD, weights_TK, w13, w2 = self.leaves
+        return uniep.moe(x_TD, case.ids_TK, weights_TK, w13, w2, workspace=self.workspace), None
+
+    def forward_backward(self, case: Case) -> tuple[Tensor, ...]:
+        y_TD, _ = self.forward(case)
+        return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, case.dy_TD)
+
+    def check(self) -> None:
+        self.workspace.check()
+
+    @property
+    def phases(self) -> Any:
+        return getattr(self.workspace.backend, "phases", None)
+
+    @phases.setter
+    def phases(self, value: Any) -> None:
+        backend: Any = self.workspace.backend
+        if hasattr(backend, "phases"):
+            backend.phases = value
+
+
+class UniEPCompute(UniEPLayer):
+    """The backend's kernels on rows that an earlier call received."""
+
+    compared = False
+
+    def prepare(self, case: Case, backward: bool) -> None:
+        super().prepare(case, backward)
+        self.backend: Any = self.workspace.backend
+        if not hasattr(self.backend, "compute_only"):
+            raise uniep.UnsupportedError(f"backend {self.backend.name!r} has no compute_only; leave out uniep-compute")
+        received_TD, _ = super().forward(case)
+        if backward:
+            torch.autograd.grad(received_TD, self.leaves, case.dy_TD)
+        experts = ExpertWeights.parse(case.w13_e2FD, case.w2_eDF, self.workspace.cfg, self.workspace.ep_size)
+        self.inputs = Inputs(case.x_TD, case.ids_TK, case.weights_TK, experts)
+
+    def forward(self, case: Case) -> tuple[Tensor, Any]:
+        return self.backend.compute_only(self.inputs, True)
+
+    def forward_backward(self, case: Case) -> tuple[Tensor, ...]:
+        y_TD, saved = self.forward(case)
+        got = self.backend.compute_only_backward(case.dy_TD, self.inputs, saved, Needs())
+        return y_TD, got

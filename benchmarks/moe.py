@@ -1,0 +1,476 @@
+"""Time uniep and its peers on one expert-parallel MoE layer, interleaved in one process per GPU.
+
+    torchrun --standalone --nproc-per-node=2 benchmarks/moe.py --json benchmarks/results/h200x2_forward.json
+
+Every implementation gets the same inputs and weights.  Before timing, outputs and gradients are compared
+with fp32 on a small case, and with each other at full size.  An implementation that fails is reported and
+left out; the others go on.  Each measured value is the slowest rank's; medians over two rounds in opposite
+order.  Results are written after every case.
+
+Shapes are names or DxFxExK (hidden, ffn, experts, top-k), e.g. 2048x768x128x8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+
+import timing
+import uniep
+from cases import ROUTINGS, Case, Shape, make_case, make_weights, parse_shape
+from layers import UniEPCompute, UniEPLayer, Workspaces, parse_schedule
+from peers import DeepEp, DeepEpLayer, Layer, NcclLayer, PeerCompute
+from uniep.reference import composition
+
+DEFAULT_SHAPES = "qwen3-30b,dsv2-lite,qwen3-235b,deepseek-v3,mixtral-8x7b"
+IMPLS = (
+    "uniep", "uniep-default", "uniep-serial", "uniep-nccl", "uniep-compute",
+    "nccl", "deepep", "deepep-nowait", "peer-compute",
+)  # fmt: skip
+PEERS = ("nccl", "deepep", "deepep-nowait")
+OUTPUTS = ("y", "dx", "dweights", "dw13", "dw2")
+TOLERANCE = 1e-2
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Result = TypeVar("Result")
+
+
+class DeviceLostError(Exception):
+    """A device no longer answers; nothing more can be measured in these processes."""
+
+
+class Bench:
+    """One run: the process group, the options, and the results so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.started = args, time.perf_counter()
+        self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = torch.device("cuda", local) if args.device == "cuda" else torch.device("cpu")
+        cuda = self.device.type == "cuda"
+        if self.ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+            os.environ.setdefault(name, value)
+        patience = datetime.timedelta(seconds=args.timeout_s)
+        if cuda:
+            torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl", device_id=self.device, timeout=patience)
+        else:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", timeout=patience)
+        assert dist.group.WORLD is not None
+        self.group: dist.ProcessGroup = dist.group.WORLD
+        self.control = dist.new_group(backend="gloo", timeout=patience)
+        timing.setup(self.device, self.control)
+        self.dtype = DTYPES[args.dtype]
+        self.backward = "fwd_bwd" in args.directions
+        self.deepep: DeepEp | None = None
+        self.results: dict[str, Any] = {"meta": self.meta(), "checks": {}, "rows": []}
+
+    def meta(self) -> dict[str, Any]:
+        return {
+            "card": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU",
+            "gpus": self.ranks,
+            "ep": self.ranks,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "commit": self.args.commit or commit(),
+            "command": shlex.join(["benchmarks/moe.py", *sys.argv[1:]]),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "dtype": self.args.dtype,
+            "weight_at": self.args.weight_at,
+            "iters": self.args.iters,
+        }
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"[{time.perf_counter() - self.started:6.1f} s] {text}", flush=True)
+
+    def write(self) -> None:
+        if self.rank == 0 and self.args.json:
+            path = Path(self.args.json)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.results, indent=1) + "\n")
+
+    def attempt(self, what: str, call: Callable[[], Result]) -> Result | None:
+        """`call()`, or None on every rank (and the reason printed) if it fails on any."""
+        error, lost, result = "", False, None
+        try:
+            result = call()
+            timing.synchronize()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            try:
+                timing.synchronize()
+            except Exception:
+                lost = True
+        errors: list[tuple[str, bool]] = [("", False)] * self.ranks
+        dist.all_gather_object(errors, (error, lost), group=self.control)
+        if any(is_lost for _, is_lost in errors):
+            raise DeviceLostError(
+                f"{what}: " + "; ".join(f"rank {r}: {text}" for r, (text, _) in enumerate(errors) if text)
+            )
+        for rank, (text, _) in enumerate(errors):
+            if text:
+                self.say(f"  {what} left out, rank {rank}: {text[:500]}")
+                return None
+        return result
+
+    # ------------------------------------------------------------------------------------------ inputs
+
+    def weights(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        return make_weights(shape, self.rank, self.ranks, self.dtype, self.device)
+
+    def most_rows(self, case: Case) -> int:
+        """Routed rows of the busiest rank."""
+        target = case.ids_TK // case.num_local
+        counts = [float((target == rank).sum()) for rank in range(self.ranks)]
+        total = torch.tensor(counts, dtype=torch.float64)
+        dist.all_reduce(total, group=self.control)
+        return int(total.max())
+
+    # ---------------------------------------------------------------------------------- implementations
+
+    @contextlib.contextmanager
+    def layers(self, shape: Shape, tokens: int, most_rows: int, impls: list[str]) -> Iterator[dict[str, Layer]]:
+        """Every implementation that can be made for this shape."""
+        cfg = uniep.MoEConfig(
+            hidden=shape.hidden,
+            ffn=shape.ffn,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            max_tokens_per_rank=tokens,
+            dtype=self.dtype,
+            weight_at=self.args.weight_at,
+        )
+        worst = self.ranks * tokens * min(shape.top_k, shape.num_experts // self.ranks)
+        max_rows = min(worst, max(most_rows, int(self.args.max_rows_factor * tokens * shape.top_k)))
+        workspaces = Workspaces(cfg, max_rows, self.group, self.device, self.args.timeout_s)
+
+        def make(impl: str) -> Layer:
+            if impl == "nccl":
+                return NcclLayer(self.group)
+            if impl == "peer-compute":
+                return PeerCompute(self.group)
+            if impl.startswith("deepep"):
+                assert self.deepep is not None
+                return DeepEpLayer(self.deepep, wait=impl == "deepep")
+            return (UniEPCompute if impl == "uniep-compute" else UniEPLayer)(workspaces.get(impl))
+
+        made = {impl: self.attempt(impl, lambda impl=impl: make(impl)) for impl in impls}
+        try:
+            yield {impl: layer for impl, layer in made.items() if layer is not None}
+        finally:
+            made.clear()
+            workspaces.close()
+
+    def compare(
+        self, layers: dict[str, Layer], case: Case, label: str, wanted: tuple[Tensor, ...] | None = None
+    ) -> None:
+        """Prepare every layer, and drop those whose outputs differ from `wanted`; without it, from `nccl`'s."""
+        source, checks = "fp32", {}
+        for impl in sorted(layers, key=lambda name: name != "nccl"):
+            layer = layers[impl]
+
+            def outputs(layer: Layer = layer) -> tuple[Tensor, ...]:
+                layer.prepare(case, self.backward)
+                got = layer.forward_backward(case) if self.backward else layer.forward(case)[:1]
+                layer.check()
+                return got
+
+            got = self.attempt(f"{label} {impl}", outputs)
+            if got is None:
+                del layers[impl]
+            elif layer.compared and wanted is None:
+                source, wanted = impl, got
+            elif layer.compared and wanted is not None:
+                errors = timing.max_over_ranks([relative_error(a, b) for a, b in zip(got, wanted, strict=False)])
+                checks[impl] = {name: float(f"{error:.2e}") for name, error in zip(OUTPUTS, errors, strict=False)}
+                if not max(errors) < TOLERANCE:
+                    self.say(f"  {label} {impl} left out: relative errors to {source} {checks[impl]}")
+                    del layers[impl]
+        self.results["checks"][label] = {"against": source, **checks}
+        worst = ", ".join(f"{impl} {max(errors.values()):.1e}" for impl, errors in checks.items())
+        self.say(f"{label}: largest relative error to {source}: {worst}")
+
+    def check_small(self, impls: list[str]) -> list[str]:
+        """The implementations that equal plain fp32 on a small case with uneven routing (bounds are not compared)."""
+        cuda = self.device.type == "cuda"
+        shape = Shape("small", 512, 256, 8 * self.ranks, 4) if cuda else Shape("small", 64, 32, 4 * self.ranks, 2)
+        tokens, weights = 203 if cuda else 13, self.weights(shape)
+        case = make_case(shape, tokens, "zipf", self.rank, weights)
+        compared = [impl for impl in impls if not impl.endswith("-compute")]
+        with self.layers(shape, tokens, self.most_rows(case), compared) as layers:
+            self.compare(layers, case, "small", self.fp32(case))
+            return [impl for impl in impls if impl in layers or impl not in compared]
+
+    def fp32(self, case: Case) -> tuple[Tensor, ...]:
+        """This rank's part of the layer's outputs and gradients, computed in fp32 on the tokens of all ranks."""
+
+        def everyone(tensor: Tensor) -> Tensor:
+            parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
+            dist.all_gather(parts, tensor.contiguous())
+            return torch.cat(parts)
+
+        leaves = [
+            everyone(t).float().requires_grad_() for t in (case.x_TD, case.weights_TK, case.w13_e2FD, case.w2_eDF)
+        ]
+        x_TD, weights_TK, w13, w2 = leaves
+        y_TD = composition(x_TD, everyone(case.ids_TK), weights_TK, w13, w2)
+        grads = torch.autograd.grad(y_TD, leaves, everyone(case.dy_TD).float())
+        return tuple(t.detach().chunk(self.ranks)[self.rank] for t in (y_TD, *grads))
+
+    # ------------------------------------------------------------------------------------------ timing
+
+    def time(self, layers: dict[str, Layer], case: Case, direction: str, load: str) -> dict[str, list[float]]:
+        """{impl: milliseconds}, the slowest rank's, from two rounds in opposite order."""
+        taken: dict[str, list[float]] = {impl: [] for impl in layers}
+        for turn in range(2):
+            for impl in list(taken)[:: 1 if turn == 0 else -1]:
+                call = self.call(layers[impl], case, direction)
+
+                def measure(impl: str = impl, call: Callable[[], object] = call, warmup: int = 3 - turn) -> list[float]:
+                    for _ in range(warmup):
+                        call()
+                    if load == "sustained":
+                        times = [timing.sustained(call, self.args.sustained_s)]
+                    else:
+                        times = [timing.window(call) for _ in range(-(-self.args.iters // 2))]
+                    layers[impl].check()
+                    return times
+
+                times = self.attempt(f"{impl} {direction}", measure)
+                if times is None:
+                    del taken[impl]
+                else:
+                    taken[impl] += timing.max_over_ranks(times)
+        return taken
+
+    @staticmethod
+    def call(layer: Layer, case: Case, direction: str) -> Callable[[], object]:
+        return lambda: layer.forward(case) if direction == "fwd" else layer.forward_backward(case)
+
+    def phases(self, layer: Layer, case: Case, direction: str) -> dict[str, float]:
+        """Median milliseconds of each phase that the layer reports, the slowest rank's."""
+        taken: dict[str, list[float]] = {}
+        call = self.call(layer, case, direction)
+        try:
+            for _ in range(8):
+                layer.phases = []
+                before = timing.aligned()
+                call()
+                timing.synchronize()
+                for name, event in layer.phases or ():
+                    taken.setdefault(name, []).append(before.elapsed_time(event))
+                    before = event
+        finally:
+            layer.phases = None
+        medians = timing.max_over_ranks([statistics.median(times) for times in taken.values()])
+        return {name: round(ms, 4) for name, ms in zip(taken, medians, strict=True)}
+
+    def run_case(self, layers: dict[str, Layer], case: Case, key: dict[str, Any], shape: Shape) -> None:
+        """Time one (shape, tokens, routing, load, direction) and record a row per implementation."""
+        direction, rows = key["direction"], []
+        for impl, times in self.time(layers, case, direction, key["load"]).items():
+            ms = statistics.median(times) if key["load"] == "window" else statistics.mean(times)
+            row = {**key, "impl": impl, "ms": ms, "ms_min": min(times), "ms_max": max(times)}
+            row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
+            row["tflops"] = round(shape.tflop(key["tokens"], direction) / ms * 1e3, 1)
+            if self.args.phases:
+                breakdown = self.attempt(f"{impl} phases", lambda impl=impl: self.phases(layers[impl], case, direction))
+                if breakdown:
+                    row["phases"] = breakdown
+                    self.say(f"  {impl}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in breakdown.items()))
+            rows.append(row)
+        self.results["rows"] += rows
+        self.write()
+        self.say(describe(key, rows))
+
+    def late(self) -> bool:
+        return timing.any_rank(time.perf_counter() - self.started > self.args.budget_s)
+
+    def run(self) -> None:
+        args = self.args
+        shapes = [parse_shape(name) for name in args.shapes.split(",")]
+        impls = [name for name in args.impl.split(",") if args.deepep or not name.startswith("deepep")]
+        self.say(f"{self.results['meta']}")
+        if any(name.startswith("deepep") for name in impls):
+            hidden = max(shape.hidden for shape in shapes)
+            self.deepep = self.attempt("deepep", lambda: DeepEp(args.deepep, self.group, hidden))
+            if self.deepep is None:
+                impls = [name for name in impls if not name.startswith("deepep")]
+        if args.check:
+            impls = self.check_small(impls)
+        for shape in shapes:
+            if shape.num_experts % self.ranks:
+                self.say(f"{shape.name} left out: {shape.num_experts} experts do not divide over {self.ranks} ranks")
+                continue
+            weights = None
+            for tokens in (int(text) for text in args.tokens.split(",")):
+                if self.late():
+                    self.say(f"stopped after the budget of {args.budget_s:.0f} s")
+                    return
+                weights = weights or self.weights(shape)
+                self.run_tokens(shape, tokens, weights, impls)
+                self.free()
+
+    def run_tokens(self, shape: Shape, tokens: int, weights: tuple[Tensor, Tensor], impls: list[str]) -> None:
+        args = self.args
+        cases = {routing: make_case(shape, tokens, routing, self.rank, weights) for routing in args.routing.split(",")}
+        most_rows = max(self.most_rows(case) for case in cases.values())
+        with self.layers(shape, tokens, most_rows, impls) as layers:
+            for routing, case in cases.items():
+                self.compare(layers, case, f"{shape.name} T={tokens} {routing}")
+                if self.deepep is not None:
+                    self.results["meta"]["deepep"] = {
+                        f"D={d} T={t}": dict(zip(("sms", "dispatch_chunk", "combine_chunk"), choice, strict=True))
+                        for (d, t), choice in self.deepep.choices.items()
+                    }
+                for load in args.load.split(","):
+                    for direction in args.directions.split(","):
+                        if not self.late():
+                            key = {"shape": shape.name, "tokens": tokens, "routing": routing}
+                            self.run_case(layers, case, {**key, "load": load, "direction": direction}, shape)
+
+    def free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        if self.deepep is not None:
+            self.deepep.close()
+        dist.barrier(self.control)
+        dist.destroy_process_group()
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """|got - wanted| / |wanted|; infinite where `got` is not finite."""
+    got, wanted = got.float(), wanted.float()
+    if not bool(torch.isfinite(got).all()):
+        return float("inf")
+    return float((got - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def describe(key: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """One progress line: every time, and uniep's speedup over the best peer."""
+    line = f"{key['shape']} T={key['tokens']} {key['routing']} {key['direction']} {key['load']}: "
+    line += " | ".join(f"{row['impl']} {row['ms']:.3f}" for row in rows)
+    ms = {row["impl"]: row["ms"] for row in rows}
+    peers = {impl: ms[impl] for impl in PEERS if impl in ms}
+    if peers and "uniep" in ms:
+        best = min(peers, key=lambda impl: peers[impl])
+        line += f" => {peers[best] / ms['uniep']:.3f}x of {best}"
+    if "uniep" in ms and "uniep-compute" in ms:
+        line += f", {ms['uniep'] / ms['uniep-compute']:.3f} of own compute"
+    return line
+
+
+def commit() -> str:
+    """This checkout's commit, with "+" if files differ from it; UNIEP_COMMIT where there is no checkout."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=10", "HEAD")
+        return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("UNIEP_COMMIT", "unknown")
+
+
+def parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog="moe.py", description=__doc__, formatter_class=raw)
+    made.add_argument("--json", help="results file, rewritten after every case")
+    made.add_argument("--shapes", default=DEFAULT_SHAPES)
+    made.add_argument("--tokens", default="8192", help="tokens per rank, a list (default %(default)s)")
+    made.add_argument("--routing", default="balanced", help="balanced, zipf (default %(default)s)")
+    made.add_argument("--directions", default="fwd,fwd_bwd", help="(default %(default)s)")
+    made.add_argument("--load", default="window", help="window, sustained (default %(default)s)")
+    made.add_argument("--impl", default=",".join(IMPLS), help="(default: all that are there)")
+    made.add_argument("--iters", type=int, default=20, help="window calls per implementation (default %(default)s)")
+    made.add_argument(
+        "--sustained-s", type=float, default=0.2, help="length of one sustained round (default %(default)s)"
+    )
+    made.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="start no further case after this many seconds"
+    )
+    made.add_argument(
+        "--deepep", metavar="DIR", help="folder that holds an importable deep_ep; without it DeepEP is left out"
+    )
+    made.add_argument("--phases", action="store_true", help="also take every layer's phase breakdown")
+    made.add_argument(
+        "--max-rows-factor",
+        type=float,
+        default=2.0,
+        help="sync-free: max_rows over the mean rows per rank (default %(default)s)",
+    )
+    made.add_argument("--weight-at", choices=("output", "activation"), default="output")
+    made.add_argument("--no-check", dest="check", action="store_false", help="skip the comparison with fp32")
+    made.add_argument("--timeout-s", type=float, default=120, help="longest wait for a peer (default %(default)s)")
+    made.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--commit", help="recorded in the results where there is no git checkout")
+    return made
+
+
+def options(argv: list[str] | None) -> argparse.Namespace:
+    """Parsed and checked arguments; a bad one ends the program before any process waits for another."""
+    made = parser()
+    args = made.parse_args(argv)
+    try:
+        for name in args.shapes.split(","):
+            parse_shape(name)
+        for name in args.impl.split(","):
+            if name.startswith("uniep@"):
+                parse_schedule(name.partition("@")[2])
+            elif name not in IMPLS:
+                raise ValueError(f"implementation {name!r} is unknown; use {', '.join(IMPLS)} or uniep@FIELD=VALUE")
+        for option, known in (
+            ("routing", ROUTINGS),
+            ("directions", ("fwd", "fwd_bwd")),
+            ("load", ("window", "sustained")),
+        ):
+            for value in getattr(args, option).split(","):
+                if value not in known:
+                    raise ValueError(f"--{option} {value!r} is unknown; use {', '.join(known)}")
+    except ValueError as error:
+        made.error(str(error))
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    bench = Bench(options(argv))
+    try:
+        bench.run()
+    except DeviceLostError as lost:
+        # Peers may hang on this device: leave at once; what was measured is in the file.
+        print(f"rank {bench.rank}: stopped, {lost}", flush=True)
+        bench.write()
+        os._exit(1)
+    bench.say("done")
+    bench.close()
+
+
+if __name__ == "__main__":
+    main()

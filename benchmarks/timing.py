@@ -1,0 +1,106 @@
+"""How the harness measures: the two loads, and the process group that carries its own decisions.
+
+window: one call on an idle card.  The device sleeps 2 ms so that the host runs ahead, a tiny all-reduce
+    aligns the ranks on the device, CUDA events bracket the call.  Cards are at boost clock.
+sustained: calls back to back for a while, mean.  Cards reach their power limit, as in training.
+
+On CPU the same functions use the host's clock and a barrier.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SLEEP_CYCLES = 4_000_000  # about 2 ms at boost clock
+
+_control: dist.ProcessGroup | None = None
+_device = torch.device("cpu")
+_one = torch.zeros(1)
+
+
+def setup(device: torch.device, control: dist.ProcessGroup) -> None:
+    """control: a gloo group over all ranks, so that decisions never queue behind a device's work."""
+    global _control, _device, _one
+    _control, _device, _one = control, device, torch.zeros(1, device=device)
+
+
+class HostEvent:
+    """The part of torch.cuda.Event that timing needs, on the host's clock."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        return (later.seconds - self.seconds) * 1e3
+
+
+def record_event() -> Any:
+    if _device.type != "cuda":
+        return HostEvent()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def wait_event(event: Any) -> None:
+    if _device.type == "cuda":
+        event.synchronize()
+
+
+def synchronize() -> None:
+    if _device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def aligned() -> Any:
+    """An event recorded when all ranks have come here, with the host ahead of the device."""
+    if _device.type == "cuda":
+        torch.cuda._sleep(SLEEP_CYCLES)
+        dist.all_reduce(_one)
+    elif _control is not None:
+        dist.barrier(_control)
+    return record_event()
+
+
+def window(call: Callable[[], object]) -> float:
+    """Milliseconds of one call, this rank's."""
+    start = aligned()
+    call()
+    end = record_event()
+    wait_event(end)
+    return start.elapsed_time(end)
+
+
+def sustained(call: Callable[[], object], seconds: float) -> float:
+    """Mean milliseconds of calls back to back for about `seconds`; every rank makes equally many."""
+
+    def repeat(count: int) -> float:
+        start = aligned()
+        for _ in range(count):
+            call()
+        end = record_event()
+        wait_event(end)
+        return start.elapsed_time(end) / count
+
+    estimate = max(max_over_ranks([repeat(3)])[0], 1e-3)
+    return repeat(max(3, math.ceil(seconds * 1e3 / estimate)))
+
+
+def max_over_ranks(values: list[float]) -> list[float]:
+    """Element-wise maximum over ranks."""
+    if _control is None or not values:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control)
+    return tensor.tolist()
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether any rank says so."""
+    return max_over_ranks([float(flag)])[0] > 0
