@@ -64,11 +64,17 @@ class MemoryPlan:
 
     def explain(self) -> str:
         """A table: one line per buffer, then the totals."""
-        rows = [(b.kind, b.name, " x ".join(map(str, b.shape)), _dtype(b.dtype), _size(b.bytes), b.why) for b in self.buffers]
+        rows = [
+            (b.kind, b.name, " x ".join(map(str, b.shape)), _dtype(b.dtype), _size(b.bytes), b.why)
+            for b in self.buffers
+        ]
         rows += [("total", kind, "", "", _size(self.total_bytes(kind)), why) for kind, why in _KINDS.items()]
         head = ("kind", "buffer", "shape", "dtype", "size", "why")
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
-        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in (head, *rows)]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip()
+            for row in (head, *rows)
+        ]
         return "\n".join([self.title, *lines])
 
     def __str__(self) -> str:
@@ -171,21 +177,52 @@ def plan_memory(cfg: MoEConfig, ep_size: int, *, backend: str = "hopper", tokens
         Buffer(name, shape, dtype, "shared", _SHARED_WHY[name])
         for name, (shape, dtype) in shared_arrays(cfg, ep_size).items()
     ]
-    buffers.append(Buffer("h", (rows, 2 * cfg.ffn), cfg.dtype, "saved", f"gate and up before the activation; {rows_why}"))
+    buffers.append(
+        Buffer("h", (rows, 2 * cfg.ffn), cfg.dtype, "saved", f"gate and up before the activation; {rows_why}")
+    )
     if ep_size > 1:
-        buffers.append(Buffer("received", (received, cfg.hidden), cfg.dtype, "saved", "compact copy of the tokens of other ranks, for dW13"))
+        buffers.append(
+            Buffer(
+                "received",
+                (received, cfg.hidden),
+                cfg.dtype,
+                "saved",
+                "compact copy of the tokens of other ranks, for dW13",
+            )
+        )
     if backend == "cpu":
-        buffers.append(Buffer("fingerprint", (1,), torch.int64, "saved", "names the forward that a backward belongs to"))
+        buffers.append(
+            Buffer("fingerprint", (1,), torch.int64, "saved", "names the forward that a backward belongs to")
+        )
     else:
-        buffers.append(Buffer("plan", (plan_ints,), i32, "saved", "RoutingPlan: counts, row sources, return slots, send lists"))
+        buffers.append(
+            Buffer("plan", (plan_ints,), i32, "saved", "RoutingPlan: counts, row sources, return slots, send lists")
+        )
         buffers.append(Buffer("row_weight", (rows,), f32, "saved", "routing weight of every row"))
     buffers += [
         Buffer("y", (tokens, cfg.hidden), cfg.dtype, "transient", "the result; belongs to the caller"),
         Buffer("act", (rows, cfg.ffn), cfg.dtype, "transient", "activation; in backward, weighted, for dW2"),
         Buffer("dh", (rows, 2 * cfg.ffn), cfg.dtype, "transient", "backward: gradient of h"),
-        Buffer("dweight_groups", (rows, groups), f32, "transient", f"backward: sums of {COLUMN_GROUP} columns for d(weight)"),
-        Buffer("dw13", (local, 2 * cfg.ffn, cfg.hidden), cfg.dtype, "transient", "backward: gradient; belongs to the caller"),
-        Buffer("dw2", (local, cfg.hidden, cfg.ffn), cfg.dtype, "transient", "backward: gradient; belongs to the caller"),
+        Buffer(
+            "dweight_groups",
+            (rows, groups),
+            f32,
+            "transient",
+            f"backward: sums of {COLUMN_GROUP} columns for d(weight)",
+        ),
+        Buffer(
+            "dw13",
+            (local, 2 * cfg.ffn, cfg.hidden),
+            cfg.dtype,
+            "transient",
+            "backward: gradient; belongs to the caller",
+        ),
+        Buffer(
+            "dw2", (local, cfg.hidden, cfg.ffn), cfg.dtype, "transient", "backward: gradient; belongs to the caller"
+        ),
     ]
-    title = f"{cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
+    title = (
+        f"{cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, K={cfg.top_k}, "
+        f"D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
+    )
     return MemoryPlan(title, tuple(buffers))

@@ -12,13 +12,14 @@ of a memoryview as one access; a lock taken and released around it is the memory
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,14 @@ from uniep.taskflow.schedule import Schedule
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
+
+
+@contextlib.contextmanager
+def _plain() -> Iterator[None]:
+    """One intra-op thread and ordinary tensors: plans outlive a call, and worker threads know no inference mode."""
+    with one_thread(), torch.inference_mode(False), torch.no_grad():
+        yield
+
 
 _OPERATIONS = ("route", "forward", "forward without gradients", "backward", "dispatch", "refuse")
 _ERRORS: tuple[type[UniEPError], ...] = (
@@ -132,7 +141,11 @@ class CpuBackend:
         self._workers = self.schedule.matrix_workers + self.schedule.vector_workers
         self._columns = self.ep_size * self._workers
         chunks = num_chunks(self.cfg, self.schedule)
-        self._event_base = {"arrived": 0, "returned": self.ep_size * chunks, "weights returned": (self.ep_size + 1) * chunks}
+        self._event_base = {
+            "arrived": 0,
+            "returned": self.ep_size * chunks,
+            "weights returned": (self.ep_size + 1) * chunks,
+        }
         self._num_events = (self.ep_size + 2) * chunks
         arrays = shared_arrays(self.cfg, self.ep_size)
         arrays["flags"] = ((2, self._num_events, self._columns), torch.int64)
@@ -147,12 +160,13 @@ class CpuBackend:
 
     # --- the interface of Backend ---
 
+    @_plain()
     def route(self, ids_TK: Tensor) -> RoutingPlan:
         call = self._enter("route", ids_TK, torch.zeros(ids_TK.shape))
         plan = call.routing.plans[self.rank]
         return RoutingPlan.from_tensors([t.clone() for t in plan.tensors()])
 
-    @one_thread()
+    @_plain()
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         operation = "forward" if save else "forward without gradients"
         call = self._enter(operation, inputs.ids_TK, inputs.weights_TK)
@@ -169,7 +183,7 @@ class CpuBackend:
             return bodies.y_TD, []
         return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
 
-    @one_thread()
+    @_plain()
     def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
         received_MD, h_NF, fingerprint = saved
         again = self.schedule.received == "again"
@@ -223,7 +237,9 @@ class CpuBackend:
             "workers": f"{s.matrix_workers} matrix, {s.vector_workers} vector threads per rank",
             "gemm1": f"{s.gemm1.rows} x {s.gemm1.columns} tiles",
             "gemm2": f"{s.gemm2.rows} x {s.gemm2.columns} tiles",
-            "received": "a compact copy is saved for backward" if s.received == "saved" else "dispatched again in backward",
+            "received": "a compact copy is saved for backward"
+            if s.received == "saved"
+            else "dispatched again in backward",
             "shared memory": f"{packed_bytes(self._layout)} bytes per rank",
             "main_grad": "not active: the CPU backend returns gradients",
         }
@@ -277,8 +293,8 @@ class CpuBackend:
             first = segment.word("exchange_header") + (parity * self.ep_size + self.rank) * HEADER_INTS // 2
             for offset, value in enumerate(dataclasses.astuple(mine)):
                 segment.words[first + offset] = value
-            for name, value in (("exchange_ids", ids_TK), ("exchange_weights", weights_TK)):
-                tensors[name][parity, self.rank, : value.numel()] = value.reshape(-1)
+            for name, tensor in (("exchange_ids", ids_TK), ("exchange_weights", weights_TK)):
+                tensors[name][parity, self.rank, : tensor.numel()] = tensor.reshape(-1)
             if text:
                 tensors["exchange_text"][parity, self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         with self._fence:
@@ -297,12 +313,13 @@ class CpuBackend:
 
             def late(index: int = first + peer, peer: int = peer) -> PeerTimeoutError:
                 return PeerTimeoutError(
-                    f"rank {self.rank} waited {self.timeout_s:g} s in call {number} ({operation}), stage enter, for rank {peer}: "
-                    f"expected call {number}, seen call {words[index]}; rank {self.rank} is ahead. Every rank of the group must "
-                    "make the same calls, idle ranks with T=0"
+                    f"rank {self.rank} waited {self.timeout_s:g} s in call {number} ({operation}), stage enter, for "
+                    f"rank {peer}: expected call {number}, seen call {words[index]}; rank {self.rank} is ahead. Every "
+                    "rank of the group must make the same calls, idle ranks with T=0"
                 )
 
             try:
+                self._raise_if_peer_failed()
                 self._poll(arrived, late)
             except BaseException as cause:
                 self._give_up(cause)
@@ -318,29 +335,38 @@ class CpuBackend:
             headers.append(_Header(*segment.words[first : first + count]))
         for peer, header in enumerate(headers):
             if header.error >= 0:
-                text = bytes(tensors["exchange_text"][parity, peer, : header.text_bytes].tolist()).decode(errors="replace")
+                text = bytes(tensors["exchange_text"][parity, peer, : header.text_bytes].tolist()).decode(
+                    errors="replace"
+                )
                 raise _ERRORS[header.error](text)
         if any(h.operation != headers[0].operation for h in headers):
-            ahead = max(range(self.ep_size), key=lambda r: headers[r].forwards)
+            forwards = [h.forwards for h in headers]
+            ahead = ""
+            if max(forwards) > min(forwards):
+                first = forwards.index(max(forwards))
+                ahead = f"rank {first} is ahead: it is in forward {max(forwards)}, others have made {min(forwards)}. "
             listed = ", ".join(f"rank {r}: {_OPERATIONS[h.operation]}" for r, h in enumerate(headers))
             raise UniEPError(
-                f"ranks are in different operations in call {number} ({listed}); rank {ahead} is ahead with "
-                f"{headers[ahead].forwards} forwards against {min(h.forwards for h in headers)}. Every rank must make the "
-                "same calls, with or without gradients alike, idle ranks with T=0"
+                f"ranks are in different operations in call {number} ({listed}). {ahead}Every rank must make the same "
+                "calls, with or without gradients alike, idle ranks with T=0"
             )
         self._forwards = headers[self.rank].forwards
         top_k = self.cfg.top_k
-        ids = [tensors["exchange_ids"][parity, r, : h.tokens * top_k].clone().view(-1, top_k) for r, h in enumerate(headers)]
+        ids = [
+            tensors["exchange_ids"][parity, r, : h.tokens * top_k].clone().view(-1, top_k)
+            for r, h in enumerate(headers)
+        ]
         weights = [
-            tensors["exchange_weights"][parity, r, : h.tokens * top_k].clone().view(-1, top_k) for r, h in enumerate(headers)
+            tensors["exchange_weights"][parity, r, : h.tokens * top_k].clone().view(-1, top_k)
+            for r, h in enumerate(headers)
         ]
         key = b"".join(len(t).to_bytes(4, "little") + t.numpy().tobytes() for t in ids)
         digest = hashlib.blake2b(key + b"".join(w.numpy().tobytes() for w in weights), digest_size=8).digest()
         call = _Call(number, self._routing(key, ids), weights, headers, int.from_bytes(digest, "little", signed=True))
         if operation in ("backward", "dispatch") and any(h.fingerprint != call.fingerprint for h in headers):
             raise UniEPError(
-                f"call {number}: ranks run the backward of different forwards, or ids or weights changed in between; every "
-                "rank must run its backwards in the same order"
+                f"call {number}: ranks run the backward of different forwards, or ids or weights changed in between; "
+                "every rank must run its backwards in the same order"
             )
         self._check_capacity(call.routing)
         return call
@@ -360,8 +386,8 @@ class CpuBackend:
         for rank, needed in enumerate(rows):
             if needed > self.cfg.max_rows:
                 raise CapacityError(
-                    f"rank {rank} needs {needed} rows but max_rows is {self.cfg.max_rows}; raise max_rows in MoEConfig, or pass "
-                    "None to allocate exactly"
+                    f"rank {rank} needs {needed} rows but max_rows is {self.cfg.max_rows}; raise max_rows in MoEConfig, "
+                    "or pass None to allocate exactly"
                 )
 
     def _rows(self, call: _Call) -> Rows:
@@ -397,8 +423,12 @@ class CpuBackend:
         for peer, segment in enumerate(self._segments):
             length = segment.words[segment.word("failed")]
             if length and peer != self.rank:
-                text = bytes(self._tensors[peer]["failed"][1:].view(torch.uint8)[:length].tolist()).decode(errors="replace")
-                raise PeerTimeoutError(f"rank {self.rank} cannot go on in call {self._call}: rank {peer} failed with {text}")
+                text = bytes(self._tensors[peer]["failed"][1:].view(torch.uint8)[:length].tolist()).decode(
+                    errors="replace"
+                )
+                raise PeerTimeoutError(
+                    f"rank {self.rank} cannot go on in call {self._call}: rank {peer} failed with {text}"
+                )
 
     def _give_up(self, cause: BaseException) -> None:
         """Tell peers that this rank will not arrive, and close the Workspace."""
@@ -413,7 +443,7 @@ class CpuBackend:
             workspace.fail(text)
 
 
-class _Stopped(Exception):
+class _StoppedError(Exception):
     """Another worker of this rank failed."""
 
 
@@ -429,7 +459,7 @@ class _Run:
 
     def run(self) -> None:
         backend, column = self.backend, self.backend.rank * self.backend._workers
-        threads = []
+        threads: list[threading.Thread] = []
         for worker, count in (("matrix", backend.schedule.matrix_workers), ("vector", backend.schedule.vector_workers)):
             queue, cursor = self.graph.queue(backend.rank, worker), itertools.count()  # type: ignore[arg-type]
             for index in range(count):
@@ -454,7 +484,7 @@ class _Run:
             with torch.no_grad():
                 while (index := next(cursor)) < len(queue):
                     self._step(name, queue[index], column)
-        except _Stopped:
+        except _StoppedError:
             pass
         except BaseException as error:
             self.errors.append(error)
@@ -498,8 +528,8 @@ class _Run:
 
         def ready() -> bool:
             if self.errors:
-                raise _Stopped
-            return (sum(self._seen(event)) if shared else self.local[event]) >= count
+                raise _StoppedError
+            return (sum(self._seen(event)) if shared else self.local.get(event, 0)) >= count
 
         # Own tasks need no limit of their own: they stop when one that waits for a peer does.
         self.backend._poll(ready, (lambda: self._late(task, event)) if shared else None)
@@ -514,8 +544,8 @@ class _Run:
             if got < wanted:
                 behind.append(f"rank {peer}: expected {wanted}, seen {got}")
         return PeerTimeoutError(
-            f"rank {backend.rank} waited {backend.timeout_s:g} s in call {self.number} ({self.operation}), stage {event.stage}, "
-            f"for {'; '.join(behind)}; blocked: {task}"
+            f"rank {backend.rank} waited {backend.timeout_s:g} s in call {self.number} ({self.operation}), stage "
+            f"{event.stage}, for {'; '.join(behind)}; blocked: {task}"
         )
 
 

@@ -54,7 +54,8 @@ def map_segments(layout: Mapping[str, Field], group: Any, rank: int) -> list[Seg
     size = packed_bytes(layout)
     if group is None:
         return [Segment(mmap.mmap(-1, size), layout)]
-    path, error = None, None
+    path: str | None = None
+    error: UniEPError | None = None
     try:
         path = _create(size)
     except OSError as cause:
@@ -66,8 +67,9 @@ def map_segments(layout: Mapping[str, Field], group: Any, rank: int) -> list[Seg
             segments = [Segment(_map(p, size), layout) for p in paths]
         except OSError as cause:
             error = UnsupportedError(
-                f"rank {rank} on {socket.gethostname()} cannot map the shared memory of its peers ({cause}); all ranks of "
-                "backend='cpu' must run on one host and share /dev/shm (containers: --ipc=host), or use backend='nccl'"
+                f"rank {rank} on {socket.gethostname()} cannot map the shared memory of its peers ({cause}); all ranks "
+                "of backend='cpu' must run on one host and share /dev/shm (containers: --ipc=host), or use "
+                "backend='nccl'"
             )
         _agree(None, error, group)
         return segments

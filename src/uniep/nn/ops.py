@@ -20,7 +20,14 @@ __all__ = ["SAVE_OPS", "moe_forward"]
 
 @torch.library.custom_op("uniep::moe_fwd", mutates_args=())
 def moe_forward(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], layout: str, workspace: str, save: bool
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: list[Tensor],
+    w2: list[Tensor],
+    layout: str,
+    workspace: str,
+    save: bool,
 ) -> list[Tensor]:
     """[y, *saved].  x (T, D), ids (T, K), weights (T, K) fp32, experts as in `ExpertWeights`."""
     experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
@@ -67,7 +74,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, ids, weights, w13, w2, layout, workspace, save = inputs
     ctx.counts = len(w13), len(w2)
     ctx.layout, ctx.workspace = layout, workspace
-    ctx.needs = [t.requires_grad for t in (x, weights, w13[0], w2[0])]
+    ctx.needs = [any(t.requires_grad for t in ts) for ts in ([x], [weights], w13, w2)]
     ctx.save_for_backward(x, ids, weights, *w13, *w2, *output[1:])
     ctx.set_materialize_grads(False)
 

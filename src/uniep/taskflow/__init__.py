@@ -1,1 +1,1 @@
-"""The layer as tile tasks with events: graph (the IR), lower (layer -> graph), check (may it run), schedule (the order)."""
+"""The layer as tile tasks with events: graph (the IR), lower (to tasks), check (may they run), schedule (their order)."""

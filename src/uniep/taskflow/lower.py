@@ -41,7 +41,9 @@ def lower_forward(
     stages = []
     for r in ranks:
         gemm1 = r.gemm("gemm1", schedule.gemm1, cfg.ffn, r.arrivals(schedule.gemm1))
-        gemm2 = r.gemm("gemm2", schedule.gemm2, cfg.hidden, r.rows_done("gemm1", schedule.gemm1, cfg.ffn, schedule.gemm2))
+        gemm2 = r.gemm(
+            "gemm2", schedule.gemm2, cfg.hidden, r.rows_done("gemm1", schedule.gemm1, cfg.ffn, schedule.gemm2)
+        )
         gemm2 = r.returning(gemm2, schedule.gemm2, "returned")
         stages.append([r.push(), r.keep() if keep else [], r.local_first(gemm1), gemm2])
     combine = _sums("combine", ("returned",), stages, tokens, schedule)
@@ -75,7 +77,9 @@ def lower_backward(
         dweight: Stage = []
         dgrad1: Stage = []
         if weights:
-            dweight = r.returning(r.gemm("dweight", schedule.gemm2, 0, done, "vector"), schedule.gemm2, "weights returned")
+            dweight = r.returning(
+                r.gemm("dweight", schedule.gemm2, 0, done, "vector"), schedule.gemm2, "weights returned"
+            )
         if x:
             dgrad1 = r.returning(r.gemm("dgrad1", schedule.gemm2, cfg.hidden, done), schedule.gemm2, "returned")
         wgrad2 = r.wgrad("wgrad2", cfg.hidden, cfg.ffn, schedule.gemm2) if w2 else []
@@ -229,7 +233,9 @@ def _sums(
                 "vector",
                 rank,
                 Block(0, first, last, 0, 1),
-                tuple((Event(rank, stage, first // chunk), total[Event(rank, stage, first // chunk)]) for stage in stages),
+                tuple(
+                    (Event(rank, stage, first // chunk), total[Event(rank, stage, first // chunk)]) for stage in stages
+                ),
             )
             for first, last in _spans(0, count, chunk)
         ]
