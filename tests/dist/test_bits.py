@@ -1,0 +1,219 @@
+"""The promise: results are a function of inputs and config, bit for bit.
+
+Everything is compared with one oracle, uniep's serial schedule at EP=1; the oracle itself equals
+`uniep.reference`, which no schedule, tile or process touches.
+"""
+
+import dataclasses
+import random
+
+import case
+import pytest
+import torch
+from case import config, random_batch, run, same_bits
+
+import uniep
+from uniep import reference
+from uniep.taskflow.schedule import is_valid
+
+BOTH = ["output", "activation"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def variants(count: int, seed: int) -> list[uniep.Schedule]:
+    """The four named schedules, then random points of the space."""
+    pick = random.Random(seed).choice
+    points = list(case.SCHEDULES)
+    for _ in range(count):
+        tiles = [uniep.Tile(rows=pick((64, 128)), columns=pick((64, 128, 192, 256))) for _ in range(2)]
+        points.append(
+            uniep.Schedule(
+                overlap=pick(("serial", "fused")),
+                tile_order=pick(("natural", "local-first")),
+                gemm1=tiles[0],
+                gemm2=tiles[1],
+                chunk_tokens=pick((1, 3, 32, 64, 128)),
+                matrix_workers=pick((1, 2, 3)),
+                vector_workers=pick((1, 2, 3)),
+                received=pick(("saved", "again")),
+            )
+        )
+    return points
+
+
+def each_schedule(world, cfg, batch, ep_size, schedules):
+    return [case.steps_of_rank(world, cfg, [batch], ep_size, schedule)[0] for schedule in schedules]
+
+
+def compare_schedules(pool, cfg, batch, ep_sizes, schedules):
+    schedules = [s for s in schedules if not is_valid(s, cfg)]
+    assert len(schedules) > 4
+    want = case.oracle(pool, cfg, batch)
+    for ep_size in ep_sizes:
+        ranks = pool.run(each_schedule, cfg, batch, ep_size, schedules, ranks=ep_size, timeout=120)
+        for schedule, parts in zip(schedules, zip(*ranks, strict=True), strict=True):
+            same_bits(case.gather(list(parts)), want, f"EP={ep_size} {schedule}")
+    return want
+
+
+@pytest.mark.parametrize("weight_at", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ep_sizes_and_schedules(pool, dtype, weight_at):
+    """EP 1, 2, 4 under the named schedules and random tiles, workers, chunks, saved or dispatched again."""
+    cfg = config(hidden=128, ffn=192, top_k=3, dtype=dtype, weight_at=weight_at)
+    batch = random_batch(cfg, (70, 0, 101, 33), unused=0.1)
+    want = compare_schedules(pool, cfg, batch, (1, 2, 4), variants(5, seed=1))
+    case.accurate(want, batch, cfg)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ffn"), [(72, 40), (200, 64), (64, 200), (1025, 64), (64, 513), (1, 1)], ids=lambda size: str(size)
+)
+def test_odd_sizes(pool, hidden, ffn):
+    """30, 32: hidden and expert widths that are multiples of nothing."""
+    cfg = config(hidden=hidden, ffn=ffn, dtype=torch.bfloat16)
+    batch = random_batch(cfg, (20, 9, 0, 35))
+    want = compare_schedules(pool, cfg, batch, (2,), variants(2, seed=2))
+    case.accurate(want, batch, cfg)
+
+
+def test_a_hot_expert_of_many_tiles(pool):
+    """One expert takes most rows: several tiles, most of them remote."""
+    cfg = config(num_experts=4, top_k=1, dtype=torch.bfloat16, max_tokens_per_rank=600)
+    ids = torch.where(torch.arange(600) % 7 == 0, torch.arange(600) % 4, 2)[:, None]
+    batch = random_batch(cfg, (150, 150, 150, 150), ids=ids)
+    compare_schedules(pool, cfg, batch, (1, 2, 4), variants(4, seed=3))
+
+
+@pytest.mark.parametrize("weight_at", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_oracle_equals_the_reference(pool, dtype, weight_at):
+    """The serial schedule at EP=1 and `uniep.reference` give the same bits."""
+    cfg = config(hidden=72, ffn=200, top_k=3, dtype=dtype, weight_at=weight_at)
+    batch = random_batch(cfg, (70, 0, 101, 33), unused=0.1)
+    inputs = (batch.x, batch.ids, batch.weights, batch.w13, batch.w2)
+    grads = reference.backward(batch.dy, *inputs, cfg)
+    want = case.Outcome(reference.forward(*inputs, cfg), grads.x, grads.weights, grads.w13, grads.w2)
+    same_bits(case.oracle(pool, cfg, batch), want)
+
+
+def repeated(world, cfg, batch, ep_size):
+    """Steps in one Workspace, then in a new one."""
+    return case.steps_of_rank(world, cfg, [batch], ep_size, None, False, 4) + case.steps_of_rank(
+        world, cfg, [batch], ep_size
+    )
+
+
+def test_every_run_is_the_same(pool):
+    """Repeated calls, and a new Workspace."""
+    cfg = config(dtype=torch.bfloat16)
+    batch = random_batch(cfg, (64, 1, 50, 0))
+    for parts in zip(*pool.run(repeated, cfg, batch, 4), strict=True):
+        same_bits(case.gather(list(parts)), case.oracle(pool, cfg, batch))
+
+
+def test_repeats_of_an_expert_in_a_row(pool):
+    """A token may choose an expert twice; both slots count, and it still travels once."""
+    cfg = config(top_k=3)
+    g = torch.Generator().manual_seed(0)
+    batch = random_batch(cfg, (20, 20, 20, 20), ids=torch.randint(-1, 3, (80, 3), generator=g) * 2)
+    batch.ids[batch.ids < 0] = -1
+    want = case.oracle(pool, cfg, batch)
+    case.accurate(want, batch, cfg)
+    for ep_size in (2, 4):
+        same_bits(run(pool, cfg, batch, ep_size), want)
+
+
+LAYOUTS = ("stacked", "four dimensions", "split", "lists")
+
+
+def in_layout(w13, w2, layout):
+    """(leaves of w13, leaves of w2) of one layout."""
+    ffn = w2.shape[2]
+    if layout == "four dimensions":
+        return [w13.unflatten(1, (2, ffn))], [w2]
+    if layout == "split":
+        return [w13[:, :ffn], w13[:, ffn:]], [w2]
+    return (list(w13), list(w2)) if layout == "lists" else ([w13], [w2])
+
+
+def each_layout(world, cfg, batch, ep_size):
+    """Per layout: this rank's outcome, gradients put back into the stacked form."""
+    outcomes = []
+    with case.workspace(world, cfg, ep_size) as ws:
+        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
+        for layout in LAYOUTS:
+            first, second = (
+                [case.leaf(t) for t in ts] for ts in in_layout(batch.w13[experts], batch.w2[experts], layout)
+            )
+            x, weights = case.leaf(batch.x[rows]), case.leaf(batch.weights[rows])
+            w13, w2 = (ts if layout == "lists" else tuple(ts) if len(ts) > 1 else ts[0] for ts in (first, second))
+            y = uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws)
+            y.backward(batch.dy[rows])
+            grads = [[t.grad for t in ts] for ts in (first, second)]
+            dw2 = torch.stack(grads[1]) if layout == "lists" else grads[1][0]
+            dw13 = (
+                torch.stack(grads[0])
+                if layout == "lists"
+                else torch.cat(grads[0], 1)
+                if layout == "split"
+                else grads[0][0]
+            )
+            outcomes.append(case.Outcome(y.detach(), x.grad, weights.grad, dw13.reshape(len(dw2), -1, cfg.hidden), dw2))
+    return outcomes
+
+
+def test_weight_layouts(pool):
+    """38: each parameter layout gives the same bits, and gradients in its own layout."""
+    cfg = config(ffn=72, dtype=torch.bfloat16)
+    batch = random_batch(cfg, (20, 9, 0, 35))
+    want = case.oracle(pool, cfg, batch)
+    for layout, parts in zip(LAYOUTS, zip(*pool.run(each_layout, cfg, batch, 2, ranks=2), strict=True), strict=True):
+        same_bits(case.gather(list(parts)), want, layout)
+
+
+def strided(world, cfg, batch, ep_size):
+    """x, ids and weights as views with foreign strides, parameters transposed in memory."""
+    with case.workspace(world, cfg, ep_size) as ws:
+        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
+        wide = torch.full((2 * len(batch.x[rows]), cfg.hidden + 3), case.POISON)
+        wide[::2, 3:] = batch.x[rows]
+        x = wide.requires_grad_()
+        w13 = case.leaf(batch.w13[experts].transpose(1, 2).contiguous())
+        w2 = case.leaf(batch.w2[experts].transpose(1, 2).contiguous())
+        weights = case.leaf(batch.weights[rows].T.contiguous())
+        ids = batch.ids[rows].T.contiguous().T
+        y = uniep.moe(x[::2, 3:], ids, weights.T, w13.transpose(1, 2), w2.transpose(1, 2), workspace=ws)
+        y.backward(batch.dy[rows])
+        return case.Outcome(
+            y.detach(), x.grad[::2, 3:], weights.grad.T, w13.grad.transpose(1, 2), w2.grad.transpose(1, 2)
+        )
+
+
+def test_strides_of_the_inputs(pool):
+    """Views of other tensors give the bits of contiguous inputs."""
+    cfg = config()
+    batch = random_batch(cfg, (20, 9, 0, 35))
+    same_bits(case.gather(pool.run(strided, cfg, batch, 2, ranks=2)), case.oracle(pool, cfg, batch))
+
+
+def test_a_rank_may_own_all_the_work_of_others(pool):
+    """Every token's experts live on the next rank: nothing is local."""
+    cfg = config(top_k=2)
+    shard = torch.arange(80) // 20
+    ids = torch.stack([(shard + 1) % 4 * 2, (shard + 1) % 4 * 2 + 1], 1)
+    batch = random_batch(cfg, (20, 20, 20, 20), ids=ids)
+    compare_schedules(pool, cfg, batch, (4,), variants(3, seed=4))
+
+
+@pytest.mark.parametrize("damage", case.FIELDS)
+def test_the_comparison_sees_one_bit(damage):
+    """same_bits tells 0.0 from -0.0 and names the place."""
+    cfg = config()
+    outcome = case.autograd(random_batch(cfg, (2, 0, 0, 0)), cfg, torch.float32)
+    zeroed = getattr(outcome, damage).clone()
+    zeroed.view(-1)[5 % zeroed.numel()] = 0.0
+    flipped = zeroed.clone()
+    flipped.view(-1)[5 % zeroed.numel()] = -0.0
+    with pytest.raises(AssertionError, match=f"{damage}: 1 of {zeroed.numel()} values differ"):
+        same_bits(dataclasses.replace(outcome, **{damage: flipped}), dataclasses.replace(outcome, **{damage: zeroed}))

@@ -1,0 +1,849 @@
+"""Field reports A to H and M to O: what people who train with expert parallelism hit, as tests.
+
+Each docstring starts with the report's number.  Shapes are scaled to a laptop; structure and closed forms
+are the report's own.  "The oracle" is uniep's serial schedule at EP=1, which every run must equal bit for
+bit; `case.accurate` bounds the distance to fp64.  Reports 62 to 67 are in test_failures.py.
+"""
+
+import dataclasses
+import random
+import threading
+import time
+
+import case
+import pytest
+import torch
+import torch._dynamo
+from case import config, exact_batch, random_batch, run, same_bits, steps
+
+import uniep
+from uniep import workloads
+
+HALF_AND_FULL = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def grouped_ids(counts: list[int], seed: int = 0) -> torch.Tensor:
+    """K=1 ids that give expert i counts[i] rows, in random order."""
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))][:, None]
+
+
+def even(total: int) -> tuple[int, ...]:
+    return tuple(total * (s + 1) // 4 - total * s // 4 for s in range(4))
+
+
+# --- A. Empty and ragged work ---
+
+
+def routed_rows(world, cfg, batches, ep_size):
+    """Per batch: (routed rows on this rank, tokens received from others)."""
+    with case.workspace(world, cfg, ep_size) as ws:
+        found = []
+        for batch in batches:
+            plan = uniep.route(batch.ids[batch.rows(ws.rank, ep_size)], workspace=ws)
+            mine = plan.counts_RE[:, batch.experts(ws.rank, ep_size)]
+            found.append((int(mine.sum()), int((plan.row_return_N >= 0).sum()), int(plan.recv_count_R.sum())))
+        return found
+
+
+def test_01_a_rank_without_tokens(pool):
+    """1: rank 0 has no tokens and all the work: it receives 72 rows; y and dX are (0, H); 20 times."""
+    cfg = config(num_experts=24, top_k=6)
+    ids = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(t)) for t in range(12)])
+    batch = random_batch(cfg, (0, 4, 4, 4), ids=ids)
+    rows = pool.run(routed_rows, cfg, [batch], 4)
+    assert [found[0][:2] for found in rows] == [(72, 72), (0, 0), (0, 0), (0, 0)]
+    assert rows[0][0][2] == 12, "twelve tokens travel, each once"
+    want = case.oracle(pool, cfg, batch)
+    case.accurate(want, batch, cfg)
+    ranks = pool.run(case.steps_of_rank, cfg, [batch], 4, None, False, 20)
+    assert ranks[0][0].y.shape == ranks[0][0].dx.shape == (0, cfg.hidden)
+    for got in zip(*ranks, strict=True):
+        same_bits(case.gather(list(got)), want)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_03_an_expert_without_tokens_has_zero_gradients(pool, ep_size):
+    """3: local counts [162, 0, 277, 46, 0, 83] behind poison: dW of the idle experts is exactly 0, others equal."""
+    cfg = config(num_experts=12, top_k=1, max_tokens_per_rank=1024, dtype=torch.bfloat16)
+    batch = random_batch(cfg, even(673), ids=grouped_ids([60, 0, 40, 5, 0, 0, 162, 0, 277, 46, 0, 83]))
+    want = case.oracle(pool, cfg, batch)
+    got = run(pool, cfg, batch, ep_size, poisoned=True)
+    for expert in (1, 4, 5, 7, 10):
+        assert not got.dw13[expert].any() and not got.dw2[expert].any()
+    same_bits(got, want)
+
+
+COUNTS = {
+    "zero first": [0, 5, 7, 9, 3, 2, 6, 8],
+    "zero in the middle": [5, 7, 9, 0, 0, 3, 2, 6],
+    "zero last": [5, 7, 9, 3, 2, 6, 8, 0],
+    "zeros in a row": [5, 0, 0, 0, 9, 0, 0, 4],
+    "only one busy": [0, 0, 0, 0, 0, 70, 0, 0],
+    "on the alignment": [8, 16, 64, 128, 0, 128, 64, 0],
+}
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_04_empty_groups_at_each_position(pool, ep_size):
+    """4: zeros first, in the middle, last, in a row; counts of 8, 16, 64, 128; passes one after another."""
+    cfg = config(top_k=1, max_tokens_per_rank=512)
+    batches = [random_batch(cfg, even(sum(counts)), ids=grouped_ids(counts)) for counts in COUNTS.values()]
+    want = [case.oracle(pool, cfg, batch) for batch in batches]
+    for batch, one in zip(batches, want, strict=True):
+        case.accurate(one, batch, cfg)
+    for index, got in enumerate(steps(pool, cfg, batches, ep_size, repeats=4)):
+        same_bits(got, want[index % len(batches)], list(COUNTS)[index % len(batches)])
+
+
+def compiled_steps(world, cfg, batches, ep_size, poisoned):
+    """Like case.steps_of_rank with one torch.compile'd function over the layer."""
+    torch._dynamo.reset()
+    with case.workspace(world, cfg, ep_size) as ws:
+        if poisoned:
+            case.poison(ws)
+
+        @torch.compile(fullgraph=True, dynamic=True)
+        def layer(x, ids, weights, w13, w2):
+            return uniep.moe(2 * x, ids, weights, w13, w2, workspace=ws) * 0.5
+
+        outcomes = []
+        for batch in batches:
+            rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
+            leaves = [case.leaf(t) for t in (batch.x[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts])]
+            y = layer(leaves[0], batch.ids[rows], *leaves[1:])
+            y.backward(batch.dy[rows])
+            outcomes.append(case.Outcome(y.detach(), *(t.grad for t in leaves)))
+        return outcomes
+
+
+@pytest.mark.parametrize("poisoned", [False, True], ids=["clean", "poison"])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_05_nothing_routed_at_all(pool, mode, poisoned):
+    """5: all ids -1, and all ranks without tokens: y and each gradient exist and are exactly 0, also compiled."""
+    cfg = config()
+    unused = random_batch(cfg, (8, 8, 8, 8), ids=torch.full((32, 2), -1))
+    nothing = random_batch(cfg, (0, 0, 0, 0))
+    if mode == "eager":
+        got = steps(pool, cfg, [unused, nothing], 2, poisoned=poisoned)
+    else:
+        ranks = pool.run(compiled_steps, cfg, [unused, nothing], 2, poisoned, ranks=2, timeout=150)
+        got = [case.gather(list(parts)) for parts in zip(*ranks, strict=True)]
+    for one, tokens in zip(got, (32, 0), strict=True):
+        assert one.y.shape == one.dx.shape == (tokens, cfg.hidden) and one.dweights.shape == (tokens, 2)
+        assert not any(getattr(one, name).any() for name in case.FIELDS)
+
+
+def test_05_compiled_bits_equal_eager(pool):
+    """5, 72: the compiled layer gives the eager bits for several token counts."""
+    cfg = config(dtype=torch.bfloat16)
+    batches = [
+        random_batch(cfg, tokens, seed=n) for n, tokens in enumerate([(8, 8, 8, 8), (12, 3, 9, 1), (5, 0, 0, 0)])
+    ]
+    doubled = [dataclasses.replace(b, x=2 * b.x, dy=0.5 * b.dy) for b in batches]
+    ranks = pool.run(compiled_steps, cfg, batches, 2, False, ranks=2, timeout=150)
+    for parts, want in zip(zip(*ranks, strict=True), steps(pool, cfg, doubled, 2), strict=True):
+        got = case.gather(list(parts))
+        same_bits(got, dataclasses.replace(want, y=0.5 * want.y, dx=2 * want.dx))
+
+
+def layer_steps(world, cfg, batches, ep_size):
+    """The same nn.Experts object over all batches."""
+    layer = uniep.nn.Experts(cfg, world.group(ep_size), device="cpu", seed=3)
+    rank = layer.workspace.rank
+    outcomes = []
+    for batch in batches:
+        rows = batch.rows(rank, ep_size)
+        x, weights = case.leaf(batch.x[rows]), case.leaf(batch.weights[rows])
+        layer.zero_grad()
+        y = layer(x, batch.ids[rows], weights)
+        y.backward(batch.dy[rows])
+        outcomes.append(case.Outcome(y.detach(), x.grad, weights.grad, layer.w13.grad.clone(), layer.w2.grad.clone()))
+    parameters = layer.w13.detach().clone(), layer.w2.detach().clone()
+    layer.workspace.close()
+    return outcomes, parameters
+
+
+def test_06_any_number_of_tokens_per_rank(pool):
+    """6: T = [1, 17, 256, 0], then [256, 0, 17, 1], with the same layer; only routed rows are received."""
+    cfg = config(num_experts=16)
+    batches = [random_batch(cfg, tokens, seed=n) for n, tokens in enumerate([(1, 17, 256, 0), (256, 0, 17, 1)])]
+    ranks = pool.run(layer_steps, cfg, batches, 4)
+    w13, w2 = (torch.cat([parameters[n] for _, parameters in ranks]) for n in range(2))
+    for index, batch in enumerate(batches):
+        full = dataclasses.replace(batch, w13=w13, w2=w2)
+        got = case.gather([outcomes[index] for outcomes, _ in ranks])
+        same_bits(got, case.oracle(pool, cfg, full))
+        case.accurate(got, full, cfg)
+    for found in pool.run(routed_rows, cfg, batches, 4):
+        assert all(counted == rows for counted, rows, _ in found)
+
+
+# --- B. Routing ids ---
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", HALF_AND_FULL, ids=str)
+def test_08_unused_slots(pool, dtype, ep_size):
+    """8: ids [-1, 3, -1, 5] with w = [.9, .5, .7, .25], v3 = 8, v5 = 16: y = 8 exactly; dw of -1 slots is 0."""
+    cfg = config(top_k=4, dtype=dtype)
+    v = torch.tensor([0, 0, 0, 8.0, 0, 16, 0, 0])
+    dy = torch.zeros(1, cfg.hidden)
+    dy[0, :4] = torch.tensor([1.0, 2, 3, 4])
+    batch = exact_batch(cfg, (1, 0, 0, 0), torch.tensor([[-1, 3, -1, 5]]), torch.tensor([[0.9, 0.5, 0.7, 0.25]]), v, dy)
+    got = run(pool, cfg, batch, ep_size)
+    assert got.y.unique().tolist() == [8.0]
+    assert got.dweights.tolist() == [[0, 80, 0, 160]]
+    counts = pool.run(routed_rows, cfg, [batch], ep_size, ranks=ep_size)
+    assert sum(found[0][0] for found in counts) == 2
+
+
+@pytest.mark.parametrize("weight_at", ["output", "activation"])
+def test_08_half_of_the_slots_unused(pool, weight_at):
+    """8: half of the slots are -1 at random."""
+    cfg = config(top_k=4, weight_at=weight_at)
+    batch = random_batch(cfg, (30, 0, 21, 13), unused=0.5)
+    want = case.oracle(pool, cfg, batch)
+    case.accurate(want, batch, cfg)
+    same_bits(run(pool, cfg, batch, 4), want)
+    assert not want.dweights[batch.ids < 0].any()
+
+
+def test_09_padding_rows(pool):
+    """9: the last 16 rows of each rank are -1: 384 routes, zero y and dX there, real rows as if alone."""
+    cfg = config()
+    batch = random_batch(cfg, (64, 64, 64, 64))
+    real = (torch.arange(256) % 64) < 48
+    batch.ids[~real] = -1
+    routes = [found[0][0] for found in pool.run(routed_rows, cfg, [batch], 4)]
+    assert sum(routes) == 384
+    got, alone = (run(pool, cfg, b, 4) for b in (batch, batch.with_tokens(real)))
+    assert not got.y[~real].any() and not got.dx[~real].any() and not got.dweights[~real].any()
+    same_bits(dataclasses.replace(got, y=got.y[real], dx=got.dx[real], dweights=got.dweights[real]), alone)
+
+
+@pytest.mark.parametrize("first", [2, 0])
+def test_10_rows_with_different_numbers_of_routes(pool, first):
+    """10: rows with 2 (or 0), 1, 0 and 4 routes, then random ones."""
+    cfg = config(top_k=4)
+    batch = random_batch(cfg, (40, 3, 0, 21), unused=0.3)
+    for row, used in enumerate([first, 1, 0, 4]):
+        batch.ids[row] = torch.tensor([3, 6, 0, 5])
+        batch.ids[row, used:] = -1
+    want = case.oracle(pool, cfg, batch)
+    case.accurate(want, batch, cfg)
+    for ep_size in (2, 4):
+        same_bits(run(pool, cfg, batch, ep_size), want)
+
+
+def bad_ids(world, cfg, batch, bad_rank, row, slot, values):
+    """(error of moe, of route) for each bad value, then a normal step."""
+    with case.workspace(world, cfg, 4) as ws:
+        before = case.forward_backward(ws, batch)
+        errors = []
+        for value in values:
+            ids = batch.ids.clone()
+            if ws.rank == bad_rank:
+                ids[batch.rows(bad_rank, 4)][row, slot] = value
+            mine = batch.rows(ws.rank, 4)
+            arguments = (batch.x[mine], ids[mine], batch.weights[mine], batch.w13[batch.experts(ws.rank, 4)])
+            call = lambda a=arguments: uniep.moe(*a, batch.w2[batch.experts(ws.rank, 4)], workspace=ws)  # noqa: E731
+            errors.append(case.named_error(call))
+            errors.append(case.named_error(lambda i=ids[mine]: uniep.route(i, workspace=ws)))
+        return errors, before, case.forward_backward(ws, batch)
+
+
+def test_11_bad_ids_raise_on_every_rank(pool):
+    """11: E, E+5, 2^31-1, -2 on one rank: InputError everywhere with rank, row, slot, value; then all is well."""
+    cfg = config()
+    batch = random_batch(cfg, (5, 5, 5, 5))
+    values = [8, 13, 2**31 - 1, -2]
+    for errors, before, after in pool.run(bad_ids, cfg, batch, 2, 3, 1, values):
+        for value, pair in zip(values, zip(errors[::2], errors[1::2], strict=True), strict=True):
+            for kind, message in pair:
+                assert kind == "InputError"
+                assert all(text in message for text in ("rank 2", "row 3", "slot 1", str(value))), message
+        same_bits(after, before)
+
+
+def router_step(world, cfg, x_of_rank, ep_size):
+    """y and ids of nn.MoE for one x."""
+    layer = uniep.nn.MoE(cfg, world.group(ep_size), device="cpu", seed=1)
+    with layer.experts.workspace, torch.no_grad():
+        x = x_of_rank[layer.experts.workspace.rank]
+        return layer(x), layer.route(x)[0]
+
+
+def test_13_nan_stays_with_its_token(pool):
+    """13: a NaN weight, a NaN token and an all-NaN router row change no other token's bits; ids stay valid."""
+    cfg = config()
+    clean = random_batch(cfg, (16, 16, 16, 16))
+    want = run(pool, cfg, clean, 2).y
+    others = torch.arange(64) != 21
+    for name in ("weights", "x"):
+        damaged = getattr(clean, name).clone()
+        damaged[21, 0] = float("nan")
+        got = run(pool, cfg, dataclasses.replace(clean, **{name: damaged}), 2).y
+        case.equal_bits(got[others], want[others], f"NaN in {name}")
+        assert got[21].isnan().all()
+    x = list(clean.x.split(32))
+    y, _ = zip(*pool.run(router_step, cfg, x, 2, ranks=2), strict=True)
+    x[0][21] = float("nan")
+    broken, ids = zip(*pool.run(router_step, cfg, x, 2, ranks=2), strict=True)
+    case.equal_bits(torch.cat(broken)[others], torch.cat(y)[others], "NaN router row")
+    assert torch.cat(broken)[21].isnan().all()
+    assert all(int(i.min()) >= 0 and int(i.max()) < cfg.num_experts for i in ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_14_more_than_256_experts(pool, dtype):
+    """14: E=512, R=2, K=10, only experts 0, 255, 256, 257, 511, each twice; v = e+1, w = 1/8: closed form."""
+    cfg = config(num_experts=512, top_k=10, dtype=dtype)
+    five = torch.tensor([0, 255, 256, 257, 511]).repeat(2)
+    ids = torch.stack([five[torch.randperm(10, generator=torch.Generator().manual_seed(t))] for t in range(8)])
+    batch = exact_batch(cfg, (2, 2, 2, 2), ids, torch.full((8, 10), 1 / 8), torch.arange(512.0) + 1)
+    expected = 2 * (1 + 256 + 257 + 258 + 512) / 8
+    assert run(pool, cfg, batch, 2).y.unique().tolist() == [expected]
+
+
+@pytest.mark.parametrize(("experts", "ep_size"), [(6, 2), (60, 4), (384, 4), (160, 4), (4, 4)])
+def test_15_expert_counts(pool, experts, ep_size):
+    """15: expert counts that are no power of two, and one local expert."""
+    cfg = config(num_experts=experts, dtype=torch.bfloat16)
+    batch = random_batch(cfg, (11, 40, 0, 13))
+    want = case.oracle(pool, cfg, batch)
+    case.accurate(want, batch, cfg)
+    same_bits(run(pool, cfg, batch, ep_size), want)
+
+
+def refused_workspace(world, cfg, ep_size):
+    return case.named_error(case.workspace, world, cfg, ep_size)
+
+
+def test_15_experts_that_do_not_divide(pool):
+    """15: (E, R) = (10, 4) is refused at construction on every rank with E, R and what to change."""
+    for kind, message in pool.run(refused_workspace, config(num_experts=10), 4):
+        assert kind == "ConfigError"
+        assert "num_experts=10" in message and "4 ranks" in message and "group of 2" in message
+
+
+# --- C. Uninitialised rows and stale state ---
+
+
+@pytest.mark.parametrize("received", ["saved", "again"])
+@pytest.mark.parametrize("dtype", HALF_AND_FULL, ids=str)
+def test_16_poisoned_memory_reaches_nothing(pool, dtype, received):
+    """16: capacity far above use, all memory poisoned: three steps finite and equal to a run without poison."""
+    cfg = config(max_tokens_per_rank=512, dtype=dtype)
+    batch = random_batch(cfg, (16, 7, 0, 41), unused=0.2)
+    want = case.oracle(pool, cfg, batch)
+    schedule = dataclasses.replace(case.FUSED, received=received)
+    for ep_size in (1, 2, 4):
+        for got in steps(pool, cfg, [batch], ep_size, schedule, poisoned=True, repeats=3):
+            assert all(getattr(got, name).isfinite().all() for name in case.FIELDS)
+            same_bits(got, want)
+
+
+def test_18_a_single_local_expert(pool):
+    """18: one expert per rank, capacity far above use, poisoned: dW finite and equal."""
+    cfg = config(num_experts=4, max_tokens_per_rank=256)
+    batch = random_batch(cfg, (16, 16, 16, 16))
+    want = case.oracle(pool, cfg, batch)
+    case.accurate(want, batch, cfg)
+    same_bits(run(pool, cfg, batch, 4, poisoned=True), want)
+
+
+# --- D. Imbalance ---
+
+
+def test_20_total_imbalance(pool):
+    """20: (a) all tokens to expert 0; (b) all eight choices on rank 0; (c) the hot rank moves each step."""
+    one = config(num_experts=32, top_k=1)
+    everything = random_batch(one, (256, 256, 256, 256), ids=torch.zeros(1024, 1, dtype=torch.int64))
+    same_bits(run(pool, one, everything, 4), case.oracle(pool, one, everything))
+    cfg = config(num_experts=32, top_k=8)
+    batches = []
+    for step in range(4):
+        ids = 8 * step + torch.rand(256, 8, generator=torch.Generator().manual_seed(step)).argsort(1)
+        batches.append(random_batch(cfg, (64, 64, 64, 64), ids=ids, seed=step))
+    for batch, got in zip(batches, steps(pool, cfg, batches, 4), strict=True):
+        same_bits(got, case.oracle(pool, cfg, batch))
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_24_workloads_have_the_same_bits_at_each_ep_size(pool, name):
+    """24: the shared skewed workloads, over several steps, at EP 1, 2, 4: the same logical work, the same bits."""
+    cfg = config(num_experts=16, top_k=4, dtype=torch.bfloat16, max_tokens_per_rank=256)
+    batches = []
+    for step in range(3):
+        made = workloads.workload(name, tokens=192, num_experts=16, top_k=4, seed=5, step=step, shards=4)
+        batches.append(random_batch(cfg, made.shard_tokens, ids=made.ids_TK, seed=step))
+    want = steps(pool, cfg, batches, 1, case.SERIAL)
+    for ep_size in (2, 4):
+        for step, got in enumerate(steps(pool, cfg, batches, ep_size)):
+            same_bits(got, want[step], f"{name} step {step} EP={ep_size}")
+
+
+# --- F. Shapes, dtypes, layouts ---
+
+INCOMING = {
+    "sum": lambda y: y.sum(),
+    "cat": lambda y: (torch.cat([y, y.detach()], 1) * torch.arange(2.0 * y.shape[1], dtype=y.dtype)).sum(),
+    "transposed": lambda y: (y.t().contiguous() * torch.arange(y.shape[0], dtype=y.dtype)).sum(),
+    "every second row": lambda y: y[::2].sum(),
+}
+
+
+def gradients_of_losses(world, cfg, batch, ep_size):
+    """For each loss: the gradients, and those of the same dy handed over contiguous."""
+    found = []
+    with case.workspace(world, cfg, ep_size) as ws:
+        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
+        for loss in INCOMING.values():
+            pair = []
+            for contiguous in (False, True):
+                t = [case.leaf(v) for v in (batch.x[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts])]
+                y = uniep.moe(t[0], batch.ids[rows], *t[1:], workspace=ws)
+                if contiguous:
+                    copy = case.leaf(y)
+                    loss(copy).backward()
+                    y.backward(copy.grad.contiguous())
+                else:
+                    loss(y).backward()
+                pair.append(case.Outcome(y.detach(), *(v.grad for v in t)))
+            found.append(pair)
+    return found
+
+
+def test_34_strides_of_the_incoming_gradient(pool):
+    """34: expanded, sliced, transposed and partly used outputs: bits as with a contiguous dO."""
+    cfg = config()
+    batch = random_batch(cfg, (9, 5, 4, 7))
+    for found in pool.run(gradients_of_losses, cfg, batch, 2, ranks=2):
+        for name, (got, want) in zip(INCOMING, found, strict=True):
+            same_bits(got, want, name)
+            assert want.dw2.any()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 9, 10, 14, 16, 32])
+def test_35_top_k(pool, top_k):
+    """35: K from 1 to 32 of E=64."""
+    cfg = config(num_experts=64, top_k=top_k)
+    batch = random_batch(cfg, (6, 3, 0, 7))
+    want = case.oracle(pool, cfg, batch)
+    case.accurate(want, batch, cfg)
+    same_bits(run(pool, cfg, batch, 4), want)
+
+
+def test_35_every_expert_chosen(pool):
+    """35: K = E = 8."""
+    cfg = config(top_k=8)
+    batch = random_batch(cfg, (20, 1, 0, 12))
+    want = case.oracle(pool, cfg, batch)
+    case.accurate(want, batch, cfg)
+    same_bits(run(pool, cfg, batch, 2), want)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_37_index_width_and_weight_precision(pool, ep_size):
+    """37: every integer width gives the same bits; w = [1 + 2^-10, -1], v = 1024 gives 1.0 (bf16 weights: 0.0).
+
+    With weight_at="activation" the weight is rounded with the activation, as documented: 0.0 in bf16, 1.0 in fp32.
+    """
+    ids, w, v = torch.tensor([[1, 6]]), torch.tensor([[1 + 2**-10, -1.0]]), torch.full((8,), 1024.0)
+    for dtype, weight_at, expected in (
+        (torch.bfloat16, "output", 1.0),
+        (torch.float32, "output", 1.0),
+        (torch.bfloat16, "activation", 0.0),
+        (torch.float32, "activation", 1.0),
+    ):
+        cfg = config(dtype=dtype, weight_at=weight_at)
+        batch = exact_batch(cfg, (1, 0, 0, 0), ids, w, v)
+        assert run(pool, cfg, batch, ep_size).y.unique().tolist() == [expected], (dtype, weight_at)
+    batch = random_batch(config(), (9, 2, 0, 4), unused=0.2)
+    wide = run(pool, config(), batch, ep_size)
+    for width in (torch.int32, torch.int16, torch.int8):
+        same_bits(run(pool, config(), dataclasses.replace(batch, ids=batch.ids.to(width)), ep_size), wide, str(width))
+
+
+# --- G. Determinism ---
+
+
+def steps_under_load(world, cfg, batch, ep_size, repeats, seed):
+    """Repeated steps, sleeping at random before each, while another thread multiplies matrices at random times."""
+    stop = threading.Event()
+    chance = random.Random(seed + world.rank)
+
+    def disturb():
+        other = random.Random(seed)
+        while not stop.is_set():
+            torch.randn(64, 64) @ torch.randn(64, 64)
+            time.sleep(other.random() * 2e-3)
+
+    noise = threading.Thread(target=disturb)
+    noise.start()
+    try:
+        outcomes, orders = [], []
+        with case.workspace(world, cfg, ep_size) as ws:
+            for _ in range(repeats):
+                time.sleep(chance.random() * 0.02)
+                outcomes.append(case.forward_backward(ws, batch))
+                time.sleep(chance.random() * 0.02)
+                orders.append(uniep.route(batch.ids[batch.rows(ws.rank, ep_size)], workspace=ws).row_return_N)
+        return outcomes, orders
+    finally:
+        stop.set()
+        noise.join()
+
+
+def test_40_41_no_arrival_order_changes_bits_or_rows(pool):
+    """40, 41: random delays per rank and competing work: rows in (source, token, k) order, the same bits each time."""
+    cfg = config(num_experts=16, top_k=8, dtype=torch.bfloat16)
+    batch = random_batch(cfg, (128, 128, 128, 128))
+    want = case.oracle(pool, cfg, batch)
+    ranks = pool.run(steps_under_load, cfg, batch, 4, 12, 7)
+    for parts in zip(*(outcomes for outcomes, _ in ranks), strict=True):
+        same_bits(case.gather(list(parts)), want)
+    for _, orders in ranks:
+        assert all(torch.equal(order, orders[0]) for order in orders)
+
+
+def train(world, cfg, batch, ep_size, schedule, rounds):
+    """SGD on a fixed target; the parameters after each step and every step's outputs."""
+    with case.workspace(world, cfg, ep_size, schedule) as ws:
+        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
+        w13, w2 = case.leaf(batch.w13[experts]), case.leaf(batch.w2[experts])
+        optimizer = torch.optim.SGD([w13, w2], lr=0.05, momentum=0.9)
+        history = []
+        for _ in range(rounds):
+            x, weights = case.leaf(batch.x[rows]), case.leaf(batch.weights[rows])
+            y = uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws)
+            optimizer.zero_grad()
+            (0.5 * (y.float() - batch.dy[rows].float()) ** 2).sum().backward()
+            history.append(case.Outcome(y.detach(), x.grad, weights.grad, w13.grad.clone(), w2.grad.clone()))
+            optimizer.step()
+        last = w13.detach()
+        return [*history, dataclasses.replace(history[-1], dw13=last, dw2=w2.detach())]
+
+
+@pytest.mark.parametrize("weight_at", ["output", "activation"])
+def test_42_training_has_the_same_bits_at_each_ep_size(pool, weight_at):
+    """42: 256 tokens, E=16, K=4, EP 1, 2, 4: outputs, gradients and parameters over five SGD steps."""
+    cfg = config(num_experts=16, top_k=4, dtype=torch.bfloat16, weight_at=weight_at)
+    batch = random_batch(cfg, (64, 64, 64, 64))
+    runs = {}
+    for ep_size in (1, 2, 4):
+        ranks = pool.run(train, cfg, batch, ep_size, case.FUSED if ep_size > 1 else case.SERIAL, 5, ranks=ep_size)
+        runs[ep_size] = [case.gather(list(parts)) for parts in zip(*ranks, strict=True)]
+    for ep_size in (2, 4):
+        for step, (got, want) in enumerate(zip(runs[ep_size], runs[1], strict=True)):
+            same_bits(got, want, f"EP={ep_size} step {step}")
+    assert not torch.equal(runs[1][0].dw2, runs[1][4].dw2), "the parameters move"
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_FULL, ids=str)
+def test_45_a_token_does_not_see_its_batch(pool, dtype):
+    """45: one token alone and among 4, 16, 64, 257, 1024 others: the same y and dX."""
+    cfg = config(max_tokens_per_rank=1024, dtype=dtype)
+    full = random_batch(cfg, (1024, 0, 0, 0))
+    batches = [full.with_tokens(torch.arange(1024) > 1023 - size) for size in (1, 4, 16, 64, 257, 1024)]
+    alone, *rest = steps(pool, cfg, batches, 2)
+    for got in rest:
+        for name in ("y", "dx", "dweights"):
+            case.equal_bits(getattr(got, name)[-1:], getattr(alone, name), f"{name} among {len(got.y)}")
+
+
+def test_47_deterministic_algorithms_flag(pool):
+    """47: torch.use_deterministic_algorithms(True) raises nothing, warns nothing and changes nothing."""
+    cfg = config()
+    batch = random_batch(cfg, (9, 5, 4, 7))
+    ranks = pool.run(with_the_flag, cfg, batch, ranks=2)
+    same_bits(case.gather([outcome for outcome, _ in ranks]), case.oracle(pool, cfg, batch))
+    assert all(not warned for _, warned in ranks)
+
+
+def with_the_flag(world, cfg, batch):
+    import warnings
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (outcome,) = case.steps_of_rank(world, cfg, [batch], 2)
+        return outcome, [str(w.message) for w in caught if "determin" in str(w.message)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# --- H. Gradients ---
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+@pytest.mark.parametrize("weight_at", ["output", "activation"])
+@pytest.mark.parametrize("dtype", HALF_AND_FULL, ids=str)
+def test_48_each_gradient_row_by_row(pool, dtype, weight_at, ep_size):
+    """48: 64 different rows; dX, dw, dW1 (gate, up), dW2 each on its own against fp64 autograd, row by row."""
+    cfg = config(dtype=dtype, weight_at=weight_at)
+    batch = random_batch(cfg, (16, 16, 16, 16))
+    case.accurate(run(pool, cfg, batch, ep_size), batch, cfg)
+
+
+def exact_gradients(cfg, shard_tokens, ids, weights):
+    """An exact batch with row-dependent dO and v, and the closed form of every result but dw13."""
+    g = torch.Generator().manual_seed(0)
+    tokens = sum(shard_tokens)
+    v = torch.randint(-2, 3, (cfg.num_experts, cfg.hidden), generator=g).float()
+    dy = torch.randint(-2, 3, (tokens, cfg.hidden), generator=g).float()
+    batch = exact_batch(cfg, shard_tokens, ids, weights, v, dy)
+    scores = torch.einsum("td,tkd->tk", dy, v[ids])  # <dO_t, v_e>
+    dx = torch.zeros_like(dy)
+    dx[:, 0] = 2 * (weights * scores).sum(1)  # d silu(g)u = (u, silu(g)) = (1/32, 32); times 32 and 1/32: 1 + 1
+    dw2 = torch.zeros(cfg.num_experts, cfg.hidden, cfg.ffn)
+    for t in range(tokens):
+        for k in range(cfg.top_k):
+            dw2[ids[t, k], :, 0] += weights[t, k] * dy[t]
+    y = torch.einsum("tk,tkd->td", weights, v[ids])
+    return batch, {"y": y, "dx": dx, "dweights": scores, "dw2": dw2}
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+@pytest.mark.parametrize("weight_at", ["output", "activation"])
+def test_49_gradients_of_local_and_remote_experts_arrive(pool, weight_at, ep_size):
+    """49: each token has one local and one remote expert: dw = <dO, v_e> in both slots, dX sums both; closed form."""
+    cfg = config(weight_at=weight_at)
+    ids = torch.tensor([[t % 4, 4 + t // 2 % 4] for t in range(16)])
+    ids[8:] = ids[8:].flip(1)
+    weights = torch.tensor([[0.5, 0.25]]).expand(16, 2).contiguous()
+    batch, expected = exact_gradients(cfg, (4, 4, 4, 4), ids, weights)
+    got = run(pool, cfg, batch, ep_size)
+    for name, want in expected.items():
+        assert torch.equal(getattr(got, name), want), name
+    same_bits(got, case.oracle(pool, cfg, batch))
+
+
+def test_50_expert_gradients_do_not_scale_with_ep(pool):
+    """50: dW of the same global batch, loss = sum: sum of w dO exactly, at EP 1, 2, 4."""
+    cfg = config()
+    ids = torch.rand(40, 8, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :2]
+    weights = torch.tensor([[1.0, 0.5]]).expand(40, 2).contiguous()
+    batch, expected = exact_gradients(cfg, (10, 20, 0, 10), ids, weights)
+    runs = [run(pool, cfg, batch, ep_size) for ep_size in (1, 2, 4)]
+    for got in runs:
+        assert torch.equal(got.dw2, expected["dw2"])
+        same_bits(got, runs[0])
+
+
+COMBINATIONS = [tuple(bool(n & bit) for bit in (1, 2, 4, 8)) for n in range(16)]
+
+
+def partial_gradients(world, cfg, batch, ep_size):
+    """For each on/off combination of requires_grad: the gradients of x, weights, w13, w2."""
+    with case.workspace(world, cfg, ep_size) as ws:
+        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
+        values = (batch.x[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts])
+        found = []
+        for wanted in COMBINATIONS:
+            t = [v.clone().requires_grad_(on) for v, on in zip(values, wanted, strict=True)]
+            y = uniep.moe(t[0], batch.ids[rows], *t[1:], workspace=ws)
+            assert y.requires_grad == any(wanted)
+            if any(wanted):
+                y.backward(batch.dy[rows])
+            found.append([v.grad for v in t])
+        return found
+
+
+def test_54_gradients_exactly_where_required(pool):
+    """54: all 16 on/off combinations: no crash, gradients exist where required and have the same bits."""
+    cfg = config()
+    batch = random_batch(cfg, (9, 5, 4, 7))
+    for found in pool.run(partial_gradients, cfg, batch, 2, ranks=2):
+        for wanted, grads in zip(COMBINATIONS, found, strict=True):
+            for on, grad, full in zip(wanted, grads, found[-1], strict=True):
+                assert (grad is not None) == on
+                if on:
+                    case.equal_bits(grad, full, str(wanted))
+
+
+def adapter_steps(world, cfg, batch, ep_size):
+    """Low-rank adapters on frozen experts, three steps; how far each adapter tensor moved."""
+    with case.workspace(world, cfg, ep_size) as ws:
+        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
+        w13, w2 = batch.w13[experts], batch.w2[experts]
+        g = torch.Generator().manual_seed(ws.rank)
+        shapes = [
+            (len(w13), w13.shape[1], 4),
+            (len(w13), 4, w13.shape[2]),
+            (len(w2), w2.shape[1], 4),
+            (len(w2), 4, w2.shape[2]),
+        ]
+        adapters = [(0.1 * torch.randn(shape, generator=g)).requires_grad_() for shape in shapes]
+        start = [a.detach().clone() for a in adapters]
+        optimizer = torch.optim.SGD(adapters, lr=0.1)
+        for _ in range(3):
+            a, b, c, d = adapters
+            y = uniep.moe(batch.x[rows], batch.ids[rows], batch.weights[rows], w13 + a @ b, w2 + c @ d, workspace=ws)
+            optimizer.zero_grad()
+            y.square().sum().backward()
+            optimizer.step()
+        return [bool((a != s).any()) for a, s in zip(adapters, start, strict=True)]
+
+
+def test_54_adapters_on_frozen_experts_learn(pool):
+    """54: low-rank adapters on W1 and W2: every adapter tensor moves."""
+    cfg = config()
+    assert pool.run(adapter_steps, cfg, random_batch(cfg, (9, 5, 4, 7)), 2, ranks=2) == [[True] * 4] * 2
+
+
+def backward_twice(world, cfg, batch, ep_size, schedule):
+    """Gradients of backward(retain_graph) twice, and of two losses over one forward, with other calls in between."""
+    with case.workspace(world, cfg, ep_size, schedule) as ws:
+        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
+        t = [case.leaf(v) for v in (batch.x[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts])]
+        y = uniep.moe(t[0], batch.ids[rows], *t[1:], workspace=ws)
+        dy = batch.dy[rows]
+        first = torch.autograd.grad(y, t, dy, retain_graph=True)
+        with torch.no_grad():
+            uniep.moe(-t[0], batch.ids[rows], *t[1:], workspace=ws)
+        second = torch.autograd.grad(y, t, dy, retain_graph=True)
+        scaled = torch.autograd.grad((2 * y * dy).sum(), t)
+        return first, second, scaled
+
+
+@pytest.mark.parametrize("received", ["saved", "again"])
+def test_55_backward_twice(pool, received):
+    """55: a second backward, and a second loss over the same forward, are right and not different numbers."""
+    cfg = config()
+    batch = random_batch(cfg, (9, 5, 4, 7))
+    schedule = dataclasses.replace(case.FUSED, received=received)
+    for first, second, scaled in pool.run(backward_twice, cfg, batch, 2, schedule, ranks=2):
+        for name, a, b, c in zip(case.FIELDS[1:], first, second, scaled, strict=True):
+            case.equal_bits(b, a, name)
+            case.equal_bits(c, 2 * a, f"doubled {name}")
+
+
+def router_gradient(world, cfg, x, ep_size):
+    layer = uniep.nn.MoE(cfg, world.group(ep_size), device="cpu", renormalize=False, seed=2)
+    with layer.experts.workspace as ws:
+        mine = x.chunk(ep_size)[ws.rank]
+        layer(mine).square().sum().backward()
+        return layer.router.grad, layer.router.detach(), layer.experts.w13.detach(), layer.experts.w2.detach()
+
+
+def test_56_a_router_with_one_choice_learns(pool):
+    """56: K=1 without renormalisation: the router's gradient is not zero and equals fp64's."""
+    cfg = config(top_k=1)
+    x = torch.randn(32, cfg.hidden, generator=torch.Generator().manual_seed(0))
+    ranks = pool.run(router_gradient, cfg, x, 2, ranks=2)
+    router, w13, w2 = (
+        ranks[0][1].double().requires_grad_(),
+        *(torch.cat([r[n] for r in ranks]).double() for n in (2, 3)),
+    )
+    probabilities = torch.softmax(x.double() @ router.T, -1)
+    weights, ids = probabilities.max(-1, keepdim=True)
+    uniep.reference.composition(x.double(), ids, weights, w13, w2).square().sum().backward()
+    got = ranks[0][0] + ranks[1][0]
+    assert got.any()
+    torch.testing.assert_close(got.double(), router.grad, rtol=1e-4, atol=1e-5 * float(router.grad.abs().max()))
+
+
+def test_56_renormalising_one_choice_is_refused(pool):
+    """56: K=1 with renormalisation would never learn: refused at construction, on every rank."""
+    for kind, message in pool.run(refused_router, config(top_k=1)):
+        assert kind == "ConfigError" and "top_k=1" in message and "renormalize=False" in message
+
+
+def refused_router(world, cfg):
+    return case.named_error(lambda: uniep.nn.MoE(cfg, world.group(4), device="cpu"))
+
+
+# --- M. EP=1 ---
+
+
+def single(world, cfg, batch, how):
+    """EP=1 without a process group, or with a group of one rank."""
+    group = None if how == "no group" else world.groups[1]
+    with uniep.Workspace(cfg, group, device="cpu") as ws:
+        assert ws.ep_size == 1
+        return case.forward_backward(ws, batch)
+
+
+def test_80_one_rank(pool):
+    """80: EP=1 without a process group, and with a group of size 1: (T, H), bits as at EP=2."""
+    cfg = config(dtype=torch.bfloat16)
+    batch = random_batch(cfg, (16, 3, 0, 9))
+    want = run(pool, cfg, batch, 2)
+    for how in ("no group", "group of one"):
+        (got,) = pool.run(single, cfg, batch, how, ranks=1)
+        assert got.y.shape == (28, cfg.hidden)
+        same_bits(got, want, how)
+    with uniep.Workspace(cfg, device="cpu") as ws:  # and in a process that never heard of process groups
+        assert not torch.distributed.is_initialized()
+        same_bits(case.forward_backward(ws, batch), want)
+
+
+# --- O. Generators ---
+
+
+def rank_counts(made, num_experts, ranks):
+    return torch.bincount(made.ids_TK.flatten() // (num_experts // ranks), minlength=ranks).tolist()
+
+
+def test_90_balanced_means_balanced():
+    """90: E=256, K=8, 8 tokens: every one of 16 ranks gets 4; max - min <= 1 for every count and EP size."""
+    made = workloads.workload("balanced", tokens=8, num_experts=256, top_k=8, shards=16)
+    assert rank_counts(made, 256, 16) == [4] * 16
+    for tokens in (0, 1, 3, 8, 31, 32, 200):
+        for experts, top_k in ((256, 8), (60, 4), (8, 8), (6, 5), (384, 6)):
+            made = workloads.workload("balanced", tokens=tokens, num_experts=experts, top_k=top_k, seed=tokens)
+            for ranks in (r for r in range(1, experts + 1) if experts % r == 0):
+                counts = rank_counts(made, experts, ranks)
+                assert max(counts) - min(counts) <= 1, (tokens, experts, ranks)
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_24_90_workloads_are_pure_and_valid(name):
+    """24, 90: a function of (name, seed, step); K distinct experts per row; each EP size splits the same rows."""
+    for step in range(5):
+        shape = {"tokens": 100, "num_experts": 64, "top_k": 6, "seed": 3, "step": step}
+        made, again = workloads.workload(name, **shape), workloads.workload(name, **shape)
+        assert torch.equal(made.ids_TK, again.ids_TK) and made.shard_tokens == again.shard_tokens
+        assert all(len(set(row)) == 6 for row in made.ids_TK.tolist())
+        assert int(made.ids_TK.min()) >= 0 and int(made.ids_TK.max()) < 64
+        assert sum(made.shard_tokens) == len(made.ids_TK) == (13 if name == "burst" and step % 4 else 100)
+        for ep_size in (1, 2, 4, 8):
+            parts = made.split(ep_size)
+            assert len(parts) == ep_size and torch.equal(torch.cat(parts), made.ids_TK)
+    other = workloads.workload(name, **(shape | {"seed": 4}))
+    assert other.ids_TK.shape != made.ids_TK.shape or not torch.equal(other.ids_TK, made.ids_TK)
+
+
+def test_24_workloads_have_the_shape_they_name():
+    """24: where the load goes."""
+
+    def load(name, step=0, seed=0):
+        made = workloads.workload(name, tokens=2000, num_experts=64, top_k=4, seed=seed, step=step)
+        return torch.bincount(made.ids_TK.flatten(), minlength=64), made
+
+    assert load("balanced")[0].unique().tolist() == [125]
+    hot = load("hot_experts")[0]
+    assert (hot > 4 * hot.median()).sum() == 4
+    assert torch.equal(hot > 500, load("hot_experts", step=1)[0] > 500), "the hot experts stay"
+    per_rank = load("hot_rank")[0].view(8, 8).sum(1)
+    assert per_rank.argmax() == 0 and per_rank[0] > 0.5 * per_rank.sum()
+    spread = load("hot_spread")[0].view(8, 8).sum(1)
+    assert spread.max() < 1.2 * spread.min()
+    assert [int(load("moving", step=s)[0].view(8, 8).sum(1).argmax()) for s in range(9)] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    assert not load("zero_experts")[0][32:].any() and load("zero_experts")[0][:32].all()
+    sizes = load("ragged")[1].shard_tokens
+    assert min(sizes) == 0 and max(sizes) > 900 and sum(sizes) == 2000
+
+
+def test_24_workloads_refuse_what_cannot_be():
+    """24: unknown names and impossible shapes are named."""
+    shape = {"tokens": 4, "num_experts": 8, "top_k": 2}
+    with pytest.raises(uniep.ConfigError, match=r"'skewed'.*balanced"):
+        workloads.workload("skewed", **shape)
+    with pytest.raises(uniep.ConfigError, match="top_k=9"):
+        workloads.workload("balanced", **(shape | {"top_k": 9}))
+    with pytest.raises(uniep.ConfigError, match=r"ep_size=3.*8 shards"):
+        workloads.workload("balanced", **shape).split(3)

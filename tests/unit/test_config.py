@@ -1,0 +1,121 @@
+"""MoEConfig and Schedule refuse what cannot work, when they are made, with value and limit."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from uniep.config import ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
+from uniep.errors import ConfigError, UniEPError, UnsupportedError
+from uniep.taskflow.schedule import Schedule, Tile, is_valid
+
+GOOD = {"hidden": 64, "ffn": 32, "num_experts": 8, "top_k": 2, "max_tokens_per_rank": 16}
+
+
+def test_defaults():
+    cfg = MoEConfig(**GOOD)
+    assert (cfg.activation, cfg.dtype, cfg.weight_at, cfg.max_rows) == ("swiglu", torch.bfloat16, "output", None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cfg.hidden = 3
+
+
+@pytest.mark.parametrize("name", [*GOOD, "max_rows"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
+def test_sizes_are_positive_integers(name, value):
+    with pytest.raises(ConfigError, match=rf"{name} is {value!r}.*at least 1"):
+        MoEConfig(**(GOOD | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"top_k": 9}, ConfigError, "top_k is 9.*num_experts=8.*lower top_k"),
+        ({"activation": "gelu"}, UnsupportedError, "'gelu'.*'swiglu'"),
+        ({"dtype": torch.float64}, ConfigError, "float64.*supported.*bfloat16"),
+        ({"weight_at": "input"}, ConfigError, "'input'.*'output' or 'activation'"),
+    ],
+)
+def test_refused_by_name(change, error, text):
+    with pytest.raises(error, match=text):
+        MoEConfig(**(GOOD | change))
+
+
+def test_errors_are_also_value_errors():
+    with pytest.raises(ValueError, match="top_k") as caught:
+        MoEConfig(**(GOOD | {"top_k": 9}))
+    assert isinstance(caught.value, UniEPError)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "local"), [(6, 2, 3), (60, 4, 15), (384, 8, 48), (160, 4, 40), (4, 4, 1), (7, 1, 7)]
+)
+def test_experts_per_rank(experts, ranks, local):
+    assert MoEConfig(**(GOOD | {"num_experts": experts})).experts_per_rank(ranks) == local
+
+
+@pytest.mark.parametrize(("experts", "ranks", "below"), [(10, 4, 2), (256, 3, 2), (8, 16, 8), (7, 6, 1)])
+def test_experts_that_do_not_divide(experts, ranks, below):
+    """Field report 15: the error has E, R and what to change."""
+    cfg = MoEConfig(**(GOOD | {"num_experts": experts}))
+    with pytest.raises(ConfigError, match=rf"num_experts={experts}.*over {ranks} ranks.*group of {below} ranks"):
+        cfg.experts_per_rank(ranks)
+
+
+def test_row_arithmetic():
+    assert [align_rows(n) for n in (0, 1, 127, 128, 129)] == [0, 128, 128, 128, 256]
+    for rows in range(1, 400, 7):
+        for local in (1, 3, 8):
+            worst = sum(align_rows(n) for n in [1] * min(local - 1, rows - 1) + [rows - min(local - 1, rows - 1)])
+            assert max_padded_rows(rows, local) >= worst
+            assert max_padded_rows(rows, local) % ROW_ALIGN == 0
+
+
+def test_default_schedules_are_valid():
+    for overlap in ("serial", "fused"):
+        for order in ("natural", "local-first"):
+            schedule = Schedule(overlap=overlap, tile_order=order)
+            assert is_valid(schedule, MoEConfig(**GOOD)) == []
+            assert schedule.name == f"{overlap}/{order}"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"overlap": "all"}, "overlap is 'all'"),
+        ({"tile_order": "random"}, "tile_order is 'random'"),
+        ({"gemm1": Tile(rows=96)}, "gemm1.rows is 96"),
+        ({"gemm2": Tile(rows=32)}, "gemm2.rows is 32"),
+        ({"gemm2": Tile(columns=32)}, "gemm2.columns is 32"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"matrix_workers": 0}, "matrix_workers is 0"),
+        ({"vector_workers": -1}, "vector_workers is -1"),
+    ],
+)
+def test_schedules_that_cannot_run(change, text):
+    (reason,) = is_valid(Schedule(**change), MoEConfig(**GOOD))
+    assert text in reason
+
+
+def test_import_touches_nothing():
+    """Importing uniep loads no Triton, starts no CUDA, reads no environment, patches nothing."""
+    code = """
+import os, sys, torch
+read = []
+class Watched(dict):
+    def __getitem__(self, key): read.append(key); return super().__getitem__(key)
+    def get(self, key, default=None): read.append(key); return super().get(key, default)
+    def __contains__(self, key): read.append(key); return super().__contains__(key)
+had_triton = "triton" in sys.modules
+os.environ = Watched(os.environ)
+os.getenv = lambda key, default=None: os.environ.get(key, default)
+before = {name: id(value) for name, value in vars(torch).items()}
+import uniep
+assert had_triton or "triton" not in sys.modules, "triton was imported"
+assert not torch.cuda.is_initialized(), "CUDA was started"
+assert not [key for key in read if key.startswith(("UNIEP", "CUDA", "TRITON"))], read
+changed = [name for name, value in before.items() if id(getattr(torch, name)) != value]
+assert not changed, changed
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

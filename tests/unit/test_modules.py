@@ -1,0 +1,150 @@
+"""nn.Experts, nn.MoE and the operators in one process without a process group."""
+
+import case
+import pytest
+import torch
+from case import config, random_batch
+
+import uniep
+from uniep.nn.ops import moe_forward
+
+
+@pytest.fixture
+def workspace():
+    with uniep.Workspace(config(), device="cpu") as ws:
+        yield ws
+
+
+def test_ties_go_to_the_lower_expert(workspace):
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
+    with torch.no_grad():
+        layer.router.zero_()
+        ids, weights = layer.route(torch.randn(5, 64))
+        assert ids.tolist() == [[0, 1]] * 5 and weights.unique().tolist() == [0.5]
+        layer.router[6] = layer.router[3] = 1.0
+        assert layer.route(torch.ones(1, 64))[0].tolist() == [[3, 6]]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_router_weights(workspace, renormalize):
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace, renormalize=renormalize)
+    x = torch.randn(7, 64)
+    ids, weights = layer.route(x)
+    probabilities = torch.softmax(x @ layer.router.T, -1)
+    chosen = probabilities.topk(2).values
+    expected = chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+    torch.testing.assert_close(weights, expected)
+    assert ids.dtype == torch.int64 and weights.dtype == torch.float32
+    assert all(len(set(row)) == 2 for row in ids.tolist())
+
+
+def test_nan_logits_give_valid_ids(workspace):
+    """13: ids stay in range and distinct; the weights are NaN."""
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
+    x = torch.randn(3, 64)
+    x[1] = float("nan")
+    ids, weights = layer.route(x)
+    assert ids[1].tolist() == [0, 1] and weights[1].isnan().all() and weights[[0, 2]].isfinite().all()
+
+
+def test_renormalising_one_choice_is_refused():
+    """56: the weight would always be 1."""
+    with pytest.raises(uniep.ConfigError, match=r"top_k=1.*renormalize=False"):
+        uniep.nn.MoE(config(top_k=1), device="cpu")
+
+
+def test_experts_are_seeded_by_global_id(workspace):
+    one, two = (uniep.nn.Experts(workspace.cfg, workspace=workspace, seed=seed) for seed in (0, 1))
+    again = uniep.nn.Experts(workspace.cfg, workspace=workspace, seed=0)
+    assert torch.equal(one.w13, again.w13) and torch.equal(one.w2, again.w2)
+    assert not torch.equal(one.w13, two.w13) and not torch.equal(one.w13[0], one.w13[1])
+    assert abs(float(one.w13.detach().std()) - 64**-0.5) < 0.01
+    assert [name for name, _ in one.named_parameters()] == ["w13", "w2"] and "experts 0..7" in repr(one)
+
+
+def test_leading_dimensions(workspace):
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
+    x = torch.randn(2, 3, 64)
+    assert torch.equal(layer(x).flatten(0, 1), layer(x.flatten(0, 1)))
+    assert layer(x[:0]).shape == (0, 3, 64)
+
+
+def test_router_gradient_against_fp64(workspace):
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    layer(x).square().sum().backward()
+    router = layer.router.detach().double().requires_grad_()
+    ids = layer.route(x)[0]
+    chosen = torch.softmax(x.double() @ router.T, -1).gather(1, ids)
+    parameters = (layer.experts.w13.detach().double(), layer.experts.w2.detach().double())
+    y = uniep.reference.composition(x.double(), ids, chosen / chosen.sum(-1, keepdim=True), *parameters)
+    y.square().sum().backward()
+    torch.testing.assert_close(
+        layer.router.grad.double(), router.grad, rtol=1e-4, atol=1e-5 * float(router.grad.abs().max())
+    )
+
+
+def test_inputs_are_left_alone(workspace):
+    """82: x, ids, weights and parameters are not written."""
+    batch = random_batch(workspace.cfg, (5, 5, 5, 5))
+    copies = [t.clone() for t in (batch.x, batch.ids, batch.weights, batch.dy, batch.w13, batch.w2)]
+    case.forward_backward(workspace, batch)
+    for copy, now in zip(copies, (batch.x, batch.ids, batch.weights, batch.dy, batch.w13, batch.w2), strict=True):
+        assert torch.equal(copy, now)
+
+
+def test_results_are_fresh_memory(workspace):
+    """An earlier result does not change when the Workspace is used again or closed."""
+    batch, other = random_batch(workspace.cfg, (5, 5, 5, 5)), random_batch(workspace.cfg, (50, 5, 5, 5), seed=1)
+    got = case.forward_backward(workspace, batch)
+    kept = case.Outcome(*(getattr(got, name).clone() for name in case.FIELDS))
+    case.forward_backward(workspace, other)
+    workspace.close()
+    case.same_bits(got, kept)
+
+
+def test_no_grad_saves_nothing(workspace):
+    batch = random_batch(workspace.cfg, (5, 5, 5, 5))
+    arguments = (batch.x, batch.ids, batch.weights, [batch.w13], [batch.w2], "stacked", workspace.key)
+    assert len(moe_forward(*arguments, False)) == 1
+    assert len(moe_forward(*arguments, True)) > 1
+
+
+@pytest.mark.parametrize("tokens", [(5, 5, 5, 5), (0, 0, 0, 0)])
+def test_operator_checks(workspace, tokens):
+    """72: schema, fake tensors and autograd registration, by torch's own checker."""
+    batch = random_batch(workspace.cfg, tokens)
+    x, weights, w13, w2 = (case.leaf(t) for t in (batch.x, batch.weights, batch.w13, batch.w2))
+    arguments = (x, batch.ids, weights, [w13], [w2], "stacked", workspace.key, True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.uniep.moe_fwd.default, arguments, test_utils=tests)
+
+
+def test_report_names_the_backend(workspace):
+    assert any("cpu" in value for value in uniep.report(workspace).values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"backend": "gpu"}, uniep.ConfigError, "backend is 'gpu'; known: auto, cpu"),
+        ({"backend": "hopper"}, uniep.ConfigError, "'hopper' does not run on cpu"),
+        ({"device": "meta"}, uniep.UnsupportedError, "meta"),
+        ({"group": "all"}, uniep.ConfigError, "group is a str"),
+        ({"schedule": uniep.Schedule(chunk_tokens=0)}, uniep.ConfigError, "chunk_tokens is 0"),
+    ],
+)
+def test_workspaces_that_cannot_be(arguments, error, text):
+    with pytest.raises(error, match=text):
+        uniep.Workspace(config(), **({"device": "cpu"} | arguments))
+
+
+def test_environment_is_read_when_a_workspace_is_made(monkeypatch):
+    monkeypatch.setenv("UNIEP_TIMEOUT_S", "7.5")
+    with uniep.Workspace(config(), device="cpu") as ws:
+        assert ws.timeout_s == 7.5
+    with uniep.Workspace(config(), device="cpu", timeout_s=3) as ws:
+        assert ws.timeout_s == 3
+    monkeypatch.setenv("UNIEP_BACKEND", "hopper")
+    with pytest.raises(uniep.ConfigError, match="'hopper' does not run on cpu"):
+        uniep.Workspace(config(), device="cpu")
