@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ENTRIES = 128  # entries that one program sorts
-
 
 @triton.jit
 def _count_kernel(id_ptr, count_BE, num_entries, E, BLOCK: tl.constexpr, E_PAD: tl.constexpr):
@@ -202,15 +200,16 @@ def sort_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
 
     Stable: rows of an expert are in (token, slot) order.
     """
-    n, blocks = ids_TK.numel(), triton.cdiv(ids_TK.numel(), ENTRIES)
-    e_pad = _pow2(num_experts, 16)
+    n, e_pad = ids_TK.numel(), _pow2(num_experts, 16)
+    block = min(128, max(16, 16384 // e_pad))  # entries of one program: its (entries, experts) table fits in registers
+    blocks = triton.cdiv(n, block)
     row_TK = torch.empty(ids_TK.shape, dtype=torch.int32, device=ids_TK.device)
     count_BE = row_TK.new_empty(max(blocks, 1), num_experts)
     total_E, end_E = row_TK.new_zeros(num_experts), row_TK.new_zeros(num_experts)
     if n:
-        _count_kernel[(blocks,)](ids_TK, count_BE, n, num_experts, ENTRIES, e_pad, num_warps=8)
+        _count_kernel[(blocks,)](ids_TK, count_BE, n, num_experts, block, e_pad, num_warps=8)
         _scan_kernel[(num_experts,)](count_BE, total_E, blocks, num_experts, _pow2(blocks))
-        _place_kernel[(blocks,)](ids_TK, count_BE, total_E, row_TK, end_E, n, num_experts, ENTRIES, e_pad, num_warps=8)
+        _place_kernel[(blocks,)](ids_TK, count_BE, total_E, row_TK, end_E, n, num_experts, block, e_pad, num_warps=8)
     return row_TK, total_E, end_E
 
 

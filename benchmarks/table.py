@@ -1,0 +1,80 @@
+"""Markdown tables from result files, printed or written between two marks of a README.
+
+python benchmarks/table.py benchmarks/results/*.json --readme README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from results import DIRECTIONS, PEERS, Timing, best_peer, load
+
+BEGIN, END = "<!-- benchmarks: begin (benchmarks/table.py writes this part) -->", "<!-- benchmarks: end -->"
+
+
+def tables(timings: list[Timing]) -> str:
+    """One table per machine, load and direction; the best peer's time is in italics."""
+    groups: dict[tuple[str, str, str], list[Timing]] = {}
+    for timing in timings:
+        groups.setdefault((timing.machine, timing.load, timing.direction), []).append(timing)
+    return "\n".join(_table(*key, group) for key, group in groups.items())
+
+
+def _table(machine: str, load_name: str, direction: str, timings: list[Timing]) -> str:
+    peers = [impl for impl in PEERS if any(impl in timing.ms for timing in timings)]
+    compute = any("uniep-compute" in timing.ms for timing in timings)
+    head = ["shape", "tokens per GPU", "routing", *(f"{impl} ms" for impl in peers), "uniep ms", "speedup"]
+    head += ["to own compute"] if compute else []
+    lines = [f"**{DIRECTIONS[direction].capitalize()}, {machine}, {load_name}**", ""]
+    lines += ["| " + " | ".join(head) + " |", "|---|---:|---|" + "---:|" * (len(head) - 3)]
+    for timing in timings:
+        ms, best = timing.ms, best_peer(timing.ms)
+        cells = [timing.shape, str(timing.tokens), timing.routing]
+        cells += [_number(ms.get(impl), mark=impl == best) for impl in peers]
+        cells += [_number(ms.get("uniep")), f"**{timing.speedup:.2f}x**" if timing.speedup else ""]
+        if compute:
+            both = "uniep" in ms and "uniep-compute" in ms
+            cells.append(f"{ms['uniep'] / ms['uniep-compute']:.2f}" if both else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    metas = {(t.meta["commit"], t.meta["date"][:10], t.meta["torch"], t.meta["triton"]): None for t in timings}
+    for commit, day, torch_version, triton_version in metas:
+        lines += ["", f"Commit {commit}, {day}, PyTorch {torch_version}, Triton {triton_version}."]
+    return "\n".join(lines) + "\n"
+
+
+def _number(ms: float | None, mark: bool = False) -> str:
+    if ms is None:
+        return ""
+    return f"*{ms:.3f}*" if mark else f"{ms:.3f}"
+
+
+def insert(readme: str, text: str) -> str:
+    """`readme` with everything between the marks replaced.  Raises SystemExit if a mark is missing."""
+    if BEGIN not in readme or END not in readme:
+        raise SystemExit(f"the README needs the two lines\n{BEGIN}\n{END}")
+    before, rest = readme.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n\n{text}\n{END}{rest.split(END, 1)[1]}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--readme", type=Path, help="write there instead of printing")
+    parser.add_argument("--load", help="only this load, window or sustained")
+    parser.add_argument("--tokens", type=int, help="only this number of tokens")
+    args = parser.parse_args(argv)
+    timings = [
+        timing
+        for timing in load(args.files)
+        if args.load in (None, timing.load) and args.tokens in (None, timing.tokens)
+    ]
+    text = tables(timings)
+    if args.readme:
+        args.readme.write_text(insert(args.readme.read_text(), text))
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

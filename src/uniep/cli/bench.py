@@ -1,0 +1,43 @@
+"""`uniep bench`: start the repository's benchmark harness, one process per GPU."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from uniep.cli.launch import under_torchrun
+
+HARNESS = Path(__file__).parents[3] / "benchmarks" / "moe.py"
+
+
+def bench(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes, one per GPU; 0: one for each GPU of this machine.", min=0)] = 0,
+) -> None:
+    """Time uniep and its peers on one MoE layer, interleaved, on the GPUs of this machine.
+
+    Everything else on the command line goes to benchmarks/moe.py: uniep bench --shapes qwen3-30b --tokens 4096,8192.
+    Its own options are listed by: uniep bench -- --help
+    """
+    if not HARNESS.exists():
+        typer.echo(f"{HARNESS} does not exist: benchmarks are not part of the installed package; run this in a clone")
+        raise typer.Exit(2)
+    if under_torchrun():
+        sys.argv = [str(HARNESS), *context.args]
+        sys.path.insert(0, str(HARNESS.parent))
+        runpy.run_path(str(HARNESS), run_name="__main__")
+        return
+    from torch.distributed import run
+
+    processes = ranks or max(1, torch.cuda.device_count())
+    run.main(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", str(HARNESS), *context.args])
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`; it passes on options that it does not know."""
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)

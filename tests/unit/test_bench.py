@@ -1,0 +1,255 @@
+"""The benchmark harness without a GPU: peers against a dense reference, and everything that reads results."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from uniep.reference import composition
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import cases  # noqa: E402
+import kernels  # noqa: E402
+import moe  # noqa: E402
+import peers  # noqa: E402
+import plot  # noqa: E402
+import results  # noqa: E402
+import table  # noqa: E402
+from layers import parse_schedule  # noqa: E402
+
+
+def run_interpreted(*arguments: str) -> None:
+    """Python with these arguments, in a process where Triton interprets its kernels."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- peers
+
+
+def test_harness_runs_on_two_processes_and_the_baseline_equals_fp32(tmp_path):
+    """The whole program: kernels interpreted, all-to-all over gloo, outputs and gradients compared, rows written."""
+    out = tmp_path / "results.json"
+    harness = [str(ROOT / "benchmarks" / "moe.py"), "--device", "cpu", "--dtype", "fp32", "--json", str(out)]
+    small = ["--shapes", "64x32x4x2", "--tokens", "5", "--iters", "2", "--directions", "fwd_bwd", "--phases"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    run_interpreted(*launch, *harness, *small, "--impl", "nccl,peer-compute")
+    content = json.loads(out.read_text())
+    errors = content["checks"]["small"]
+    assert errors.pop("against") == "fp32"
+    assert set(errors["nccl"]) == set(moe.OUTPUTS) and max(errors["nccl"].values()) < 1e-5
+    assert {row["impl"] for row in content["rows"]} == {"nccl", "peer-compute"}
+    for row in content["rows"]:
+        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"] and row["tflops"] >= 0
+        assert {"gemm1", "backward wgrad1"} <= set(row["phases"])
+
+
+def test_sort_and_deepep_layer_interpreted():
+    """`check_sort` and `check_deepep`, below."""
+    run_interpreted(__file__)
+
+
+class OneRankBuffer:
+    """DeepEP's Buffer as its documentation describes it, for one rank that owns every expert."""
+
+    def get_dispatch_layout(self, ids_TK, num_experts):
+        in_rank = (ids_TK >= 0).any(1, keepdim=True)
+        return in_rank.sum(0), None, torch.bincount(ids_TK[ids_TK >= 0], minlength=num_experts), in_rank, None
+
+    def dispatch(
+        self, x_TD, handle=None, topk_idx=None, topk_weights=None, num_tokens_per_rank=None, is_token_in_rank=None,
+        num_tokens_per_expert=None, num_worst_tokens=0, config=None,
+    ):  # fmt: skip
+        cached = handle is not None
+        sent, worst = handle if cached else (is_token_in_rank[:, 0].nonzero().flatten(), num_worst_tokens)
+        spare = max(worst - sent.numel(), 0)
+
+        def received(rows, fill):
+            return torch.cat([rows[sent], rows.new_full((spare, *rows.shape[1:]), fill)])
+
+        x = received(x_TD, float("nan"))
+        if cached:
+            return x, None, None, None, None, None
+        counts = [] if worst else num_tokens_per_expert.tolist()
+        return x, received(topk_idx, -1), received(topk_weights, 0.0), counts, (sent, worst), None
+
+    def combine(self, x_TD, handle, topk_weights=None, config=None):
+        (sent, _), tokens = handle, self.tokens
+        y = x_TD.new_zeros(tokens, x_TD.shape[1])
+        y[sent] = x_TD[: sent.numel()]
+        if topk_weights is None:
+            return y, None, None
+        weights = topk_weights.new_zeros(tokens, topk_weights.shape[1])
+        weights[sent] = topk_weights[: sent.numel()]
+        return y, weights, None
+
+
+def check_deepep(wait):
+    """Equal to the dense reference: unused slots, a token without experts, an idle expert, worst-case buffers."""
+    shape = cases.Shape("small", 32, 48, 6, 3)
+    weights = cases.make_weights(shape, 0, 1, torch.float32, torch.device("cpu"))
+    case = cases.make_case(shape, 9, "zipf", 0, weights)
+    case.ids_TK[case.ids_TK == 4] = -1
+    case.ids_TK[2] = -1
+    buffer = OneRankBuffer()
+    buffer.tokens = 9
+    layer = peers.DeepEpLayer(SimpleNamespace(buffer=buffer, ranks=2, tuned=lambda case: (None, None)), wait)
+    layer.prepare(case, backward=True)
+    got = layer.forward_backward(case)
+
+    leaves = [t.clone().requires_grad_() for t in (case.x_TD, case.weights_TK, *weights)]
+    y_TD = composition(leaves[0], case.ids_TK, *leaves[1:])
+    wanted = (y_TD, *torch.autograd.grad(y_TD, leaves, case.dy_TD))
+    for name, a, b in zip(moe.OUTPUTS, got, wanted, strict=True):
+        assert moe.relative_error(a, b.detach()) < 1e-5, name
+
+
+def check_sort():
+    """The sort is stable over blocks and skips unused slots."""
+    ids_TK = torch.randint(-1, 5, (150, 3), generator=torch.Generator().manual_seed(0))
+    ids_TK[ids_TK == 3] = 2  # an expert without rows
+    row_TK, count_E, end_E = kernels.sort_by_expert(ids_TK, 5)
+    flat = ids_TK.flatten()
+    order = flat.argsort(stable=True)
+    wanted = torch.full_like(flat, -1)
+    wanted[order[(flat < 0).sum() :]] = torch.arange(int((flat >= 0).sum()))
+    assert torch.equal(row_TK.flatten().long(), wanted)
+    assert torch.equal(count_E.long(), torch.bincount(flat[flat >= 0], minlength=5))
+    assert torch.equal(end_E.long(), count_E.cumsum(0))
+
+
+def test_relative_error_sees_nan_and_works_in_pieces(monkeypatch):
+    a, b = torch.randn(7, 5), torch.randn(7, 5)
+    monkeypatch.setattr(moe, "PIECE", 8)
+    assert moe.relative_error(a, b) == pytest.approx(float((a - b).norm() / b.norm()), rel=1e-5)
+    a[3, 3] = float("nan")
+    assert moe.relative_error(a, b) == float("inf")
+
+
+# ------------------------------------------------------------------------------------------------- cases
+
+
+def test_routing_is_distinct_per_token_and_zipf_is_skewed():
+    shape = cases.parse_shape("64x32x16x4")
+    assert (shape.hidden, shape.ffn, shape.num_experts, shape.top_k) == (64, 32, 16, 4)
+    busiest = {}
+    for routing in cases.ROUTINGS:
+        ids_TK = cases.choose_experts(2000, shape, routing, torch.Generator().manual_seed(0))
+        assert all(len(set(row)) == 4 for row in ids_TK.tolist())
+        busiest[routing] = int(torch.bincount(ids_TK.flatten(), minlength=16).max())
+    assert busiest["balanced"] < 600 and busiest["zipf"] > 1000  # of 500 on average
+
+
+def test_tflop_counts_six_flops_per_weight_and_row():
+    assert cases.SHAPES["qwen3-30b"].tflop(8192, "fwd") == pytest.approx(6 * 65536 * 2048 * 768 / 1e12)
+    assert cases.SHAPES["qwen3-30b"].tflop(8192, "fwd_bwd") == pytest.approx(18 * 65536 * 2048 * 768 / 1e12)
+
+
+def test_schedule_variants_name_fields():
+    schedule = parse_schedule("overlap=serial+chunk_tokens=32+gemm1.columns=128")
+    assert (schedule.overlap, schedule.chunk_tokens, schedule.gemm1.columns) == ("serial", 32, 128)
+    assert schedule.gemm2 == parse_schedule("overlap=fused").gemm2
+    for bad in ("colour=red", "gemm1.colour=3", "chunk_tokens"):
+        with pytest.raises(ValueError, match="names no field"):
+            parse_schedule(bad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "gpt5"], "shape 'gpt5' is unknown; use qwen3-30b"),
+        (["--impl", "uniep,megablocks"], "implementation 'megablocks' is unknown; use uniep"),
+        (["--impl", "uniep@colour=red"], "'colour=red' names no field of Schedule"),
+        (["--routing", "random"], "--routing 'random' is unknown; use balanced, zipf"),
+        (["--load", "heavy"], "--load 'heavy' is unknown; use window, sustained"),
+    ],
+)
+def test_bad_options_end_before_any_process_starts(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        moe.options(arguments)
+    assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- results
+
+
+@pytest.fixture
+def result_file(tmp_path):
+    rows = []
+    times = {"uniep": 1.0, "uniep-compute": 0.8, "nccl": 2.5, "deepep": 1.5, "deepep-nowait": 1.2, "peer-compute": 1.1}
+    for shape, scale in (("qwen3-30b", 1.0), ("mixtral-8x7b", 8.0)):
+        for direction, factor in (("fwd", 1.0), ("fwd_bwd", 3.0)):
+            key = {"shape": shape, "tokens": 8192, "routing": "balanced", "load": "window", "direction": direction}
+            for impl, ms in times.items():
+                ms *= scale * factor
+                rows.append({**key, "impl": impl, "ms": ms, "ms_min": ms, "ms_max": ms, "tflops": 1.0})
+    meta = {"card": "NVIDIA H200", "gpus": 2, "ep": 2, "torch": "2.11", "triton": "3.6", "commit": "abc"}
+    path = tmp_path / "h200x2.json"
+    path.write_text(json.dumps({"meta": {**meta, "command": "", "date": "2026-11-27 12:00:00"}, "rows": rows}))
+    return path
+
+
+def test_speedup_is_against_the_best_peer(result_file):
+    timings = results.load([result_file])
+    assert len(timings) == 4 and timings[0].machine == "2x H200"
+    assert results.best_peer(timings[0].ms) == "deepep-nowait"
+    assert timings[0].speedup == pytest.approx(1.2)
+    assert plot.bound(timings[0]) == pytest.approx(1.2 / 1.1)
+    assert "=> 1.200x of deepep-nowait, 1.250 of own compute" in moe.describe(
+        {"shape": "s", "tokens": 1, "routing": "balanced", "direction": "fwd", "load": "window"},
+        [{"impl": impl, "ms": ms} for impl, ms in timings[0].ms.items()],
+    )
+
+
+def test_table_is_written_between_the_marks_and_again(result_file, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    for _ in range(2):
+        table.main([str(result_file), "--readme", str(readme)])
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith(f"{table.END}\nafter\n") and "old" not in text
+    assert text.count("| qwen3-30b | 8192 | balanced | 2.500 | 1.500 | *1.200* | 1.000 | **1.20x** | 1.25 |") == 1
+    assert text.count("**Forward + backward, 2x H200, window**") == 1
+    assert "Commit abc, 2026-11-27, PyTorch 2.11, Triton 3.6." in text
+    with pytest.raises(SystemExit, match="needs the two lines"):
+        table.insert("no marks", "")
+
+
+def test_picture_is_drawn(result_file, tmp_path):
+    out = tmp_path / "speedup.png"
+    plot.main([str(result_file), "--out", str(out)])
+    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 20_000
+    with pytest.raises(SystemExit, match="no file has uniep and a peer"):
+        plot.main([str(result_file), "--out", str(out), "--tokens", "7"])
+
+
+def test_command_passes_options_on(monkeypatch):
+    from torch.distributed import run
+
+    from uniep.cli import bench
+
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    bench.register(app)
+    seen = []
+    monkeypatch.setattr(run, "main", seen.append)
+    monkeypatch.delenv("RANK", raising=False)
+    done = CliRunner().invoke(app, ["bench", "--ranks", "2", "--shapes", "qwen3-30b", "--phases"])
+    assert done.exit_code == 0, done.output
+    assert seen[0][2:] == ["--nproc-per-node=2", str(bench.HARNESS), "--shapes", "qwen3-30b", "--phases"]
+
+
+if __name__ == "__main__":
+    check_sort()
+    check_deepep(wait=True)
+    check_deepep(wait=False)
