@@ -155,8 +155,10 @@ def plan_memory(cfg: MoEConfig, ep_size: int, *, backend: str = "hopper", tokens
 
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
     routing unless cfg.max_rows fixes them.
-    Raises ConfigError if ep_size does not divide num_experts or tokens exceed the maximum.
+    Raises ConfigError if ep_size does not divide num_experts, tokens exceed the maximum, or backend is unknown.
     """
+    if backend not in ("cpu", "hopper"):
+        raise ConfigError(f"backend is {backend!r}; plan_memory knows 'hopper' and 'cpu'")
     local = cfg.experts_per_rank(ep_size)
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
     if not 0 <= tokens <= cfg.max_tokens_per_rank:

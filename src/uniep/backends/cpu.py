@@ -68,7 +68,7 @@ _ERRORS: tuple[type[UniEPError], ...] = (
     ClosedError,
     PeerTimeoutError,
 )
-_ROUTINGS_KEPT = 32
+_ROUTINGS_KEPT = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,8 +386,8 @@ class CpuBackend:
         for rank, needed in enumerate(rows):
             if needed > self.cfg.max_rows:
                 raise CapacityError(
-                    f"rank {rank} needs {needed} rows but max_rows is {self.cfg.max_rows}; raise max_rows in MoEConfig, "
-                    "or pass None to allocate exactly"
+                    f"rank {rank} needs {needed} rows but max_rows is {self.cfg.max_rows}; raise max_rows in "
+                    "MoEConfig, or pass None to allocate exactly"
                 )
 
     def _rows(self, call: _Call) -> Rows:
@@ -497,7 +497,7 @@ class _Run:
         started = time.perf_counter_ns() if trace is not None else 0
         if task.op != "gate":
             getattr(self.bodies, task.op)(task.block)
-        if trace is not None:
+        if trace is not None and task.op != "gate":
             trace.append(TraceEntry(task.rank, name, task, started, time.perf_counter_ns(), started - claimed))
         for event in task.signals:
             self._signal(event, column)

@@ -53,7 +53,10 @@ def map_segments(layout: Mapping[str, Field], group: Any, rank: int) -> list[Seg
     """
     size = packed_bytes(layout)
     if group is None:
-        return [Segment(mmap.mmap(-1, size), layout)]
+        try:
+            return [Segment(mmap.mmap(-1, size), layout)]
+        except OSError as cause:
+            raise CapacityError(f"no memory for {size} bytes ({cause.strerror}); lower max_tokens_per_rank") from cause
     path: str | None = None
     error: UniEPError | None = None
     try:

@@ -1,1 +1,4 @@
-"""The layer as tile tasks with events: graph (the IR), lower (to tasks), check (may they run), schedule (their order)."""
+"""The layer as tile tasks with events.
+
+graph: the representation.  lower: the layer as tasks.  check: whether they may run.  schedule: in which order.
+"""

@@ -1,0 +1,121 @@
+"""plan_memory against hand-computed sizes, the shared layout, and shared memory that does not fit."""
+
+import errno
+import glob
+import itertools
+import os
+
+import pytest
+import torch
+
+import uniep
+from uniep.backends import shm
+from uniep.config import MoEConfig
+from uniep.errors import CapacityError, ConfigError
+from uniep.memory import ALIGN_BYTES, packed_bytes, plan_memory, shared_layout
+
+CFG = MoEConfig(hidden=7168, ffn=2048, num_experts=64, top_k=8, max_tokens_per_rank=8192)
+
+
+def by_name(plan):
+    return {b.name: b for b in plan.buffers}
+
+
+def test_sizes_by_hand():
+    plan = plan_memory(CFG, ep_size=2)
+    sizes = {name: b.bytes for name, b in by_name(plan).items()}
+    assert sizes["returns"] == 8192 * 8 * 7168 * 2 == 0.875 * 2**30
+    assert sizes["receive"] == (8192 + 1) * 7168 * 2
+    assert sizes["dweights"] == 8192 * 8 * 4
+    rows = 32 * 2048  # 8192 * 8 / 32 = 2048 rows for each of 32 local experts
+    assert sizes["h"] == rows * 2 * 2048 * 2 and sizes["act"] == rows * 2048 * 2
+    assert sizes["dweight_groups"] == rows * 32 * 4
+    assert sizes["received"] == pytest.approx(8192 * 7168 * 2, rel=0.01), "hardly a token has all 8 experts elsewhere"
+    assert plan.total_bytes() == sum(plan.total_bytes(kind) for kind in ("shared", "saved", "transient"))
+
+
+def test_rows_follow_tokens_and_max_rows():
+    assert by_name(plan_memory(CFG, 2, tokens=0))["h"].shape == (0, 4096)
+    assert by_name(plan_memory(CFG, 2, tokens=1))["h"].shape == (32 * 128, 4096), "each expert's segment is aligned"
+    bounded = MoEConfig(**{**vars(CFG), "max_rows": 1000})
+    assert by_name(plan_memory(bounded, 2))["h"].shape == ((1000 + 32 * 127 + 127) // 128 * 128, 4096)
+
+
+def test_one_rank_receives_nothing():
+    plan = by_name(plan_memory(CFG, 1))
+    assert plan["receive"].shape == (1, 7168) and "received" not in plan
+
+
+def test_explain_names_every_buffer_and_why():
+    plan = plan_memory(CFG, ep_size=8)
+    text = plan.explain()
+    assert str(plan) == text
+    for buffer in plan.buffers:
+        line = next(line for line in text.splitlines() if f" {buffer.name} " in line)
+        assert buffer.why in line and " x ".join(map(str, buffer.shape)) in line
+    assert "64 experts over 8 ranks" in text and "896.00 MiB" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"ep_size": 3}, "64.*3 ranks"),
+        ({"ep_size": 2, "tokens": 8193}, "tokens is 8193.*8192"),
+        ({"ep_size": 2, "backend": "tpu"}, "'tpu'"),
+    ],
+)
+def test_refused_by_name(arguments, text):
+    with pytest.raises(ConfigError, match=text):
+        plan_memory(CFG, **arguments)
+
+
+def test_layout_is_aligned_and_disjoint():
+    layout = shared_layout(CFG, 4)
+    fields = sorted(layout.values())
+    assert all(f.offset % ALIGN_BYTES == 0 for f in fields)
+    assert all(a.offset + a.bytes <= b.offset for a, b in itertools.pairwise(fields))
+    assert fields[-1].offset + fields[-1].bytes <= packed_bytes(layout)
+
+
+def small():
+    return shared_layout(MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4), 1)
+
+
+def test_segment_is_zero_and_writable():
+    (segment,) = shm.map_segments(small(), None, 0)
+    for name, field in segment.layout.items():
+        tensor = segment.tensor(name)
+        assert (tensor.shape, tensor.dtype) == (field.shape, field.dtype) and not tensor.any()
+    segment.words[segment.word("entered")] = 7
+    assert segment.tensor("entered").tolist() == [7]
+
+
+def test_no_room_is_an_error_with_a_remedy_and_leaves_no_file(monkeypatch):
+    def full(fd, size):
+        os.write(fd, b"x")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = set(glob.glob(f"/dev/shm/{shm._PREFIX}{os.getpid()}-*"))
+    monkeypatch.setattr(shm, "_reserve", full)
+    with pytest.raises(OSError, match=r"no room for 4096 bytes.*No space left.*bytes free.*--shm-size"):
+        shm._create(4096)
+    assert set(glob.glob(f"/dev/shm/{shm._PREFIX}{os.getpid()}-*")) == before
+
+
+def test_the_kernel_is_asked_for_the_space():
+    with pytest.raises(OSError, match="no room for"):
+        shm._create(1 << 60)
+
+
+def test_the_temporary_directory_is_second_choice(monkeypatch, tmp_path):
+    monkeypatch.setattr(shm.tempfile, "gettempdir", lambda: str(tmp_path))
+    isdir = os.path.isdir
+    monkeypatch.setattr(shm.os.path, "isdir", lambda path: path != "/dev/shm" and isdir(path))
+    path = shm._create(4096)
+    assert path.startswith(str(tmp_path)) and os.stat(path).st_size == 4096
+
+
+def test_a_workspace_that_cannot_fit():
+    cfg = MoEConfig(hidden=1 << 20, ffn=8, num_experts=2, top_k=2, max_tokens_per_rank=1 << 24, dtype=torch.float32)
+    with pytest.raises(CapacityError, match="lower max_tokens_per_rank"):
+        uniep.Workspace(cfg, device="cpu")

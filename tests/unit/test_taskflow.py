@@ -1,0 +1,451 @@
+"""The taskflow: lowering, its checks, and that its events alone are enough, in any order that they allow."""
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import uniep
+from uniep import reference
+from uniep.backends.cpu_tiles import Backward, Forward, Gather, Rows, Shared
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError
+from uniep.memory import shared_arrays
+from uniep.numerics import one_thread
+from uniep.routing import build_plan, recv_base
+from uniep.taskflow.check import check
+from uniep.taskflow.graph import Block, Event, Task, TaskGraph
+from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
+from uniep.taskflow.schedule import Schedule, Tile
+from uniep.weights import ExpertWeights
+
+SCHEDULES = {
+    "serial": Schedule(overlap="serial", tile_order="natural"),
+    "fused": Schedule(),
+    "small tiles": Schedule(
+        overlap="fused",
+        tile_order="natural",
+        gemm1=Tile(rows=64, columns=64),
+        gemm2=Tile(rows=128, columns=128),
+        chunk_tokens=3,
+    ),
+    "mixed tiles": Schedule(
+        overlap="serial", gemm1=Tile(rows=128, columns=128), gemm2=Tile(rows=64, columns=64), chunk_tokens=16
+    ),
+}
+
+
+@dataclasses.dataclass
+class Problem:
+    """One call's routing on all ranks."""
+
+    cfg: MoEConfig
+    ids: list[torch.Tensor]
+
+    @property
+    def ranks(self):
+        return len(self.ids)
+
+    @property
+    def tokens(self):
+        return [t.shape[0] for t in self.ids]
+
+    def plans(self):
+        return [build_plan(self.ids, rank, self.cfg) for rank in range(self.ranks)]
+
+    def forward(self, schedule, keep=True):
+        return lower_forward(self.plans(), self.tokens, self.cfg, schedule, keep=keep)
+
+    def backward(self, schedule, **flags):
+        return lower_backward(self.plans(), self.tokens, self.cfg, schedule, **flags)
+
+
+def problem(tokens=(40, 17, 0, 64), num_experts=8, top_k=3, hidden=72, ffn=136, seed=0, unused=0.1, idle=(), **fields):
+    generator = torch.Generator().manual_seed(seed)
+    cfg = MoEConfig(
+        hidden=hidden,
+        ffn=ffn,
+        num_experts=num_experts,
+        top_k=top_k,
+        max_tokens_per_rank=max(1, *tokens),
+        **({"dtype": torch.float32} | fields),
+    )
+    ids = [torch.randint(0, num_experts, (t, top_k), generator=generator) for t in tokens]
+    for i in ids:
+        i[torch.rand(i.shape, generator=generator) < unused] = -1
+        i[torch.isin(i, torch.tensor(idle))] = -1
+    return Problem(cfg, ids)
+
+
+@st.composite
+def problems(draw):
+    ranks = draw(st.sampled_from([1, 2, 3, 4]))
+    experts = ranks * draw(st.integers(1, 3))
+    return problem(
+        tokens=[draw(st.integers(0, 150)) for _ in range(ranks)],
+        num_experts=experts,
+        top_k=draw(st.integers(1, min(experts, 4))),
+        seed=draw(st.integers(0, 1000)),
+        unused=draw(st.sampled_from([0.0, 0.3, 1.0])),
+    )
+
+
+@st.composite
+def schedules(draw):
+    tile = st.builds(Tile, rows=st.sampled_from([64, 128]), columns=st.sampled_from([64, 128, 256]))
+    return draw(
+        st.builds(
+            Schedule,
+            overlap=st.sampled_from(["serial", "fused"]),
+            tile_order=st.sampled_from(["natural", "local-first"]),
+            gemm1=tile,
+            gemm2=tile,
+            chunk_tokens=st.integers(1, 200),
+        )
+    )
+
+
+# --- lowering ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), schedules(), st.booleans(), st.tuples(*[st.booleans()] * 4))
+def test_every_lowering_passes_the_checks(case, schedule, keep, needs):
+    check(case.forward(schedule, keep))
+    check(lower_dispatch(case.plans(), case.cfg, schedule))
+    flags = dict(zip(("x", "weights", "w13", "w2"), needs, strict=True))
+    graph = case.backward(schedule, **flags)
+    check(graph)
+    ops = {t.op for t in graph.tasks}
+    for op, needed in {"dgrad1": "x", "dweight": "weights", "wgrad1": "w13", "wgrad2": "w2"}.items():
+        assert flags[needed] or op not in ops, "tasks exist only for gradients that are needed"
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(), schedules())
+def test_a_tile_waits_for_the_chunks_of_its_rows(case, schedule):
+    """Against a row-by-row search of the send lists; fused waits for no other chunk."""
+    plans = case.plans()
+    graph = case.forward(dataclasses.replace(schedule, overlap="fused"))
+    chunks = -(-case.cfg.max_tokens_per_rank // schedule.chunk_tokens)
+    for task in graph.tasks:
+        if task.op != "gemm1":
+            continue
+        expected = set()
+        for row in range(task.block.row0, task.block.row1):
+            back = int(plans[task.rank].row_return_N[row])
+            source, slot = divmod(back, case.cfg.max_tokens_per_rank * case.cfg.top_k)
+            if back < 0 or source == task.rank:
+                continue
+            sent = plans[source].send_token_RT[task.rank].tolist()
+            position = sent.index(slot // case.cfg.top_k)
+            expected.add(Event(task.rank, "arrived", source * chunks + position // schedule.chunk_tokens))
+        assert {event for event, _ in task.waits} == expected
+
+
+def test_two_ranks_by_hand():
+    """The plan module's example: rank 1 sends tokens 0 and 1 to rank 0, each once."""
+    cfg = MoEConfig(hidden=64, ffn=64, num_experts=2, top_k=2, max_tokens_per_rank=2, dtype=torch.float32)
+    case = Problem(cfg, [torch.tensor([[0, 1], [1, -1]]), torch.tensor([[1, 0], [0, 0]])])
+    graph = case.forward(Schedule(chunk_tokens=1), keep=False)
+    arrived, returned = (lambda rank, i: Event(rank, "arrived", i)), (lambda rank, i: Event(rank, "returned", i))
+    tile = Block(0, 0, 128, 0, 64)
+    pushes = [t for t in graph.tasks if t.op == "push"]
+    assert [(t.rank, t.block, t.signals) for t in pushes] == [
+        (0, Block(1, 0, 1, 0, 64), (arrived(1, 0),)),
+        (0, Block(1, 1, 2, 0, 64), (arrived(1, 1),)),
+        (1, Block(0, 0, 1, 0, 64), (arrived(0, 2),)),
+        (1, Block(0, 1, 2, 0, 64), (arrived(0, 3),)),
+    ]
+    assert list(graph.queue(0, "matrix")) == [
+        Task("gemm1", "matrix", 0, tile, ((arrived(0, 2), 1), (arrived(0, 3), 1)), (Event(0, "gemm1", 0),)),
+        Task(
+            "gemm2", "matrix", 0, tile, ((Event(0, "gemm1", 0), 1),), (returned(0, 0), returned(1, 0), returned(1, 1))
+        ),
+    ]
+    combines = {(t.rank, t.block.row0): t.waits for t in graph.tasks if t.op == "combine"}
+    assert combines == {
+        (0, 0): ((returned(0, 0), 2),),
+        (0, 1): ((returned(0, 1), 1),),
+        (1, 0): ((returned(1, 0), 2),),
+        (1, 1): ((returned(1, 1), 1),),
+    }
+
+
+def test_local_first_keeps_expert_order_in_each_class():
+    case = problem(tokens=(200, 10), num_experts=4, top_k=1)
+    order = [t for t in case.forward(Schedule(gemm1=Tile(rows=64))).queue(0, "matrix") if t.op == "gemm1"]
+    local = [not t.waits for t in order]
+    assert local == sorted(local, reverse=True) and any(local) and not all(local)
+    for group in (True, False):
+        starts = [t.block.row0 for t, is_local in zip(order, local, strict=True) if is_local == group]
+        assert starts == sorted(starts)
+
+
+def test_serial_has_no_overlap():
+    """No task of a stage can start before the last task of the stage before it, on its own rank."""
+    graph = problem().backward(SCHEDULES["serial"])
+    stage_of = {}
+    for seed in range(5):
+        for task in run_anyhow(graph, random.Random(seed), lambda task: None):
+            if task.op != "gate":
+                seen = stage_of.setdefault((seed, task.rank), [])
+                if not seen or seen[-1] != task.op:
+                    assert task.op not in seen, f"{task.op} started, stopped and started again"
+                    seen.append(task.op)
+
+
+# --- checks ---
+
+
+def without(graph, index):
+    return dataclasses.replace(graph, tasks=graph.tasks[:index] + graph.tasks[index + 1 :])
+
+
+def first(graph, op, rank=0):
+    return next(i for i, t in enumerate(graph.tasks) if t.op == op and t.rank == rank)
+
+
+@pytest.mark.parametrize("op", ["push", "keep", "gemm1", "gemm2", "combine"])
+def test_a_missing_or_repeated_tile_is_found(op):
+    graph = problem().forward(SCHEDULES["small tiles"])
+    index = first(graph, op)
+    with pytest.raises(ConfigError, match=rf"{op} on rank 0"):
+        check(without(graph, index))
+    with pytest.raises(ConfigError, match=rf"{op} on rank 0.*more than once"):
+        check(dataclasses.replace(graph, tasks=(*graph.tasks, graph.tasks[index])))
+
+
+def test_overlapping_tiles_are_found():
+    graph = problem().forward(SCHEDULES["small tiles"])
+    index = first(graph, "gemm1")
+    task = graph.tasks[index]
+    wider = dataclasses.replace(task, block=task.block._replace(column1=task.block.column1 + 64))
+    with pytest.raises(ConfigError, match="gap or overlap"):
+        check(dataclasses.replace(without(graph, index), tasks=(wider, *without(graph, index).tasks)))
+
+
+def test_a_wait_without_enough_producers_is_found():
+    graph = problem().forward(SCHEDULES["fused"])
+    index = first(graph, "combine")
+    task = graph.tasks[index]
+    event, count = task.waits[0]
+    more = dataclasses.replace(task, waits=((event, count + 1),))
+    tasks = (*graph.tasks[:index], more, *graph.tasks[index + 1 :])
+    with pytest.raises(ConfigError, match=rf"combine.*waits for {count + 1} of returned.*signalled {count} times"):
+        check(dataclasses.replace(graph, tasks=tasks))
+
+
+def tiny(*tasks):
+    return TaskGraph(2, tasks, {})
+
+
+def task(name, rank, waits=(), signals=(), worker="vector"):
+    return Task(name, worker, rank, Block(0, 0, 1, 0, 1), tuple((Event(rank, w, 0), 1) for w in waits), tuple(signals))
+
+
+def test_waits_for_nothing_pass():
+    check(tiny(Task("sum", "vector", 0, Block(0, 0, 1, 0, 1), ((Event(0, "never", 0), 0),))))
+
+
+def test_a_cycle_is_found_and_listed():
+    a = task("a", 0, waits=["x"], signals=[Event(1, "y", 0)])
+    b = task("b", 1, waits=["y"], signals=[Event(0, "x", 0)])
+    with pytest.raises(ConfigError, match=r"cycle; blocked: a\(.*rank 0; b\(.*rank 1"):
+        check(tiny(a, b))
+
+
+def test_an_order_that_blocks_is_found_and_listed():
+    """Each rank's worker first waits for what the other's will send second."""
+    a = [task("wait", 0, waits=["x"]), task("send", 0, signals=[Event(1, "x", 0)])]
+    b = [task("wait", 1, waits=["x"]), task("send", 1, signals=[Event(0, "x", 0)])]
+    with pytest.raises(ConfigError, match=r"order of tasks that blocks; blocked: wait\(.*rank 0; wait\(.*rank 1"):
+        check(tiny(*a, *b))
+    check(tiny(*a, *reversed(b)))
+
+
+def test_a_blocking_order_of_the_layer_is_found():
+    """Combine before push: with one vector worker per rank nobody ever sends."""
+    graph = problem().forward(SCHEDULES["fused"], keep=False)
+    tasks = sorted(graph.tasks, key=lambda t: t.op != "combine")
+    with pytest.raises(ConfigError, match="order of tasks that blocks; blocked: combine"):
+        check(dataclasses.replace(graph, tasks=tuple(tasks)))
+
+
+# --- events are enough: all ranks in one process, tasks in any order that waits allow ---
+
+
+def run_anyhow(graph, rng, execute):
+    """Run tasks in a random order among those whose waits are met; returns that order."""
+    seen, left, order = Counter(), list(graph.tasks), []
+    while left:
+        ready = [t for t in left if all(seen[e] >= n for e, n in t.waits)]
+        chosen = rng.choice(ready)
+        execute(chosen)
+        left.remove(chosen)
+        order.append(chosen)
+        seen.update(chosen.signals)
+    return order
+
+
+def poisoned(shape, dtype):
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+class Model:
+    """A problem with data, run without processes."""
+
+    def __init__(self, case, seed=1):
+        self.case, cfg = case, case.cfg
+        generator = torch.Generator().manual_seed(seed)
+
+        def make(*shape):
+            return torch.randn(shape, generator=generator)
+
+        self.x = [make(t, cfg.hidden).to(cfg.dtype) for t in case.tokens]
+        self.dy = [make(t, cfg.hidden).to(cfg.dtype) for t in case.tokens]
+        self.weights = [make(t, cfg.top_k) for t in case.tokens]
+        self.w13 = make(cfg.num_experts, 2 * cfg.ffn, cfg.hidden).to(cfg.dtype) * cfg.hidden**-0.5
+        self.w2 = make(cfg.num_experts, cfg.hidden, cfg.ffn).to(cfg.dtype) * cfg.ffn**-0.5
+
+    def reference(self):
+        inputs = [torch.cat(t) for t in (self.x, self.case.ids, self.weights)]
+        y = reference.forward(*inputs, self.w13, self.w2, self.case.cfg)
+        grads = reference.backward(torch.cat(self.dy), *inputs, self.w13, self.w2, self.case.cfg)
+        return [y, grads.x, grads.weights, grads.w13, grads.w2]
+
+    def shared(self):
+        arrays = shared_arrays(self.case.cfg, self.case.ranks)
+        made = [Shared(*(poisoned(*arrays[n]) for n in ("receive", "returns", "dweights"))) for _ in self.case.ids]
+        for s in made:
+            s.receive[-1] = 0
+        return made
+
+    @one_thread()
+    def run(self, forward, backward, seed):
+        """y, dx, dweights, dw13, dw2 of all ranks, every buffer NaN before it is written."""
+        case, rng, size = self.case, random.Random(seed), self.case.cfg.num_experts // self.case.ranks
+        rows = [Rows.make(r, case.cfg, plan, self.weights) for r, plan in enumerate(case.plans())]
+        experts = [
+            ExpertWeights((a,), (b,), "stacked") for a, b in zip(self.w13.split(size), self.w2.split(size), strict=True)
+        ]
+        shared, ranks = self.shared(), range(case.ranks)
+        fwd = [Forward(rows[r], shared, self.x[r], case.ids[r], self.weights[r], experts[r], True) for r in ranks]
+        for bodies in fwd:
+            poison(bodies, "y_TD", "h_NF", "act_NF", "received_MD")
+        run_anyhow(forward, rng, lambda t: t.op == "gate" or getattr(fwd[t.rank], t.op)(t.block))
+        shared = self.shared()
+        bwd = [
+            Backward(
+                rows[r],
+                shared,
+                self.dy[r],
+                case.ids[r],
+                experts[r],
+                fwd[r].h_NF,
+                Gather(self.x[r], fwd[r].received_MD, rows[r], compact=True),
+            )
+            for r in ranks
+        ]
+        for bodies in bwd:
+            poison(bodies, "group_sums_NG", "weighted_NF", "dh_NF", "dx_TD", "dweights_TK")
+        run_anyhow(backward, rng, lambda t: t.op == "gate" or getattr(bwd[t.rank], t.op)(t.block))
+        parts = [[f.y_TD for f in fwd], [b.dx_TD for b in bwd], [b.dweights_TK for b in bwd]]
+        parts += [[b.gradients.w13[0] for b in bwd], [b.gradients.w2[0] for b in bwd]]
+        return [torch.cat(p) for p in parts]
+
+
+def poison(bodies, *names):
+    for name in names:
+        getattr(bodies, name).fill_(float("nan"))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_gathered_rows(compact):
+    """Each row is its token, from the receive buffer or its compact copy; pad rows are exact zeros."""
+    model = Model(problem())
+    case, rank = model.case, 1
+    plan = case.plans()[rank]
+    rows = Rows.make(rank, case.cfg, plan, model.weights)
+    remote = poisoned((case.cfg.receive_slots(case.ranks), case.cfg.hidden), case.cfg.dtype)
+    kept = []
+    for peer, other in enumerate(case.plans()):
+        if peer != rank:
+            tokens = model.x[peer][other.send_token_RT[rank][: other.send_count_R[rank]]]
+            start = recv_base(case.cfg, peer, rank)
+            remote[start : start + len(tokens)] = tokens
+            kept.append(tokens)
+    got = Gather(model.x[rank], torch.cat(kept) if compact else remote, rows, compact)(slice(0, plan.num_rows))
+    for row, back in zip(got, plan.row_return_N.tolist(), strict=True):
+        source, slot = divmod(back, case.cfg.max_tokens_per_rank * case.cfg.top_k)
+        expected = model.x[source][slot // case.cfg.top_k] if back >= 0 else torch.zeros(case.cfg.hidden)
+        assert torch.equal(row, expected)
+
+
+@pytest.mark.parametrize("weight_at", ["output", "activation"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_any_order_that_events_allow_gives_the_bits_of_the_reference(schedule, dtype, weight_at):
+    model = Model(problem(dtype=dtype, weight_at=weight_at, idle=(2, 6, 7)))
+    expected = model.reference()
+    forward, backward = model.case.forward(schedule), model.case.backward(schedule)
+    for seed in range(2):
+        for name, got, want in zip(
+            ("y", "dx", "dweights", "dw13", "dw2"), model.run(forward, backward, seed), expected, strict=True
+        ):
+            assert torch.equal(got, want), f"{name}, order {seed}"
+
+
+@pytest.mark.parametrize(
+    ("op", "result"),
+    [("gemm1", 0), ("gemm2", 0), ("combine", 0), ("dgrad2", 1), ("dgrad1", 1), ("collect", 2), ("wgrad1", 3)],
+)
+def test_every_wait_is_needed(op, result):
+    """Without its waits, an op reads what is not there yet in some order: the test above would see it."""
+    model = Model(problem(num_experts=4))
+    expected = model.reference()[result]
+
+    def careless(graph):
+        tasks = (dataclasses.replace(t, waits=()) if t.op == op else t for t in graph.tasks)
+        return dataclasses.replace(graph, tasks=tuple(tasks))
+
+    forward, backward = (careless(g) for g in (model.case.forward(Schedule()), model.case.backward(Schedule())))
+    assert any(not torch.equal(model.run(forward, backward, seed)[result], expected) for seed in range(10))
+
+
+# --- the executor in one process ---
+
+
+def test_the_trace_has_every_task_once():
+    case = problem(tokens=(100,))
+    with uniep.Workspace(case.cfg, device="cpu", schedule=SCHEDULES["serial"]) as ws:
+        x, model = Model(case).x[0], Model(case)
+        assert ws.backend.trace is None
+        ws.backend.trace = []
+        uniep.moe(x, case.ids[0], model.weights[0], model.w13, model.w2, workspace=ws)
+        entries = ws.backend.trace
+    expected = [t for t in case.forward(SCHEDULES["serial"], keep=False).tasks if t.op != "gate"]
+    assert Counter((e.task.op, e.task.block) for e in entries) == Counter((t.op, t.block) for t in expected)
+    assert all(e.start_ns <= e.end_ns and e.waited_ns >= 0 for e in entries)
+
+
+def test_an_exception_in_a_tile_ends_the_call_and_the_workspace(monkeypatch):
+    case = problem(tokens=(100,))
+    model = Model(case)
+
+    def broken(self, block):
+        raise ZeroDivisionError("in a tile")
+
+    monkeypatch.setattr(Forward, "gemm2", broken)
+    with uniep.Workspace(case.cfg, device="cpu") as ws:
+        arguments = (model.x[0], case.ids[0], model.weights[0], model.w13, model.w2)
+        threads = torch.get_num_threads()
+        with pytest.raises(ZeroDivisionError, match="in a tile"):
+            uniep.moe(*arguments, workspace=ws)
+        assert torch.get_num_threads() == threads
+        with pytest.raises(uniep.ClosedError, match="ZeroDivisionError: in a tile"):
+            uniep.moe(*arguments, workspace=ws)
