@@ -271,7 +271,7 @@ class Bench:
         return lambda: layer.forward(case) if direction == "fwd" else layer.forward_backward(case)
 
     def phases(self, layer: Layer, case: Case, direction: str) -> dict[str, float]:
-        """Median milliseconds of each phase that the layer reports, the slowest rank's."""
+        """Median milliseconds of each phase that the layer reports, this rank's."""
         taken: dict[str, list[float]] = {}
         call = self.call(layer, case, direction)
         try:
@@ -285,8 +285,18 @@ class Bench:
                     before = event
         finally:
             layer.phases = None
-        medians = timing.max_over_ranks([statistics.median(times) for times in taken.values()])
-        return {name: round(ms, 4) for name, ms in zip(taken, medians, strict=True)}
+        return {name: statistics.median(times) for name, times in taken.items()}
+
+    def peak_mib(self, layer: Layer, case: Case, direction: str) -> float | None:
+        """Largest device memory of one call beyond what was there before, this rank's; None on CPU."""
+        if self.device.type != "cuda":
+            return None
+        timing.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.call(layer, case, direction)()
+        timing.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
 
     def run_case(self, layers: dict[str, Layer], case: Case, key: dict[str, Any], shape: Shape) -> None:
         """Time one (shape, tokens, routing, load, direction) and record a row per implementation."""
@@ -296,11 +306,16 @@ class Bench:
             row = {**key, "impl": impl, "ms": ms, "ms_min": min(times), "ms_max": max(times)}
             row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
             row["tflops"] = round(shape.tflop(key["tokens"], direction) / ms * 1e3, 1)
+            layer = layers[impl]
+            peak = self.attempt(f"{impl} peak", lambda layer=layer: self.peak_mib(layer, case, direction))
+            if peak is not None:
+                row["peak_mib"] = round(timing.max_over_ranks([peak])[0], 1)
             if self.args.phases:
-                breakdown = self.attempt(f"{impl} phases", lambda impl=impl: self.phases(layers[impl], case, direction))
-                if breakdown:
-                    row["phases"] = breakdown
-                    self.say(f"  {impl}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in breakdown.items()))
+                parts = self.attempt(f"{impl} phases", lambda layer=layer: self.phases(layer, case, direction))
+                if parts:
+                    slowest = timing.max_over_ranks(list(parts.values()))
+                    row["phases"] = {name: round(value, 4) for name, value in zip(parts, slowest, strict=True)}
+                    self.say(f"  {impl}: " + ", ".join(f"{name} {value:.3f}" for name, value in row["phases"].items()))
             rows.append(row)
         self.results["rows"] += rows
         self.write()
