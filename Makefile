@@ -1,0 +1,40 @@
+# `make demo` and `make test` need nothing but Python >= 3.11: each sets up .venv on its first run and
+# whenever pyproject.toml changes.
+#
+#   PYTHON  interpreter for .venv            (default: the first of the list below that is >= 3.11)
+#   TORCH   what to give pip for PyTorch     (default: torch==2.13.0)
+#           Linux without a GPU: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#           fetches 0.2 GB instead of the CUDA build.
+#   ARGS    options for `uniep demo`         (make demo ARGS="--steps 400 --ep 4")
+
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test clean
+
+demo: $(READY)
+	$(BIN)/uniep demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# PyTorch first and alone, so that nothing else chooses its build. The stamp comes last: a set-up that
+# was interrupted starts again.
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet "triton==3.7.1; sys_platform == 'linux'" "numpy<2.4" -e ".[cli,test]"
+	@touch $@
+
+clean:
+	rm -rf .venv out
