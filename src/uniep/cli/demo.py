@@ -1,0 +1,161 @@
+"""`uniep demo`: train a small MoE language model with expert parallelism, then prove its bits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import uniep
+from uniep.cli import launch, pictures
+from uniep.cli.launch import World
+from uniep.cli.model import NUM_SHARDS, ModelConfig, Trainer
+from uniep.cli.options import DType, numbers
+from uniep.cli.proof import prove
+from uniep.cli.text import Text
+from uniep.cli.timeline import Span, draw_timeline, fastest, recording
+
+LEARNING_RATE = 4e-3
+HELD_OUT_BATCHES = 4
+TRACED_STEPS = 5
+
+
+def demo(
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the training run.", min=1)] = 240,
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks of the training run: 1, 2 or 4.")] = 2,
+    proof_ep: Annotated[str, typer.Option(help="EP sizes that the proof compares, each 1, 2 or 4.")] = "1,2,4",
+    proof_steps: Annotated[int, typer.Option(help="Optimizer steps of each of the proof's runs.", min=1)] = 3,
+    dtype: Annotated[DType, typer.Option(help="In which the experts compute.")] = DType.bf16,
+    out: Annotated[Path, typer.Option(help="Folder for loss.png and timeline.png.")] = Path("out"),
+) -> None:
+    """Train a small MoE language model, then prove its bits.
+
+    A byte-level transformer learns the sources of Python's standard library with expert parallelism: one
+    process per rank, on CPUs, or on GPUs (one rank each) where there are some. Then the proof: the same few
+    optimizer steps at every EP size under every schedule, and loss, logits, gradients and parameters
+    compared bit by bit with EP=1, serial. The exit status is 1 if a single bit differs.
+    """
+    sizes = sorted({1, *numbers(proof_ep)})
+    for size in (ep, *sizes):
+        if size < 1 or NUM_SHARDS % size:
+            raise typer.BadParameter(f"EP={size} cannot share {NUM_SHARDS} shards evenly; use 1, 2 or 4")
+    if not launch.under_torchrun():
+        launch.run_again(launch.most_ranks(max(ep, *sizes)))
+    cfg = ModelConfig(dtype=dtype.torch)
+    with launch.ranks() as world:
+        say = world.console.print
+        possible = [size for size in (1, 2, 4) if size <= world.size]
+        ep = max(size for size in possible if size <= ep)
+        groups = {size: world.first(size) for size in possible}
+        text = Text()
+        say(f"text: {text.num_files} files of Python's standard library, {text.train.numel() / 1e6:.1f} MB")
+        recorded = _train(cfg, world, groups[ep], text, steps, out) if world.rank < ep else []
+        of_rank = world.gather(recorded)  # ranks outside the training group wait here
+        if world.rank == 0 and recorded[0]:
+            spans = fastest([[span for part in step for span in part] for step in zip(*of_rank[:ep], strict=True)])
+            note = f"layer {cfg.layers // 2} of {cfg.layers} in a training step, EP={ep}, {_describe(cfg)}"
+            draw_timeline(spans, note, out / "timeline.png")
+        batches = [_batch(text, cfg, step) for step in range(proof_steps)]
+        compared = {size: groups[size] for size in sizes if size in groups}
+        same = prove(cfg, world, compared, batches, LEARNING_RATE)
+        if missing := [size for size in sizes if size not in groups]:
+            say(f"[yellow]not compared[/yellow]: EP {missing}; there are only {world.size} ranks, one per GPU")
+        if same:
+            say("[bold green]identical[/bold green]: every bit, at every EP size, under every schedule")
+        else:
+            say("[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`")
+        say(f"pictures: {out / 'loss.png'}  {out / 'timeline.png'}")
+    raise typer.Exit(0 if same else 1)
+
+
+def _batch(text: Text, cfg: ModelConfig, step: int, held_out: bool = False) -> list[torch.Tensor]:
+    return text.batch(step, NUM_SHARDS, cfg.sequences_per_shard, cfg.context, held_out=held_out)
+
+
+def _train(
+    cfg: ModelConfig, world: World, group: dist.ProcessGroup | None, text: Text, steps: int, out: Path
+) -> list[list[Span]]:
+    """Train, print and draw the loss.  Returns this rank's tasks of a middle layer, in a few more steps."""
+    ep_size = dist.get_world_size(group) if group is not None else 1
+    say = world.console.print
+    with uniep.Workspace(cfg.moe(ep_size), group, device=world.device) as workspace:
+        trainer = Trainer(cfg, workspace, LEARNING_RATE)
+        what = f"{trainer.num_parameters / 1e6:.1f} M parameters, {cfg.layers} layers, {_describe(cfg)}, EP={ep_size}"
+        say(f"{what}, backend {workspace.backend.name}")
+        history: list[float] = []
+        tokens = NUM_SHARDS * cfg.tokens_per_shard
+        begin = time.perf_counter()
+        with _progress(world, steps) as advance:
+            for step in range(steps):
+                for parameters in trainer.optimizer.param_groups:
+                    parameters["lr"] = LEARNING_RATE * _rate(step, steps)
+                start = time.perf_counter()
+                history.append(float(trainer.step(_batch(text, cfg, step))))
+                advance(step, history[-1], tokens / (time.perf_counter() - start))
+        speed = f"{tokens * steps / (time.perf_counter() - begin):,.0f} tokens/s"
+        # Every rank evaluates equally often: the layer is collective in evaluation too.
+        unseen = [trainer.evaluate(_batch(text, cfg, step, held_out=True)) for step in range(HELD_OUT_BATCHES)]
+        held_out = float(sum(unseen)) / HELD_OUT_BATCHES
+        recorded = []
+        for step in range(TRACED_STEPS):
+            with recording(trainer.experts_of(cfg.layers // 2 - 1)) as spans:
+                trainer.step(_batch(text, cfg, steps + step))
+            recorded.append(spans)
+        last = history[-10:]
+        say(
+            f"loss {history[0]:.2f} -> {sum(last) / len(last):.2f} nats per byte (mean of the last {len(last)} steps), "
+            f"held-out files {held_out:.2f}; {speed}"
+        )
+    if world.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        pictures.draw_loss(history, held_out, f"{what}, {speed}", out / "loss.png")
+    return recorded
+
+
+def _describe(cfg: ModelConfig) -> str:
+    return f"{cfg.num_experts} {str(cfg.dtype).removeprefix('torch.')} experts, top-{cfg.top_k}"
+
+
+@contextmanager
+def _progress(world: World, steps: int) -> Iterator[Callable[[int, float, float], None]]:
+    """A progress bar on a terminal, else about ten lines; rank 0 only."""
+    console = world.console
+    if not console.is_terminal:
+        every = max(1, steps // 10)
+
+        def print_line(step: int, loss: float, speed: float) -> None:
+            if step % every == 0 or step == steps - 1:
+                console.print(f"step {step + 1:>5} of {steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")
+
+        yield print_line
+        return
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss [bold]{task.fields[loss]}[/bold]"),
+        TextColumn("{task.fields[speed]} tokens/s"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("training", total=steps, loss="-", speed="-")
+
+        def advance(step: int, loss: float, speed: float) -> None:
+            bar.update(task, completed=step + 1, loss=f"{loss:.3f}", speed=f"{speed:,.0f}")
+
+        yield advance
+
+
+def _rate(step: int, steps: int) -> float:
+    """Learning rate as a share of its peak: ten steps of warm-up, then a cosine down to a tenth."""
+    warm = min(1.0, (step + 1) / 10)
+    return warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))

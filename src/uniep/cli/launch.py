@@ -1,0 +1,90 @@
+"""Ranks for commands that need them: torchrun's if there are some, else torchrun started here.
+
+Numbers that commands compare must not depend on how many threads PyTorch uses inside an operator, so
+every rank uses one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """All ranks of a command.  `console` prints on rank 0 only; `control` is a gloo group of everybody."""
+
+    rank: int
+    size: int
+    device: torch.device
+    console: Console
+    control: dist.ProcessGroup
+
+    def first(self, count: int) -> dist.ProcessGroup | None:
+        """A group of ranks 0 .. count-1, None for one rank.  Every rank of the world calls it."""
+        return dist.new_group(list(range(count))) if count > 1 else None
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def most_ranks(wanted: int) -> int:
+    """`wanted`, or the number of GPUs where there are GPUs and fewer of them: one rank per GPU."""
+    return min(wanted, torch.cuda.device_count()) if torch.cuda.is_available() else wanted
+
+
+def run_again(num_ranks: int) -> None:
+    """Run this very command line as `num_ranks` torchrun processes and exit with their status."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A rank that fails has printed why; torchrun's own account of it would only push that off the screen.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    local = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
+    try:
+        run.main([*local, "--module", "uniep", *sys.argv[1:]])
+    except ChildFailedError as error:
+        raise typer.Exit(max(1, error.get_first_failure()[1].exitcode)) from None
+    raise typer.Exit(0)
+
+
+@contextlib.contextmanager
+def ranks() -> Iterator[World]:
+    """Join torchrun's process group: gloo, and NCCL where there are GPUs."""
+    torch.set_num_threads(1)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    # Ranks outside a small group wait for the others as long as a whole training run takes.
+    patience = datetime.timedelta(hours=2)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
+    rank = dist.get_rank()
+    console = Console(quiet=rank != 0, highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    try:
+        control = dist.new_group(backend="gloo", timeout=patience)
+        yield World(rank, dist.get_world_size(), device, console, control)
+    finally:
+        dist.destroy_process_group()

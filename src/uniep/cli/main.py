@@ -1,0 +1,41 @@
+"""The `uniep` command: every command is one file, registered here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import typer
+
+from uniep.cli.demo import demo
+from uniep.cli.doctor import doctor
+from uniep.cli.memory import memory
+from uniep.cli.verify import verify
+from uniep.errors import UniEPError
+
+app = typer.Typer(
+    help="Deterministic expert-parallel Mixture-of-Experts layers for PyTorch.",
+    epilog="Commands that need several ranks start them with torchrun; under torchrun they use its ranks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _without_traceback(command: Callable[..., None]) -> Callable[..., None]:
+    """uniep's own errors say what is wrong and what to do; a traceback would hide that."""
+
+    @functools.wraps(command)
+    def run(*args: object, **kwargs: object) -> None:
+        try:
+            command(*args, **kwargs)
+        except UniEPError as error:
+            typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+            raise typer.Exit(2) from error
+
+    return run
+
+
+for command in (demo, verify, doctor, memory):
+    app.command()(_without_traceback(command))

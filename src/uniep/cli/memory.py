@@ -1,0 +1,43 @@
+"""`uniep memory`: what a Workspace of a shape allocates, buffer by buffer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import uniep
+from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, TopK, Weight, WeightAt
+
+
+def memory(
+    hidden: Hidden = 2048,
+    ffn: Ffn = 768,
+    num_experts: NumExperts = 128,
+    top_k: TopK = 8,
+    tokens: Annotated[
+        int, typer.Option(help="Most tokens one rank passes in one call.", min=1, rich_help_panel="Shape")
+    ] = 8192,
+    dtype: Dtype = DType.bf16,
+    weight_at: Weight = WeightAt.output,
+    ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 8,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(help="Bound on routed rows per rank (no host read); default: allocated exactly.", min=1),
+    ] = None,
+) -> None:
+    """Print every buffer of one rank, with its bytes and what it is for.
+
+    Allocates nothing. Rows of experts are those of balanced routing unless --max-rows is given.
+    """
+    cfg = uniep.MoEConfig(
+        hidden=hidden,
+        ffn=ffn,
+        num_experts=num_experts,
+        top_k=top_k,
+        max_tokens_per_rank=tokens,
+        dtype=dtype.torch,
+        weight_at=weight_at.value,
+        max_rows=max_rows,
+    )
+    typer.echo(uniep.plan_memory(cfg, ep_size=ep).explain())

@@ -1,0 +1,90 @@
+"""The demo's proof: the same optimizer steps at several EP sizes and schedules, compared bit by bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import uniep
+from uniep.cli.bits import BitTable, Digests, digest, merge
+from uniep.cli.launch import World
+from uniep.cli.model import ModelConfig, Trainer
+
+QUANTITIES = ("loss", "logits", "d dense", "d router", "dw13", "dw2", "parameters")
+
+OVERLAPS: tuple[Literal["serial", "fused"], ...] = ("serial", "fused")
+TILE_ORDERS: tuple[Literal["natural", "local-first"], ...] = ("natural", "local-first")
+
+
+def schedules() -> list[uniep.Schedule]:
+    """serial and fused, each in natural and local-first tile order; the first is the oracle."""
+    return [uniep.Schedule(overlap=overlap, tile_order=order) for overlap in OVERLAPS for order in TILE_ORDERS]
+
+
+def prove(
+    cfg: ModelConfig,
+    world: World,
+    groups: dict[int, dist.ProcessGroup | None],
+    batches: Sequence[list[Tensor]],
+    learning_rate: float,
+) -> bool:
+    """Train on `batches` from the same start at each EP size under each schedule; print the table.
+
+    Returns, on every rank, whether all bits equal those of EP=1, serial.
+    """
+    table = BitTable(f"Parts with the bits of EP=1 serial/natural, {len(batches)} optimizer steps", QUANTITIES)
+    runs = [(ep_size, schedule) for ep_size in groups for schedule in schedules()]
+    start = time.perf_counter()
+    with world.console.status("proof") as status:
+        for number, (ep_size, schedule) in enumerate(runs, 1):
+            status.update(f"proof {number} of {len(runs)}: EP={ep_size} {schedule.name}")
+            mine: Digests = {}
+            if world.rank < ep_size:
+                workspace = uniep.Workspace(cfg.moe(ep_size), groups[ep_size], device=world.device, schedule=schedule)
+                with workspace:
+                    mine = dict(_run(Trainer(cfg, workspace, learning_rate), batches))
+            table.add(ep_size, schedule.name, merge(world.gather(mine)))
+    table.print(world.console)
+    world.console.print(f"{len(runs)} runs in {time.perf_counter() - start:.0f} s")
+    return not table.wrong
+
+
+def _run(trainer: Trainer, batches: Sequence[list[Tensor]]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Digests of one run: this rank's shards and experts, and everything that all ranks hold."""
+    for step, batch in enumerate(batches):
+        loss = trainer.step(batch)
+        yield ("loss", f"step {step}"), digest(loss)
+        for shard, logits in zip(trainer.shards, trainer.logits, strict=True):
+            yield ("logits", f"step {step} shard {shard}"), digest(logits)
+        for name, parameter in trainer.dense.items():
+            quantity = "d router" if name.endswith("router") else "d dense"
+            yield (quantity, f"step {step} {name}"), digest(_grad(parameter))
+        for name, expert, parameter in _experts(trainer):
+            quantity = "d" + name.rpartition(".")[2]
+            yield (quantity, f"step {step} {name} expert {expert}"), digest(_grad(parameter)[expert - _first(trainer)])
+    for name, parameter in trainer.dense.items():
+        yield ("parameters", name), digest(parameter)
+    for name, expert, parameter in _experts(trainer):
+        yield ("parameters", f"{name} expert {expert}"), digest(parameter[expert - _first(trainer)])
+
+
+def _first(trainer: Trainer) -> int:
+    workspace = trainer.workspace
+    return workspace.rank * workspace.cfg.experts_per_rank(workspace.ep_size)
+
+
+def _experts(trainer: Trainer) -> Iterator[tuple[str, int, torch.nn.Parameter]]:
+    """(name, global expert id, parameter that holds it) of this rank's experts."""
+    for name, parameter in trainer.experts.items():
+        for local in range(parameter.shape[0]):
+            yield name, _first(trainer) + local, parameter
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter takes part in every step"
+    return parameter.grad

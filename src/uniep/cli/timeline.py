@@ -1,0 +1,150 @@
+"""Who computed or moved what, when, inside one layer: recorded from the CPU executor, drawn as a timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from uniep.backends.cpu import CpuBackend, TraceEntry
+from uniep.cli.pictures import INK, MUTED, figure_style
+from uniep.nn import Experts
+
+PHASES = ("forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One task: which worker of which rank ran what, from when to when (ns, one clock for all ranks)."""
+
+    phase: str
+    rank: int
+    worker: str
+    op: str
+    remote: bool  # reads rows that peers sent
+    start_ns: int
+    end_ns: int
+
+    @classmethod
+    def of(cls, phase: str, entry: TraceEntry) -> Span:
+        remote = any(event.stage == "arrived" for event, _ in entry.task.waits)
+        return cls(phase, entry.rank, entry.worker, entry.task.op, remote, entry.start_ns, entry.end_ns)
+
+
+@contextlib.contextmanager
+def recording(experts: Experts) -> Iterator[list[Span]]:
+    """Record the tasks of this one layer, forward and backward; the list is filled on leaving.
+
+    It stays empty on backends other than the CPU's.
+    """
+    backend, spans = experts.workspace.backend, list[Span]()
+    if not isinstance(backend, CpuBackend):
+        yield spans
+        return
+    entries: dict[str, list[TraceEntry]] = {phase: [] for phase in PHASES}
+
+    def start(phase: str) -> None:
+        backend.trace = entries[phase]
+
+    def stop(*_: object) -> None:
+        backend.trace = None
+
+    hooks = [
+        experts.register_forward_pre_hook(lambda *_: start("forward")),
+        experts.register_forward_hook(stop),
+        experts.register_full_backward_pre_hook(lambda *_: start("backward")),
+        experts.register_full_backward_hook(stop),
+    ]
+    try:
+        yield spans
+    finally:
+        for hook in hooks:
+            hook.remove()
+        stop()
+    spans += [Span.of(phase, entry) for phase in PHASES for entry in entries[phase] if entry.task.op != "gate"]
+
+
+def fastest(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
+    """Of several recordings (all ranks' tasks of one step), the one that other work of the machine disturbed least."""
+
+    def duration(spans: Sequence[Span]) -> int:
+        of_phase = [[s for s in spans if s.phase == phase] for phase in PHASES]
+        return sum(max(s.end_ns for s in part) - min(s.start_ns for s in part) for part in of_phase if part)
+
+    return min(steps, key=duration)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    color: str
+    label: str
+
+
+_KINDS = {
+    "push": _Kind("#e8590c", "push tokens to peers"),
+    "keep": _Kind("#ffc078", "keep received tokens"),
+    "gemm1 local": _Kind("#91c0f5", "GEMM 1, local rows"),
+    "gemm1": _Kind("#2f6fde", "GEMM 1, with rows from peers"),
+    "gemm2": _Kind("#123a8c", "GEMM 2, results to their ranks"),
+    "dgrad2 local": _Kind("#91c0f5", "dgrad 2, local rows"),
+    "dgrad2": _Kind("#2f6fde", "dgrad 2, with rows from peers"),
+    "dgrad1": _Kind("#123a8c", "dgrad 1, results to their ranks"),
+    "wgrad2": _Kind("#b197fc", "weight gradient 2"),
+    "wgrad1": _Kind("#7048e8", "weight gradient 1"),
+    "dweight": _Kind("#63e6be", "d(routing weight)"),
+    "collect": _Kind("#0ca678", "collect d(routing weight)"),
+    "combine": _Kind("#2b8a3e", "sum slots in order"),
+}
+
+
+def _kind(span: Span) -> str:
+    return f"{span.op} local" if span.op in ("gemm1", "dgrad2") and not span.remote else span.op
+
+
+def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
+    """One panel per phase, one lane per rank and worker, one bar per task."""
+    plt = figure_style()
+    lanes = sorted({(s.rank, s.worker) for s in spans})
+    figure, panels = plt.subplots(
+        len(PHASES), figsize=(11, 1.9 + 0.62 * len(PHASES) * (len(lanes) + 1.2)), layout="constrained"
+    )
+    for axes, phase in zip(panels, PHASES, strict=True):
+        of_phase = [s for s in spans if s.phase == phase]
+        origin = min((s.start_ns for s in of_phase), default=0)
+        thin = 0.006 * (max((s.end_ns for s in of_phase), default=0) - origin)
+        for span in of_phase:
+            color = _KINDS[_kind(span)].color
+            axes.barh(
+                lanes.index((span.rank, span.worker)),
+                (span.end_ns - span.start_ns) / 1e6,
+                left=(span.start_ns - origin) / 1e6,
+                height=0.72,
+                color=color,
+                edgecolor="white" if span.end_ns - span.start_ns > thin else color,
+                linewidth=0.4,
+            )
+        axes.set_yticks(range(len(lanes)), [f"rank {rank}  {worker.split()[0]}" for rank, worker in lanes])
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel("ms" if phase == PHASES[-1] else "")
+        axes.margins(x=0.005)
+        axes.grid(axis="x", color="#e8eaf0", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.set_title(phase, loc="left", fontsize=11, color=INK)
+        used = [kind for kind in _KINDS if any(_kind(s) == kind for s in of_phase)]
+        axes.legend(
+            [plt.Rectangle((0, 0), 1, 1, color=_KINDS[kind].color) for kind in used],
+            [_KINDS[kind].label for kind in used],
+            loc="upper left",
+            bbox_to_anchor=(1.0, 1.0),
+            frameon=False,
+            fontsize=9,
+            handlelength=1,
+            handleheight=1,
+        )
+    figure.suptitle("One MoE layer, task by task", x=0.01, ha="left", fontweight="bold", fontsize=13)
+    figure.text(0.01, -0.01, subtitle, color=MUTED, fontsize=9, va="top")
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.2)
+    plt.close(figure)

@@ -1,0 +1,189 @@
+"""`uniep verify`: the bit table for one shape, and its error beside PyTorch's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+import uniep
+from uniep.cli import launch
+from uniep.cli.bits import BitTable, Digests, digest, merge
+from uniep.cli.launch import World
+from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, TopK, Weight, WeightAt, numbers
+from uniep.cli.proof import schedules
+from uniep.reference import composition
+
+QUANTITIES = ("y", "dx", "dweights", "dw13", "dw2")
+WORST_RATIO = 2.0
+"""Largest error against the precise result, relative to that of the PyTorch composition in the same dtype."""
+
+
+def verify(
+    hidden: Hidden = 512,
+    ffn: Ffn = 256,
+    num_experts: NumExperts = 16,
+    top_k: TopK = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")] = 1024,
+    dtype: Dtype = DType.bf16,
+    weight_at: Weight = WeightAt.output,
+    ep: Annotated[str, typer.Option(help="EP sizes to compare; EP=1 is always among them.")] = "1,2,4",
+    seed: Annotated[int, typer.Option(help="Of the random tokens, routing and weights.")] = 0,
+) -> None:
+    """Compare bits and errors across EP sizes and schedules for one shape.
+
+    Forward and backward of one layer on random data: y, dx, dweights, dw13 and dw2. The same global
+    tokens, routing and experts are split over 1, 2, 4 ... ranks and run under every
+    schedule; every bit must equal EP=1, serial. The error against a more precise run (fp32; fp64 for
+    fp32 layers) must be at most twice that of a plain PyTorch composition in the layer's dtype. The exit
+    status is 1 if anything differs or is less accurate.
+    """
+    sizes = sorted({1, *numbers(ep)})
+    cfg = uniep.MoEConfig(
+        hidden=hidden,
+        ffn=ffn,
+        num_experts=num_experts,
+        top_k=top_k,
+        max_tokens_per_rank=tokens,
+        dtype=dtype.torch,
+        weight_at=weight_at.value,
+    )
+    for size in sizes:
+        cfg.experts_per_rank(size)
+    if not launch.under_torchrun():
+        launch.run_again(launch.most_ranks(sizes[-1]))
+    with launch.ranks() as world:
+        possible = [size for size in sizes if size <= world.size]
+        groups = {size: world.first(size) for size in possible}
+        problem = Problem(cfg, tokens, math.lcm(*sizes), seed)
+        same, results = _compare(problem, world, groups)
+        accurate = world.rank > 0 or _accurate(problem, world, results)
+        if possible != sizes:
+            world.console.print(f"[yellow]not compared[/yellow]: EP sizes above {world.size}, the number of ranks")
+        passed = all(world.gather(same and accurate))
+    raise typer.Exit(0 if passed else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What one rank holds after forward and backward: rows of its shards, matrices of its experts."""
+
+    shards: range
+    shard_sizes: list[int]
+    experts: range
+    tensors: dict[str, Tensor]
+
+    def digests(self) -> Digests:
+        """Per shard and per expert, so that they compare across EP sizes."""
+        out: Digests = {}
+        for name, tensor in self.tensors.items():
+            if name in ("dw13", "dw2"):
+                out |= {(name, f"expert {e}"): digest(part) for e, part in zip(self.experts, tensor, strict=True)}
+            else:
+                parts = tensor.split(self.shard_sizes)
+                out |= {(name, f"shard {s}"): digest(part) for s, part in zip(self.shards, parts, strict=True)}
+        return out
+
+
+class Problem:
+    """One global batch: x and dy (T, D), ids and weights (T, K), and all experts' parameters.
+
+    num_shards: every EP size divides it, so that a rank's tokens are whole shards whatever the EP size.
+    The routing is uneven, and one slot in 32 is unused.
+    """
+
+    def __init__(self, cfg: uniep.MoEConfig, tokens: int, num_shards: int, seed: int) -> None:
+        self.cfg = cfg
+        draw = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw)
+
+        self.x, self.dy = (normal(tokens, cfg.hidden).to(cfg.dtype) for _ in range(2))
+        logits = normal(tokens, cfg.num_experts) + normal(cfg.num_experts)
+        self.weights, ids = torch.softmax(logits, -1).topk(cfg.top_k)
+        self.ids = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 1 / 32, -1)
+        self.w13 = (normal(cfg.num_experts, 2 * cfg.ffn, cfg.hidden) * cfg.hidden**-0.5).to(cfg.dtype)
+        self.w2 = (normal(cfg.num_experts, cfg.hidden, cfg.ffn) * cfg.ffn**-0.5).to(cfg.dtype)
+        self.num_shards = num_shards
+        self.shard_sizes = [len(part) for part in torch.arange(tokens).tensor_split(num_shards)]
+
+    def run(self, workspace: uniep.Workspace) -> Results:
+        """Forward and backward of this rank's part of the batch."""
+        rank, size = workspace.rank, workspace.ep_size
+        units = (self.num_shards, self.cfg.num_experts)
+        shards, experts = (range(rank * n // size, (rank + 1) * n // size) for n in units)
+        sizes = [self.shard_sizes[s] for s in shards]
+        tokens = slice(start := sum(self.shard_sizes[: shards.start]), start + sum(sizes))
+        local = slice(experts.start, experts.stop)
+
+        def leaf(part: Tensor) -> Tensor:
+            return part.to(workspace.device, copy=True).requires_grad_()
+
+        x, weights = leaf(self.x[tokens]), leaf(self.weights[tokens])
+        w13, w2 = leaf(self.w13[local]), leaf(self.w2[local])
+        y = uniep.moe(x, self.ids[tokens].to(x.device), weights, w13, w2, workspace=workspace)
+        grads = torch.autograd.grad(y, (x, weights, w13, w2), self.dy[tokens].to(x.device))
+        return Results(shards, sizes, experts, dict(zip(QUANTITIES, (y.detach(), *grads), strict=True)))
+
+    def composition(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same mathematics by plain PyTorch operators and autograd, in `dtype`."""
+        x, w13, w2 = (t.to(dtype, copy=True).requires_grad_() for t in (self.x, self.w13, self.w2))
+        weights = self.weights.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
+        y = composition(x, self.ids, weights, w13, w2, self.cfg.weight_at)
+        grads = torch.autograd.grad(y, (x, weights, w13, w2), self.dy.to(dtype))
+        return dict(zip(QUANTITIES, (y.detach(), *grads), strict=True))
+
+
+def _compare(
+    problem: Problem, world: World, groups: dict[int, dist.ProcessGroup | None]
+) -> tuple[bool, dict[str, Tensor]]:
+    """Print the bit table.  Returns whether all bits agree, and this rank's results of the first run."""
+    table = BitTable(f"Parts with the bits of EP=1 serial/natural\n{_describe(problem)}", QUANTITIES)
+    first: dict[str, Tensor] = {}
+    for size, group in groups.items():
+        for schedule in schedules():
+            mine: Digests = {}
+            if world.rank < size:
+                with uniep.Workspace(problem.cfg, group, device=world.device, schedule=schedule) as workspace:
+                    results = problem.run(workspace)
+                mine, first = results.digests(), first or results.tensors
+            table.add(size, schedule.name, merge(world.gather(mine)))
+    table.print(world.console)
+    return not table.wrong, first
+
+
+def _accurate(problem: Problem, world: World, results: dict[str, Tensor]) -> bool:
+    """Print both errors against a more precise run.  Returns whether none is over WORST_RATIO times PyTorch's."""
+    precise_dtype = torch.float64 if problem.cfg.dtype == torch.float32 else torch.float32
+    precise = problem.composition(precise_dtype)
+    plain = problem.composition(problem.cfg.dtype)
+    name = str(precise_dtype).removeprefix("torch.")
+    table = Table(title=f"Relative error |result - {name}| / |{name}|", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("", "uniep", "PyTorch", "ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    good = True
+    for quantity in QUANTITIES:
+        exact = precise[quantity].double()
+        ours, theirs = (float((t[quantity].cpu().double() - exact).norm() / exact.norm()) for t in (results, plain))
+        ratio = ours / theirs if theirs else (math.inf if ours else 1.0)
+        good &= ratio <= WORST_RATIO
+        colour = "green" if ratio <= WORST_RATIO else "red"
+        table.add_row(quantity, f"{ours:.2e}", f"{theirs:.2e}", f"[{colour}]{ratio:.2f}[/{colour}]")
+    world.console.print(table)
+    return good
+
+
+def _describe(problem: Problem) -> str:
+    cfg = problem.cfg
+    return (
+        f"hidden {cfg.hidden}, ffn {cfg.ffn}, {cfg.num_experts} experts, top-{cfg.top_k}, {problem.x.shape[0]} tokens, "
+        f"{str(cfg.dtype).removeprefix('torch.')}, weight_at {cfg.weight_at}"
+    )

@@ -1,0 +1,230 @@
+"""The `uniep` command: what it prints, when it fails, and the parts of the demo's proof."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import uniep
+from uniep.cli import model
+from uniep.cli.bits import BitTable, differences, digest, merge
+from uniep.cli.main import app
+from uniep.cli.model import ModelConfig, Trainer, add_in_shard_order
+from uniep.cli.options import numbers
+from uniep.cli.pictures import draw_loss
+from uniep.cli.text import Text
+from uniep.cli.timeline import draw_timeline, recording
+
+SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
+
+
+def run(*args: str):
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+def run_process(*args: str, timeout: int = 150) -> subprocess.CompletedProcess[str]:
+    """The real thing, torchrun and all."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "uniep", *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """As if torchrun had started this process as the only rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in here.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.fixture
+def trainer():
+    cfg = ModelConfig(layers=2, heads=2, context=16, sequences_per_shard=2, hidden=64, ffn=64, dtype=torch.float32)
+    with uniep.Workspace(cfg.moe(1), device="cpu") as workspace:
+        yield Trainer(cfg, workspace, learning_rate=1e-2)
+
+
+def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
+    return list(
+        torch.randint(256, (model.NUM_SHARDS, 2, cfg_length + 1), generator=torch.Generator().manual_seed(seed))
+    )
+
+
+@pytest.mark.parametrize("command", ["demo", "verify", "doctor", "memory"])
+def test_help_describes_every_command(command):
+    assert command in run("--help").output
+    result = run(command, "--help")
+    assert result.exit_code == 0 and "Usage" in result.output
+
+
+def test_memory_lists_buffers():
+    result = run("memory", *SMALL, "--ep", "2")
+    assert result.exit_code == 0
+    assert "receive" in result.output and "2 ranks" in result.output
+
+
+def test_errors_are_one_line_with_the_remedy():
+    result = run("memory", *SMALL, "--ep", "3")
+    assert result.exit_code == 2
+    assert "num_experts=4 cannot be split evenly over 3 ranks" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_doctor_says_which_backend_and_which_environment(monkeypatch):
+    monkeypatch.setenv("UNIEP_TIMEOUT_S", "17")
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "auto takes" in result.output and torch.__version__ in result.output
+    assert re.search(r"UNIEP_TIMEOUT_S\W+17", result.output)
+
+
+@pytest.mark.parametrize("args", [("--ep", "3"), ("--proof-ep", "1,3"), ("--proof-ep", "one")])
+def test_demo_refuses_sizes_that_cannot_share_the_shards(args):
+    result = run("demo", *args)
+    assert result.exit_code == 2
+    assert "3" in result.output or "one" in result.output
+
+
+def test_verify_with_real_processes():
+    result = run_process("verify", *SMALL, "--ep", "1,2", "--weight-at", "activation")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("fused/local-first") == 2 and "✗" not in result.stdout
+
+
+@pytest.mark.parametrize("broken", ["a bit", "accuracy"])
+def test_verify_fails_on_a_wrong_bit_and_on_a_large_error(one_rank, monkeypatch, broken):
+    right = uniep.moe
+
+    def wrong(x, ids, weights, w13, w2, *, workspace):
+        y = right(x, ids, weights, w13, w2, workspace=workspace)
+        if broken == "accuracy":
+            return y * 1.05
+        if workspace.backend.schedule.overlap == "fused":
+            y = y.clone()
+            y.data[0, 0] = torch.nextafter(y.data[0, 0], torch.tensor(torch.inf, dtype=y.dtype))
+        return y
+
+    assert run("verify", *SMALL, "--ep", "1", "--dtype", "fp32").exit_code == 0
+    monkeypatch.setattr(uniep, "moe", wrong)
+    result = run("verify", *SMALL, "--ep", "1", "--dtype", "fp32")
+    assert result.exit_code == 1
+    assert ("✗ 1 of 1" in result.output) == (broken == "a bit")
+
+
+def test_demo_with_real_processes(tmp_path):
+    result = run_process(
+        "demo", "--steps", "2", "--proof-ep", "1,2", "--proof-steps", "1", "--out", str(tmp_path), timeout=170
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "identical" in result.stdout and "✗" not in result.stdout
+    for name in ("loss.png", "timeline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers():
+    assert numbers("1,2,4") == [1, 2, 4]
+
+
+# --- evidence ---
+
+
+def test_digest_sees_every_bit():
+    zero = torch.zeros(2, 2)
+    others = [-zero, zero.bfloat16(), zero.view(4), torch.full((2, 2), 1e-45)]
+    assert digest(zero) == digest(torch.zeros(4, 2)[::2])
+    assert len({digest(t) for t in (zero, *others)}) == 5
+
+
+def test_differences_name_the_part():
+    reference = {("y", "shard 0"): "a", ("y", "shard 1"): "b"}
+    assert differences(dict(reference), reference) == []
+    assert differences({("y", "shard 0"): "a", ("y", "shard 1"): "x"}, reference) == [("y", "shard 1")]
+    assert differences({("y", "shard 0"): "a"}, reference) == [("y", "shard 1")]
+    assert differences({**reference, ("dx", "shard 0"): "c"}, reference) == [("dx", "shard 0")]
+
+
+def test_ranks_that_disagree_are_never_equal_to_the_reference():
+    reference = {("loss", "step 0"): "a"}
+    merged = merge([reference, {("loss", "step 0"): "b"}, reference])
+    assert differences(merged, reference) == [("loss", "step 0")]
+
+
+def test_bit_table_remembers_what_differs():
+    table = BitTable("title", ["y"])
+    table.add(1, "serial/natural", {("y", "shard 0"): "a"})
+    table.add(2, "fused/natural", {("y", "shard 0"): "a"})
+    assert not table.wrong
+    table.add(4, "fused/natural", {("y", "shard 0"): "b"})
+    assert table.wrong == ["EP=4 fused/natural: y, shard 0"]
+
+
+# --- the demo's model ---
+
+
+def test_twins_share_memory_but_not_dense_gradients(trainer):
+    first, second = trainer.twins[:2]
+    for name, parameter in trainer.model.named_parameters():
+        one, two = first.get_parameter(name), second.get_parameter(name)
+        assert one.data_ptr() == two.data_ptr() == parameter.data_ptr()
+        assert (one is two) == (".experts." in name)
+    before = first.head.weight.clone()
+    trainer.step(batch())
+    assert not torch.equal(first.head.weight, before)
+
+
+def test_shards_are_added_in_order():
+    shards = [[torch.tensor([1e8])], [torch.tensor([1.0])], [torch.tensor([-1e8])], [torch.tensor([1.0])]]
+    assert add_in_shard_order(shards, None)[0].item() == 1.0
+    assert add_in_shard_order(shards[::-1], None)[0].item() == 0.0
+
+
+def test_step_computes_the_gradient_of_the_global_mean_loss(trainer):
+    """Shard by shard equals one pass over the whole batch, up to rounding."""
+    tokens = batch()
+    whole = trainer.model.twin()
+    logits, imbalance = model.forward([whole] * model.NUM_SHARDS, [b[:, :-1] for b in tokens])
+    parts = model.losses(logits, [b[:, 1:] for b in tokens])
+    (sum(parts) + model.BALANCE / model.NUM_SHARDS * sum(imbalance)).backward()
+    expected = {n: p.grad.clone() for n, p in whole.named_parameters()}
+    loss = trainer.step(tokens)
+    torch.testing.assert_close(loss, sum(parts).detach())
+    for name, parameter in trainer.model.named_parameters():
+        error = float((parameter.grad - expected[name]).norm() / expected[name].norm())
+        assert error < 1e-4, f"{name}: relative error {error}"
+
+
+def test_training_lowers_the_loss(trainer):
+    losses = [float(trainer.step(batch())) for _ in range(12)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert float(trainer.evaluate(batch())) < losses[0]
+
+
+def test_recording_takes_one_layer_both_ways(trainer, tmp_path):
+    with recording(trainer.experts_of(0)) as spans:
+        trainer.step(batch())
+    ops = {phase: {s.op for s in spans if s.phase == phase} for phase in ("forward", "backward")}
+    assert ops["forward"] == {"gemm1", "gemm2", "combine"}
+    assert {"dgrad2", "dgrad1", "wgrad1", "wgrad2", "combine"} <= ops["backward"]
+    count = len(spans)
+    trainer.step(batch())
+    assert len(spans) == count, "hooks are gone"
+    draw_timeline(spans, "note", tmp_path / "timeline.png")
+    draw_loss([5.0, 4.0, 3.0], 3.5, "note", tmp_path / "loss.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000 < (tmp_path / "loss.png").stat().st_size
+
+
+def test_text_is_a_function_of_the_step():
+    text = Text()
+    assert text.train.numel() > 2_000_000 and text.held_out.numel() > 50_000
+    first, again, other = text.batch(3, 4, 2, 32), text.batch(3, 4, 2, 32), text.batch(4, 4, 2, 32)
+    assert [tuple(b.shape) for b in first] == [(2, 33)] * 4
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
