@@ -194,7 +194,7 @@ def plan_memory(cfg: MoEConfig, ep_size: int, *, backend: str = "hopper", tokens
         )
     if backend == "cpu":
         buffers.append(
-            Buffer("fingerprint", (1,), torch.int64, "saved", "names the forward that a backward belongs to")
+            Buffer("fingerprint", (2,), torch.int64, "saved", "names the forward that a backward belongs to")
         )
     else:
         buffers.append(

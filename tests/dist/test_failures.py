@@ -163,6 +163,28 @@ def test_63_evaluation_on_one_rank_only(pool):
     assert second is None
 
 
+def backwards_in_different_order(world, cfg, batch, same):
+    """Two forwards, `same` routing or not; rank 1 runs their backwards in the other order: the error."""
+    with case.workspace(world, cfg, 2) as ws:
+        rows, experts = batch.rows(ws.rank, 2), batch.experts(ws.rank, 2)
+        outputs = []
+        for scale in (1.0, 2.0):
+            x, weights = case.leaf(scale * batch.x[rows]), batch.weights[rows] if same else scale * batch.weights[rows]
+            outputs.append(uniep.moe(x, batch.ids[rows], weights, batch.w13[experts], batch.w2[experts], workspace=ws))
+        for y in reversed(outputs) if ws.rank else outputs:
+            if (error := case.named_error(y.backward, batch.dy[rows])) is not None:
+                return error
+    return None
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["other weights", "same routing"])
+def test_63_backwards_in_different_order(pool, same):
+    """63: ranks that run backwards in different orders get a named error, also when the routing is the same."""
+    cfg = config()
+    for error in pool.run(backwards_in_different_order, cfg, random_batch(cfg, (5, 5, 5, 5)), same, ranks=2):
+        assert error is not None and "same order" in error[1], error
+
+
 def overlapping(world, cfg, batches, members, turns):
     """One Workspace per group, all alive, called in turn; {group: outcomes of this rank}."""
     groups = [dist.new_group(list(m)) for m in members]

@@ -184,6 +184,17 @@ def test_any_integer_dtype(dtype):
         assert all(torch.equal(a, b) for a, b in zip(plan.tensors(), expected.tensors(), strict=True))
 
 
+def test_narrow_dtypes_do_not_wrap():
+    """E=512 does not fit into 8 bits; ids that do are fine, and -1 is no limit of unsigned ones."""
+    cfg = make_config(512, 2, 2)
+    for dtype, value in ((torch.uint8, 255), (torch.int8, 127), (torch.int8, -1)):
+        ids = [[[0, value]], [[value, 1]]]
+        assert all(find_bad_id(torch.tensor(rows, dtype=dtype), 512) is None for rows in ids)
+        for plan, expected in zip(plans_of(ids, cfg, dtype), plans_of(ids, cfg), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(plan.tensors(), expected.tensors(), strict=True))
+    assert find_bad_id(torch.tensor([[200]], dtype=torch.uint8), 128) == (0, 0, 200)
+
+
 @pytest.mark.parametrize("count", [1, 127, 128, 129, 256])
 def test_segments_around_the_alignment(count):
     cfg = make_config(2, 1, 512)

@@ -92,7 +92,8 @@ class _Header:
     tokens: int = 0
     error: int = -1  # index into _ERRORS of why this rank refuses
     text_bytes: int = 0
-    fingerprint: int = 0  # backward: of the forward it belongs to
+    fingerprint: int = 0  # backward: of the routing of the forward it belongs to
+    of_call: int = 0  # backward: the number of that forward
     forwards: int = 0  # forwards that this rank has entered
     needs: int = 0  # backward: bits, dx and d(weight) wanted
 
@@ -181,15 +182,18 @@ class CpuBackend:
         self._run(call.number, operation, graph, bodies)
         if not save:
             return bodies.y_TD, []
-        return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
+        return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint, call.number])]
 
     @_plain()
     def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
-        received_MD, h_NF, fingerprint = saved
+        received_MD, h_NF, origin = saved
+        fingerprint, of_call = origin.tolist()
         again = self.schedule.received == "again"
         if again:
-            received_MD = self._dispatch_again(inputs, int(fingerprint))
-        call = self._enter("backward", inputs.ids_TK, inputs.weights_TK, fingerprint=int(fingerprint), needs=needs)
+            received_MD = self._dispatch_again(inputs, fingerprint, of_call)
+        call = self._enter(
+            "backward", inputs.ids_TK, inputs.weights_TK, fingerprint=fingerprint, of_call=of_call, needs=needs
+        )
         routing = call.routing
         # dx and d(weight) come from all ranks, so they are computed if any rank wants them.
         need_x, need_weights = (any(h.needs & bit for h in call.headers) for bit in (1, 2))
@@ -219,7 +223,7 @@ class CpuBackend:
         return [
             x_TD.new_empty(received, self.cfg.hidden),
             x_TD.new_empty(new_size(), 2 * self.cfg.ffn),
-            x_TD.new_empty(1, dtype=torch.int64),
+            x_TD.new_empty(2, dtype=torch.int64),
         ]
 
     def prepare(self) -> None:
@@ -261,6 +265,7 @@ class CpuBackend:
         *,
         error: UniEPError | None = None,
         fingerprint: int = 0,
+        of_call: int = 0,
         needs: Needs | None = None,
     ) -> _Call:
         """Exchange ids, weights and headers; return when every rank has entered.
@@ -285,6 +290,7 @@ class CpuBackend:
             _error_index(error),
             len(text),
             fingerprint,
+            of_call,
             self._forwards + operation.startswith("forward"),
             (needs.x + 2 * needs.weights) if needs is not None else 0,
         )
@@ -363,10 +369,12 @@ class CpuBackend:
         key = b"".join(len(t).to_bytes(4, "little") + t.numpy().tobytes() for t in ids)
         digest = hashlib.blake2b(key + b"".join(w.numpy().tobytes() for w in weights), digest_size=8).digest()
         call = _Call(number, self._routing(key, ids), weights, headers, int.from_bytes(digest, "little", signed=True))
-        if operation in ("backward", "dispatch") and any(h.fingerprint != call.fingerprint for h in headers):
+        if operation in ("backward", "dispatch") and any(
+            h.fingerprint != call.fingerprint or h.of_call != headers[0].of_call for h in headers
+        ):
             raise UniEPError(
-                f"call {number}: ranks run the backward of different forwards, or ids or weights changed in between; "
-                "every rank must run its backwards in the same order"
+                f"call {number}: ranks run the backward of different forwards, calls {[h.of_call for h in headers]}, "
+                "or ids or weights changed in between; every rank must run its backwards in the same order"
             )
         self._check_capacity(call.routing)
         return call
@@ -393,9 +401,9 @@ class CpuBackend:
     def _rows(self, call: _Call) -> Rows:
         return Rows.make(self.rank, self.cfg, call.routing.plans[self.rank], call.weights)
 
-    def _dispatch_again(self, inputs: Inputs, fingerprint: int) -> Tensor:
+    def _dispatch_again(self, inputs: Inputs, fingerprint: int, of_call: int) -> Tensor:
         """The received tokens of a forward once more, compact."""
-        call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, fingerprint=fingerprint)
+        call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, fingerprint=fingerprint, of_call=of_call)
         graph = call.routing.graph("dispatch", lambda: lower_dispatch(call.routing.plans, self.cfg, self.schedule))
         bodies = Dispatch(self._rows(call), self._shared, inputs.x_TD, inputs.ids_TK, keep=True)
         self._run(call.number, "dispatch", graph, bodies)
