@@ -85,16 +85,53 @@ def test_a_hot_expert_of_many_tiles(pool):
     compare_schedules(pool, cfg, batch, (1, 2, 4), variants(4, seed=3))
 
 
+def by_reference(cfg, batch):
+    inputs = (batch.x, batch.ids, batch.weights, batch.w13, batch.w2)
+    grads = reference.backward(batch.dy, *inputs, cfg)
+    return case.Outcome(reference.forward(*inputs, cfg), grads.x, grads.weights, grads.w13, grads.w2)
+
+
 @pytest.mark.parametrize("weight_at", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_oracle_equals_the_reference(pool, dtype, weight_at):
     """The serial schedule at EP=1 and `uniep.reference` give the same bits."""
     cfg = config(hidden=72, ffn=200, top_k=3, dtype=dtype, weight_at=weight_at)
     batch = random_batch(cfg, (70, 0, 101, 33), unused=0.1)
-    inputs = (batch.x, batch.ids, batch.weights, batch.w13, batch.w2)
-    grads = reference.backward(batch.dy, *inputs, cfg)
-    want = case.Outcome(reference.forward(*inputs, cfg), grads.x, grads.weights, grads.w13, grads.w2)
-    same_bits(case.oracle(pool, cfg, batch), want)
+    same_bits(case.oracle(pool, cfg, batch), by_reference(cfg, batch))
+
+
+def random_problem(seed):
+    """A shape, inputs and a schedule nobody chose."""
+    chance = random.Random(seed)
+    cfg = config(
+        hidden=chance.choice((64, 65, 128, 136)),
+        ffn=chance.choice((8, 64, 100, 192)),
+        num_experts=4 * chance.randint(1, 5),
+        top_k=chance.randint(1, 4),
+        max_tokens_per_rank=chance.choice((256, 300)),
+        dtype=chance.choice(DTYPES),
+        weight_at=chance.choice(BOTH),
+    )
+    tokens = tuple(chance.choice((0, 1, 5, 33, 60)) for _ in range(4))
+    ids = None
+    if chance.random() < 0.5:  # few experts, repeats in a row, unused slots
+        g = torch.Generator().manual_seed(seed)
+        ids = torch.randint(-1, chance.randint(1, cfg.num_experts), (sum(tokens), cfg.top_k), generator=g)
+    batch = random_batch(cfg, tokens, ids=ids, seed=seed, unused=chance.choice((0, 0.3)))
+    return cfg, batch, chance.choice([s for s in variants(8, seed) if not is_valid(s, cfg)])
+
+
+def each_problem(world, problems, ep_size):
+    return [case.steps_of_rank(world, cfg, [batch], ep_size, schedule)[0] for cfg, batch, schedule in problems]
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_random_problems(pool, ep_size):
+    """Random shapes, routings and schedules have the bits of the reference."""
+    problems = [random_problem(100 * ep_size + n) for n in range(16)]
+    ranks = pool.run(each_problem, problems, ep_size, ranks=ep_size, timeout=120)
+    for (cfg, batch, schedule), parts in zip(problems, zip(*ranks, strict=True), strict=True):
+        same_bits(case.gather(list(parts)), by_reference(cfg, batch), f"{cfg} {batch.shard_tokens} {schedule}")
 
 
 def repeated(world, cfg, batch, ep_size):

@@ -120,6 +120,16 @@ def test_operator_checks(workspace, tokens):
     torch.library.opcheck(torch.ops.uniep.moe_fwd.default, arguments, test_utils=tests)
 
 
+def test_second_derivatives_are_refused(workspace):
+    """Never different numbers: a gradient of a gradient is an error."""
+    batch = random_batch(workspace.cfg, (5, 5, 5, 5))
+    x = case.leaf(batch.x)
+    y = uniep.moe(x, batch.ids, batch.weights, batch.w13, batch.w2, workspace=workspace)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        dx.sum().backward()
+
+
 def test_report_names_the_backend(workspace):
     assert any("cpu" in value for value in uniep.report(workspace).values())
 
