@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 START_TIMEOUT_S = 120.0
-GRACE_S = 5.0
+GRACE_S = 15.0
 """How long the others may go on after a rank's death."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

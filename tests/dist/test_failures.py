@@ -20,8 +20,18 @@ from pool import Pool, WorkerHungError
 
 import uniep
 
-SHORT_S = 2.0
+SHORT_S = 3.0
 """Timeout of Workspaces that a test lets run into it."""
+
+SLACK_S = 10.0
+"""What a busy machine may add."""
+
+
+def impatient(world, cfg, batch, ep_size):
+    """A Workspace with a short timeout, once a patient one has warmed every process up."""
+    with case.workspace(world, cfg, ep_size) as ws:
+        case.forward_backward(ws, batch)
+    return uniep.Workspace(cfg, world.group(ep_size), device="cpu", timeout_s=SHORT_S)
 
 
 def step_error(world, cfg, batch, ep_size, damage):
@@ -70,7 +80,7 @@ def test_62_one_rank_refuses(pool, damage):
 
 def absent_rank(world, cfg, batch):
     """Rank 1 raises in user code before the layer; (error, seconds) of the others, then the next call's error."""
-    ws = uniep.Workspace(cfg, world.group(4), device="cpu", timeout_s=SHORT_S)
+    ws = impatient(world, cfg, batch, 4)
     if ws.rank == 1:
         ws.close()
         return None
@@ -89,13 +99,13 @@ def test_62_one_rank_does_not_come(pool):
     for result in (found[0], found[2], found[3]):
         (kind, message), took, after = result
         assert kind == "PeerTimeoutError" and "rank 1" in message, message
-        assert took < SHORT_S + 3
+        assert took < SHORT_S + SLACK_S
         assert after is not None and after[0] == "ClosedError", after
 
 
 def killed_rank(world, cfg, batch):
     """Rank 1 dies after one good step; rank 0 goes on."""
-    ws = uniep.Workspace(cfg, world.group(2), device="cpu", timeout_s=SHORT_S)
+    ws = impatient(world, cfg, batch, 2)
     case.forward_backward(ws, batch)
     if ws.rank == 1:
         os._exit(9)
@@ -121,7 +131,7 @@ def test_62_one_rank_is_killed():
 
 def unequal_calls(world, cfg, batch, extra):
     """Rank 0 does one forward more than the others, then every rank a normal step; (error, seconds)."""
-    ws = uniep.Workspace(cfg, world.group(4), device="cpu", timeout_s=SHORT_S)
+    ws = impatient(world, cfg, batch, 4)
     start = time.monotonic()
     error = None
     if ws.rank == 0 and extra == "evaluation":
@@ -144,11 +154,11 @@ def test_63_unequal_numbers_of_calls(pool, extra):
     call = {"evaluation": 1, "forward": 2}[extra]  # a forward is taken for the others' forward: same call, same kind
     for error, took in pool.run(unequal_calls, cfg, random_batch(cfg, (5, 5, 5, 5)), extra):
         assert error is not None and re.search(rf"call {call}\b[\s\S]*rank 0: forward", error[1]), error
-        assert took < 2 * SHORT_S + 4
+        assert took < 2 * SHORT_S + SLACK_S
 
 
 def extra_call_at_the_end(world, cfg, batch):
-    ws = uniep.Workspace(cfg, world.group(2), device="cpu", timeout_s=SHORT_S)
+    ws = impatient(world, cfg, batch, 2)
     case.forward_backward(ws, batch)
     error = case.named_error(case.forward_only, ws, batch) if ws.rank == 0 else None
     ws.close()
@@ -240,9 +250,9 @@ def build_and_drop(world, cfg, batch, rounds):
             layer.workspace.close()
         time.sleep(0.002 * world.rank)
         layer = None
-        gc.collect()
         dist.destroy_process_group(group)
         if number in (4, rounds - 1):
+            gc.collect()
             dist.barrier()
             seen.append(resources())
     return seen
@@ -252,7 +262,7 @@ def build_and_drop(world, cfg, batch, rounds):
 def test_67_twenty_lifetimes(pool):
     """67: 20 rounds of build, step, drop at different times, destroy the group: no hang, nothing left over."""
     cfg = config()
-    for early, late in pool.run(build_and_drop, cfg, random_batch(cfg, (5, 5, 5, 5)), 20):
+    for early, late in pool.run(build_and_drop, cfg, random_batch(cfg, (5, 5, 5, 5)), 20, timeout=150):
         assert late[0] <= early[0] and late[1] <= early[1] + 2 and late[2] <= early[2], (early, late)
 
 

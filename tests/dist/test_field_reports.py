@@ -2,8 +2,8 @@
 
 Each docstring starts with the report's number.  Shapes are scaled to a laptop; structure and closed forms
 are the report's own.  "The oracle" is uniep's serial schedule at EP=1, which every run must equal bit for
-bit; `case.accurate` bounds the distance to fp64.  Reports 40 to 56
-are in test_field_determinism.py, 62 to 67 in test_failures.py, 24 and 90 also in tests/unit/test_workloads.py.
+bit; `case.accurate` bounds the distance to fp64.  Reports 40 to 56 are in test_field_determinism.py, 62 to 67 in
+test_failures.py, 24 and 90 also in tests/unit/test_workloads.py.
 """
 
 import dataclasses
