@@ -54,11 +54,16 @@ class ExpertWeights:
             )
         down = [tuple(t.shape) for t in second]
         if down != [(e, d, f)] and down != [(d, f)] * e:
-            raise ConfigError(f"w2 has shape {down[0] if len(down) == 1 else down}; it must be [{e}, {d}, {f}] or {e} tensors of [{d}, {f}]")
+            raise ConfigError(
+                f"w2 has shape {down[0] if len(down) == 1 else down}; it must be [{e}, {d}, {f}] "
+                f"or {e} tensors of [{d}, {f}]"
+            )
         for name, tensors in (("w13", first), ("w2", second)):
             for t in tensors:
                 if t.dtype != cfg.dtype:
-                    raise DTypeError(f"{name} has dtype {t.dtype} but the layer computes in {cfg.dtype}; convert one of them")
+                    raise DTypeError(
+                        f"{name} has dtype {t.dtype} but the layer computes in {cfg.dtype}; convert one of them"
+                    )
         return cls(first, second, layout)
 
     def halves(self, expert: int) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,9 @@ class Workspace:
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.device = _device(device)
-        self.timeout_s = timeout_s if timeout_s is not None else float(os.environ.get("UNIEP_TIMEOUT_S", DEFAULT_TIMEOUT_S))
+        self.timeout_s = (
+            timeout_s if timeout_s is not None else float(os.environ.get("UNIEP_TIMEOUT_S", DEFAULT_TIMEOUT_S))
+        )
         self.key = f"uniep-workspace-{next(_numbers)}"
         self._cause: str | None = None
         self._backend: Backend | None = None
@@ -118,7 +120,9 @@ class Workspace:
     def __enter__(self) -> Workspace:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -40,7 +40,8 @@ def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weig
     """
     backend = workspace.backend
     if torch.is_autocast_enabled(x_TD.device.type):
-        x_TD, w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (x_TD, w13, w2))
+        x_TD = x_TD.to(workspace.cfg.dtype)
+        w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (w13, w2))
     try:
         _check(x_TD, ids_TK, workspace)
         if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
@@ -91,7 +92,9 @@ def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
     if x_TD.dim() != 2 or x_TD.shape[1] != cfg.hidden:
         raise ConfigError(f"x has shape {tuple(x_TD.shape)}; it must be (T, hidden={cfg.hidden})")
     if x_TD.dtype != cfg.dtype:
-        raise DTypeError(f"x has dtype {x_TD.dtype} but the layer computes in {cfg.dtype}; convert x or change MoEConfig.dtype")
+        raise DTypeError(
+            f"x has dtype {x_TD.dtype} but the layer computes in {cfg.dtype}; convert x or change MoEConfig.dtype"
+        )
     if x_TD.device.type != workspace.device.type:
         raise ConfigError(f"x is on {x_TD.device} but the Workspace is on {workspace.device}; move x")
     if x_TD.shape[0] != ids_TK.shape[0]:

@@ -37,7 +37,7 @@ class Experts(nn.Module):
         self.cfg = cfg
         local = cfg.experts_per_rank(self.workspace.ep_size)
         self.first_expert = self.workspace.rank * local
-        make = {"dtype": cfg.dtype, "device": self.workspace.device}
+        make: dict[str, Any] = {"dtype": cfg.dtype, "device": self.workspace.device}
         self.w13 = nn.Parameter(torch.empty(local, 2 * cfg.ffn, cfg.hidden, **make))
         self.w2 = nn.Parameter(torch.empty(local, cfg.hidden, cfg.ffn, **make))
         self.reset_parameters(seed)
@@ -78,7 +78,10 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if renormalize and cfg.top_k == 1:
-            raise ConfigError("top_k=1 with renormalize=True makes every routing weight 1, so the router never learns; pass renormalize=False")
+            raise ConfigError(
+                "top_k=1 with renormalize=True makes every routing weight 1, so the router never learns; "
+                "pass renormalize=False"
+            )
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed)
         self.renormalize = renormalize
         generator = torch.Generator().manual_seed(seed)

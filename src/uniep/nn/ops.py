@@ -71,7 +71,7 @@ def _(dy, x, ids, weights, w13, w2, saved, layout, workspace, needs):
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, ids, weights, w13, w2, layout, workspace, save = inputs
+    x, ids, weights, w13, w2, layout, workspace, _ = inputs
     ctx.counts = len(w13), len(w2)
     ctx.layout, ctx.workspace = layout, workspace
     ctx.needs = [any(t.requires_grad for t in ts) for ts in ([x], [weights], w13, w2)]
