@@ -38,7 +38,10 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, on every rank."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
+        try:
+            dist.all_gather_object(values, value, group=self.control)
+        except RuntimeError as error:  # a peer is gone; it has printed why, and only that is worth reading
+            raise typer.Exit(1) from error
         return values
 
 
