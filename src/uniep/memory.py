@@ -64,7 +64,7 @@ class MemoryPlan:
 
     def explain(self) -> str:
         """A table: one line per buffer, then the totals."""
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (b.kind, b.name, " x ".join(map(str, b.shape)), _dtype(b.dtype), _size(b.bytes), b.why)
             for b in self.buffers
         ]
@@ -194,7 +194,7 @@ def plan_memory(cfg: MoEConfig, ep_size: int, *, backend: str = "hopper", tokens
         )
     if backend == "cpu":
         buffers.append(
-            Buffer("fingerprint", (2,), torch.int64, "saved", "names the forward that a backward belongs to")
+            Buffer("fingerprint", (1,), torch.int64, "saved", "names the forward that a backward belongs to")
         )
     else:
         buffers.append(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import itertools
@@ -92,8 +93,8 @@ class _Header:
     tokens: int = 0
     error: int = -1  # index into _ERRORS of why this rank refuses
     text_bytes: int = 0
-    fingerprint: int = 0  # backward: of the routing of the forward it belongs to
-    of_call: int = 0  # backward: the number of that forward
+    digest: int = 0  # of x
+    fingerprint: int = 0  # backward: of the forward it belongs to
     forwards: int = 0  # forwards that this rank has entered
     needs: int = 0  # backward: bits, dx and d(weight) wanted
 
@@ -170,7 +171,7 @@ class CpuBackend:
     @_plain()
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         operation = "forward" if save else "forward without gradients"
-        call = self._enter(operation, inputs.ids_TK, inputs.weights_TK)
+        call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD)
         keep = save and self.schedule.received == "saved"
         routing = call.routing
         graph = routing.graph(
@@ -182,18 +183,16 @@ class CpuBackend:
         self._run(call.number, operation, graph, bodies)
         if not save:
             return bodies.y_TD, []
-        return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint, call.number])]
+        return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
 
     @_plain()
     def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
-        received_MD, h_NF, origin = saved
-        fingerprint, of_call = origin.tolist()
+        received_MD, h_NF, fingerprint_1 = saved
+        fingerprint = int(fingerprint_1)
         again = self.schedule.received == "again"
         if again:
-            received_MD = self._dispatch_again(inputs, fingerprint, of_call)
-        call = self._enter(
-            "backward", inputs.ids_TK, inputs.weights_TK, fingerprint=fingerprint, of_call=of_call, needs=needs
-        )
+            received_MD = self._dispatch_again(inputs, fingerprint)
+        call = self._enter("backward", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, needs)
         routing = call.routing
         # dx and d(weight) come from all ranks, so they are computed if any rank wants them.
         need_x, need_weights = (any(h.needs & bit for h in call.headers) for bit in (1, 2))
@@ -223,7 +222,7 @@ class CpuBackend:
         return [
             x_TD.new_empty(received, self.cfg.hidden),
             x_TD.new_empty(new_size(), 2 * self.cfg.ffn),
-            x_TD.new_empty(2, dtype=torch.int64),
+            x_TD.new_empty(1, dtype=torch.int64),
         ]
 
     def prepare(self) -> None:
@@ -262,11 +261,10 @@ class CpuBackend:
         operation: str,
         ids_TK: Tensor,
         weights_TK: Tensor,
-        *,
-        error: UniEPError | None = None,
+        x_TD: Tensor | None = None,
         fingerprint: int = 0,
-        of_call: int = 0,
         needs: Needs | None = None,
+        error: UniEPError | None = None,
     ) -> _Call:
         """Exchange ids, weights and headers; return when every rank has entered.
 
@@ -289,8 +287,8 @@ class CpuBackend:
             ids_TK.shape[0],
             _error_index(error),
             len(text),
+            _digest(x_TD) if x_TD is not None else 0,
             fingerprint,
-            of_call,
             self._forwards + operation.startswith("forward"),
             (needs.x + 2 * needs.weights) if needs is not None else 0,
         )
@@ -366,15 +364,18 @@ class CpuBackend:
             tensors["exchange_weights"][parity, r, : h.tokens * top_k].clone().view(-1, top_k)
             for r, h in enumerate(headers)
         ]
-        key = b"".join(len(t).to_bytes(4, "little") + t.numpy().tobytes() for t in ids)
-        digest = hashlib.blake2b(key + b"".join(w.numpy().tobytes() for w in weights), digest_size=8).digest()
-        call = _Call(number, self._routing(key, ids), weights, headers, int.from_bytes(digest, "little", signed=True))
-        if operation in ("backward", "dispatch") and any(
-            h.fingerprint != call.fingerprint or h.of_call != headers[0].of_call for h in headers
-        ):
+        key = b"".join(len(t).to_bytes(4, "little") + _raw(t) for t in ids)
+        call = _Call(
+            number,
+            self._routing(key, ids),
+            weights,
+            headers,
+            _digest(*ids, *weights, torch.tensor([h.digest for h in headers])),
+        )
+        if operation in ("backward", "dispatch") and any(h.fingerprint != call.fingerprint for h in headers):
             raise UniEPError(
-                f"call {number}: ranks run the backward of different forwards, calls {[h.of_call for h in headers]}, "
-                "or ids or weights changed in between; every rank must run its backwards in the same order"
+                f"call {number}: ranks run the backward of different forwards, or their inputs changed in between; "
+                "every rank must run its backwards in the same order"
             )
         self._check_capacity(call.routing)
         return call
@@ -401,9 +402,9 @@ class CpuBackend:
     def _rows(self, call: _Call) -> Rows:
         return Rows.make(self.rank, self.cfg, call.routing.plans[self.rank], call.weights)
 
-    def _dispatch_again(self, inputs: Inputs, fingerprint: int, of_call: int) -> Tensor:
+    def _dispatch_again(self, inputs: Inputs, fingerprint: int) -> Tensor:
         """The received tokens of a forward once more, compact."""
-        call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, fingerprint=fingerprint, of_call=of_call)
+        call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint)
         graph = call.routing.graph("dispatch", lambda: lower_dispatch(call.routing.plans, self.cfg, self.schedule))
         bodies = Dispatch(self._rows(call), self._shared, inputs.x_TD, inputs.ids_TK, keep=True)
         self._run(call.number, "dispatch", graph, bodies)
@@ -513,7 +514,7 @@ class _Run:
     def _first_word(self, event: Event) -> int:
         """Index of the event's first column in its owner's words."""
         backend = self.backend
-        index = backend._event_base[event.stage] + event.index
+        index = backend._event_base[event.stage] + event.number
         base = backend._segments[event.rank].word("flags")
         return base + (self.parity * backend._num_events + index) * backend._columns
 
@@ -561,3 +562,16 @@ def _error_index(error: UniEPError | None) -> int:
     if error is None:
         return -1
     return next((i for i, kind in enumerate(_ERRORS) if type(error) is kind), 0)
+
+
+def _raw(tensor: Tensor) -> bytes:
+    """The bytes of a contiguous tensor (numpy is not a dependency)."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _digest(*tensors: Tensor) -> int:
+    """64 bits that name the contents of `tensors`."""
+    state = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        state.update(repr(tensor.shape).encode() + _raw(tensor.contiguous()))
+    return int.from_bytes(state.digest(), "little", signed=True)

@@ -20,16 +20,16 @@ SHARED_STAGES = ("arrived", "returned", "weights returned")
 class Event(NamedTuple):
     """Identity of a counter: the rank that owns it, the stage that signals it, which one of the stage.
 
-    "arrived": index = source rank * chunks + chunk of the send list.  "returned", "weights returned": index =
-    chunk of the owner's tokens.  Local stages: index = row tile, expert, or 0.
+    "arrived": number = source rank * chunks + chunk of the send list.  "returned", "weights returned": number =
+    chunk of the owner's tokens.  Local stages: number = row tile, expert, or 0.
     """
 
     rank: int
     stage: str
-    index: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.stage}[{self.index}] on rank {self.rank}"
+        return f"{self.stage}[{self.number}] on rank {self.rank}"
 
 
 class Block(NamedTuple):
