@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -59,21 +59,27 @@ def demo(
         say(f"text: {text.num_files} files of Python's standard library, {text.train.numel() / 1e6:.1f} MB")
         recorded = _train(cfg, world, groups[ep], text, steps, out) if world.rank < ep else []
         of_rank = world.gather(recorded)  # ranks outside the training group wait here
+        drawn = [out / "loss.png"]
         if world.rank == 0 and recorded[0]:
+            drawn.append(out / "timeline.png")
             spans = fastest([[span for part in step for span in part] for step in zip(*of_rank[:ep], strict=True)])
             note = f"layer {cfg.layers // 2} of {cfg.layers} in a training step, EP={ep}, {_describe(cfg)}"
-            draw_timeline(spans, note, out / "timeline.png")
+            draw_timeline(spans, note, drawn[-1])
         batches = [_batch(text, cfg, step) for step in range(proof_steps)]
         compared = {size: groups[size] for size in sizes if size in groups}
         same = prove(cfg, world, compared, batches, LEARNING_RATE)
         if missing := [size for size in sizes if size not in groups]:
-            say(f"[yellow]not compared[/yellow]: EP {missing}; there are only {world.size} ranks, one per GPU")
+            say(f"[yellow]not compared[/yellow]: EP {_list(missing)}; there are only {world.size} ranks (one per GPU)")
         if same:
-            say("[bold green]identical[/bold green]: every bit, at every EP size, under every schedule")
+            say(f"[bold green]identical[/bold green]: every bit at EP {_list(compared)}, under every schedule")
         else:
             say("[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`")
-        say(f"pictures: {out / 'loss.png'}  {out / 'timeline.png'}")
+        say(f"pictures: {_list(drawn)}")
     raise typer.Exit(0 if same else 1)
+
+
+def _list(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _batch(text: Text, cfg: ModelConfig, step: int, held_out: bool = False) -> list[torch.Tensor]:

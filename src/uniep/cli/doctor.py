@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "UNIEP_TIMEOUT_S": "seconds until a peer that does not come raises PeerTimeoutError",
     "OMP_NUM_THREADS": "PyTorch's threads per rank; torchrun sets 1",
     "CUDA_VISIBLE_DEVICES": "GPUs that processes see; a different mask per rank prevents peer access",
+    "PYTORCH_ALLOC_CONF": "PyTorch's allocators; replaces PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF": "PyTorch's CUDA allocator",
 }
 

@@ -70,6 +70,15 @@ def run_again(num_ranks: int) -> None:
     raise typer.Exit(0)
 
 
+def _only_deterministic_operators() -> None:
+    """On GPUs some of PyTorch's own operators (attention's backward, for one) add in the order of a race."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
 @contextlib.contextmanager
 def ranks() -> Iterator[World]:
     """Join torchrun's process group: gloo, and NCCL where there are GPUs."""
@@ -79,6 +88,7 @@ def ranks() -> Iterator[World]:
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        _only_deterministic_operators()
     # Ranks outside a small group wait for the others as long as a whole training run takes.
     patience = datetime.timedelta(hours=2)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
