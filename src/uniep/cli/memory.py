@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import typer
 
 import uniep
 from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, TopK, Weight, WeightAt
+
+
+class BackendName(enum.StrEnum):
+    cpu = "cpu"
+    hopper = "hopper"
 
 
 def memory(
@@ -21,6 +27,7 @@ def memory(
     dtype: Dtype = DType.bf16,
     weight_at: Weight = WeightAt.output,
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 8,
+    backend: Annotated[BackendName, typer.Option(help="Whose buffers.")] = BackendName.hopper,
     max_rows: Annotated[
         int | None,
         typer.Option(help="Bound on routed rows per rank (no host read); default: allocated exactly.", min=1),
@@ -40,4 +47,4 @@ def memory(
         weight_at=weight_at.value,
         max_rows=max_rows,
     )
-    typer.echo(uniep.plan_memory(cfg, ep_size=ep).explain())
+    typer.echo(uniep.plan_memory(cfg, ep_size=ep, backend=backend.value).explain())
