@@ -87,9 +87,14 @@ class MoEConfig:
             )
         return self.num_experts // ep_size
 
-    def max_receive_tokens(self, ep_size: int) -> int:
-        """Most tokens one rank can receive: every token of every other rank once (deduplicated)."""
-        return (ep_size - 1) * self.max_tokens_per_rank
+    @property
+    def receive_block(self) -> int:
+        """Receive slots per peer: max_tokens_per_rank, aligned so that arrival chunks never span peers."""
+        return align_rows(self.max_tokens_per_rank)
+
+    def receive_slots(self, ep_size: int) -> int:
+        """Receive slots of one rank: every token of every other rank once (deduplicated)."""
+        return (ep_size - 1) * self.receive_block
 
 
 def align_rows(rows: int) -> int:

@@ -60,12 +60,13 @@ class RoutingPlan:
 
 
 def recv_base(cfg: MoEConfig, source: int, rank: int) -> int:
-    """First receive slot on `rank` of tokens from `source` (one block of max_tokens_per_rank per peer)."""
-    return (source - (source > rank)) * cfg.max_tokens_per_rank
+    """First receive slot on `rank` of tokens from `source`: one block of cfg.receive_block per peer."""
+    return (source - (source > rank)) * cfg.receive_block
 
 
 def find_bad_id(ids_TK: Tensor, num_experts: int) -> tuple[int, int, int] | None:
     """(token, slot, value) of the first id outside -1 .. E-1, or None."""
+    ids_TK = ids_TK.long()  # a narrow dtype would wrap the limits
     bad = (ids_TK < -1) | (ids_TK >= num_experts)
     if not bool(bad.any()):
         return None
@@ -84,10 +85,11 @@ def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig) -> Rout
     first = rank * local
     device = ids_of_rank[rank].device
     i64 = torch.int64
+    ids_of_rank = [ids.to(i64) for ids in ids_of_rank]  # a narrow dtype would wrap expert numbers
 
     tokens = [ids.shape[0] for ids in ids_of_rank]
     counts_RE = torch.stack(
-        [torch.bincount(ids[ids >= 0].to(i64), minlength=cfg.num_experts) for ids in ids_of_rank]
+        [torch.bincount(ids[ids >= 0], minlength=cfg.num_experts) for ids in ids_of_rank]
     )
 
     def sent(source: int, target: int) -> Tensor:
@@ -118,7 +120,7 @@ def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig) -> Rout
     total = int(expert_start_e1[-1])
 
     # All slots of all ranks in (source, token, k) order; a stable sort by expert makes it canonical.
-    flat_ids = torch.cat([ids.reshape(-1) for ids in ids_of_rank]).to(i64)
+    flat_ids = torch.cat([ids.reshape(-1) for ids in ids_of_rank])
     flat_source = torch.cat([s.repeat_interleave(cfg.top_k) for s in source_of_token])
     block = cfg.max_tokens_per_rank * cfg.top_k
     flat_return = torch.cat(
@@ -130,7 +132,7 @@ def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig) -> Rout
     before_e = torch.cumsum(rows_e, 0) - rows_e
     row = expert_start_e1[expert] + torch.arange(mine.numel(), device=device) - before_e[expert]
 
-    zero_row = -cfg.max_receive_tokens(num_ranks) - 1
+    zero_row = -cfg.receive_slots(num_ranks) - 1
     row_source_N = torch.full((total,), zero_row, dtype=i64, device=device)
     row_return_N = torch.full((total,), -1, dtype=i64, device=device)
     row_source_N[row] = flat_source[mine]

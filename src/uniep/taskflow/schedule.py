@@ -21,7 +21,6 @@ class Tile:
     depth: int = 64
     warps: int = 8
     stages: int = 3
-    registers: int | None = None  # most registers per thread, so that other kernels fit beside this one
     group_rows: int = 8  # row tiles that share a column of weights in L2 before the next column starts
 
 
@@ -34,7 +33,10 @@ class Schedule:
     tile_order: "natural", tiles in expert order; "local-first", tiles whose rows are all local first,
         then the rest, each class in expert order.
     chunk_tokens: tokens pushed under one arrival signal.
-    push_programs, push_warps: size of the GPU kernel that pushes tokens.
+    gemm1, gemm2: tiles of the forward GEMMs; gemm2 also serves dgrad1.  down_gradient: of dO @ W2, whose
+        epilogue needs registers.  weight_gradient: of dW13 and dW2; its rows and columns tile the output.
+        (The CPU takes gemm1 and gemm2 for the backward, too.)
+    push_programs: GPU programs that push tokens before they join the tiles.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
     received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
         "again", the tokens are dispatched again (no memory between forward and backward).
@@ -45,8 +47,9 @@ class Schedule:
     gemm1: Tile = Tile()
     gemm2: Tile = Tile()
     chunk_tokens: int = 64
-    push_programs: int = 16
-    push_warps: int = 8
+    down_gradient: Tile = Tile(columns=128, stages=4)
+    weight_gradient: Tile = Tile()
+    push_programs: int = 8
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
@@ -70,7 +73,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         f"tile_order is {schedule.tile_order!r}; use 'natural' or 'local-first'",
     )
     need(schedule.received in ("saved", "again"), f"received is {schedule.received!r}; use 'saved' or 'again'")
-    for name in ("gemm1", "gemm2"):
+    for name in ("gemm1", "gemm2", "down_gradient", "weight_gradient"):
         tile = getattr(schedule, name)
         need(
             tile.rows in (64, 128) and ROW_ALIGN % tile.rows == 0,
@@ -80,7 +83,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
             f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",
         )
-    for name in ("chunk_tokens", "matrix_workers", "vector_workers"):
+    for name in ("chunk_tokens", "push_programs", "matrix_workers", "vector_workers"):
         value = getattr(schedule, name)
         need(value >= 1, f"{name} is {value}; it must be at least 1")
     return reasons

@@ -1,0 +1,340 @@
+"""The routing plan on the GPU: five small kernels, equal element for element to `routing.build_plan`.
+
+exchange   every rank stores its ids and weights into every peer's exchange slot, then raises `entered`
+histogram  per block of tokens: slots per expert, tokens to receive, tokens to send
+scan       running sums of each histogram row over the blocks, in (source, block) order
+tiles      segment starts, tile tables, totals; the one record a host may read
+place      each slot computes its row: start of its expert + slots before its block + slots before it
+
+No atomic decides a position.  Blocks are BLOCK_T tokens of one source; their entries are flattened as
+(token, slot), which is the canonical order inside a source.
+
+The exchange slot of source s (parity p) holds 64 header words (0: T), then T_max*K ids, then T_max*K
+weights as fp32 bits.  It has two parities because a peer may enter the next call while this rank reads.
+
+Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M row tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.sync import BAD_ID, STAGE_ENTRY, TOO_MANY_ROWS, deadline, record, wait_for
+
+HEADER = tl.constexpr(64)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "entered_offset", "rank"])
+def exchange_kernel(
+    ids_ptr,
+    weights_ptr,
+    num_tokens,
+    exchange_table_ptr,
+    flag_table_ptr,
+    entered_offset,
+    call_ptr,
+    ticket_ptr,
+    rank,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """Enter call `*call_ptr + 1`: publish this rank's ids and weights, then count the call."""
+    call = tl.load(call_ptr) + 1
+    stride: tl.constexpr = HEADER + 2 * SLOTS
+    offset = ((call % 2) * NUM_RANKS + rank).to(tl.int64) * stride
+    if HAS_IDS:
+        total = num_tokens * K
+        for first in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            mask = index < total
+            ids = tl.load(ids_ptr + index, mask=mask, other=-1)
+            ids = tl.where((ids < -1) | (ids > 2147483647), 2147483647, ids).to(tl.int32)
+            weights = tl.load(weights_ptr + index, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+            for peer in range(NUM_RANKS):
+                slot = tl.load(exchange_table_ptr + peer).to(tl.pointer_type(tl.int32)) + offset
+                tl.store(slot + HEADER + index, ids, mask=mask)
+                tl.store(slot + HEADER + SLOTS + index, weights, mask=mask)
+    if tl.program_id(0) == 0:
+        for peer in range(NUM_RANKS):
+            slot = tl.load(exchange_table_ptr + peer).to(tl.pointer_type(tl.int32)) + offset
+            tl.store(slot, num_tokens)
+    tl.debug_barrier()
+    ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
+    if ticket == tl.num_programs(0) - 1:
+        tl.store(ticket_ptr, 0)
+        tl.store(call_ptr, call)
+        for peer in range(NUM_RANKS):
+            flags = tl.load(flag_table_ptr + peer).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags + entered_offset + rank, call, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["timeout_ns"])
+def barrier_kernel(flags_ptr, call_ptr, status_ptr, timeout_ns, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr):
+    """Wait until one flag of every rank has reached this call."""
+    ranks = tl.arange(0, NUM_RANKS)
+    wait_for(flags_ptr + ranks, ranks, tl.load(call_ptr), deadline(status_ptr, timeout_ns), status_ptr, STAGE)
+
+
+@triton.jit
+def _block_ids(exchange_ptr, call, block, BLOCKS, K, KP: tl.constexpr, SLOTS, NUM_RANKS, BLOCK_T: tl.constexpr):
+    """(source, first token, T of the source, its slot base, ids (BLOCK_T, KP) with -1 where there is none)."""
+    source = block // BLOCKS
+    first = block % BLOCKS * BLOCK_T
+    base = exchange_ptr + ((call % 2) * NUM_RANKS + source).to(tl.int64) * (HEADER + 2 * SLOTS)
+    num_tokens = tl.load(base)
+    token = first + tl.arange(0, BLOCK_T)
+    slot = tl.arange(0, KP)
+    mask = (token < num_tokens)[:, None] & (slot < K)[None, :]
+    ids = tl.load(base + HEADER + token[:, None] * K + slot[None, :], mask=mask, other=-1)
+    return source, first, num_tokens, base, ids
+
+
+@triton.jit(do_not_specialize=["timeout_ns", "rank"])
+def histogram_kernel(
+    exchange_ptr,
+    entered_ptr,
+    histogram_ptr,
+    call_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    LOCAL: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """histogram (E + 1 + R, B): rows 0..E-1 slots per expert; row E tokens that this rank receives;
+    row E+1+d tokens that this rank sends to d (blocks of this rank only)."""
+    call = tl.load(call_ptr)
+    ranks = tl.arange(0, NUM_RANKS)
+    wait_for(entered_ptr + ranks, ranks, call, deadline(status_ptr, timeout_ns), status_ptr, STAGE_ENTRY)
+    block = tl.program_id(0)
+    total: tl.constexpr = BLOCKS * NUM_RANKS
+    source, first, num_tokens, base, ids = _block_ids(
+        exchange_ptr, call, block, BLOCKS, K, KP, SLOTS, NUM_RANKS, BLOCK_T
+    )
+    bad = ids >= E
+    if tl.max(bad.to(tl.int32)) != 0:
+        entry = (first + tl.arange(0, BLOCK_T))[:, None] * K + tl.arange(0, KP)[None, :]
+        record(status_ptr, BAD_ID, source, tl.min(tl.where(bad, entry, 2147483647)), 0, 0)
+        ids = tl.where(bad, -1, ids)
+    flat = tl.reshape(ids, (BLOCK_T * KP,))
+    counts = tl.histogram(tl.where(flat >= 0, flat, 0), EP)
+    expert = tl.arange(0, EP)
+    unused = tl.sum((flat < 0).to(tl.int32))
+    counts = tl.where(expert == 0, counts - unused, counts)
+    tl.store(histogram_ptr + expert.to(tl.int64) * total + block, counts, mask=expert < E)
+    here = (ids >= rank * LOCAL) & (ids < (rank + 1) * LOCAL)
+    received = tl.sum(tl.max(here.to(tl.int32), 1))
+    tl.store(histogram_ptr + tl.full((), E, tl.int64) * total + block, tl.where(source == rank, 0, received))
+    if source == rank:
+        for peer in range(NUM_RANKS):
+            there = (ids >= peer * LOCAL) & (ids < (peer + 1) * LOCAL)
+            sent = tl.where(peer == rank, 0, tl.sum(tl.max(there.to(tl.int32), 1)))
+            tl.store(histogram_ptr + (E + 1 + peer).to(tl.int64) * total + block, sent)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def scan_kernel(
+    histogram_ptr,
+    counts_ptr,
+    send_count_ptr,
+    recv_count_ptr,
+    rank,
+    E: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_P: tl.constexpr,
+):
+    """Exclusive running sums of one histogram row, in place, and its total per source."""
+    row = tl.program_id(0)
+    source = tl.arange(0, NUM_RANKS)
+    block = tl.arange(0, BLOCKS_P)
+    at = histogram_ptr + row.to(tl.int64) * (NUM_RANKS * BLOCKS) + source[:, None] * BLOCKS + block[None, :]
+    # Rows of sends hold this rank's blocks only.
+    mask = (block < BLOCKS)[None, :] & ((row <= E) | (source == rank))[:, None]
+    counts = tl.load(at, mask=mask, other=0)
+    before = tl.cumsum(counts, 1) - counts
+    total = tl.sum(counts, 1)
+    if row < E:
+        before += (tl.cumsum(total, 0) - total)[:, None]
+        tl.store(counts_ptr + source * E + row, total)
+    elif row == E:
+        tl.store(recv_count_ptr + source, total)
+    else:
+        tl.store(send_count_ptr + row - E - 1, tl.sum(total))
+    tl.store(at, before, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank", "capacity"])
+def tiles_kernel(
+    counts_ptr,
+    start_ptr,
+    expert_ptr,
+    order_ptr,
+    totals_ptr,
+    host_ptr,
+    call_ptr,
+    status_ptr,
+    rank,
+    capacity,
+    E: tl.constexpr,
+    LOCAL: tl.constexpr,
+    LOCAL_P: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LOCAL_FIRST: tl.constexpr,
+    HOST: tl.constexpr,
+):
+    """Segment starts and, per row tile, its expert and its place in the order.  One program.
+
+    totals: [0] padded rows, [1] row tiles, [2] row tiles without remote rows.
+    A tile is local if all its rows come from this rank; with LOCAL_FIRST those come first, each class in
+    expert order.  capacity: padded rows that fit; more set TOO_MANY_ROWS and leave no tile to run.
+    """
+    local = tl.arange(0, LOCAL_P)
+    source = tl.arange(0, NUM_RANKS)
+    at = counts_ptr + source[:, None] * E + rank * LOCAL + local[None, :]
+    counts = tl.load(at, mask=(local < LOCAL)[None, :], other=0)
+    rows = tl.sum(counts, 0)
+    ahead = tl.sum(tl.where((source < rank)[:, None], counts, 0), 0)  # rows of earlier sources
+    own = tl.sum(tl.where((source == rank)[:, None], counts, 0), 0)
+    padded = (rows + ALIGN - 1) // ALIGN * ALIGN
+    start = tl.cumsum(padded, 0) - padded
+    total = tl.sum(padded)
+    fits = total <= capacity
+    for peer in range(NUM_RANKS):  # every rank finds every rank's overflow, so that all raise
+        peer_at = counts_ptr + source[:, None] * E + peer * LOCAL + local[None, :]
+        peer_rows = tl.sum(tl.load(peer_at, mask=(local < LOCAL)[None, :], other=0), 0)
+        peer_total = tl.sum((peer_rows + ALIGN - 1) // ALIGN * ALIGN)
+        if HOST:
+            tl.store(host_ptr + 2 + peer, tl.sum(peer_rows))
+        if peer_total > capacity:
+            record(status_ptr, TOO_MANY_ROWS, peer, 0, tl.sum(peer_rows), capacity)
+            fits = fits & False
+    tl.store(start_ptr + local, start, mask=local < LOCAL)
+    tl.store(start_ptr + LOCAL, total)
+
+    # Rows [first, last) of a segment that only this rank fills: from the tile after the last foreign
+    # row in front, to the tile before the first foreign row behind (pad rows are local).
+    first = (ahead + BLOCK_M - 1) // BLOCK_M
+    last = tl.where(ahead + own == rows, padded // BLOCK_M, (ahead + own) // BLOCK_M)
+    num_local = tl.maximum(last - first, 0)
+    num_tiles = padded // BLOCK_M
+    local_before = tl.cumsum(num_local, 0) - num_local
+    remote_before = tl.cumsum(num_tiles - num_local, 0) - (num_tiles - num_local)
+    all_local = tl.sum(num_local)
+    tl.store(totals_ptr, tl.where(fits, total, 0))
+    tl.store(totals_ptr + 1, tl.where(fits, total // BLOCK_M, 0))
+    tl.store(totals_ptr + 2, all_local)
+    if fits:
+        most = tl.max(num_tiles)
+        for i in range(0, most):
+            tile = start // BLOCK_M + i
+            exists = i < num_tiles
+            tl.store(expert_ptr + tile, local, mask=exists)
+            if LOCAL_FIRST:
+                is_local = (i >= first) & (i < last)
+                locals_before = tl.minimum(tl.maximum(i - first, 0), num_local)
+                position = tl.where(is_local, local_before + i - first, all_local + remote_before + i - locals_before)
+                tl.store(order_ptr + position, tile, mask=exists)
+            else:
+                tl.store(order_ptr + tile, tile, mask=exists)
+    if HOST:
+        tl.store(host_ptr + 1, total)
+        tl.debug_barrier()
+        tl.atomic_xchg(host_ptr, tl.load(call_ptr), sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
+def place_kernel(
+    exchange_ptr,
+    histogram_ptr,
+    start_ptr,
+    counts_ptr,
+    totals_ptr,
+    source_ptr,
+    return_ptr,
+    weight_ptr,
+    send_token_ptr,
+    call_ptr,
+    rank,
+    num_tokens,
+    E: tl.constexpr,
+    LOCAL: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Rows and send lists.  Programs 0..B-1 place their block's slots; B..B+e-1 fill pad rows."""
+    call = tl.load(call_ptr)
+    block = tl.program_id(0)
+    total: tl.constexpr = BLOCKS * NUM_RANKS
+    zero_row: tl.constexpr = -(NUM_RANKS - 1) * RECEIVE_BLOCK - 1
+    have_rows = tl.load(totals_ptr) > 0
+    if block >= total:
+        local = block - total
+        rows = 0
+        for source in range(NUM_RANKS):
+            rows += tl.load(counts_ptr + source * E + rank * LOCAL + local)
+        begin = tl.load(start_ptr + local) + rows
+        row = begin + tl.arange(0, ALIGN)
+        mask = (row < tl.load(start_ptr + local + 1)) & have_rows
+        tl.store(source_ptr + row, tl.full((ALIGN,), zero_row, tl.int32), mask=mask)
+        tl.store(return_ptr + row, tl.full((ALIGN,), -1, tl.int32), mask=mask)
+        tl.store(weight_ptr + row, tl.zeros((ALIGN,), tl.float32), mask=mask)
+    else:
+        source, first, source_tokens, base, ids = _block_ids(
+            exchange_ptr, call, block, BLOCKS, K, KP, SLOTS, NUM_RANKS, BLOCK_T
+        )
+        ids = tl.where(ids >= E, -1, ids)
+        here = (ids >= rank * LOCAL) & (ids < (rank + 1) * LOCAL)
+        any_here = tl.max(here.to(tl.int32), 1)
+        token = first + tl.arange(0, BLOCK_T)
+        if source == rank:
+            value = token
+            for peer in range(NUM_RANKS):
+                if peer != rank:
+                    there = tl.max(((ids >= peer * LOCAL) & (ids < (peer + 1) * LOCAL)).to(tl.int32), 1)
+                    at = (
+                        tl.load(histogram_ptr + (E + 1 + peer).to(tl.int64) * total + block)
+                        + tl.cumsum(there, 0)
+                        - there
+                    )
+                    tl.store(send_token_ptr + peer.to(tl.int64) * num_tokens + at, token, mask=there != 0)
+        else:
+            slot = (source - (source > rank)) * RECEIVE_BLOCK + tl.load(
+                histogram_ptr + tl.full((), E, tl.int64) * total + block
+            )
+            value = -(slot + tl.cumsum(any_here, 0) - any_here) - 1
+        if (tl.max(any_here) != 0) & have_rows:
+            entries: tl.constexpr = BLOCK_T * KP
+            flat = tl.reshape(tl.where(here, ids, -1), (entries,))
+            other = tl.reshape(tl.where(here, ids, -1), (entries,))
+            index = tl.arange(0, entries)
+            same = (flat[:, None] == other[None, :]) & (index[None, :] < index[:, None])
+            before = tl.reshape(tl.sum(same.to(tl.int32), 1), (BLOCK_T, KP))
+            local = tl.where(here, ids - rank * LOCAL, 0)
+            at = (
+                tl.load(start_ptr + local)
+                + tl.load(histogram_ptr + (rank * LOCAL + local).to(tl.int64) * total + block)
+                + before
+            )
+            entry = token[:, None] * K + tl.arange(0, KP)[None, :]
+            weight = tl.load(base + HEADER + SLOTS + entry, mask=here, other=0).to(tl.float32, bitcast=True)
+            tl.store(source_ptr + at, tl.broadcast_to(value[:, None], (BLOCK_T, KP)), mask=here)
+            tl.store(return_ptr + at, source * SLOTS + entry, mask=here)
+            tl.store(weight_ptr + at, weight, mask=here)

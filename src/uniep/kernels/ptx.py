@@ -1,0 +1,81 @@
+"""All inline assembly of uniep, each piece with the twin that Triton's interpreter runs.
+
+The interpreter cannot execute assembly; under TRITON_INTERPRET=1 the twins below take its place.  The
+GPU test suite runs twin and assembly against each other (tests/gpu).
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+if INTERPRETED:
+
+    @triton.jit
+    def load_acquire(ptr):
+        """int32 at `ptr` (scalar or tensor), acquire, system scope."""
+        return tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
+
+    @triton.jit
+    def nanoseconds():
+        """Monotonic clock; the interpreter has none, so interpreted waits never time out."""
+        return tl.full((), 0, tl.int64)
+
+    @triton.jit
+    def sigmoid(x):
+        """1 / (1 + exp(-x)) in fp32."""
+        return 1.0 / (1.0 + tl.exp(-x))
+
+    @triton.jit
+    def narrow(x, dtype: tl.constexpr):
+        """fp32 to a 16-bit dtype, round to nearest even."""
+        return x.to(dtype)
+
+else:
+
+    @triton.jit
+    def load_acquire(ptr):
+        """int32 at `ptr` (scalar or tensor), acquire, system scope."""
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.s32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def nanoseconds():
+        """Monotonic clock of the device."""
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+    @triton.jit
+    def sigmoid(x):
+        """1 / (1 + exp(-x)) in fp32 by approximate exp2 and reciprocal (tl.sigmoid compiles to checked ones)."""
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 t;
+            mul.rn.f32 t, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 t, t;
+            add.rn.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 $0, t;
+            }""",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+    @triton.jit
+    def narrow(x, dtype: tl.constexpr):
+        """fp32 to a 16-bit dtype, round to nearest even, two values an instruction.
+
+        A value that is stored narrow and widened again otherwise compiles to scalar F2F, on the slow unit.
+        """
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+            )
+        elif dtype == tl.float16:
+            return tl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+            )
+        else:
+            return x.to(dtype)

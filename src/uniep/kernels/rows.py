@@ -1,0 +1,57 @@
+"""Rows where they lie: gathered operands and the wait for their arrival."""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.ptx import load_acquire
+from uniep.kernels.sync import STAGE_DISPATCH, wait_for
+
+
+@triton.jit
+def row_pointers(source, local_ptr, receive_ptr, WIDTH: tl.constexpr):
+    """Address of each row's first element: local token `source`, or receive slot `-source - 1`."""
+    is_local = source >= 0
+    row = tl.where(is_local, source, -source - 1).to(tl.int64)
+    base = tl.where(is_local, local_ptr.to(tl.int64), receive_ptr.to(tl.int64))
+    address = base + row * (WIDTH * (local_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    return tl.multiple_of(address.to(local_ptr.dtype), 16)
+
+
+@triton.jit
+def wait_for_rows(
+    source,
+    all_here,
+    arrived_ptr,
+    finished_ptr,
+    call_ptr,
+    deadline_ns,
+    status_ptr,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+):
+    """Wait for the chunks that hold a tile's received rows; returns 1 once everything has arrived."""
+    slot = -source - 1
+    remote = (slot >= 0) & (slot < (NUM_RANKS - 1) * RECEIVE_BLOCK)
+    if all_here == 0:
+        if tl.max(remote.to(tl.int32)) != 0:
+            call = tl.load(call_ptr)
+            if tl.min((load_acquire(finished_ptr + tl.arange(0, NUM_RANKS)) - call >= 0).to(tl.int32)) != 0:
+                all_here = 1
+            else:
+                peer = slot // RECEIVE_BLOCK
+                peer += (peer >= rank).to(tl.int32)
+                flags = tl.where(remote, arrived_ptr + slot // CHUNK, call_ptr)
+                wait_for(flags, peer, call, deadline_ns, status_ptr, STAGE_DISPATCH)
+    return all_here
+
+
+@triton.jit
+def load_rows(ptrs, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """One (rows, BLOCK_K) step of gathered rows, in 16-byte copies (multiple_of counts bytes here)."""
+    ptrs = tl.multiple_of(ptrs + k * BLOCK_K, (1, 16))
+    if WIDTH % BLOCK_K == 0:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(k * BLOCK_K + tl.arange(0, BLOCK_K) < WIDTH)[None, :], other=0.0)

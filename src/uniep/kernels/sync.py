@@ -1,0 +1,71 @@
+"""Waiting for peers and signalling them.
+
+Flags are int32 words in every rank's symmetric memory that hold the number of the call they belong to:
+they only grow and are never reset.  Every wait is bounded.
+
+The status record (int32, device memory) is zero while all is well: [0] code, [1] stage, [2] peer,
+[3] call expected, [4] least seen, [5] and [6] rows needed and available.  Words 8 and 9 hold the address of the
+host's pinned copy, which the host reads without synchronising.
+"""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.ptx import load_acquire, nanoseconds
+
+TIMEOUT = tl.constexpr(1)
+BAD_ID = tl.constexpr(2)
+TOO_MANY_ROWS = tl.constexpr(3)
+
+STAGE_ENTRY = tl.constexpr(1)
+STAGE_DISPATCH = tl.constexpr(2)
+STAGE_COMBINE = tl.constexpr(3)
+
+
+@triton.jit
+def record(status_ptr, code, a, b, c, d):
+    """Write a status record here and to the host, the code last."""
+    host_ptr = tl.load((status_ptr + 8).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
+    tl.store(host_ptr + 1, a)
+    tl.store(host_ptr + 2, b)
+    tl.store(host_ptr + 3, c)
+    tl.store(host_ptr + 4, d)
+    tl.store(status_ptr, code)
+    tl.debug_barrier()
+    tl.atomic_xchg(host_ptr, code, sem="release", scope="sys")
+
+
+@triton.jit
+def deadline(status_ptr, timeout_ns):
+    """When waits of this kernel give up: at once if the call has failed already."""
+    return nanoseconds() + tl.where(tl.load(status_ptr) == 0, timeout_ns, 0)
+
+
+@triton.jit
+def wait_for(flag_ptrs, peers, call, deadline_ns, status_ptr, STAGE: tl.constexpr):
+    """Spin until every flag has reached `call`; after `deadline_ns` record the late peer and give up."""
+    seen = load_acquire(flag_ptrs)
+    late = tl.max((seen - call < 0).to(tl.int32))
+    while late != 0:
+        seen = load_acquire(flag_ptrs)
+        late = tl.max((seen - call < 0).to(tl.int32))
+        if (nanoseconds() > deadline_ns) & (late != 0):
+            peer = tl.max(tl.where(seen - call < 0, peers, -1))
+            record(status_ptr, TIMEOUT, STAGE, peer, call, tl.min(seen))
+            late = late * 0
+
+
+@triton.jit
+def signal_all(flag_table_ptr, offset, call, ticket_ptr, num_programs, NUM_RANKS: tl.constexpr):
+    """The last of `num_programs` programs stores `call` into flag `offset` of every rank.
+
+    Each program's own stores are released at system scope by its ticket; the last ticket acquires them
+    all before it signals.  The ticket counter returns to zero for the next launch.
+    """
+    tl.debug_barrier()
+    ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
+    if ticket == num_programs - 1:
+        tl.store(ticket_ptr, 0)
+        for rank in range(NUM_RANKS):
+            flags = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags + offset, call, sem="release", scope="sys")

@@ -1,0 +1,212 @@
+"""Kernels that move rows: the deduplicated push, the push of finished rows, and the fixed-order slot sum."""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.ptx import narrow
+from uniep.kernels.rows import row_pointers
+from uniep.kernels.sync import STAGE_COMBINE, deadline, signal_all, wait_for
+
+
+@triton.jit
+def push_tokens(
+    x_ptr,
+    send_token_ptr,
+    send_count_ptr,
+    receive_table_ptr,
+    flag_table_ptr,
+    arrived_offset,
+    finished_offset,
+    call_ptr,
+    ticket_ptr,
+    num_tokens,
+    rank,
+    program,
+    num_programs,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+):
+    """Store each peer's tokens, in list order, into its receive buffer; one release per CHUNK tokens.
+
+    Chunks are dealt out peer by peer, starting behind this rank, so that ranks do not all write to one
+    peer.  BLOCK_SLOTS: receive slots per source.  The last program sets this rank's `finished` flags.
+    """
+    call = tl.load(call_ptr)
+    num_chunks = tl.cdiv(num_tokens, CHUNK)
+    for item in range(program, num_chunks * (NUM_RANKS - 1), num_programs):
+        chunk = item // (NUM_RANKS - 1)
+        peer = (rank + 1 + item % (NUM_RANKS - 1)) % NUM_RANKS
+        count = tl.load(send_count_ptr + peer)
+        if chunk * CHUNK < count:
+            block = (rank - (rank > peer)) * BLOCK_SLOTS
+            receive = tl.multiple_of(tl.load(receive_table_ptr + peer).to(x_ptr.dtype), 16)
+            for first in range(0, CHUNK, ROWS):
+                index = chunk * CHUNK + first + tl.arange(0, ROWS)
+                used = index < count
+                token = tl.load(send_token_ptr + peer.to(tl.int64) * num_tokens + index, mask=used, other=0).to(
+                    tl.int64
+                )
+                slot = (block + index).to(tl.int64)
+                for d in range(0, D, BLOCK_D):
+                    column = d + tl.arange(0, BLOCK_D)
+                    mask = used[:, None] & (column < D)[None, :]
+                    value = tl.load(x_ptr + token[:, None] * D + column[None, :], mask=mask)
+                    tl.store(receive + slot[:, None] * D + column[None, :], value, mask=mask)
+            tl.debug_barrier()
+            flags = tl.load(flag_table_ptr + peer).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags + arrived_offset + block // CHUNK + chunk, call, sem="release", scope="sys")
+    signal_all(flag_table_ptr, finished_offset + rank, call, ticket_ptr, num_programs, NUM_RANKS)
+
+
+@triton.jit(do_not_specialize=["arrived_offset", "finished_offset", "num_tokens", "rank"])
+def push_tokens_kernel(
+    x_ptr,
+    send_token_ptr,
+    send_count_ptr,
+    receive_table_ptr,
+    flag_table_ptr,
+    arrived_offset,
+    finished_offset,
+    call_ptr,
+    ticket_ptr,
+    num_tokens,
+    rank,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+):
+    """`push_tokens` as a launch of its own: the dispatch of the serial schedule."""
+    push_tokens(
+        x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset, call_ptr,
+        ticket_ptr, num_tokens, rank, tl.program_id(0), tl.num_programs(0), D, BLOCK_D, ROWS, CHUNK, BLOCK_SLOTS, NUM_RANKS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["flag_offset"])
+def push_rows_kernel(
+    rows_ptr,
+    return_ptr,
+    num_rows_ptr,
+    returns_table_ptr,
+    flag_table_ptr,
+    flag_offset,
+    call_ptr,
+    ticket_ptr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+):
+    """Store finished rows (N, WIDTH) into their return slots: the combine of the serial schedule."""
+    num_rows = tl.load(num_rows_ptr)
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        slot = tl.load(return_ptr + row, mask=row < num_rows, other=-1)
+        base = tl.load(returns_table_ptr + tl.maximum(slot, 0) // SLOTS).to(rows_ptr.dtype)
+        out = tl.multiple_of(base + (tl.maximum(slot, 0) % SLOTS).to(tl.int64) * WIDTH, 16)
+        for d in range(0, WIDTH, BLOCK_D):
+            column = d + tl.arange(0, BLOCK_D)
+            mask = (slot >= 0)[:, None] & (column < WIDTH)[None, :]
+            value = tl.load(rows_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask)
+            tl.store(out[:, None] + column[None, :], value, mask=mask)
+    signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), NUM_RANKS)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "timeout_ns"])
+def combine_kernel(
+    returns_ptr,
+    ids_ptr,
+    weights_ptr,
+    out_ptr,
+    num_tokens,
+    returned_ptr,
+    call_ptr,
+    status_ptr,
+    timeout_ns,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    WAIT: tl.constexpr,
+):
+    """out[t] = sum over k ascending of w[t,k] * slot[t*K+k] (fp32 fma from 0), unused slots skipped.
+
+    After a failed call (status not zero) the output is NaN, never half a sum.
+    """
+    if WAIT:
+        ranks = tl.arange(0, NUM_RANKS)
+        wait_for(
+            returned_ptr + ranks, ranks, tl.load(call_ptr), deadline(status_ptr, timeout_ns), status_ptr, STAGE_COMBINE
+        )
+    failed = tl.load(status_ptr) != 0
+    blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    for item in range(tl.program_id(0), num_tokens * blocks, tl.num_programs(0)):
+        token = (item // blocks).to(tl.int64)
+        column = item % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = column < D
+        acc = tl.zeros((BLOCK_D,), tl.float32)
+        for k in tl.static_range(K):
+            used = tl.load(ids_ptr + token * K + k) >= 0
+            value = tl.load(returns_ptr + (token * K + k) * D + column, mask=inside & used, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                weight = tl.load(weights_ptr + token * K + k)
+                acc = tl.where(used, tl.fma(value, tl.full((BLOCK_D,), 1.0, tl.float32) * weight, acc), acc)
+            else:
+                acc = tl.where(used, acc + value, acc)
+        if failed:
+            acc = acc * float("nan")
+        tl.store(out_ptr + token * D + column, narrow(acc, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def expand_kernel(
+    x_ptr,
+    receive_ptr,
+    source_ptr,
+    totals_ptr,
+    rows_ptr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """rows (N, D): every row's input, contiguous, for the weight gradients; pad rows are zero."""
+    num_rows = tl.load(totals_ptr)
+    blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    for item in range(tl.program_id(0), num_rows // ROWS * blocks, tl.num_programs(0)):
+        row = item // blocks * ROWS + tl.arange(0, ROWS)
+        column = item % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+        ptrs = row_pointers(tl.load(source_ptr + row), x_ptr, receive_ptr, D)
+        mask = (column < D)[None, :]
+        value = tl.load(ptrs[:, None] + column[None, :], mask=mask)
+        tl.store(rows_ptr + row.to(tl.int64)[:, None] * D + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def dweights_kernel(
+    groups_ptr,
+    return_ptr,
+    totals_ptr,
+    dweights_table_ptr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """d(weight) of each row: its column groups added in ascending order, stored at the source rank."""
+    num_rows = tl.load(totals_ptr)
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        slot = tl.load(return_ptr + row)
+        total = tl.load(groups_ptr + row.to(tl.int64) * GROUPS)
+        for group in range(1, GROUPS):
+            total += tl.load(groups_ptr + row.to(tl.int64) * GROUPS + group)
+        base = tl.load(dweights_table_ptr + tl.maximum(slot, 0) // SLOTS).to(tl.pointer_type(tl.float32))
+        tl.store(base + tl.maximum(slot, 0) % SLOTS, total, mask=slot >= 0)
