@@ -25,7 +25,7 @@ from uniep.cli.timeline import Span, draw_timeline, fastest, recording
 
 LEARNING_RATE = 4e-3
 HELD_OUT_BATCHES = 4
-TRACED_STEPS = 5
+TRACED_STEPS = 8
 
 
 def demo(
