@@ -166,7 +166,8 @@ def poison(ws: uniep.Workspace) -> None:
     x = torch.full((tokens, cfg.hidden), POISON, **full)
     w13 = torch.full((local, 2 * cfg.ffn, cfg.hidden), POISON, **full)
     w2 = torch.full((local, cfg.hidden, cfg.ffn), POISON, **full)
-    y = uniep.moe(x, ids, torch.full(ids.shape, POISON), w13, w2, workspace=ws)
+    weights = torch.full(ids.shape, POISON, requires_grad=True)
+    y = uniep.moe(x, ids, weights, w13, w2, workspace=ws)
     y.backward(torch.full_like(y, POISON))
     del x, w13, w2, y
     blocks = [torch.full((2**size,), POISON) for size in range(8, 20) for _ in range(4)]
