@@ -116,6 +116,7 @@ class Workspace:
             self._cause = cause
             self._backend.close()
             self._backend = None
+            self.group = None  # a process group that outlives destroy_process_group can abort the process at exit
 
     def __enter__(self) -> Workspace:
         return self

@@ -4,9 +4,6 @@ Every call, forward, backward or route, begins with `_enter`: each rank clears i
 writes ids, weights and a header into every peer, says "entered call n" and waits for all others.  That orders all
 reuse of shared memory: a rank is at most one call ahead, and what belongs to one call exists twice.  No collective
 runs on the data path.
-
-Counters have one writer each (a column per worker thread); readers sum.  CPython stores and loads an aligned int64
-of a memoryview as one access; a lock taken and released around it is the memory fence.
 """
 
 from __future__ import annotations
@@ -16,9 +13,6 @@ import contextlib
 import ctypes
 import dataclasses
 import hashlib
-import itertools
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,8 +21,9 @@ import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, Needs
+from uniep.backends.cpu_peers import Peers
+from uniep.backends.cpu_run import Run, TraceEntry
 from uniep.backends.cpu_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
-from uniep.backends.shm import map_segments
 from uniep.errors import (
     CapacityError,
     ClosedError,
@@ -39,12 +34,12 @@ from uniep.errors import (
     UniEPError,
     UnsupportedError,
 )
-from uniep.memory import HEADER_INTS, TEXT_BYTES, pack, packed_bytes, shared_arrays
+from uniep.memory import TEXT_BYTES
 from uniep.numerics import one_thread
 from uniep.routing import RoutingPlan, build_plan, find_bad_id
 from uniep.taskflow.check import check
-from uniep.taskflow.graph import SHARED_STAGES, Event, Task, TaskGraph
-from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward, num_chunks
+from uniep.taskflow.graph import TaskGraph
+from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
 from uniep.taskflow.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -70,18 +65,6 @@ _ERRORS: tuple[type[UniEPError], ...] = (
     PeerTimeoutError,
 )
 _ROUTINGS_KEPT = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class TraceEntry:
-    """When a worker ran a task, in time.perf_counter_ns of this host, and how long it had waited for it."""
-
-    rank: int
-    worker: str
-    task: Task
-    start_ns: int
-    end_ns: int
-    waited_ns: int
 
 
 @dataclasses.dataclass
@@ -136,28 +119,14 @@ class CpuBackend:
 
     def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
         self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
-        self.timeout_s = workspace.timeout_s
         self.schedule = schedule if schedule is not None else Schedule()
         self.trace: list[TraceEntry] | None = None
         self._workspace = weakref.ref(workspace)
-        self._workers = self.schedule.matrix_workers + self.schedule.vector_workers
-        self._columns = self.ep_size * self._workers
-        chunks = num_chunks(self.cfg, self.schedule)
-        self._event_base = {
-            "arrived": 0,
-            "returned": self.ep_size * chunks,
-            "weights returned": (self.ep_size + 1) * chunks,
-        }
-        self._num_events = (self.ep_size + 2) * chunks
-        arrays = shared_arrays(self.cfg, self.ep_size)
-        arrays["flags"] = ((2, self._num_events, self._columns), torch.int64)
-        self._layout = pack(arrays)
-        self._segments = map_segments(self._layout, workspace.group, self.rank)
-        self._tensors = [{name: s.tensor(name) for name in self._layout} for s in self._segments]
-        self._shared = [Shared(t["receive"], t["returns"], t["dweights"]) for t in self._tensors]
+        self._peers: Peers | None = Peers(
+            self.cfg, self.schedule, workspace.group, self.rank, self.ep_size, workspace.timeout_s
+        )
         self._call = 0
         self._forwards = 0
-        self._fence = threading.Lock()
         self._routings: collections.OrderedDict[bytes, _Routing] = collections.OrderedDict()
 
     # --- the interface of Backend ---
@@ -172,15 +141,16 @@ class CpuBackend:
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         operation = "forward" if save else "forward without gradients"
         call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD)
-        keep = save and self.schedule.received == "saved"
-        routing = call.routing
-        graph = routing.graph(
-            ("forward", keep), lambda: lower_forward(routing.plans, routing.tokens, self.cfg, self.schedule, keep=keep)
-        )
-        bodies = Forward(
-            self._rows(call), self._shared, inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.experts, keep
-        )
-        self._run(call.number, operation, graph, bodies)
+        keep, routing = save and self.schedule.received == "saved", call.routing
+        with self._or_give_up():
+            graph = routing.graph(
+                ("forward", keep),
+                lambda: lower_forward(routing.plans, routing.tokens, self.cfg, self.schedule, keep=keep),
+            )
+            bodies = Forward(
+                self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.experts, keep
+            )
+            self._run(call, operation, graph, bodies)
         if not save:
             return bodies.y_TD, []
         return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
@@ -189,28 +159,46 @@ class CpuBackend:
     def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
         received_MD, h_NF, fingerprint_1 = saved
         fingerprint = int(fingerprint_1)
-        again = self.schedule.received == "again"
-        if again:
+        if self.schedule.received == "again":
             received_MD = self._dispatch_again(inputs, fingerprint)
         call = self._enter("backward", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, needs)
         routing = call.routing
         # dx and d(weight) come from all ranks, so they are computed if any rank wants them.
         need_x, need_weights = (any(h.needs & bit for h in call.headers) for bit in (1, 2))
         flags = {"x": need_x, "weights": need_weights, "w13": needs.w13, "w2": needs.w2}
-        graph = routing.graph(
-            ("backward", *flags.values()),
-            lambda: lower_backward(routing.plans, routing.tokens, self.cfg, self.schedule, **flags),
-        )
-        rows = self._rows(call)
-        x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
-        bodies = Backward(rows, self._shared, dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows)
-        self._run(call.number, "backward", graph, bodies)
+        with self._or_give_up():
+            graph = routing.graph(
+                ("backward", *flags.values()),
+                lambda: lower_backward(routing.plans, routing.tokens, self.cfg, self.schedule, **flags),
+            )
+            rows = self._rows(call)
+            x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
+            bodies = Backward(rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows)
+            self._run(call, "backward", graph, bodies)
         return ExpertGradients(
             bodies.dx_TD if needs.x else None,
             bodies.dweights_TK if needs.weights else None,
             bodies.gradients.w13 if needs.w13 else None,
             bodies.gradients.w2 if needs.w2 else None,
         )
+
+    def _dispatch_again(self, inputs: Inputs, fingerprint: int) -> Tensor:
+        """The received tokens of a forward once more, compact."""
+        call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint)
+        with self._or_give_up():
+            graph = call.routing.graph("dispatch", lambda: lower_dispatch(call.routing.plans, self.cfg, self.schedule))
+            bodies = Dispatch(self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, keep=True)
+            self._run(call, "dispatch", graph, bodies)
+        return bodies.received_MD
+
+    def _shared(self) -> list[Shared]:
+        return [Shared(t["receive"], t["returns"], t["dweights"]) for t in self.peers.tensors]
+
+    def _rows(self, call: _Call) -> Rows:
+        return Rows.make(self.rank, self.cfg, call.routing.plans[self.rank], call.weights)
+
+    def _run(self, call: _Call, operation: str, graph: TaskGraph, bodies: object) -> None:
+        Run(self.peers, call.number, operation, graph, bodies, self.trace).run(self.schedule)
 
     def refuse(self, error: UniEPError) -> None:
         if self.ep_size > 1:
@@ -240,15 +228,15 @@ class CpuBackend:
             "workers": f"{s.matrix_workers} matrix, {s.vector_workers} vector threads per rank",
             "gemm1": f"{s.gemm1.rows} x {s.gemm1.columns} tiles",
             "gemm2": f"{s.gemm2.rows} x {s.gemm2.columns} tiles",
-            "received": "a compact copy is saved for backward"
-            if s.received == "saved"
-            else "dispatched again in backward",
-            "shared memory": f"{packed_bytes(self._layout)} bytes per rank",
+            "received": {"saved": "compact copy kept for backward", "again": "dispatched again in backward"}[
+                s.received
+            ],
+            "shared memory": f"{self.peers.bytes} bytes per rank",
             "main_grad": "not active: the CPU backend returns gradients",
         }
 
     def close(self) -> None:
-        self._segments, self._tensors, self._shared = [], [], []
+        self._peers = None
         self._routings.clear()
 
     # --- entering a call ---
@@ -279,7 +267,7 @@ class CpuBackend:
             )
             ids_TK, weights_TK = self._nothing()
         self._call += 1
-        number, parity = self._call, self._call % 2
+        number = self._call
         text = str(error).encode()[:TEXT_BYTES] if error is not None else b""
         mine = _Header(
             number,
@@ -292,57 +280,34 @@ class CpuBackend:
             self._forwards + operation.startswith("forward"),
             (needs.x + 2 * needs.weights) if needs is not None else 0,
         )
-        self._tensors[self.rank]["flags"][parity].zero_()
-        for segment, tensors in zip(self._segments, self._tensors, strict=True):
-            first = segment.word("exchange_header") + (parity * self.ep_size + self.rank) * HEADER_INTS // 2
-            for offset, value in enumerate(dataclasses.astuple(mine)):
-                segment.words[first + offset] = value
-            for name, tensor in (("exchange_ids", ids_TK), ("exchange_weights", weights_TK)):
-                tensors[name][parity, self.rank, : tensor.numel()] = tensor.reshape(-1)
-            if text:
-                tensors["exchange_text"][parity, self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        with self._fence:
-            pass
-        for segment in self._segments:
-            segment.words[segment.word("entered") + self.rank] = number
-        self._await_entered(number, operation)
-        return self._read(number, operation, fingerprint)
+        self.peers.enter(
+            number, dataclasses.astuple(mine), text, {"exchange_ids": ids_TK, "exchange_weights": weights_TK}
+        )
+        with self._or_give_up():
+            self._await_entered(number, operation)
+        return self._read(number, operation)
 
     def _await_entered(self, number: int, operation: str) -> None:
-        words, first = self._segments[self.rank].words, self._segments[self.rank].word("entered")
+        peers = self.peers
+        peers.raise_if_failed()
         for peer in range(self.ep_size):
 
-            def arrived(index: int = first + peer) -> bool:
-                return words[index] >= number
-
-            def late(index: int = first + peer, peer: int = peer) -> PeerTimeoutError:
+            def late(peer: int = peer) -> PeerTimeoutError:
                 return PeerTimeoutError(
-                    f"rank {self.rank} waited {self.timeout_s:g} s in call {number} ({operation}), stage enter, for "
-                    f"rank {peer}: expected call {number}, seen call {words[index]}; rank {self.rank} is ahead. Every "
-                    "rank of the group must make the same calls, idle ranks with T=0"
+                    f"rank {self.rank} waited {peers.timeout_s:g} s in call {number} ({operation}), stage enter, for "
+                    f"rank {peer}: expected call {number}, seen call {peers.entered(peer)}; rank {self.rank} is ahead. "
+                    "Every rank of the group must make the same calls, idle ranks with T=0"
                 )
 
-            try:
-                self._raise_if_peer_failed()
-                self._poll(arrived, late)
-            except BaseException as cause:
-                self._give_up(cause)
-                raise
+            peers.wait(lambda peer=peer: peers.entered(peer) >= number, late)  # type: ignore[misc]
 
-    def _read(self, number: int, operation: str, fingerprint: int) -> _Call:
+    def _read(self, number: int, operation: str) -> _Call:
         """All ranks' headers, ids and weights of the call; raises what `_enter` promises."""
-        parity, segment, tensors = number % 2, self._segments[self.rank], self._tensors[self.rank]
-        headers = []
-        for peer in range(self.ep_size):
-            first = segment.word("exchange_header") + (parity * self.ep_size + peer) * HEADER_INTS // 2
-            count = len(dataclasses.fields(_Header))
-            headers.append(_Header(*segment.words[first : first + count]))
+        peers, length = self.peers, len(dataclasses.fields(_Header))
+        headers = [_Header(*peers.header(number, peer, length)) for peer in range(self.ep_size)]
         for peer, header in enumerate(headers):
             if header.error >= 0:
-                text = bytes(tensors["exchange_text"][parity, peer, : header.text_bytes].tolist()).decode(
-                    errors="replace"
-                )
-                raise _ERRORS[header.error](text)
+                raise _ERRORS[header.error](peers.text(number, peer, header.text_bytes))
         if any(h.operation != headers[0].operation for h in headers):
             forwards = [h.forwards for h in headers]
             ahead = ""
@@ -355,24 +320,17 @@ class CpuBackend:
                 "calls, with or without gradients alike, idle ranks with T=0"
             )
         self._forwards = headers[self.rank].forwards
-        top_k = self.cfg.top_k
-        ids = [
-            tensors["exchange_ids"][parity, r, : h.tokens * top_k].clone().view(-1, top_k)
-            for r, h in enumerate(headers)
-        ]
-        weights = [
-            tensors["exchange_weights"][parity, r, : h.tokens * top_k].clone().view(-1, top_k)
-            for r, h in enumerate(headers)
-        ]
-        key = b"".join(len(t).to_bytes(4, "little") + _raw(t) for t in ids)
-        call = _Call(
-            number,
-            self._routing(key, ids),
-            weights,
-            headers,
-            _digest(*ids, *weights, torch.tensor([h.digest for h in headers])),
+        ids, weights = (
+            [
+                peers.exchanged(number, r, name, h.tokens * self.cfg.top_k).view(-1, self.cfg.top_k)
+                for r, h in enumerate(headers)
+            ]
+            for name in ("exchange_ids", "exchange_weights")
         )
-        if operation in ("backward", "dispatch") and any(h.fingerprint != call.fingerprint for h in headers):
+        key = b"".join(len(t).to_bytes(4, "little") + _raw(t) for t in ids)
+        fingerprint = _digest(*ids, *weights, torch.tensor([h.digest for h in headers]))
+        call = _Call(number, self._routing(key, ids), weights, headers, fingerprint)
+        if operation in ("backward", "dispatch") and any(h.fingerprint != fingerprint for h in headers):
             raise UniEPError(
                 f"call {number}: ranks run the backward of different forwards, or their inputs changed in between; "
                 "every rank must run its backwards in the same order"
@@ -399,163 +357,23 @@ class CpuBackend:
                     "MoEConfig, or pass None to allocate exactly"
                 )
 
-    def _rows(self, call: _Call) -> Rows:
-        return Rows.make(self.rank, self.cfg, call.routing.plans[self.rank], call.weights)
+    @property
+    def peers(self) -> Peers:
+        if self._peers is None:
+            raise ClosedError("this Workspace is closed; make a new one")
+        return self._peers
 
-    def _dispatch_again(self, inputs: Inputs, fingerprint: int) -> Tensor:
-        """The received tokens of a forward once more, compact."""
-        call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint)
-        graph = call.routing.graph("dispatch", lambda: lower_dispatch(call.routing.plans, self.cfg, self.schedule))
-        bodies = Dispatch(self._rows(call), self._shared, inputs.x_TD, inputs.ids_TK, keep=True)
-        self._run(call.number, "dispatch", graph, bodies)
-        return bodies.received_MD
-
-    # --- running a taskflow ---
-
-    def _run(self, number: int, operation: str, graph: TaskGraph, bodies: object) -> None:
-        _Run(self, number, operation, graph, bodies).run()
-
-    def _poll(self, ready: Callable[[], bool], late: Callable[[], PeerTimeoutError] | None) -> None:
-        """Return when `ready`; raise `late()` after the timeout, or at once if a peer gave up."""
-        deadline, pause = time.monotonic() + self.timeout_s, 0.0
-        while not ready():
-            if late is not None:
-                self._raise_if_peer_failed()
-                if time.monotonic() > deadline:
-                    raise late()
-            time.sleep(pause)
-            pause = min(pause + 1e-5, 1e-3)
-        with self._fence:
-            pass
-
-    def _raise_if_peer_failed(self) -> None:
-        for peer, segment in enumerate(self._segments):
-            length = segment.words[segment.word("failed")]
-            if length and peer != self.rank:
-                text = bytes(self._tensors[peer]["failed"][1:].view(torch.uint8)[:length].tolist()).decode(
-                    errors="replace"
-                )
-                raise PeerTimeoutError(
-                    f"rank {self.rank} cannot go on in call {self._call}: rank {peer} failed with {text}"
-                )
-
-    def _give_up(self, cause: BaseException) -> None:
-        """Tell peers that this rank will not arrive, and close the Workspace."""
-        text = f"{type(cause).__name__}: {cause}"
-        raw = text.encode()[: TEXT_BYTES - 8]
-        segment, failed = self._segments[self.rank], self._tensors[self.rank]["failed"]
-        failed[1:].view(torch.uint8)[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-        with self._fence:
-            pass
-        segment.words[segment.word("failed")] = len(raw)
-        if (workspace := self._workspace()) is not None:
-            workspace.fail(text)
-
-
-class _StoppedError(Exception):
-    """Another worker of this rank failed."""
-
-
-class _Run:
-    """One graph on one rank: workers claim tasks of their class in order, wait, run, signal."""
-
-    def __init__(self, backend: CpuBackend, number: int, operation: str, graph: TaskGraph, bodies: object) -> None:
-        self.backend, self.number, self.operation, self.graph, self.bodies = backend, number, operation, graph, bodies
-        self.parity = number % 2
-        self.local: dict[Event, int] = collections.defaultdict(int)
-        self.local_lock = threading.Lock()
-        self.errors: list[BaseException] = []
-
-    def run(self) -> None:
-        backend, column = self.backend, self.backend.rank * self.backend._workers
-        threads: list[threading.Thread] = []
-        for worker, count in (("matrix", backend.schedule.matrix_workers), ("vector", backend.schedule.vector_workers)):
-            queue, cursor = self.graph.queue(backend.rank, worker), itertools.count()  # type: ignore[arg-type]
-            for index in range(count):
-                args = (f"{worker} {index}", queue, cursor, column + len(threads))
-                threads.append(threading.Thread(target=self._work, args=args, daemon=True))
-        for thread in threads:
-            thread.start()
+    @contextlib.contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        """Peers wait for this rank inside: on an error, tell them and close the Workspace."""
         try:
-            for thread in threads:
-                thread.join()
-        except BaseException as interrupt:  # KeyboardInterrupt: stop the workers before memory is closed
-            self.errors.append(interrupt)
-            for thread in threads:
-                thread.join()
-        if self.errors:
-            backend._give_up(self.errors[0])
-            raise self.errors[0]
-
-    def _work(self, name: str, queue: tuple[Task, ...], cursor: itertools.count, column: int) -> None:
-        torch.set_num_threads(1)  # a setting of each thread
-        try:
-            with torch.no_grad():
-                while (index := next(cursor)) < len(queue):
-                    self._step(name, queue[index], column)
-        except _StoppedError:
-            pass
-        except BaseException as error:
-            self.errors.append(error)
-
-    def _step(self, name: str, task: Task, column: int) -> None:
-        trace = self.backend.trace
-        claimed = time.perf_counter_ns() if trace is not None else 0
-        for event, count in task.waits:
-            self._wait(task, event, count)
-        started = time.perf_counter_ns() if trace is not None else 0
-        if task.op != "gate":
-            getattr(self.bodies, task.op)(task.block)
-        if trace is not None and task.op != "gate":
-            trace.append(TraceEntry(task.rank, name, task, started, time.perf_counter_ns(), started - claimed))
-        for event in task.signals:
-            self._signal(event, column)
-
-    def _first_word(self, event: Event) -> int:
-        """Index of the event's first column in its owner's words."""
-        backend = self.backend
-        index = backend._event_base[event.stage] + event.number
-        base = backend._segments[event.rank].word("flags")
-        return base + (self.parity * backend._num_events + index) * backend._columns
-
-    def _signal(self, event: Event, column: int) -> None:
-        if event.stage in SHARED_STAGES:
-            words, index = self.backend._segments[event.rank].words, self._first_word(event) + column
-            with self.backend._fence:
-                pass
-            words[index] += 1
-        else:
-            with self.local_lock:
-                self.local[event] += 1
-
-    def _seen(self, event: Event) -> list[int]:
-        first = self._first_word(event)
-        return list(self.backend._segments[event.rank].words[first : first + self.backend._columns])
-
-    def _wait(self, task: Task, event: Event, count: int) -> None:
-        shared = event.stage in SHARED_STAGES
-
-        def ready() -> bool:
-            if self.errors:
-                raise _StoppedError
-            return (sum(self._seen(event)) if shared else self.local.get(event, 0)) >= count
-
-        # Own tasks need no limit of their own: they stop when one that waits for a peer does.
-        self.backend._poll(ready, (lambda: self._late(task, event)) if shared else None)
-
-    def _late(self, task: Task, event: Event) -> PeerTimeoutError:
-        """Which peers are behind: what their tasks must signal against what they have."""
-        backend, seen = self.backend, self._seen(event)
-        expected = collections.Counter(t.rank for t in self.graph.tasks for e in t.signals if e == event)
-        behind = []
-        for peer, wanted in sorted(expected.items()):
-            got = sum(seen[peer * backend._workers : (peer + 1) * backend._workers])
-            if got < wanted:
-                behind.append(f"rank {peer}: expected {wanted}, seen {got}")
-        return PeerTimeoutError(
-            f"rank {backend.rank} waited {backend.timeout_s:g} s in call {self.number} ({self.operation}), stage "
-            f"{event.stage}, for {'; '.join(behind)}; blocked: {task}"
-        )
+            yield
+        except BaseException as cause:
+            text = f"{type(cause).__name__}: {cause}"
+            self.peers.fail(text)
+            if (workspace := self._workspace()) is not None:
+                workspace.fail(text)
+            raise
 
 
 def _error_index(error: UniEPError | None) -> int:

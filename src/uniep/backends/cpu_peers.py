@@ -1,0 +1,144 @@
+"""What the ranks of a CPU Workspace write into each other's memory: entries into calls, signals, failures.
+
+Every word has one writer.  CPython stores and loads an aligned int64 of a memoryview as one access; a lock taken and
+released around it is the memory fence.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uniep.backends.shm import map_segments
+from uniep.config import MoEConfig
+from uniep.errors import PeerTimeoutError
+from uniep.memory import HEADER_INTS, TEXT_BYTES, pack, packed_bytes, shared_arrays
+from uniep.taskflow.graph import Event
+from uniep.taskflow.lower import num_chunks
+from uniep.taskflow.schedule import Schedule
+
+_HEADER_WORDS = HEADER_INTS // 2
+
+
+class Peers:
+    """All ranks' shared memory as one rank sees it.  Making it is collective.
+
+    tensors: per rank, its arrays by name (`memory.shared_arrays`).  Exchange slots and event counters exist twice,
+    for calls of even and odd number; a counter has a column per worker thread of every rank.
+    """
+
+    def __init__(
+        self, cfg: MoEConfig, schedule: Schedule, group: Any, rank: int, ep_size: int, timeout_s: float
+    ) -> None:
+        self.rank, self.ep_size, self.timeout_s = rank, ep_size, timeout_s
+        self.workers = schedule.matrix_workers + schedule.vector_workers
+        self._columns = ep_size * self.workers
+        chunks = num_chunks(cfg, schedule)
+        self._first_event = {"arrived": 0, "returned": ep_size * chunks, "weights returned": (ep_size + 1) * chunks}
+        self._num_events = (ep_size + 2) * chunks
+        arrays = shared_arrays(cfg, ep_size)
+        arrays["flags"] = ((2, self._num_events, self._columns), torch.int64)
+        layout = pack(arrays)
+        self.bytes = packed_bytes(layout)
+        self._segments = map_segments(layout, group, rank)
+        self.tensors = [{name: segment.tensor(name) for name in layout} for segment in self._segments]
+        self._fence = threading.Lock()
+
+    # --- entering a call ---
+
+    def enter(self, number: int, header: Sequence[int], text: bytes, arrays: dict[str, Tensor]) -> None:
+        """Clear this rank's counters, write header, text and arrays into every rank, then say "entered `number`"."""
+        parity = number % 2
+        self.tensors[self.rank]["flags"][parity].zero_()
+        for segment, tensors in zip(self._segments, self.tensors, strict=True):
+            first = segment.word("exchange_header") + (parity * self.ep_size + self.rank) * _HEADER_WORDS
+            for offset, value in enumerate(header):
+                segment.words[first + offset] = value
+            for name, tensor in arrays.items():
+                tensors[name][parity, self.rank, : tensor.numel()] = tensor.reshape(-1)
+            if text:
+                _store(tensors["exchange_text"][parity, self.rank], text)
+        self._order()
+        for segment in self._segments:
+            segment.words[segment.word("entered") + self.rank] = number
+
+    def entered(self, peer: int) -> int:
+        """The last call that `peer` has entered."""
+        segment = self._segments[self.rank]
+        return segment.words[segment.word("entered") + peer]
+
+    def header(self, number: int, peer: int, length: int) -> list[int]:
+        segment = self._segments[self.rank]
+        first = segment.word("exchange_header") + (number % 2 * self.ep_size + peer) * _HEADER_WORDS
+        return list(segment.words[first : first + length])
+
+    def text(self, number: int, peer: int, length: int) -> str:
+        return _load(self.tensors[self.rank]["exchange_text"][number % 2, peer], length)
+
+    def exchanged(self, number: int, peer: int, name: str, count: int) -> Tensor:
+        """A copy of the first `count` values that `peer` wrote into array `name`."""
+        return self.tensors[self.rank][name][number % 2, peer, :count].clone()
+
+    # --- events ---
+
+    def _first_word(self, event: Event, number: int) -> int:
+        index = number % 2 * self._num_events + self._first_event[event.stage] + event.number
+        return self._segments[event.rank].word("flags") + index * self._columns
+
+    def signal(self, event: Event, number: int, column: int) -> None:
+        """Add one to the event's counter of call `number`, in the calling worker's own column."""
+        self._order()
+        self._segments[event.rank].words[self._first_word(event, number) + column] += 1
+
+    def seen(self, event: Event, number: int) -> list[int]:
+        """Signals of the event so far, per column."""
+        first = self._first_word(event, number)
+        return list(self._segments[event.rank].words[first : first + self._columns])
+
+    # --- waiting and failing ---
+
+    def wait(self, ready: Callable[[], bool], late: Callable[[], PeerTimeoutError] | None) -> None:
+        """Return when `ready`; raise `late()` after the timeout, or at once if a peer failed.  None: no limit."""
+        deadline, pause = time.monotonic() + self.timeout_s, 0.0
+        while not ready():
+            if late is not None:
+                self.raise_if_failed()
+                if time.monotonic() > deadline:
+                    raise late()
+            time.sleep(pause)
+            pause = min(pause + 1e-5, 1e-3)
+        self._order()
+
+    def fail(self, text: str) -> None:
+        """Tell all ranks that this one will not arrive any more."""
+        raw = text.encode()[: TEXT_BYTES - 8]
+        _store(self.tensors[self.rank]["failed"][1:].view(torch.uint8), raw)
+        self._order()
+        segment = self._segments[self.rank]
+        segment.words[segment.word("failed")] = len(raw)
+
+    def raise_if_failed(self) -> None:
+        """PeerTimeoutError with the reason of a peer that called `fail`."""
+        for peer, segment in enumerate(self._segments):
+            length = segment.words[segment.word("failed")]
+            if length and peer != self.rank:
+                reason = _load(self.tensors[peer]["failed"][1:].view(torch.uint8), length)
+                raise PeerTimeoutError(f"rank {self.rank} cannot go on: rank {peer} failed with {reason}")
+
+    def _order(self) -> None:
+        """No access moves across: what was written before is visible before what follows."""
+        with self._fence:
+            pass
+
+
+def _store(target: Tensor, raw: bytes) -> None:
+    target[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+
+
+def _load(source: Tensor, length: int) -> str:
+    return bytes(source[:length].tolist()).decode(errors="replace")
