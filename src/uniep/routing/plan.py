@@ -88,9 +88,7 @@ def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig) -> Rout
     ids_of_rank = [ids.to(i64) for ids in ids_of_rank]  # a narrow dtype would wrap expert numbers
 
     tokens = [ids.shape[0] for ids in ids_of_rank]
-    counts_RE = torch.stack(
-        [torch.bincount(ids[ids >= 0], minlength=cfg.num_experts) for ids in ids_of_rank]
-    )
+    counts_RE = torch.stack([torch.bincount(ids[ids >= 0], minlength=cfg.num_experts) for ids in ids_of_rank])
 
     def sent(source: int, target: int) -> Tensor:
         ids = ids_of_rank[source]
@@ -123,9 +121,7 @@ def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig) -> Rout
     flat_ids = torch.cat([ids.reshape(-1) for ids in ids_of_rank])
     flat_source = torch.cat([s.repeat_interleave(cfg.top_k) for s in source_of_token])
     block = cfg.max_tokens_per_rank * cfg.top_k
-    flat_return = torch.cat(
-        [s * block + torch.arange(t * cfg.top_k, device=device) for s, t in enumerate(tokens)]
-    )
+    flat_return = torch.cat([s * block + torch.arange(t * cfg.top_k, device=device) for s, t in enumerate(tokens)])
     mine = torch.nonzero((flat_ids >= first) & (flat_ids < first + local)).flatten()
     mine = mine[torch.argsort(flat_ids[mine], stable=True)]
     expert = flat_ids[mine] - first
