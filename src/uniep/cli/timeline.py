@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from uniep.backends.cpu import CpuBackend, TraceEntry
+from uniep.backends.cpu import CpuBackend
+from uniep.backends.cpu_run import TraceEntry
 from uniep.cli.pictures import INK, MUTED, figure_style
 from uniep.nn import Experts
 
