@@ -111,8 +111,25 @@ def test_the_temporary_directory_is_second_choice(monkeypatch, tmp_path):
     monkeypatch.setattr(shm.tempfile, "gettempdir", lambda: str(tmp_path))
     isdir = os.path.isdir
     monkeypatch.setattr(shm.os.path, "isdir", lambda path: path != "/dev/shm" and isdir(path))
-    path = shm._create(4096)
+    path, fd = shm._create(4096)
     assert path.startswith(str(tmp_path)) and os.stat(path).st_size == 4096
+    os.close(fd)
+
+
+def test_files_of_killed_processes_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(shm.tempfile, "gettempdir", lambda: str(tmp_path))
+    isdir = os.path.isdir
+    monkeypatch.setattr(shm.os.path, "isdir", lambda path: path != "/dev/shm" and isdir(path))
+    (dead, dead_fd), (alive, alive_fd) = shm._create(4096), shm._create(4096)
+    os.close(dead_fd)
+    for path in (dead, alive):
+        os.utime(path, (0, 0))
+    young, young_fd = shm._create(4096)
+    os.close(young_fd)
+    _, fd = shm._create(4096)
+    assert [os.path.exists(path) for path in (dead, alive, young)] == [False, True, True]
+    for left in (alive_fd, fd):
+        os.close(left)
 
 
 def test_a_workspace_that_cannot_fit():

@@ -1,6 +1,7 @@
 """Shared memory between processes of one host: named files, unlinked as soon as all ranks have mapped them.
 
 Space is reserved with posix_fallocate, so that a full disk is an error here and not a SIGBUS at some later store.
+A file is locked while it has a name: one without a lock was left by a process killed in that moment, and is removed.
 torch.distributed serves the rendezvous only.
 """
 
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import math
 import mmap
 import os
 import socket
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +29,7 @@ from uniep.errors import CapacityError, UniEPError, UnsupportedError
 from uniep.memory import Field, packed_bytes
 
 _PREFIX = "uniep-"
+_STALE_S = 60.0
 
 
 class Segment:
@@ -57,14 +62,14 @@ def map_segments(layout: Mapping[str, Field], group: Any, rank: int) -> list[Seg
             return [Segment(mmap.mmap(-1, size), layout)]
         except OSError as cause:
             raise CapacityError(f"no memory for {size} bytes ({cause.strerror}); lower max_tokens_per_rank") from cause
-    path: str | None = None
+    made: tuple[str, int] | None = None
     error: UniEPError | None = None
     try:
-        path = _create(size)
+        made = _create(size)
     except OSError as cause:
         error = CapacityError(f"rank {rank} on {socket.gethostname()}: {cause.strerror}")
     try:
-        paths = _agree(path, error, group)
+        paths = _agree(made[0] if made else None, error, group)
         segments = []
         try:
             segments = [Segment(_map(p, size), layout) for p in paths]
@@ -77,9 +82,10 @@ def map_segments(layout: Mapping[str, Field], group: Any, rank: int) -> list[Seg
         _agree(None, error, group)
         return segments
     finally:
-        if path is not None:
+        if made is not None:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                os.unlink(made[0])
+            os.close(made[1])
 
 
 def _agree(value: Any, error: UniEPError | None, group: Any) -> list[Any]:
@@ -92,24 +98,28 @@ def _agree(value: Any, error: UniEPError | None, group: Any) -> list[Any]:
     return [v for v, _ in everyone]
 
 
-def _create(size: int) -> str:
-    """A new file of `size` reserved bytes in /dev/shm, or in the temporary directory if that has no room."""
+def _create(size: int) -> tuple[str, int]:
+    """A new file of `size` reserved bytes in /dev/shm, or in the temporary directory if that has no room.
+
+    Returns its path and the descriptor that holds its lock.
+    """
     reasons = []
     for folder in dict.fromkeys(("/dev/shm", tempfile.gettempdir())):
         if not os.path.isdir(folder):
             reasons.append(f"{folder} does not exist")
             continue
+        _remove_stale(folder)
         path = os.path.join(folder, f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}")
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
                 _reserve(fd, size)
             except OSError:
                 os.unlink(path)
-                raise
-            finally:
                 os.close(fd)
-            return path
+                raise
+            return path, fd
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror} ({_free(folder)} bytes free)")
     raise OSError(
@@ -117,6 +127,19 @@ def _create(size: int) -> str:
         f"no room for {size} bytes of shared memory ({'; '.join(reasons)}); enlarge /dev/shm (docker: --shm-size), set "
         "TMPDIR to a disk with room, or lower max_tokens_per_rank",
     )
+
+
+def _remove_stale(folder: str) -> None:
+    """Remove files of dead processes; young ones may not be locked yet."""
+    for path in glob.glob(os.path.join(folder, f"{_PREFIX}[0-9]*-*")):
+        with contextlib.suppress(OSError):  # somebody else's, locked, or gone
+            fd = os.open(path, os.O_RDWR)
+            try:
+                if time.time() - os.fstat(fd).st_mtime > _STALE_S:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path)
+            finally:
+                os.close(fd)
 
 
 def _reserve(fd: int, size: int) -> None:
