@@ -36,7 +36,11 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     block of 64 x 64 outputs is a call of its own over the whole contraction, on operands made alike: fp32,
     zero-padded to 64, dense, aligned.  Whatever tile a caller computes, its blocks are the same calls.
     Callers start tiles at multiples of 64 and run inside `one_thread`.
+
+    On a GPU it is one library call, whose bits depend on the shape, too; callers pass whole segments.
     """
+    if a_MK.is_cuda:
+        return _library_matmul(a_MK, b_KN)
     rows, columns = a_MK.shape[0], b_KN.shape[1]
     out = torch.empty(rows, columns, dtype=torch.float32)
     left = [_operand(a_MK[row : row + _BLOCK], 0) for row in range(0, rows, _BLOCK)]
@@ -46,6 +50,18 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
             target = out[index * _BLOCK : (index + 1) * _BLOCK, column : column + _BLOCK]
             target.copy_((block @ right)[: target.shape[0], : target.shape[1]])
     return out
+
+
+def _library_matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """a @ b by the GPU's library, accumulated and returned in fp32, never TF32."""
+    if a_MK.dtype != torch.float32:
+        return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    allowed = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        return a_MK @ b_KN
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = allowed
 
 
 _BLOCK = 64

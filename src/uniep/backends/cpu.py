@@ -24,19 +24,21 @@ from uniep.backends.base import ExpertGradients, Inputs, Needs
 from uniep.backends.cpu_peers import Peers
 from uniep.backends.cpu_run import Run, TraceEntry
 from uniep.backends.cpu_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
-from uniep.errors import (
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    DTypeError,
-    InputError,
-    PeerTimeoutError,
-    UniEPError,
-    UnsupportedError,
+from uniep.backends.protocol import (
+    OPERATIONS,
+    Header,
+    agree,
+    bad_id_error,
+    check_capacity,
+    error_index,
+    needs_bits,
+    same_forward,
+    wanted_anywhere,
 )
+from uniep.errors import ClosedError, PeerTimeoutError, UniEPError
 from uniep.memory import TEXT_BYTES
 from uniep.numerics import one_thread
-from uniep.routing import RoutingPlan, build_plan, find_bad_id
+from uniep.routing import RoutingPlan, build_plan
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import TaskGraph
 from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
@@ -53,33 +55,7 @@ def _plain() -> Iterator[None]:
         yield
 
 
-_OPERATIONS = ("route", "forward", "forward without gradients", "backward", "dispatch", "refuse")
-_ERRORS: tuple[type[UniEPError], ...] = (
-    UniEPError,
-    InputError,
-    DTypeError,
-    ConfigError,
-    CapacityError,
-    UnsupportedError,
-    ClosedError,
-    PeerTimeoutError,
-)
 _ROUTINGS_KEPT = 16
-
-
-@dataclasses.dataclass
-class _Header:
-    """What a rank says about itself when it enters a call.  Integers, in this order, in exchange_header."""
-
-    call: int
-    operation: int
-    tokens: int = 0
-    error: int = -1  # index into _ERRORS of why this rank refuses
-    text_bytes: int = 0
-    digest: int = 0  # of x
-    fingerprint: int = 0  # backward: of the forward it belongs to
-    forwards: int = 0  # forwards that this rank has entered
-    needs: int = 0  # backward: bits, dx and d(weight) wanted
 
 
 @dataclasses.dataclass
@@ -89,7 +65,7 @@ class _Call:
     number: int
     routing: _Routing
     weights: list[Tensor]
-    headers: list[_Header]
+    headers: list[Header]
     fingerprint: int
 
 
@@ -163,9 +139,8 @@ class CpuBackend:
             received_MD = self._dispatch_again(inputs, fingerprint)
         call = self._enter("backward", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, needs)
         routing = call.routing
-        # dx and d(weight) come from all ranks, so they are computed if any rank wants them.
-        need_x, need_weights = (any(h.needs & bit for h in call.headers) for bit in (1, 2))
-        flags = {"x": need_x, "weights": need_weights, "w13": needs.w13, "w2": needs.w2}
+        anywhere = wanted_anywhere(call.headers)
+        flags = {"x": anywhere.x, "weights": anywhere.weights, "w13": needs.w13, "w2": needs.w2}
         with self._or_give_up():
             graph = routing.graph(
                 ("backward", *flags.values()),
@@ -259,26 +234,21 @@ class CpuBackend:
         Raises on every rank, before any row moves and with the Workspace still usable: the error of the first
         rank that refuses; UniEPError if ranks are in different operations; CapacityError.
         """
-        if error is None and (bad := find_bad_id(ids_TK, self.cfg.num_experts)) is not None:
-            row, slot, value = bad
-            error = InputError(
-                f"rank {self.rank}, row {row}, slot {slot}: expert id {value} is not in 0..{self.cfg.num_experts - 1}; "
-                "use -1 for an unused slot"
-            )
+        if error is None and (error := bad_id_error(ids_TK, self.rank, self.cfg.num_experts)) is not None:
             ids_TK, weights_TK = self._nothing()
         self._call += 1
         number = self._call
         text = str(error).encode()[:TEXT_BYTES] if error is not None else b""
-        mine = _Header(
+        mine = Header(
             number,
-            _OPERATIONS.index(operation),
+            OPERATIONS.index(operation),
             ids_TK.shape[0],
-            _error_index(error),
+            error_index(error),
             len(text),
             _digest(x_TD) if x_TD is not None else 0,
             fingerprint,
             self._forwards + operation.startswith("forward"),
-            (needs.x + 2 * needs.weights) if needs is not None else 0,
+            needs_bits(needs),
         )
         self.peers.enter(
             number, dataclasses.astuple(mine), text, {"exchange_ids": ids_TK, "exchange_weights": weights_TK}
@@ -303,22 +273,9 @@ class CpuBackend:
 
     def _read(self, number: int, operation: str) -> _Call:
         """All ranks' headers, ids and weights of the call; raises what `_enter` promises."""
-        peers, length = self.peers, len(dataclasses.fields(_Header))
-        headers = [_Header(*peers.header(number, peer, length)) for peer in range(self.ep_size)]
-        for peer, header in enumerate(headers):
-            if header.error >= 0:
-                raise _ERRORS[header.error](peers.text(number, peer, header.text_bytes))
-        if any(h.operation != headers[0].operation for h in headers):
-            forwards = [h.forwards for h in headers]
-            ahead = ""
-            if max(forwards) > min(forwards):
-                first = forwards.index(max(forwards))
-                ahead = f"rank {first} is ahead: it is in forward {max(forwards)}, others have made {min(forwards)}. "
-            listed = ", ".join(f"rank {r}: {_OPERATIONS[h.operation]}" for r, h in enumerate(headers))
-            raise UniEPError(
-                f"ranks are in different operations in call {number} ({listed}). {ahead}Every rank must make the same "
-                "calls, with or without gradients alike, idle ranks with T=0"
-            )
+        peers, length = self.peers, len(dataclasses.fields(Header))
+        headers = [Header(*peers.header(number, peer, length)) for peer in range(self.ep_size)]
+        agree(number, headers, lambda peer: peers.text(number, peer, headers[peer].text_bytes))
         self._forwards = headers[self.rank].forwards
         ids, weights = (
             [
@@ -330,12 +287,9 @@ class CpuBackend:
         key = b"".join(len(t).to_bytes(4, "little") + _raw(t) for t in ids)
         fingerprint = _digest(*ids, *weights, torch.tensor([h.digest for h in headers]))
         call = _Call(number, self._routing(key, ids), weights, headers, fingerprint)
-        if operation in ("backward", "dispatch") and any(h.fingerprint != fingerprint for h in headers):
-            raise UniEPError(
-                f"call {number}: ranks run the backward of different forwards, or their inputs changed in between; "
-                "every rank must run its backwards in the same order"
-            )
-        self._check_capacity(call.routing)
+        if operation in ("backward", "dispatch"):
+            same_forward(number, headers, fingerprint)
+        check_capacity(call.routing.plans[0].counts_RE, self.cfg)
         return call
 
     def _routing(self, key: bytes, ids: list[Tensor]) -> _Routing:
@@ -345,17 +299,6 @@ class CpuBackend:
                 self._routings.popitem(last=False)
         self._routings.move_to_end(key)
         return self._routings[key]
-
-    def _check_capacity(self, routing: _Routing) -> None:
-        if self.cfg.max_rows is None:
-            return
-        rows = routing.plans[0].counts_RE.sum(0).view(self.ep_size, -1).sum(1).tolist()
-        for rank, needed in enumerate(rows):
-            if needed > self.cfg.max_rows:
-                raise CapacityError(
-                    f"rank {rank} needs {needed} rows but max_rows is {self.cfg.max_rows}; raise max_rows in "
-                    "MoEConfig, or pass None to allocate exactly"
-                )
 
     @property
     def peers(self) -> Peers:
@@ -374,12 +317,6 @@ class CpuBackend:
             if (workspace := self._workspace()) is not None:
                 workspace.fail(text)
             raise
-
-
-def _error_index(error: UniEPError | None) -> int:
-    if error is None:
-        return -1
-    return next((i for i, kind in enumerate(_ERRORS) if type(error) is kind), 0)
 
 
 def _raw(tensor: Tensor) -> bytes:

@@ -1,0 +1,413 @@
+"""The collective backend: ordinary collectives of a process group, on any GPU (NCCL) or on the CPU (gloo).
+
+No peer access, no shared memory, any number of nodes.  Stages run one after another:
+
+    headers -> ids and weights -> plan -> all-to-all of tokens, each once per rank -> the experts of this rank
+    -> all-to-all of the rows' results, sorted by (source rank, slot) -> fixed-order sum
+
+Rows, formulas and roundings are those of the other backends, so bits are those of `cpu` on the CPU and of `hopper`
+where its kernels run.  The host reads counts: a call cannot be captured in a CUDA graph.
+
+A rank that fails inside a call cannot tell the others: they end by the timeout of the process group.
+
+Suffixes: R ranks, T tokens of this rank, M received tokens, K slots, D hidden, F ffn, E experts, e local, N rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import random
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import SymInt, Tensor
+
+from uniep.backends.base import ExpertGradients, Inputs, Needs
+from uniep.backends.cpu_tiles import Rows
+from uniep.backends.local_experts import KernelExperts, Routed, Tokens, local_experts
+from uniep.backends.protocol import (
+    OPERATIONS,
+    Header,
+    agree,
+    bad_id_error,
+    check_capacity,
+    error_index,
+    needs_bits,
+    same_forward,
+    wanted_anywhere,
+)
+from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
+from uniep.memory import TEXT_BYTES
+from uniep.numerics import one_thread
+from uniep.routing import RoutingPlan, build_plan
+from uniep.taskflow.schedule import Schedule
+from uniep.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from uniep.workspace import Workspace
+
+_SERIAL = Schedule(overlap="serial", tile_order="natural")
+_USED = ("gemm1", "gemm2", "weight_gradient", "received")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """How many rows an all-to-all sends to and receives from each rank."""
+
+    sent_R: list[int]
+    received_R: list[int]
+
+    def reversed(self) -> _Exchange:
+        return _Exchange(self.received_R, self.sent_R)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Routing(Routed):
+    """One call's rows, with the host's counts: tokens on their way to experts, and rows of experts by source."""
+
+    tokens: _Exchange
+    rows: _Exchange
+
+    @classmethod
+    def make(cls, plan: RoutingPlan, weight_N: Tensor, rank: int) -> _Routing:
+        num_ranks = plan.send_count_R.shape[0]
+        count_RR = plan.counts_RE.view(num_ranks, num_ranks, -1).sum(2)  # by source and by the experts' rank
+        counts = torch.stack([plan.send_count_R, plan.recv_count_R, count_RR[rank], count_RR[:, rank]])
+        sent, received, own_rows, rows = counts.tolist()
+        return cls(plan, weight_N, _Exchange(sent, received), _Exchange(own_rows, rows))
+
+
+class CollectiveBackend:
+    """See the module docstring.  schedule: tiles (where kernels run) and `received`; the rest has no meaning here."""
+
+    name = "nccl"
+
+    def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
+        self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
+        self.device, self.timeout_s = workspace.device, workspace.timeout_s
+        self._group = workspace.group if self.ep_size > 1 else None
+        self.schedule = _usable(schedule)
+        self.transport = _transport(self._group, self.device)
+        self.experts, self.because = local_experts(self.cfg, self.rank, self.schedule, self.device)
+        self._workspace = weakref.ref(workspace)
+        self._call = self._forwards = 0
+        # Names this Workspace in every header: collectives of two Workspaces of one group look alike.
+        own = torch.tensor([random.SystemRandom().getrandbits(62)], device=self.device)
+        self._space = int(self._all_gather(own, "creation")[0])
+
+    # --- the interface of Backend ---
+
+    def route(self, ids_TK: Tensor) -> RoutingPlan:
+        with self._settings():
+            return self._route("route", ids_TK, torch.zeros(ids_TK.shape))[0].plan
+
+    def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
+        cfg, operation = self.cfg, "forward" if save else "forward without gradients"
+        with self._settings():
+            routing, fingerprint = self._route(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD)
+            with self._or_give_up():
+                received_MD = self._dispatch(inputs.x_TD, routing, "dispatch")
+                tokens = Tokens(inputs.x_TD, received_MD)
+                rows_ND, h_NF = self.experts.forward(tokens, routing, inputs.experts, save)
+                weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
+                y_TD = self.experts.combine(self._return(rows_ND, inputs.ids_TK, routing), inputs.ids_TK, weights_TK)
+            if h_NF is None:
+                return y_TD, []
+            if self.schedule.received == "again":
+                received_MD = received_MD.new_empty(0, cfg.hidden)
+            name = torch.tensor([fingerprint])
+            return y_TD, [received_MD, h_NF, name, routing.weight_N, *routing.plan.tensors()]
+
+    def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
+        received_MD, h_NF, name, weight_N, *plan = saved
+        ids_TK, fingerprint = inputs.ids_TK, int(name)
+        with self._settings():
+            headers = self._enter("backward", len(ids_TK), fingerprint=fingerprint, needs=needs)
+            same_forward(self._call, headers, fingerprint)
+            anywhere = wanted_anywhere(headers)
+            wanted = dataclasses.replace(needs, x=anywhere.x, weights=anywhere.weights)
+            with self._or_give_up():
+                routing = _Routing.make(RoutingPlan.from_tensors(plan), weight_N, self.rank)
+                if self.schedule.received == "again" and anywhere.w13:
+                    received_MD = self._dispatch(inputs.x_TD, routing, "dispatch of x again")
+                dy = Tokens(dy_TD, self._dispatch(dy_TD, routing, "dispatch of the gradient"))
+                x = Tokens(inputs.x_TD, received_MD)
+                got = self.experts.backward(dy, x, routing, inputs.experts, h_NF, wanted)
+                dx_TD = dweights_TK = None
+                if got.x_ND is not None:
+                    dx_TD = self.experts.combine(self._return(got.x_ND, ids_TK, routing), ids_TK, None)
+                if got.weights_N is not None:
+                    dweights_TK = torch.where(ids_TK >= 0, self._return(got.weights_N, ids_TK, routing), 0.0)
+            return ExpertGradients(dx_TD if needs.x else None, dweights_TK if needs.weights else None, got.w13, got.w2)
+
+    def refuse(self, error: UniEPError) -> None:
+        if self.ep_size > 1:
+            with self._settings():
+                self._enter("refuse", 0, error=type(error)(f"rank {self.rank}: {error}"))
+
+    def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
+        cfg, ranks = self.cfg, self.ep_size
+        rows, local = new_size(), cfg.experts_per_rank(ranks)
+        received: int | SymInt = 0
+        if self.schedule.received == "saved":
+            received = new_size() if ranks > 1 else 1
+        plan = ((ranks, cfg.num_experts), (local + 1,), (ranks,), (ranks, num_tokens), (ranks,), (rows,), (rows,))
+        return [
+            x_TD.new_empty(received, cfg.hidden),
+            x_TD.new_empty(rows, 2 * cfg.ffn),
+            x_TD.new_empty(1, dtype=torch.int64),
+            x_TD.new_empty(rows, dtype=torch.float32),
+            *(x_TD.new_empty(shape, dtype=torch.int32) for shape in plan),
+        ]
+
+    def prepare(self) -> None:
+        """Makes sure that all ranks are there; compiles the kernels by one token per rank."""
+        cfg, tokens = self.cfg, int(isinstance(self.experts, KernelExperts))
+        like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
+        with self._settings():
+            local = cfg.experts_per_rank(self.ep_size)
+            experts = ExpertWeights(
+                (torch.zeros(local, 2 * cfg.ffn, cfg.hidden, **like),),
+                (torch.zeros(local, cfg.hidden, cfg.ffn, **like),),
+                "stacked",
+            )
+            ids_TK = torch.full((tokens, cfg.top_k), -1)
+            ids_TK[:, 0] = self.rank * local
+            x_TD = torch.zeros(tokens, cfg.hidden, **like)
+            inputs = Inputs(x_TD, ids_TK, torch.zeros(ids_TK.shape), experts)
+            self.forward(inputs, save=False)
+            _, saved = self.forward(inputs, save=True)
+            self.backward(x_TD, inputs, saved, Needs())
+
+    def check(self) -> None:
+        """Errors are raised by the call they belong to; nothing is deferred."""
+
+    def report(self) -> dict[str, str]:
+        return {
+            "backend": f"nccl: rank {self.rank} of {self.ep_size}, {self.transport}, on {self.device}",
+            "experts": f"{self.experts.name} ({self.because})",
+            "overlap": "not active: collectives run between the GEMMs, not beside them",
+            "received": {"saved": "kept for backward", "again": "dispatched again in backward"}[self.schedule.received],
+            "rows": "allocated exactly; counts are read by the host in every call",
+            "CUDA graphs": "not possible: the host reads counts",
+            "main_grad": "not active: gradients are returned",
+        }
+
+    def close(self) -> None:
+        self._group = None
+
+    # --- entering a call ---
+
+    def _enter(
+        self,
+        operation: str,
+        num_tokens: int,
+        digest: Tensor | None = None,
+        fingerprint: int = 0,
+        needs: Needs | None = None,
+        error: UniEPError | None = None,
+    ) -> list[Header]:
+        """Exchange headers.  Raises on every rank, before any row moves and with the Workspace still usable:
+        the error of the first rank that refuses; UniEPError if ranks are in different calls."""
+        self._call += 1
+        text = str(error).encode()[:TEXT_BYTES] if error is not None else b""
+        forwards = self._forwards + operation.startswith("forward")
+        header = Header(
+            self._call, OPERATIONS.index(operation), num_tokens, error_index(error), len(text), 0, fingerprint,
+            forwards, needs_bits(needs),
+        )  # fmt: skip
+        names = ["space", *(f.name for f in dataclasses.fields(Header))]
+        mine = torch.tensor([self._space, *dataclasses.astuple(header)])
+        if digest is not None:
+            mine[names.index("digest")] = digest
+        with self._or_give_up():
+            table = self._all_gather(mine, "enter", operation).tolist()
+        headers = [Header(*values[1:]) for values in table]
+        if any(values[0] != self._space for values in table):
+            raise UniEPError(
+                f"rank {self.rank}, call {self._call} ({operation}): another rank of the group is in a call of another "
+                "Workspace; every rank must call the layers of one group in the same order"
+            )
+        texts = torch.empty(0)
+        if any(h.error >= 0 for h in headers):
+            raw = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+            raw[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+            with self._or_give_up():
+                texts = self._all_gather(raw, "refusal", operation)
+        agree(self._call, headers, lambda r: bytes(texts[r, : headers[r].text_bytes].tolist()).decode(errors="replace"))
+        self._forwards = forwards
+        return headers
+
+    def _route(
+        self, operation: str, ids_TK: Tensor, weights_TK: Tensor, x_TD: Tensor | None = None
+    ) -> tuple[_Routing, int]:
+        """Enter a call and plan it; the fingerprint names the inputs of all ranks."""
+        error = bad_id_error(ids_TK, self.rank, self.cfg.num_experts)
+        digest = _digest(*(t for t in (ids_TK.long(), weights_TK, x_TD) if t is not None))
+        headers = self._enter(operation, 0 if error else len(ids_TK), digest, error=error)
+        cfg, most = self.cfg, max(h.tokens for h in headers) * self.cfg.top_k
+        packed = torch.zeros(2, most, dtype=torch.int32)
+        packed[0, : ids_TK.numel()] = ids_TK.reshape(-1)
+        packed[1, : ids_TK.numel()] = weights_TK.reshape(-1).view(torch.int32)
+        with self._or_give_up():
+            everyone = self._all_gather(packed, "ids and weights", operation)
+            ids, weights = (
+                [everyone[r, part, : h.tokens * cfg.top_k].view(-1, cfg.top_k) for r, h in enumerate(headers)]
+                for part in (0, 1)
+            )
+            plan = build_plan(ids, self.rank, cfg)
+            rows = Rows.make(self.rank, cfg, plan, [w.view(torch.float32) for w in weights])
+            routing = _Routing.make(plan, rows.weight_N1.flatten(), self.rank)
+        check_capacity(plan.counts_RE, cfg)
+        described = repr([(h.tokens, h.digest) for h in headers]).encode()
+        fingerprint = int.from_bytes(hashlib.blake2b(described, digest_size=8).digest(), "little", signed=True)
+        return routing, fingerprint
+
+    # --- moving rows ---
+
+    def _dispatch(self, x_TD: Tensor, routing: _Routing, stage: str) -> Tensor:
+        """Tokens of other ranks by (source rank, token), each once, and a zero row behind: (M+1, D)."""
+        token = routing.plan.send_token_RT
+        received_MD = x_TD.new_empty(sum(routing.tokens.received_R) + 1, self.cfg.hidden)
+        received_MD[-1].zero_()
+        self._all_to_all(received_MD[:-1], x_TD[token[token >= 0]], routing.tokens, stage)
+        return received_MD
+
+    def _return(self, rows_N: Tensor, ids_TK: Tensor, routing: _Routing) -> Tensor:
+        """Rows (N, ...) to the slots of their tokens: (T, K, ...).  Unused slots hold anything.
+
+        Rows travel sorted by (source rank, slot), so a rank finds those of each expert rank in slot order.
+        """
+        back_N = routing.plan.row_return_N
+        used = torch.nonzero(back_N >= 0).flatten()
+        ordered = rows_N[used[torch.argsort(back_N[used])]]
+        flat = ids_TK.reshape(-1).long()
+        local = self.cfg.experts_per_rank(self.ep_size)
+        owner = torch.where(flat >= 0, flat // local, self.ep_size)
+        exchange = routing.rows.reversed()
+        arrived = ordered.new_empty(sum(exchange.received_R), *rows_N.shape[1:])
+        self._all_to_all(arrived, ordered, exchange, "return")
+        slots = rows_N.new_empty(flat.shape[0], *rows_N.shape[1:])
+        slots[torch.argsort(owner, stable=True)[: arrived.shape[0]]] = arrived
+        return slots.view(*ids_TK.shape, *rows_N.shape[1:])
+
+    # --- collectives ---
+
+    def _all_gather(self, tensor: Tensor, stage: str, operation: str = "") -> Tensor:
+        """(R, ...): every rank's tensor."""
+        out = tensor.new_empty(self.ep_size, *tensor.shape)
+        if self.ep_size == 1 or not tensor.numel():
+            return out.copy_(tensor)
+        with self._waiting(stage, operation):
+            self._await(dist.all_gather(list(out.unbind(0)), tensor, group=self.group, async_op=True))
+        return out
+
+    def _all_to_all(self, out: Tensor, rows: Tensor, exchange: _Exchange, stage: str) -> None:
+        """rows: sorted by the rank they go to.  out: filled in the order of the ranks they come from."""
+        if self.ep_size == 1:
+            out.copy_(rows)
+            return
+        with self._waiting(stage):
+            work = dist.all_to_all_single(
+                out, rows, exchange.received_R, exchange.sent_R, group=self.group, async_op=True
+            )
+            work.wait(*self._limit)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:  # None means the group of all processes to torch
+            raise ClosedError("this Workspace is closed; make a new one")
+        return self._group
+
+    @property
+    def _limit(self) -> tuple[datetime.timedelta, ...]:
+        """Argument of Work.wait.  On a GPU it would block the host, so there the process group's own limit serves."""
+        return (datetime.timedelta(seconds=self.timeout_s),) if self.device.type == "cpu" else ()
+
+    def _await(self, work: Any) -> None:
+        """Wait for a collective whose result the host reads; this is where ranks wait for one that is late."""
+        work.wait(*self._limit)
+        if self.device.type == "cuda":
+            done, deadline = torch.cuda.Event(), time.monotonic() + self.timeout_s
+            done.record()
+            while not done.query():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"nothing came for {self.timeout_s:g} s")
+
+    @contextlib.contextmanager
+    def _waiting(self, stage: str, operation: str = "") -> Iterator[None]:
+        """torch reports an absent or late peer by errors of several classes; here they are one."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as cause:
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise
+            during = f" ({operation})" if operation else ""
+            raise PeerTimeoutError(
+                f"rank {self.rank}, call {self._call}{during}, stage {stage}: a peer did not come within "
+                f"{self.timeout_s:g} s or is gone ({cause}). Every rank of the group must make the same calls, idle "
+                "ranks with T=0; see that no rank has stopped, or raise timeout_s and the process group's timeout"
+            ) from cause
+
+    @contextlib.contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        """After an error inside a call peers wait in vain for this rank: close the Workspace."""
+        try:
+            yield
+        except BaseException as cause:
+            if (workspace := self._workspace()) is not None:
+                workspace.fail(f"{type(cause).__name__}: {cause}")
+            raise
+
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
+        """Ordinary tensors on the Workspace's device; on the CPU one thread, whose number decides bits."""
+        on_device = one_thread() if self.device.type == "cpu" else torch.cuda.device(self.device)
+        with torch.inference_mode(False), torch.no_grad(), torch.device(self.device), on_device:
+            yield
+
+
+def _usable(schedule: Schedule | None) -> Schedule:
+    """The schedule.  Raises ConfigError for a field that would have no effect."""
+    if schedule is None:
+        return _SERIAL
+    kept = dataclasses.replace(_SERIAL, **{name: getattr(schedule, name) for name in _USED})
+    for field in dataclasses.fields(Schedule):
+        value, only = getattr(schedule, field.name), getattr(kept, field.name)
+        if value != only:
+            raise ConfigError(
+                f"{field.name} is {value!r}, but the nccl backend runs collectives and GEMMs one after another and "
+                f"knows only {only!r}; it uses {', '.join(_USED)}"
+            )
+    return kept
+
+
+def _transport(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Which collectives serve `device`.  Raises UnsupportedError if the group has none."""
+    if group is None:
+        return "one process, no collectives"
+    try:
+        return f"collectives of {group._get_backend(device).name()}"
+    except RuntimeError as cause:
+        raise UnsupportedError(
+            f"the process group has no collectives for {device} ({cause}); create it with a backend for it, e.g. "
+            "init_process_group('cpu:gloo,cuda:nccl')"
+        ) from cause
+
+
+def _digest(*tensors: Tensor) -> Tensor:
+    """A 64-bit number on the device that tells the contents of `tensors` (T, ...) from others."""
+    total = torch.zeros((), dtype=torch.int64)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for tensor in tensors:
+        rows = tensor.contiguous().view(integer[tensor.element_size()]).sum(1, dtype=torch.int64)
+        odd = 2 * torch.arange(len(rows)) + 1
+        total = total * 1_000_003 + (rows * odd * 0x9E3779B97F4A7C1).sum()
+    return total

@@ -1,0 +1,128 @@
+"""What ranks tell each other when they enter a call, and what all of them conclude from it.
+
+Every rank judges the same headers, so every rank raises the same error: before any row moves, and with the
+Workspace still usable.  How headers travel is the backend's affair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from uniep.backends.base import Needs
+from uniep.config import MoEConfig
+from uniep.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    DTypeError,
+    InputError,
+    PeerTimeoutError,
+    UniEPError,
+    UnsupportedError,
+)
+from uniep.routing import find_bad_id
+
+OPERATIONS = ("route", "forward", "forward without gradients", "backward", "dispatch", "refuse")
+
+_ERRORS: tuple[type[UniEPError], ...] = (
+    UniEPError,
+    InputError,
+    DTypeError,
+    ConfigError,
+    CapacityError,
+    UnsupportedError,
+    ClosedError,
+    PeerTimeoutError,
+)
+
+
+@dataclasses.dataclass
+class Header:
+    """What a rank says about itself when it enters a call: integers, sent in this order."""
+
+    call: int
+    operation: int  # index into OPERATIONS
+    tokens: int = 0
+    error: int = -1  # of `error_index`: why this rank refuses
+    text_bytes: int = 0
+    digest: int = 0  # of this rank's inputs
+    fingerprint: int = 0  # backward: of the forward it belongs to
+    forwards: int = 0  # forwards that this rank has entered
+    needs: int = 0  # backward: `needs_bits`
+
+
+def needs_bits(needs: Needs | None) -> int:
+    """Wanted gradients as bits: 1 x, 2 weights, 4 w13, 8 w2."""
+    wanted = dataclasses.astuple(needs) if needs is not None else ()
+    return sum(1 << bit for bit, want in enumerate(wanted) if want)
+
+
+def wanted_anywhere(headers: Sequence[Header]) -> Needs:
+    """What any rank wants.  dx and d(weight) come from all ranks, so all compute them."""
+    return Needs(*(any(h.needs >> bit & 1 for h in headers) for bit in range(4)))
+
+
+def error_index(error: UniEPError | None) -> int:
+    """Number of the error's class; -1: no error."""
+    if error is None:
+        return -1
+    return next((i for i, kind in enumerate(_ERRORS) if type(error) is kind), 0)
+
+
+def bad_id_error(ids_TK: Tensor, rank: int, num_experts: int) -> InputError | None:
+    """The refusal of a rank with an id outside -1 .. E-1; None: all are good."""
+    bad = find_bad_id(ids_TK, num_experts)
+    if bad is None:
+        return None
+    row, slot, value = bad
+    return InputError(
+        f"rank {rank}, row {row}, slot {slot}: expert id {value} is not in 0..{num_experts - 1}; "
+        "use -1 for an unused slot"
+    )
+
+
+def agree(number: int, headers: Sequence[Header], text: Callable[[int], str]) -> None:
+    """Raise the refusal of the first rank that refuses, or UniEPError if ranks are in different operations.
+
+    text: the refusal's text of a rank.
+    """
+    for peer, header in enumerate(headers):
+        if header.error >= 0:
+            raise _ERRORS[header.error](text(peer))
+    if all(h.operation == headers[0].operation for h in headers):
+        return
+    forwards = [h.forwards for h in headers]
+    ahead = ""
+    if max(forwards) > min(forwards):
+        first = forwards.index(max(forwards))
+        ahead = f"rank {first} is ahead: it is in forward {max(forwards)}, others have made {min(forwards)}. "
+    listed = ", ".join(f"rank {r}: {OPERATIONS[h.operation]}" for r, h in enumerate(headers))
+    raise UniEPError(
+        f"ranks are in different operations in call {number} ({listed}). {ahead}Every rank must make the same "
+        "calls, with or without gradients alike, idle ranks with T=0"
+    )
+
+
+def same_forward(number: int, headers: Sequence[Header], fingerprint: int) -> None:
+    """Raise UniEPError unless every rank's backward belongs to the forward that `fingerprint` names."""
+    if any(h.fingerprint != fingerprint for h in headers):
+        raise UniEPError(
+            f"call {number}: ranks run the backward of different forwards, or their inputs changed in between; "
+            "every rank must run its backwards in the same order"
+        )
+
+
+def check_capacity(counts_RE: Tensor, cfg: MoEConfig) -> None:
+    """Raise CapacityError if any rank would receive more than cfg.max_rows rows.  counts_RE: RoutingPlan's."""
+    if cfg.max_rows is None:
+        return
+    rows = counts_RE.sum(0).view(counts_RE.shape[0], -1).sum(1).tolist()
+    for rank, needed in enumerate(rows):
+        if needed > cfg.max_rows:
+            raise CapacityError(
+                f"rank {rank} needs {needed} rows but max_rows is {cfg.max_rows}; raise max_rows in MoEConfig, or pass "
+                "None to allocate exactly"
+            )

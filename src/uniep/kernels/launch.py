@@ -1,0 +1,280 @@
+"""Launchers: what each GEMM and row kernel takes, from tensors and a Tile.  They allocate nothing.
+
+`Rows` are the tables of one rank's routed rows.  `Peers` is what fused kernels need of the other ranks; `alone`
+serves kernels whose rows are all here.
+
+Suffixes: N padded rows, M row tiles, e local experts, D hidden, F ffn, T tokens, K slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uniep.config import MoEConfig
+from uniep.errors import UnsupportedError
+from uniep.kernels.gemm import activation_gradient_kernel, gate_up_kernel, product_kernel, weight_gradient_kernel
+from uniep.kernels.transfer import combine_kernel, dweights_kernel, expand_kernel
+from uniep.taskflow.schedule import Tile
+from uniep.weights import ExpertWeights
+
+MAX_STRIDE_BYTES = 2**40  # of a Hopper tensor map
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Tables of the rows; all int32 but weight_N (fp32).
+
+    start_e1, rows_e: first row and number of rows of each expert.  expert_M: expert of each row tile.
+    order_M: the row tiles as kernels that wait for rows walk them.  totals: (2 or more,), padded rows and row tiles.
+    """
+
+    source_N: Tensor
+    return_N: Tensor
+    weight_N: Tensor
+    start_e1: Tensor
+    rows_e: Tensor
+    expert_M: Tensor
+    order_M: Tensor
+    totals: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """Flags, address tables and the push of tokens; see kernels/sync.py and kernels/transfer.py."""
+
+    rank: int
+    num_ranks: int
+    call: Tensor
+    status: Tensor
+    timeout_ns: int
+    arrived: Tensor
+    finished: Tensor
+    returned: Tensor
+    receive_table: Tensor
+    returns_table: Tensor
+    flag_table: Tensor
+    arrived_offset: int
+    finished_offset: int
+    returned_offset: int
+    push_ticket: Tensor
+    return_ticket: Tensor
+    send_token_RT: Tensor
+    send_count_R: Tensor
+    chunk: int
+    receive_block: int
+
+    @classmethod
+    def alone(cls, zero: Tensor) -> Peers:
+        """No peers.  zero: an int32 zero on the device; nothing writes it."""
+        return cls(
+            rank=0, num_ranks=1, call=zero, status=zero, timeout_ns=0, arrived=zero, finished=zero, returned=zero,
+            receive_table=zero, returns_table=zero, flag_table=zero, arrived_offset=0, finished_offset=0,
+            returned_offset=0, push_ticket=zero, return_ticket=zero, send_token_RT=zero, send_count_R=zero, chunk=1,
+            receive_block=1,
+        )  # fmt: skip
+
+    def arguments(self, num_tokens: int) -> tuple[Any, ...]:
+        """Of kernels that wait for rows and, fused, push tokens first."""
+        return (
+            self.arrived, self.finished, self.call, self.status, self.timeout_ns, self.rank, self.send_token_RT,
+            self.send_count_R, self.receive_table, self.flag_table, self.arrived_offset, self.finished_offset,
+            self.push_ticket, num_tokens,
+        )  # fmt: skip
+
+    def constants(self, width: int, rows: int) -> dict[str, Any]:
+        """rows: tokens that a pushing program moves at once."""
+        return {
+            "NUM_RANKS": self.num_ranks, "CHUNK": self.chunk, "RECEIVE_BLOCK": self.receive_block,
+            "PUSH_D": min(power_of_2(width), 1024), "PUSH_ROWS": rows,
+        }  # fmt: skip
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def options(tile: Tile) -> dict[str, Any]:
+    """Launch options of a GEMM kernel.  Fusion off: results may not depend on what a compiler contracts."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+
+
+def descriptor(base: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(base, list(shape), list(strides), block)
+
+
+def rows_descriptor(matrix: Tensor, block: list[int]) -> Any:
+    """Descriptor of a contiguous matrix."""
+    rows, columns = matrix.shape
+    return descriptor(matrix, (rows, columns), (columns, 1), block)
+
+
+def w13_descriptor(experts: ExpertWeights, block: list[int]) -> tuple[Any, bool]:
+    """(descriptor (e, 2, F, D), whether its first half is the up projection).
+
+    A pair (w1, w3) is one 4-dimensional tensor whose second stride is the distance between the two.
+    """
+    gate, up = experts.halves(0)
+    f, d = gate.shape
+    e = experts.w13[0].shape[0]
+    distance = up.data_ptr() - gate.data_ptr()
+    if abs(distance) >= MAX_STRIDE_BYTES or distance % 16:
+        raise UnsupportedError(
+            f"w1 and w3 lie {abs(distance)} bytes apart; a tensor-map stride must be a multiple of 16 below "
+            f"{MAX_STRIDE_BYTES}; allocate them together, or as one w13 (e, 2F, D)"
+        )
+    first = gate if distance > 0 else up
+    strides = (experts.w13[0].stride(0), abs(distance) // gate.element_size(), gate.stride(0), 1)
+    return descriptor(first, (e, 2, f, d), strides, block), distance < 0
+
+
+def w2_descriptor(experts: ExpertWeights, block: list[int]) -> Any:
+    """Descriptor (e, D, F), or (e, 1, D, F) for a 4-dimensional block."""
+    w2 = experts.w2[0]
+    e, d, f = w2.shape
+    if len(block) == 4:
+        return descriptor(w2, (e, 1, d, f), (w2.stride(0), w2.stride(0), w2.stride(1), 1), block)
+    return descriptor(w2, (e, d, f), (w2.stride(0), w2.stride(1), 1), block)
+
+
+def launch_expand(
+    x_TD: Tensor, receive_MD: Tensor, rows: Rows, peers: Peers, tile_rows: int, multiprocessors: int, out_ND: Tensor,
+    *, push_programs: int = 0,
+) -> None:  # fmt: skip
+    """out (N, D): every row's input, contiguous.  push_programs: of those that push this rank's tokens meanwhile;
+    0: all rows are here."""
+    width, fused = out_ND.shape[1], push_programs > 0
+    warps = 8 if fused else 4  # few registers, to fit beside a GEMM
+    expand_kernel[(multiprocessors * 24 // warps,)](
+        x_TD, receive_MD, out_ND, rows.source_N, rows.order_M, rows.totals, *peers.arguments(x_TD.shape[0]),
+        push_programs, D=width, BLOCK_D=min(power_of_2(width), 1024), ROWS=2 * warps, BLOCK_M=tile_rows,
+        **peers.constants(width, 16), FUSED=fused, num_warps=warps,
+    )  # fmt: skip
+
+
+def launch_gate_up(
+    x_TD: Tensor, receive_MD: Tensor, rows_ND: Tensor | None, rows: Rows, experts: ExpertWeights, peers: Peers,
+    cfg: MoEConfig, tile: Tile, multiprocessors: int, h_N2F: Tensor | None, act_NF: Tensor, *, push_programs: int = 0,
+    push_rounds: int = 0,
+) -> None:  # fmt: skip
+    """act (N, F) and, unless None, h (N, 2, F) of every row; act times its weight where the config says so.
+
+    rows_ND: the rows' inputs; None: gathered where they lie, and with push_programs dispatched meanwhile.
+    """
+    num_rows, ffn, half, fused = act_NF.shape[0], cfg.ffn, tile.columns // 2, push_programs > 0
+    w13_desc, up_first = w13_descriptor(experts, [1, 2, half, tile.depth])
+    act_desc = rows_descriptor(act_NF, [tile.rows, half])
+    rows_desc = act_desc if rows_ND is None else rows_descriptor(rows_ND, [tile.rows, tile.depth])
+    h_desc = act_desc
+    if h_N2F is not None:
+        h_desc = descriptor(h_N2F, (num_rows, 2, ffn), (2 * ffn, ffn, 1), [tile.rows, 1, half])
+    gate_up_kernel[(multiprocessors * tile.programs_per_sm,)](
+        x_TD, receive_MD, rows_desc, rows.source_N, rows.weight_N, rows.order_M, rows.expert_M, rows.totals,
+        *peers.arguments(x_TD.shape[0]), push_programs, push_rounds, w13_desc, h_desc, act_desc, D=cfg.hidden, F=ffn,
+        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP_M=tile.group_rows,
+        **peers.constants(cfg.hidden, 32), GATHERED=rows_ND is None, FUSED=fused, SAVE_H=h_N2F is not None,
+        WEIGHTED=cfg.weight_at == "activation", UP_FIRST=up_first, **options(tile),
+    )  # fmt: skip
+
+
+def launch_down(
+    act_NF: Tensor, rows: Rows, experts: ExpertWeights, peers: Peers, tile: Tile, multiprocessors: int, out_ND: Tensor,
+    *, slots: int, scatter: bool,
+) -> None:  # fmt: skip
+    """out (N, D) = act @ W2^T.  scatter: each row into its slot at the source rank; out gives dtype and width."""
+    b_desc = w2_descriptor(experts, [1, tile.columns, tile.depth])
+    _product(
+        act_NF, b_desc, out_ND, rows, peers, tile, multiprocessors, parts=1, transposed=True, up_first=False,
+        slots=slots, scatter=scatter,
+    )  # fmt: skip
+
+
+def launch_down_gradient(
+    dy_ND: Tensor, rows: Rows, experts: ExpertWeights, peers: Peers, tile: Tile, multiprocessors: int, raw_NF: Tensor
+) -> None:
+    """raw (N, F) fp32 = dy @ W2."""
+    b_desc = w2_descriptor(experts, [1, 1, tile.depth, tile.columns])
+    _product(
+        dy_ND, b_desc, raw_NF, rows, peers, tile, multiprocessors, parts=1, transposed=False, up_first=False, slots=1,
+        scatter=False,
+    )  # fmt: skip
+
+
+def launch_gate_up_gradient(
+    dh_NH: Tensor, rows: Rows, experts: ExpertWeights, peers: Peers, tile: Tile, multiprocessors: int, out_ND: Tensor,
+    *, slots: int, scatter: bool,
+) -> None:  # fmt: skip
+    """out (N, D) = dh (N, 2F) @ W13.  scatter: as for `launch_down`."""
+    b_desc, up_first = w13_descriptor(experts, [1, 1, tile.depth, tile.columns])
+    _product(
+        dh_NH, b_desc, out_ND, rows, peers, tile, multiprocessors, parts=2, transposed=False, up_first=up_first,
+        slots=slots, scatter=scatter,
+    )  # fmt: skip
+
+
+def _product(
+    a: Tensor, b_desc: Any, out: Tensor, rows: Rows, peers: Peers, tile: Tile, multiprocessors: int, *, parts: int,
+    transposed: bool, up_first: bool, slots: int, scatter: bool,
+) -> None:  # fmt: skip
+    columns = tile.columns // 4 if out.dtype == torch.float32 else tile.columns // 2
+    product_kernel[(multiprocessors * tile.programs_per_sm,)](
+        rows_descriptor(a, [tile.rows, tile.depth]), b_desc, rows_descriptor(out, [tile.rows, columns]), rows.expert_M,
+        rows.totals, rows.return_N, peers.returns_table, peers.flag_table, peers.returned_offset, peers.call,
+        peers.return_ticket, DEPTH=a.shape[1] // parts, WIDTH=out.shape[1], SLOTS=slots, HALVES=parts,
+        TRANSPOSED=transposed, UP_FIRST=up_first, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth,
+        GROUP_M=tile.group_rows, NUM_RANKS=peers.num_ranks, SCATTER=scatter, **options(tile),
+    )  # fmt: skip
+
+
+def launch_activation_gradient(
+    raw_NF: Tensor, h_N2F: Tensor, rows: Rows, multiprocessors: int, dh_N2F: Tensor, act_NF: Tensor, groups_NG: Tensor,
+    *, weighted: bool,
+) -> None:  # fmt: skip
+    """dh (N, 2, F), the activation that dW2 contracts (N, F), and the column-group sums of d(weight) (N, G)."""
+    activation_gradient_kernel[(multiprocessors * 4,)](
+        raw_NF, h_N2F, rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG, F=raw_NF.shape[1], ROWS=16, COLUMNS=256,
+        WEIGHTED=weighted, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def launch_dweights(groups_NG: Tensor, rows: Rows, dweights_table: Tensor, slots: int, multiprocessors: int) -> None:
+    """d(weight) of every row, into its slot of the array whose address `dweights_table` has for the source rank."""
+    dweights_kernel[(multiprocessors * 2,)](
+        groups_NG, rows.return_N, rows.totals, dweights_table, GROUPS=groups_NG.shape[1], SLOTS=slots, ROWS=128,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def launch_weight_gradient(
+    a_NH: Tensor, first_column: int, b_NW: Tensor, dw_eHW: Tensor, start: Tensor, count: Tensor, tile: Tile,
+    multiprocessors: int,
+) -> None:  # fmt: skip
+    """dW[e] = a[rows of e, first_column :]^T @ b[rows of e].  dw_eHW: (e, H, W).  start, count: of Rows, or a part."""
+    local, height, width = dw_eHW.shape
+    weight_gradient_kernel[(multiprocessors * tile.programs_per_sm,)](
+        rows_descriptor(a_NH, [tile.depth, tile.rows]), rows_descriptor(b_NW, [tile.depth, tile.columns]),
+        descriptor(dw_eHW, tuple(dw_eHW.shape), tuple(dw_eHW.stride()), [1, tile.rows, tile.columns // 2]), start,
+        count, first_column, LOCAL=local, HEIGHT=height, WIDTH=width, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth, GROUP_M=tile.group_rows, **options(tile),
+    )  # fmt: skip
+
+
+def launch_combine(
+    returns_SD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, peers: Peers, multiprocessors: int, out_TD: Tensor,
+    *, wait: bool,
+) -> None:  # fmt: skip
+    """The fixed-order sum of the return slots.  wait: for the results of all ranks first."""
+    top_k, width = ids_TK.shape[1], out_TD.shape[1]
+    block = min(power_of_2(width), 2048)
+    combine_kernel[(multiprocessors * 8,)](
+        returns_SD, ids_TK, weights_TK if weights_TK is not None else peers.call, out_TD, out_TD.shape[0],
+        peers.returned, peers.call, peers.status, peers.timeout_ns, D=width, K=top_k, BLOCK_D=block,
+        NUM_RANKS=peers.num_ranks, WEIGHTED=weights_TK is not None, WAIT=wait, num_warps=max(block // 256, 1),
+        enable_fp_fusion=False,
+    )  # fmt: skip
