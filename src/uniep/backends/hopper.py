@@ -18,7 +18,7 @@ import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, Needs
-from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, max_padded_rows
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
 from uniep.errors import (
     CapacityError,
     ConfigError,
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 HEADER = 64
 EXCHANGE_PROGRAMS = 32
 STATUS_WORDS = 16
+PUSH_BYTES_PER_US = 150_000  # all pushing programs of a rank, beside a GEMM (2x H200)
+PUSH_LATENCY_US = 30
+SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 MAX_TOP_K = 128
 MAX_STRIDE_BYTES = 2**40  # of a Hopper tensor map
-LINK_BYTES_PER_US = 350_000  # one direction of NVLink as SM stores reach it
-PUSH_BYTES_PER_US = 40_000  # one pushing program
-SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 STAGES = {1: "entry of the call", 2: "arrival of tokens", 3: "return of results"}
 
 
@@ -99,12 +99,13 @@ class DevicePlan:
         return {
             "counts_RE": (ranks, backend.cfg.num_experts),
             "start_e1": (backend.local + 1,),
+            "rows_e": (backend.local,),
             "send_count_R": (ranks,),
             "recv_count_R": (ranks,),
             "send_token_RT": (ranks, num_tokens),
             "expert_M": (backend.most_tiles,),
             "order_M": (backend.most_tiles,),
-            "totals": (4,),  # padded rows, row tiles, local row tiles
+            "totals": (4,),  # padded rows, row tiles
         }
 
     def __init__(self, backend: HopperBackend, num_tokens: int, saved: Sequence[Tensor] = ()) -> None:
@@ -113,7 +114,7 @@ class DevicePlan:
         self.head = saved[0] if saved else torch.empty(sum(sizes), dtype=torch.int32, device=backend.device)
         parts = self.head.split(sizes)
         views = {n: p[: math.prod(s)].view(s) for (n, s), p in zip(sections.items(), parts, strict=True)}
-        self.counts_RE, self.start_e1 = views["counts_RE"], views["start_e1"]
+        self.counts_RE, self.start_e1, self.rows_e = views["counts_RE"], views["start_e1"], views["rows_e"]
         self.send_count_R, self.recv_count_R, self.send_token_RT = (
             views["send_count_R"],
             views["recv_count_R"],
@@ -147,7 +148,7 @@ class HopperBackend:
         self.ws, self.cfg, self.device = workspace, cfg, device
         self.rank, self.num_ranks = workspace.rank, workspace.ep_size
         self.local = cfg.experts_per_rank(self.num_ranks)
-        self.schedule = schedule if schedule is not None else Schedule()
+        self.schedule = schedule if schedule is not None else Schedule(push_programs=32, chunk_tokens=32)
         if self.schedule.gemm1.rows != self.schedule.gemm2.rows:
             raise ConfigError(
                 f"gemm1.rows is {self.schedule.gemm1.rows} and gemm2.rows {self.schedule.gemm2.rows}; on GPUs both walk one tile table"
@@ -157,6 +158,8 @@ class HopperBackend:
             self.num_ranks * self.slots if cfg.max_rows is None else min(cfg.max_rows, self.num_ranks * self.slots)
         )
         self.capacity = max_padded_rows(most_rows, self.local)
+        balanced = self.local * align_rows(-(-self.slots // self.local))
+        self.guess = min(_with_headroom(balanced), self.capacity)
         self.most_tiles = self.capacity // self.schedule.gemm1.rows
         self.layout = pack(shared_arrays(cfg, self.num_ranks, self.schedule.chunk_tokens))
         self.arena = Arena(self.layout, workspace)
@@ -236,12 +239,13 @@ class HopperBackend:
         """Shapes of what forward saves."""
         rows = self.capacity if self.cfg.max_rows is not None else new_size()
         sizes = [-(-math.prod(shape) // 4) * 4 for shape in DevicePlan.sections(self, num_tokens).values()]
+        kept = rows if self.schedule.operand == "expanded" else self.cfg.receive_slots(self.num_ranks) + 1
         return [
             x_TD.new_empty((sum(sizes),), dtype=torch.int32),
             x_TD.new_empty((2, rows), dtype=torch.int32),
             x_TD.new_empty((rows,), dtype=torch.float32),
             x_TD.new_empty((rows, 2, self.cfg.ffn)),
-            x_TD.new_empty((self.cfg.receive_slots(self.num_ranks) + 1, self.cfg.hidden)),
+            x_TD.new_empty((kept, self.cfg.hidden)),
         ]
 
     def report(self) -> dict[str, str]:
@@ -267,7 +271,7 @@ class HopperBackend:
 
     # ---------------------------------------------------------------- plan
 
-    def _enter(self, ids_TK: Tensor | None, weights_TK: Tensor | None, num_tokens: int) -> None:
+    def _enter(self, ids_TK: Tensor | None, weights_TK: Tensor | None, num_tokens: int, capacity: int = 0) -> None:
         from uniep.kernels.plan import exchange_kernel
 
         self.check()
@@ -277,6 +281,7 @@ class HopperBackend:
             ids_TK if ids_TK is not None else dummy,
             weights_TK if weights_TK is not None else dummy,
             num_tokens,
+            capacity,
             self.arena.tables["exchange"],
             self.arena.tables["flags"],
             self._flags("entered"),
@@ -296,7 +301,6 @@ class HopperBackend:
 
         cfg, ranks, device = self.cfg, self.num_ranks, self.device
         num_tokens = ids_TK.shape[0]
-        exact = cfg.max_rows is None
         slots_p = _power_of_2(cfg.top_k)
         block_t = max(128 // slots_p, 1)
         blocks = -(-cfg.max_tokens_per_rank // block_t)
@@ -305,7 +309,8 @@ class HopperBackend:
         histogram = torch.empty(cfg.num_experts + 1 + ranks, total, **int32)
         plan = DevicePlan(self, num_tokens)
 
-        self._enter(ids_TK, weights_TK, num_tokens)
+        rows = self.capacity if cfg.max_rows is not None else self.guess
+        self._enter(ids_TK, weights_TK, num_tokens, rows)
         shape = {
             "K": cfg.top_k,
             "KP": slots_p,
@@ -333,12 +338,12 @@ class HopperBackend:
             E=cfg.num_experts, NUM_RANKS=ranks, BLOCKS=blocks, BLOCKS_P=_power_of_2(blocks), num_warps=4,
         )  # fmt: skip
         tiles_kernel[(1,)](
-            plan.counts_RE, plan.start_e1, plan.expert_M, plan.order_M, plan.totals, self.host_totals, self.call, self.status,
-            self.rank, self.capacity,
-            E=cfg.num_experts, LOCAL=self.local, LOCAL_P=_power_of_2(self.local), NUM_RANKS=ranks, BLOCK_M=self.schedule.gemm1.rows,
-            ALIGN=ROW_ALIGN, LOCAL_FIRST=self.schedule.tile_order == "local-first", HOST=exact, num_warps=4,
+            self.arena.views["exchange"], plan.counts_RE, plan.send_count_R, plan.start_e1, plan.rows_e, plan.expert_M,
+            plan.order_M, plan.totals, self.host_totals, self.call, self.status, self.rank, self._lead(num_tokens),
+            E=cfg.num_experts, SLOTS=self.slots, LOCAL=self.local, LOCAL_P=_power_of_2(self.local), NUM_RANKS=ranks,
+            BLOCK_M=self.schedule.gemm1.rows, ALIGN=ROW_ALIGN,
+            HOST=cfg.max_rows is None, num_warps=4,
         )  # fmt: skip
-        rows = max(self._read_rows(), ROW_ALIGN) if exact else self.capacity  # descriptors need memory
         plan.set_rows(torch.empty(2, rows, **int32), torch.empty(rows, dtype=torch.float32, device=device))
         place_kernel[(total + self.local,)](
             self.arena.views["exchange"], histogram, plan.start_e1, plan.counts_RE, plan.totals, plan.source_N, plan.return_N,
@@ -348,16 +353,24 @@ class HopperBackend:
         self.mark("plan")
         return plan
 
-    def _read_rows(self) -> int:
-        """Wait for the plan's totals in pinned memory: the one host read of the default mode."""
+    def _fits(self) -> bool:
+        """Whether the rows of this call fitted what was allocated for them, on every rank.
+
+        In the exact mode (max_rows None) the host allocates by the last call, launches, and reads the plan's
+        totals from pinned memory while the GPU works; the rare call that needs more is made again.
+        """
+        if self.cfg.max_rows is not None:
+            return True
         give_up = time.monotonic() + self.ws.timeout_s + 5
-        while self._totals_words[0] != self.calls_made:
-            if self._status_words[0] == 1 or time.monotonic() > give_up:
+        while self._totals_words[0] != self.calls_made and self._status_words[0] == 0:
+            if time.monotonic() > give_up:
                 break
         if self._status_words[0] == 2:
             self._raise_bad_id()
         self.check()
-        return self._totals_words[1]
+        total = self._totals_words[1]
+        self.guess = _with_headroom(max(total, (self.guess + total) // 2) if self._totals_words[2] else total)
+        return bool(self._totals_words[2])
 
     def _raise_bad_id(self) -> None:
         """Find the first bad id (every rank holds all ids), forget the failure, raise the same on every rank."""
@@ -376,7 +389,10 @@ class HopperBackend:
                 )
 
     def route(self, ids_TK: Tensor) -> RoutingPlan:
-        plan = self._plan(ids_TK, torch.zeros(ids_TK.shape, dtype=torch.float32, device=ids_TK.device))
+        weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=ids_TK.device)
+        plan = self._plan(ids_TK, weights_TK)
+        while not self._fits():
+            plan = self._plan(ids_TK, weights_TK)
         rows = int(plan.totals[0])
         listed = torch.arange(ids_TK.shape[0], device=self.device) < plan.send_count_R[:, None]
         return RoutingPlan(
@@ -391,39 +407,43 @@ class HopperBackend:
 
     # ---------------------------------------------------------------- stages
 
-    def _gathered(self, x_TD: Tensor, plan: DevicePlan, tile: Tile) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments shared by the kernels that read rows where they lie and push tokens first (fused)."""
-        fused = self._fused
-        args = (
-            x_TD, self.arena.views["receive"], plan.source_N, plan.weight_N, plan.order_M, plan.expert_M, plan.totals,
+    def _push_args(self, x_TD: Tensor, plan: DevicePlan) -> tuple[Any, ...]:
+        """Arguments of kernels that wait for rows and, fused, push tokens first."""
+        return (
             self._flag_view("arrived"), self._flag_view("finished"), self.call, self.status, self.timeout_ns, self.rank,
             plan.send_token_RT, plan.send_count_R, self.arena.tables["receive"], self.arena.tables["flags"],
             self._flags("arrived"), self._flags("finished"), self.tickets[1:], x_TD.shape[0],
-            self.schedule.push_programs if fused else 0, self._push_rounds(x_TD.shape[0], tile) if fused else 0,
         )  # fmt: skip
-        constants = {
-            "D": self.cfg.hidden, "F": self.cfg.ffn, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth,
-            "GROUP_M": tile.group_rows, "NUM_RANKS": self.num_ranks, "CHUNK": self.schedule.chunk_tokens,
-            "RECEIVE_BLOCK": self.cfg.receive_block, **self._push_shape, "FUSED": fused,
-            "WEIGHTED": self.cfg.weight_at == "activation",
+
+    def _push_constants(self, rows: int) -> dict[str, Any]:
+        return {
+            "NUM_RANKS": self.num_ranks, "CHUNK": self.schedule.chunk_tokens, "RECEIVE_BLOCK": self.cfg.receive_block,
+            "PUSH_D": min(_power_of_2(self.cfg.hidden), 1024), "PUSH_ROWS": rows,
         }  # fmt: skip
-        return args, {**constants, **_launch(tile)}
+
+    def _push_us(self, num_tokens: int) -> float:
+        """How long pushing this rank's tokens takes beside a GEMM, for balanced routing."""
+        cfg = self.cfg
+        misses = (1 - 1 / self.num_ranks) ** cfg.top_k
+        sent_bytes = (self.num_ranks - 1) * num_tokens * (1 - misses) * cfg.hidden * cfg.dtype.itemsize
+        return sent_bytes / PUSH_BYTES_PER_US
+
+    def _push_rounds(self, num_tokens: int, tile: Tile) -> int:
+        """Turns of the tile loop that a push lasts, so that pushing programs get that many tiles fewer."""
+        tile_us = 2 * tile.rows * tile.columns * self.cfg.hidden / SM_FLOP_PER_US
+        return math.ceil(self._push_us(num_tokens) / tile_us)
+
+    def _lead(self, num_tokens: int) -> int:
+        """Experts whose local tiles run first: as many as last until the other ranks' tokens are here."""
+        if self.schedule.tile_order == "natural":
+            return 0
+        rows_per_expert = num_tokens * self.cfg.top_k / self.cfg.num_experts
+        flop = 4 * max(rows_per_expert, 1) * self.cfg.ffn * self.cfg.hidden
+        return math.ceil((self._push_us(num_tokens) + PUSH_LATENCY_US) / (flop / (SM_FLOP_PER_US * self.sms)))
 
     @property
     def _fused(self) -> bool:
         return self.num_ranks > 1 and self.schedule.overlap == "fused" and not self._stay_local
-
-    @property
-    def _push_shape(self) -> dict[str, int]:
-        return {"PUSH_D": min(_power_of_2(self.cfg.hidden), 1024), "PUSH_ROWS": 32}
-
-    def _push_rounds(self, num_tokens: int, tile: Tile) -> int:
-        """Turns of the tile loop that a push lasts, so that pushing programs get that many tiles fewer."""
-        cfg = self.cfg
-        misses = (1 - 1 / self.num_ranks) ** cfg.top_k
-        sent_bytes = (self.num_ranks - 1) * num_tokens * (1 - misses) * cfg.hidden * cfg.dtype.itemsize
-        push_us = sent_bytes / min(self.schedule.push_programs * PUSH_BYTES_PER_US, LINK_BYTES_PER_US)
-        return math.ceil(push_us / (2 * tile.rows * tile.columns * cfg.hidden / SM_FLOP_PER_US))
 
     def _dispatch(self, x_TD: Tensor, plan: DevicePlan) -> None:
         """Serial schedule: push all tokens, wait until all have arrived."""
@@ -435,71 +455,97 @@ class HopperBackend:
         push_tokens_kernel[(self.sms,)](
             x_TD, plan.send_token_RT, plan.send_count_R, self.arena.tables["receive"], self.arena.tables["flags"],
             self._flags("arrived"), self._flags("finished"), self.call, self.tickets[1:], x_TD.shape[0], self.rank,
-            D=self.cfg.hidden, BLOCK_D=self._push_shape["PUSH_D"], ROWS=16, CHUNK=self.schedule.chunk_tokens,
+            D=self.cfg.hidden, BLOCK_D=min(_power_of_2(self.cfg.hidden), 1024), ROWS=16, CHUNK=self.schedule.chunk_tokens,
             BLOCK_SLOTS=self.cfg.receive_block, NUM_RANKS=self.num_ranks, num_warps=8,
         )  # fmt: skip
         barrier_kernel[(1,)](
-            self._flag_view("finished"),
-            self.call,
-            self.status,
-            self.timeout_ns,
-            NUM_RANKS=self.num_ranks,
-            STAGE=2,
-            num_warps=1,
-        )
+            self._flag_view("finished"), self.call, self.status, self.timeout_ns, NUM_RANKS=self.num_ranks, STAGE=2, num_warps=1,
+        )  # fmt: skip
         self.mark("dispatch")
 
-    def _gate_up(self, inputs: Inputs, plan: DevicePlan, h_N2F: Tensor, act_NF: Tensor) -> None:
-        """h and act of every row."""
+    def _expand(self, x_TD: Tensor, receive: Tensor, plan: DevicePlan, rows_ND: Tensor, *, fused: bool) -> None:
+        """Every row's input, contiguous; `fused`: push this rank's tokens meanwhile and wait for the others'."""
+        from uniep.kernels.transfer import expand_kernel
+
+        warps = 8 if fused else 4  # few registers, to fit beside a GEMM
+        expand_kernel[(self.sms * 24 // warps,)](
+            x_TD, receive, rows_ND, plan.source_N, plan.order_M, plan.totals, *self._push_args(x_TD, plan),
+            2 * self.schedule.push_programs if fused else 0, D=self.cfg.hidden, BLOCK_D=min(_power_of_2(self.cfg.hidden), 1024),
+            ROWS=2 * warps, BLOCK_M=self.schedule.gemm1.rows, **self._push_constants(16), FUSED=fused, num_warps=warps,
+        )  # fmt: skip
+
+    def _gate_up(self, inputs: Inputs, plan: DevicePlan, rows_ND: Tensor | None, h_N2F: Tensor, act_NF: Tensor) -> None:
+        """h and act of every row, gathered (and, fused, dispatched meanwhile) or from the expanded rows."""
         from uniep.kernels.gemm import gate_up_kernel
 
-        tile, rows, ffn = self.schedule.gemm1, plan.num_rows, self.cfg.ffn
-        half, save = tile.columns // 2, h_N2F.shape[0] > 0
+        tile, rows, ffn, x_TD = self.schedule.gemm1, plan.num_rows, self.cfg.ffn, inputs.x_TD
+        half, save, gathered = tile.columns // 2, h_N2F.shape[0] > 0, rows_ND is None
+        fused = gathered and self._fused
         w13_desc, up_first = w13_descriptor(inputs.experts, [1, 2, half, tile.depth])
         act_desc = _descriptor(act_NF, (rows, ffn), (ffn, 1), [tile.rows, half])
         h_desc = _descriptor(h_N2F, (rows, 2, ffn), (2 * ffn, ffn, 1), [tile.rows, 1, half]) if save else act_desc
-        args, constants = self._gathered(inputs.x_TD, plan, tile)
-        gate_up_kernel[(self.sms,)](*args, w13_desc, h_desc, act_desc, **constants, SAVE_H=save, UP_FIRST=up_first)
-        self.mark("gate_up")
-
-    def _return_rows(
-        self, a_NPF: Tensor, b_desc: Any, plan: DevicePlan, *, transposed: bool, up_first: bool = False
-    ) -> None:
-        """rows = a @ B, delivered into the return slots of their source ranks.  a_NPF: (N, parts, F)."""
-        from uniep.kernels.gemm import return_kernel
-        from uniep.kernels.transfer import push_rows_kernel
-
-        tile, (rows, parts, ffn), width = self.schedule.gemm2, a_NPF.shape, self.cfg.hidden
-        serial = self.schedule.overlap == "serial"
-        a_desc = _descriptor(a_NPF, (rows, parts * ffn), (parts * ffn, 1), [tile.rows, tile.depth])
-        out_ND = torch.empty(rows if serial else 1, width, dtype=self.cfg.dtype, device=self.device)
-        out_desc = _descriptor(out_ND, (out_ND.shape[0], width), (width, 1), [tile.rows, tile.columns])
-        tables = (
-            self.arena.tables["returns"],
-            self.arena.tables["flags"],
-            self._flags("returned") + self.rank,
-            self.call,
-        )
-        return_kernel[(self.sms,)](
-            a_desc, b_desc, out_desc, plan.expert_M, plan.totals, plan.return_N, *tables, self.tickets[2:],
-            DEPTH=ffn, WIDTH=width, SLOTS=self.slots, HALVES=parts, TRANSPOSED=transposed, UP_FIRST=up_first, BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP_M=tile.group_rows, NUM_RANKS=self.num_ranks, SCATTER=not serial,
+        rows_desc = act_desc if rows_ND is None else _rows_descriptor(rows_ND, [tile.rows, tile.depth])
+        gate_up_kernel[(self.sms * tile.programs_per_sm,)](
+            x_TD, self.arena.views["receive"], rows_desc, plan.source_N, plan.weight_N, plan.order_M, plan.expert_M, plan.totals,
+            *self._push_args(x_TD, plan), self.schedule.push_programs if fused else 0,
+            self._push_rounds(x_TD.shape[0], tile) if fused else 0, w13_desc, h_desc, act_desc, D=self.cfg.hidden, F=ffn,
+            BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP_M=tile.group_rows, **self._push_constants(32),
+            GATHERED=gathered, FUSED=fused, SAVE_H=save, WEIGHTED=self.cfg.weight_at == "activation", UP_FIRST=up_first,
             **_launch(tile),
         )  # fmt: skip
+        self.mark("gate_up")
+
+    def _product(
+        self,
+        a: Tensor,
+        b_desc: Any,
+        out: Tensor,
+        plan: DevicePlan,
+        *,
+        parts: int,
+        transposed: bool,
+        up_first: bool,
+        scatter: bool,
+    ) -> None:
+        """out (N, width) = a (N, parts * depth) @ B; `scatter`: into the return slots instead, `out` gives dtype and width."""
+        from uniep.kernels.gemm import product_kernel
+
+        tile, width = self.schedule.gemm2, out.shape[1]
+        columns = tile.columns // 4 if out.dtype == torch.float32 else tile.columns // 2
+        product_kernel[(self.sms * tile.programs_per_sm,)](
+            _rows_descriptor(a, [tile.rows, tile.depth]), b_desc, _rows_descriptor(out, [tile.rows, columns]), plan.expert_M,
+            plan.totals, plan.return_N, *self._return_tables(), self.tickets[2:], DEPTH=a.shape[1] // parts, WIDTH=width,
+            SLOTS=self.slots, HALVES=parts, TRANSPOSED=transposed, UP_FIRST=up_first, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth, GROUP_M=tile.group_rows, NUM_RANKS=self.num_ranks, SCATTER=scatter, **_launch(tile),
+        )  # fmt: skip
+
+    def _return_tables(self) -> tuple[Any, ...]:
+        return self._table("returns"), self.arena.tables["flags"], self._flags("returned") + self.rank, self.call
+
+    def _return_rows(
+        self, a: Tensor, b_desc: Any, plan: DevicePlan, *, parts: int, transposed: bool, up_first: bool = False
+    ) -> None:
+        """a @ B (N, D), delivered into the return slots of the rows' source ranks."""
+        from uniep.kernels.transfer import push_rows_kernel
+
+        width, serial = self.cfg.hidden, self.schedule.overlap == "serial"
+        out_ND = torch.empty(plan.num_rows if serial else 1, width, dtype=self.cfg.dtype, device=self.device)
+        self._product(
+            a, b_desc, out_ND, plan, parts=parts, transposed=transposed, up_first=up_first, scatter=not serial
+        )
         self.mark("return")
         if serial:
             push_rows_kernel[(self.sms,)](
-                out_ND, plan.return_N, plan.totals, *tables, self.tickets[3:], SLOTS=self.slots, WIDTH=width,
+                out_ND, plan.return_N, plan.totals, *self._return_tables(), self.tickets[3:], SLOTS=self.slots, WIDTH=width,
                 BLOCK_D=min(_power_of_2(width), 1024), ROWS=8, NUM_RANKS=self.num_ranks, num_warps=8,
             )  # fmt: skip
             self.mark("push_rows")
 
-    def _combine(self, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    def _combine(self, ids_TK: Tensor, weights_TK: Tensor | None, out_TD: Tensor) -> None:
         """The fixed-order sum of this rank's return slots."""
         from uniep.kernels.transfer import combine_kernel
 
         cfg, num_tokens = self.cfg, ids_TK.shape[0]
-        out_TD = torch.empty(num_tokens, cfg.hidden, dtype=cfg.dtype, device=self.device)
         block = min(_power_of_2(cfg.hidden), 2048)
         combine_kernel[(self.sms * 8,)](
             self.arena.views["returns"], ids_TK, weights_TK if weights_TK is not None else self.call, out_TD, num_tokens,
@@ -507,29 +553,41 @@ class HopperBackend:
             NUM_RANKS=self.num_ranks, WEIGHTED=weights_TK is not None, WAIT=True, num_warps=max(block // 256, 1),
             enable_fp_fusion=False,
         )  # fmt: skip
-        self.mark("combine")
-        return out_TD
 
     # ---------------------------------------------------------------- forward
 
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
-        cfg = self.cfg
+        while True:
+            result = self._forward(inputs, save)
+            if self._fits():
+                return result
+
+    def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
+        cfg, tile = self.cfg, self.schedule.gemm2
         plan = self._plan(inputs.ids_TK, inputs.weights_TK)
-        rows = plan.num_rows
-        act_NF = torch.empty(rows, 1, cfg.ffn, dtype=cfg.dtype, device=self.device)
+        rows, receive = plan.num_rows, self.arena.views["receive"]
+        act_NF = torch.empty(rows, cfg.ffn, dtype=cfg.dtype, device=self.device)
         h_N2F = torch.empty(rows if save else 0, 2, cfg.ffn, dtype=cfg.dtype, device=self.device)
         self._dispatch(inputs.x_TD, plan)
-        self._gate_up(inputs, plan, h_N2F, act_NF)
-        received = self._keep_received() if save else None
-        tile = self.schedule.gemm2
-        self._return_rows(act_NF, w2_descriptor(inputs.experts, [1, tile.columns, tile.depth]), plan, transposed=True)
-        y_TD = self._combine(inputs.ids_TK, inputs.weights_TK if cfg.weight_at == "output" else None)
+        kept = None
+        if self.schedule.operand == "expanded":
+            kept = torch.empty(rows, cfg.hidden, dtype=cfg.dtype, device=self.device)
+            self._expand(inputs.x_TD, receive, plan, kept, fused=self._fused)
+            self.mark("expand")
+        self._gate_up(inputs, plan, kept, h_N2F, act_NF)
+        if save and kept is None:
+            kept = self._keep(receive)
+        self._return_rows(
+            act_NF, w2_descriptor(inputs.experts, [1, tile.columns, tile.depth]), plan, parts=1, transposed=True
+        )
+        y_TD = torch.empty_like(inputs.x_TD)
+        self._combine(inputs.ids_TK, inputs.weights_TK if cfg.weight_at == "output" else None, y_TD)
+        self.mark("combine")
         torch.cuda.current_stream(self.device).wait_stream(self.side)
-        return y_TD, ([*plan.tensors(), h_N2F, received] if received is not None else [])
+        return y_TD, ([*plan.tensors(), h_N2F, kept] if save and kept is not None else [])
 
-    def _keep_received(self) -> Tensor:
+    def _keep(self, receive: Tensor) -> Tensor:
         """A copy of the receive buffer for the weight gradient, made beside the GEMM that follows."""
-        receive = self.arena.views["receive"]
         kept = torch.empty_like(receive)
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side):
@@ -568,124 +626,101 @@ class HopperBackend:
     def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
         from uniep.kernels.plan import barrier_kernel
 
-        cfg, device = self.cfg, self.device
+        cfg, device, experts, tile = self.cfg, self.device, inputs.experts, self.schedule.gemm2
         plan = DevicePlan(self, inputs.x_TD.shape[0], saved[:3])
-        h_N2F, received = saved[3], saved[4]
-        rows, groups = plan.num_rows, -(-cfg.ffn // COLUMN_GROUP)
-        like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
+        h_N2F, kept = saved[3], saved[4]
+        rows = plan.num_rows
 
         self._enter(None, None, dy_TD.shape[0])
         barrier_kernel[(1,)](
-            self._flag_view("entered"),
-            self.call,
-            self.status,
-            self.timeout_ns,
-            NUM_RANKS=self.num_ranks,
-            STAGE=1,
-            num_warps=1,
-        )
-        dh_N2F = torch.empty(rows, 2, cfg.ffn, **like)
-        act_NF = torch.empty(rows, cfg.ffn, **like)
-        groups_NG = torch.empty(rows, groups, dtype=torch.float32, device=device)
+            self._flag_view("entered"), self.call, self.status, self.timeout_ns, NUM_RANKS=self.num_ranks, STAGE=1, num_warps=1,
+        )  # fmt: skip
         self._dispatch(dy_TD, plan)
-        self._down_gradient(dy_TD, inputs.experts, plan, h_N2F, dh_N2F, act_NF, groups_NG)
+        dy_ND = torch.empty(rows, cfg.hidden, dtype=cfg.dtype, device=device)
+        self._expand(dy_TD, self.arena.views["receive"], plan, dy_ND, fused=self._fused)
+        self.mark("expand")
+        raw_NF = torch.empty(rows, cfg.ffn, dtype=torch.float32, device=device)
+        w2_desc = w2_descriptor(experts, [1, 1, tile.depth, tile.columns])
+        self._product(dy_ND, w2_desc, raw_NF, plan, parts=1, transposed=False, up_first=False, scatter=False)
+        self.mark("down_gradient")
+        dh_N2F, act_NF, groups_NG = self._activation_gradient(raw_NF, h_N2F, plan)
+        del raw_NF
         if needs.weights:
             self._send_dweights(groups_NG, plan)
-        tile = self.schedule.gemm2
-        # The exchange of results happens whether x needs its gradient or not: peers may need theirs.
-        w13_desc, up_first = w13_descriptor(inputs.experts, [1, 1, tile.depth, tile.columns])
-        self._return_rows(dh_N2F, w13_desc, plan, transposed=False, up_first=up_first)
+        # Memory-bound work runs beside the GEMMs: rows for dW13 beside dgrad1, whose results cross the wire,
+        # the sum of dX beside the weight gradients.
+        current = torch.cuda.current_stream(device)
+        expanded = self.schedule.operand == "expanded"
+        x_ND = kept if expanded else torch.empty(rows, cfg.hidden, dtype=cfg.dtype, device=device)
+        self.side.wait_stream(current)
+        if needs.w13 and not expanded:
+            with torch.cuda.stream(self.side):
+                self._expand(inputs.x_TD, kept, plan, x_ND, fused=False)
+        x_ready = self.side.record_event()
+        # Results travel whether this rank's x needs its gradient or not: its peers' may.
+        w13_desc, up_first = w13_descriptor(experts, [1, 1, tile.depth, tile.columns])
+        dh_NH = dh_N2F.view(rows, 2 * cfg.ffn)
+        self._return_rows(dh_NH, w13_desc, plan, parts=2, transposed=False, up_first=up_first)
+        dx_TD = torch.empty_like(dy_TD)
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            self._combine(inputs.ids_TK, None, dx_TD)
         dw13: tuple[Tensor, ...] | None = None
         dw2: tuple[Tensor, ...] | None = None
         if needs.w2:
-            dy_ND = self._expand(dy_TD, self.arena.views["receive"], plan)
-            dw2 = (torch.empty_like(inputs.experts.w2[0], memory_format=torch.contiguous_format),)
+            dw2 = (torch.empty_like(experts.w2[0], memory_format=torch.contiguous_format),)
             self._weight_gradient(dy_ND, 0, act_NF, dw2[0], plan)
         if needs.w13:
-            x_ND = self._expand(inputs.x_TD, received, plan)
-            dw13 = self._weight_gradient_w13(dh_N2F, x_ND, inputs.experts, plan)
-        dx_TD = self._combine(inputs.ids_TK, None)
+            current.wait_event(x_ready)
+            dw13 = self._weight_gradient_w13(dh_NH, x_ND, experts, plan)
+        current.wait_stream(self.side)
+        self.mark("combine")
         dweights_TK = None
         if needs.weights:
             got = self.arena.views["dweights"][: inputs.ids_TK.numel()].view(inputs.ids_TK.shape)
             dweights_TK = torch.where(inputs.ids_TK >= 0, got, 0.0)
         return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)
 
-    def _down_gradient(
-        self,
-        dy_TD: Tensor,
-        experts: ExpertWeights,
-        plan: DevicePlan,
-        h_N2F: Tensor,
-        dh_N2F: Tensor,
-        act_NF: Tensor,
-        groups_NG: Tensor,
-    ) -> None:
-        """dh, the activation that dW2 contracts, and the column-group sums of d(weight)."""
-        from uniep.kernels.gemm import down_gradient_kernel
+    def _activation_gradient(self, raw_NF: Tensor, h_N2F: Tensor, plan: DevicePlan) -> tuple[Tensor, Tensor, Tensor]:
+        """(dh (N, 2, F), the activation that dW2 contracts (N, F), column-group sums of d(weight))."""
+        from uniep.kernels.gemm import activation_gradient_kernel
 
-        tile, rows, ffn = self.schedule.down_gradient, plan.num_rows, self.cfg.ffn
-        piece = tile.columns // 2
-        args, constants = self._gathered(dy_TD, plan, tile)
-        three = (rows, 2, ffn), (2 * ffn, ffn, 1), [tile.rows, 1, piece]
-        down_gradient_kernel[(self.sms,)](
-            *args,
-            groups_NG,
-            w2_descriptor(experts, [1, tile.depth, tile.columns]),
-            _descriptor(h_N2F, *three),
-            _descriptor(dh_N2F, *three),
-            _descriptor(act_NF, (rows, ffn), (ffn, 1), [tile.rows, piece]),
-            **constants,
-        )
-        self.mark("down_gradient")
+        rows, ffn = raw_NF.shape
+        dh_N2F, act_NF = torch.empty_like(h_N2F), torch.empty(rows, ffn, dtype=self.cfg.dtype, device=self.device)
+        groups_NG = torch.empty(rows, -(-ffn // COLUMN_GROUP), dtype=torch.float32, device=self.device)
+        activation_gradient_kernel[(self.sms * 4,)](
+            raw_NF, h_N2F, plan.weight_N, plan.totals, dh_N2F, act_NF, groups_NG, F=ffn, ROWS=16, COLUMNS=256,
+            WEIGHTED=self.cfg.weight_at == "activation", num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+        self.mark("activation_gradient")
+        return dh_N2F, act_NF, groups_NG
 
     def _send_dweights(self, groups_NG: Tensor, plan: DevicePlan) -> None:
         from uniep.kernels.transfer import dweights_kernel
 
         dweights_kernel[(self.sms * 2,)](
-            groups_NG, plan.return_N, plan.totals, self._table("dweights"), GROUPS=groups_NG.shape[1], SLOTS=self.slots,
-            ROWS=128, num_warps=4,
+            groups_NG, plan.return_N, plan.totals, self._table("dweights"), GROUPS=groups_NG.shape[1], SLOTS=self.slots, ROWS=128,
+            num_warps=4,
         )  # fmt: skip
         self.mark("dweights")
 
-    def _expand(self, x_TD: Tensor, receive: Tensor, plan: DevicePlan) -> Tensor:
-        """(N, D): every row's input, contiguous."""
-        from uniep.kernels.transfer import expand_kernel
-
-        out_ND = torch.empty(plan.num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
-        expand_kernel[(self.sms * 4,)](
-            x_TD,
-            receive,
-            plan.source_N,
-            plan.totals,
-            out_ND,
-            D=self.cfg.hidden,
-            BLOCK_D=self._push_shape["PUSH_D"],
-            ROWS=16,
-            num_warps=8,
-        )
-        self.mark("expand")
-        return out_ND
-
     def _weight_gradient(self, a_NH: Tensor, first_column: int, b_NW: Tensor, dw_eHW: Tensor, plan: DevicePlan) -> None:
-        """dW[e] = a[rows of e, first_column :]^T @ b[rows of e].  dw_eHW: (e, H, W), its rows may be strided."""
+        """dW[e] = a[rows of e, first_column :]^T @ b[rows of e].  dw_eHW: (e, H, W)."""
         from uniep.kernels.gemm import weight_gradient_kernel
 
-        tile, rows, (_, height, width) = self.schedule.weight_gradient, a_NH.shape[0], dw_eHW.shape
-        weight_gradient_kernel[(self.sms,)](
-            _descriptor(a_NH, (rows, a_NH.shape[1]), (a_NH.shape[1], 1), [tile.depth, tile.rows]),
-            _descriptor(b_NW, (rows, width), (width, 1), [tile.depth, tile.columns]),
+        tile, (_, height, width) = self.schedule.weight_gradient, dw_eHW.shape
+        weight_gradient_kernel[(self.sms * tile.programs_per_sm,)](
+            _rows_descriptor(a_NH, [tile.depth, tile.rows]), _rows_descriptor(b_NW, [tile.depth, tile.columns]),
             _descriptor(dw_eHW, dw_eHW.shape, dw_eHW.stride(), [1, tile.rows, tile.columns // 2]),
-            plan.start_e1, first_column, LOCAL=self.local, HEIGHT=height, WIDTH=width, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-            BLOCK_K=tile.depth, GROUP_M=tile.group_rows, **_launch(tile),
+            plan.start_e1, plan.rows_e, first_column, LOCAL=self.local, HEIGHT=height, WIDTH=width, BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP_M=tile.group_rows, **_launch(tile),
         )  # fmt: skip
         self.mark("weight_gradient")
 
     def _weight_gradient_w13(
-        self, dh_N2F: Tensor, x_ND: Tensor, experts: ExpertWeights, plan: DevicePlan
+        self, dh_NH: Tensor, x_ND: Tensor, experts: ExpertWeights, plan: DevicePlan
     ) -> tuple[Tensor, ...]:
         grads, ffn = experts.like(), self.cfg.ffn
-        dh_NH = dh_N2F.view(-1, 2 * ffn)
         if experts.layout == "split":
             for part, dw_eFD in enumerate(grads.w13):
                 self._weight_gradient(dh_NH, part * ffn, x_ND, dw_eFD, plan)
@@ -712,6 +747,17 @@ def _descriptor(base: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], 
     return TensorDescriptor(base, list(shape), list(strides), block)
 
 
+def _rows_descriptor(matrix: Tensor, block: list[int]) -> Any:
+    """Descriptor of a contiguous matrix."""
+    rows, columns = matrix.shape
+    return _descriptor(matrix, (rows, columns), (columns, 1), block)
+
+
+def _with_headroom(rows: int) -> int:
+    """Rows to allocate where `rows` were needed: 1/32 more, and never none (descriptors need memory)."""
+    return align_rows(rows + rows // 32 + 1)
+
+
 def w13_descriptor(experts: ExpertWeights, block: list[int]) -> tuple[Any, bool]:
     """(descriptor (e, 2, F, D), whether its first half is the up projection).
 
@@ -732,9 +778,12 @@ def w13_descriptor(experts: ExpertWeights, block: list[int]) -> tuple[Any, bool]
 
 
 def w2_descriptor(experts: ExpertWeights, block: list[int]) -> Any:
-    """Descriptor (e, D, F)."""
+    """Descriptor (e, D, F), or (e, 1, D, F) for a 4-dimensional block."""
     w2 = experts.w2[0]
-    return _descriptor(w2, tuple(w2.shape), tuple(w2.stride()), block)
+    e, d, f = w2.shape
+    if len(block) == 4:
+        return _descriptor(w2, (e, 1, d, f), (w2.stride(0), w2.stride(0), w2.stride(1), 1), block)
+    return _descriptor(w2, (e, d, f), (w2.stride(0), w2.stride(1), 1), block)
 
 
 def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:

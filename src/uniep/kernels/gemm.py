@@ -4,6 +4,9 @@ Row tiles are BLOCK_M consecutive rows of one expert's segment (segments are mul
 tile never spans two experts).  Tile bodies never wait; the loops that run them do.  Accumulation is fp32
 over ascending k groups from the segment start, never split, so bits do not depend on the tile.
 
+Both operands of a dot come straight from a descriptor or a gather: a reshaped A operand would go through
+registers, which is slow and was seen to race (Triton 3.6, docs/log.md).
+
 Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
 """
 
@@ -18,22 +21,9 @@ from uniep.kernels.transfer import push_tokens
 
 @triton.jit
 def swiglu(gate, up):
-    """silu(gate) * up in fp32: the one definition for forward, backward and recomputation."""
-    return gate * sigmoid(gate) * up
-
-
-@triton.jit
-def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, COLUMNS) -> (ROWS, COLUMNS / 64): adjacent pairs, six times.
-
-    A sum of two has one order only, so that no layout can change it.
-    """
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 2, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 4, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 8, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 16, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 32, 2)), 2)
-    return tl.sum(tl.reshape(x, (ROWS, COLUMNS // 64, 2)), 2)
+    """(silu(gate) * up, sigmoid(gate)) in fp32: the one definition for forward, backward and recomputation."""
+    gate_sigmoid = sigmoid(gate)
+    return gate * gate_sigmoid * up, gate_sigmoid
 
 
 @triton.jit
@@ -47,15 +37,25 @@ def tile_coordinates(step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def first_steps(num_steps, program, push_programs, push_rounds):
-    """How programs that push tokens first join the tiles later: (first step, own turns, first shared step).
+def turns(num_steps, program, push_programs, push_rounds):
+    """How steps are dealt out when `push_programs` programs push tokens first: (turns alone, turns in all).
 
     For `push_rounds` turns the other programs walk the steps alone; from then on all do.
     """
     others = tl.num_programs(0) - push_programs
     rounds = tl.minimum(push_rounds, num_steps // others)
     alone = tl.where(program < push_programs, 0, rounds)
-    return program - push_programs, alone, rounds * others + program
+    left = tl.maximum(num_steps - rounds * others - program, 0)
+    return alone, alone + tl.cdiv(left, tl.num_programs(0))
+
+
+@triton.jit
+def step_of_turn(turn, alone, program, push_programs, push_rounds, num_steps):
+    """The step of a program's turn, as dealt out by `turns`."""
+    others = tl.num_programs(0) - push_programs
+    rounds = tl.minimum(push_rounds, num_steps // others)
+    shared = rounds * others + (turn - alone) * tl.num_programs(0) + program
+    return tl.where(turn < alone, turn * others + program - push_programs, shared)
 
 
 @triton.jit
@@ -66,18 +66,13 @@ def halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "timeout_ns",
-        "rank",
-        "arrived_offset",
-        "finished_offset",
-        "num_tokens",
-        "push_programs",
-        "push_rounds",
+        "timeout_ns", "rank", "arrived_offset", "finished_offset", "num_tokens", "push_programs", "push_rounds",
     ]
-)
+)  # fmt: skip
 def gate_up_kernel(
     x_ptr,
     receive_ptr,
+    rows_desc,
     source_ptr,
     weight_ptr,
     order_ptr,
@@ -113,14 +108,16 @@ def gate_up_kernel(
     RECEIVE_BLOCK: tl.constexpr,
     PUSH_D: tl.constexpr,
     PUSH_ROWS: tl.constexpr,
+    GATHERED: tl.constexpr,
     FUSED: tl.constexpr,
     SAVE_H: tl.constexpr,
     WEIGHTED: tl.constexpr,
     UP_FIRST: tl.constexpr,
 ):
-    """h = rows @ W13^T, act = swiglu(h) (times the routing weight if WEIGHTED), rows gathered in place.
+    """h = rows @ W13^T, act = swiglu(h) (times the routing weight if WEIGHTED).
 
-    FUSED: the first `push_programs` programs push this rank's tokens, and tiles wait for theirs.
+    GATHERED: rows are read where they lie, local tokens and receive slots; else from rows_desc (N, D).
+    FUSED (and GATHERED): the first `push_programs` programs push this rank's tokens, and tiles wait for theirs.
     w13_desc: (e, 2, F, D); a tile multiplies BLOCK_N/2 gate columns and the same up columns.  UP_FIRST:
     the descriptor's first half is the up projection (w1 and w3 apart, w3 at the lower address).
     h_desc: (N, 2, F).  act_desc: (N, F).
@@ -132,43 +129,35 @@ def gate_up_kernel(
     if FUSED:
         if program < push_programs:
             push_tokens(
-                x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset, call_ptr,
-                ticket_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
+                x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
+                finished_offset, call_ptr, ticket_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
+                CHUNK, RECEIVE_BLOCK, NUM_RANKS,
             )  # fmt: skip
     num_m = tl.load(totals_ptr + 1)
+    num_steps = num_m * NUM_N
     deadline_ns = deadline(status_ptr, timeout_ns)
-    first, alone, shared = first_steps(num_m * NUM_N, program, push_programs, push_rounds)
-    count = alone + tl.cdiv(tl.maximum(num_m * NUM_N - shared, 0), tl.num_programs(0))
+    alone, count = turns(num_steps, program, push_programs, push_rounds)
     all_here = 0
-    for turn in tl.range(0, count):
-        step = tl.where(
-            turn < alone,
-            first + turn * (tl.num_programs(0) - push_programs),
-            shared + (turn - alone) * tl.num_programs(0),
-        )
+    for turn in tl.range(0, count, flatten=not GATHERED):
+        step = step_of_turn(turn, alone, program, push_programs, push_rounds, num_steps)
         position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
         m = tl.load(order_ptr + position)
         expert = tl.load(expert_ptr + m)
         row = m * BLOCK_M
-        source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
-        if FUSED:
-            all_here = wait_for_rows(
-                source,
-                all_here,
-                arrived_ptr,
-                finished_ptr,
-                call_ptr,
-                deadline_ns,
-                status_ptr,
-                rank,
-                NUM_RANKS,
-                CHUNK,
-                RECEIVE_BLOCK,
-            )
-        a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+        if GATHERED:
+            source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
+            if FUSED:
+                all_here = wait_for_rows(
+                    source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, NUM_RANKS,
+                    CHUNK, RECEIVE_BLOCK,
+                )  # fmt: skip
+            a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, tl.cdiv(D, BLOCK_K)):
-            a = load_rows(a_ptrs, k, D, BLOCK_K)
+            if GATHERED:
+                a = load_rows(a_ptrs, k, D, BLOCK_K)
+            else:
+                a = rows_desc.load([row, k * BLOCK_K])
             b = w13_desc.load([expert, 0, n * HALF, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
             acc = tl.dot(a, b.T, acc)
         gate, up = halves(acc, BLOCK_M, BLOCK_N)
@@ -179,14 +168,14 @@ def gate_up_kernel(
         if SAVE_H:
             h_desc.store([row, 0, n * HALF], gate_16.reshape(BLOCK_M, 1, HALF))
             h_desc.store([row, 1, n * HALF], up_16.reshape(BLOCK_M, 1, HALF))
-        act = swiglu(gate_16.to(tl.float32), up_16.to(tl.float32))
+        act, _ = swiglu(gate_16.to(tl.float32), up_16.to(tl.float32))
         if WEIGHTED:
             act = act * tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))[:, None]
         act_desc.store([row, n * HALF], narrow(act, dtype))
 
 
 @triton.jit(do_not_specialize=["flag_offset"])
-def return_kernel(
+def product_kernel(
     a_desc,
     b_desc,
     out_desc,
@@ -211,15 +200,17 @@ def return_kernel(
     NUM_RANKS: tl.constexpr,
     SCATTER: tl.constexpr,
 ):
-    """out = rows @ B, each row stored straight into its slot at the source rank (SCATTER) or in place.
+    """out = a @ B, each row stored straight into its slot at the source rank (SCATTER) or in place.
 
     a_desc: (N, HALVES * DEPTH); where BLOCK_K does not divide DEPTH, a step reads on into the next half and
-    meets zeros of B.  (A reshaped A operand would go through registers.)  b_desc: (e, WIDTH, DEPTH) if TRANSPOSED (W2, forward), else
-    (e, HALVES, DEPTH, WIDTH) (W13, backward).  The contraction runs over gate, then up; UP_FIRST as above.
+    meets zeros of B.  b_desc: (e, WIDTH, DEPTH) if TRANSPOSED (W2 in the forward), else (e, HALVES, DEPTH, WIDTH)
+    (W13, and W2 with one half, in the backward).  The contraction runs over gate, then up; UP_FIRST as above.
+    out_desc: (N, WIDTH) in the layer's dtype, or fp32 for a product that is not rounded.
     """
-    dtype: tl.constexpr = a_desc.dtype
+    dtype: tl.constexpr = out_desc.dtype
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
+    HALF: tl.constexpr = BLOCK_N // 2
     num_m = tl.load(totals_ptr + 1)
     for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=True):
         m, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
@@ -235,179 +226,94 @@ def return_kernel(
             else:
                 part = 1 - half if UP_FIRST else half
                 acc = tl.dot(a, b_desc.load([expert, part, depth, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N), acc)
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
         if SCATTER:
             slot = tl.load(return_ptr + row + tl.arange(0, BLOCK_M))
             base = tl.load(returns_table_ptr + tl.maximum(slot, 0) // SLOTS)
             address = base + (tl.maximum(slot, 0) % SLOTS).to(tl.int64) * (WIDTH * (dtype.primitive_bitwidth // 8))
             ptrs = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
-            left, right = halves(acc, BLOCK_M, BLOCK_N)
-            column = n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+            column = n * BLOCK_N + tl.arange(0, HALF)
             used = (slot >= 0)[:, None]
             if WIDTH % BLOCK_N == 0:
                 tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used)
-                tl.store(ptrs[:, None] + (column + BLOCK_N // 2)[None, :], narrow(right, dtype), mask=used)
+                tl.store(ptrs[:, None] + (column + HALF)[None, :], narrow(right, dtype), mask=used)
             else:
                 tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used & (column < WIDTH)[None, :])
-                column += BLOCK_N // 2
+                column += HALF
                 tl.store(ptrs[:, None] + column[None, :], narrow(right, dtype), mask=used & (column < WIDTH)[None, :])
+        elif dtype == tl.float32:
+            a, b = halves(left, BLOCK_M, HALF)
+            out_desc.store([row, n * BLOCK_N], a)
+            out_desc.store([row, n * BLOCK_N + HALF // 2], b)
+            a, b = halves(right, BLOCK_M, HALF)
+            out_desc.store([row, n * BLOCK_N + HALF], a)
+            out_desc.store([row, n * BLOCK_N + HALF + HALF // 2], b)
         else:
-            out_desc.store([row, n * BLOCK_N], narrow(acc, dtype))
+            out_desc.store([row, n * BLOCK_N], narrow(left, dtype))
+            out_desc.store([row, n * BLOCK_N + HALF], narrow(right, dtype))
     if SCATTER:
         signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), NUM_RANKS)
 
 
 @triton.jit
-def activation_gradient(
-    raw,
-    weight,
-    row,
-    column,
-    h_desc,
-    dh_desc,
-    act_desc,
+def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS, COLUMNS) -> (ROWS, COLUMNS / 64): adjacent pairs, six times.
+
+    A sum of two has one order only, so that no layout can change it.
+    """
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 2, 2)), 2)
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 4, 2)), 2)
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 8, 2)), 2)
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 16, 2)), 2)
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 32, 2)), 2)
+    return tl.sum(tl.reshape(x, (ROWS, COLUMNS // 64, 2)), 2)
+
+
+@triton.jit
+def activation_gradient_kernel(
+    raw_ptr,
+    h_ptr,
+    weight_ptr,
+    totals_ptr,
+    dh_ptr,
+    act_ptr,
     groups_ptr,
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Epilogue of one (ROWS, COLUMNS) piece of raw = dO @ W2: dh, the activation that dW2 contracts, d(weight)."""
-    dtype: tl.constexpr = h_desc.dtype
-    GROUPS: tl.constexpr = (F + 63) // 64
-    gate = h_desc.load([row, 0, column]).reshape(ROWS, COLUMNS).to(tl.float32)
-    up = h_desc.load([row, 1, column]).reshape(ROWS, COLUMNS).to(tl.float32)
-    act = swiglu(gate, up)
-    if WEIGHTED:
-        scored = act
-        weighted = narrow(weight[:, None] * act, dtype)
-    else:
-        scored = narrow(act, dtype).to(tl.float32)
-        weighted = narrow(weight[:, None] * scored, dtype)
-    act_desc.store([row, column], weighted)
-    sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
-    group = column // 64 + tl.arange(0, COLUMNS // 64)
-    at = groups_ptr + (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * GROUPS + group[None, :]
-    tl.store(at, sums, mask=(group < GROUPS)[None, :])
-    d_act = weight[:, None] * raw
-    gate_sigmoid = sigmoid(gate)
-    d_gate = d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
-    dh_desc.store([row, 0, column], narrow(d_gate, dtype).reshape(ROWS, 1, COLUMNS))
-    d_up = d_act * (gate * gate_sigmoid)
-    dh_desc.store([row, 1, column], narrow(d_up, dtype).reshape(ROWS, 1, COLUMNS))
+    """From raw = dO @ W2 (N, F) fp32 and h (N, 2, F): dh, the activation that dW2 contracts, sums for d(weight).
 
-
-@triton.jit(
-    do_not_specialize=[
-        "timeout_ns",
-        "rank",
-        "arrived_offset",
-        "finished_offset",
-        "num_tokens",
-        "push_programs",
-        "push_rounds",
-    ]
-)
-def down_gradient_kernel(
-    dy_ptr,
-    receive_ptr,
-    source_ptr,
-    weight_ptr,
-    order_ptr,
-    expert_ptr,
-    totals_ptr,
-    arrived_ptr,
-    finished_ptr,
-    call_ptr,
-    status_ptr,
-    timeout_ns,
-    rank,
-    send_token_ptr,
-    send_count_ptr,
-    receive_table_ptr,
-    flag_table_ptr,
-    arrived_offset,
-    finished_offset,
-    ticket_ptr,
-    num_tokens,
-    push_programs,
-    push_rounds,
-    groups_ptr,
-    w2_desc,
-    h_desc,
-    dh_desc,
-    act_desc,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    PUSH_ROWS: tl.constexpr,
-    FUSED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
-    """raw = dO rows @ W2 and, in its epilogue, dh, the weighted activation and the sums for d(weight).
-
-    w2_desc: (e, D, F).  h_desc, dh_desc: (N, 2, F).  act_desc: (N, F).  groups: (N, ceil(F / 64)) fp32.
+    dh: (N, 2, F).  act: (N, F).  groups: (N, ceil(F / 64)) fp32, raw * act by the adjacent-pairs tree.
+    A pass of its own, at memory bandwidth: as the GEMM's epilogue it took twice as long (docs/log.md).
     """
-    HALF: tl.constexpr = BLOCK_N // 2
-    NUM_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    program = tl.program_id(0)
-    if FUSED:
-        if program < push_programs:
-            push_tokens(
-                dy_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset, call_ptr,
-                ticket_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
-            )  # fmt: skip
-    num_m = tl.load(totals_ptr + 1)
-    deadline_ns = deadline(status_ptr, timeout_ns)
-    first, alone, shared = first_steps(num_m * NUM_N, program, push_programs, push_rounds)
-    count = alone + tl.cdiv(tl.maximum(num_m * NUM_N - shared, 0), tl.num_programs(0))
-    all_here = 0
-    for turn in tl.range(0, count):
-        step = tl.where(
-            turn < alone,
-            first + turn * (tl.num_programs(0) - push_programs),
-            shared + (turn - alone) * tl.num_programs(0),
-        )
-        position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
-        m = tl.load(order_ptr + position)
-        expert = tl.load(expert_ptr + m)
-        row = m * BLOCK_M
-        source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
-        if FUSED:
-            all_here = wait_for_rows(
-                source,
-                all_here,
-                arrived_ptr,
-                finished_ptr,
-                call_ptr,
-                deadline_ns,
-                status_ptr,
-                rank,
-                NUM_RANKS,
-                CHUNK,
-                RECEIVE_BLOCK,
-            )
-        a_ptrs = row_pointers(source, dy_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, tl.cdiv(D, BLOCK_K)):
-            a = load_rows(a_ptrs, k, D, BLOCK_K)
-            b = w2_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
-            acc = tl.dot(a, b, acc)
-        weight = tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))
-        column = n * BLOCK_N
-        left, right = halves(acc, BLOCK_M, BLOCK_N)
-        activation_gradient(
-            left, weight, row, column, h_desc, dh_desc, act_desc, groups_ptr, F, BLOCK_M, HALF, WEIGHTED
-        )
-        activation_gradient(
-            right, weight, row, column + HALF, h_desc, dh_desc, act_desc, groups_ptr, F, BLOCK_M, HALF, WEIGHTED
-        )
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    GROUPS: tl.constexpr = (F + 63) // 64
+    BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    num_rows = tl.load(totals_ptr)
+    for item in range(tl.program_id(0), num_rows // ROWS * BLOCKS, tl.num_programs(0)):
+        row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        column = item % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (column < F)[None, :]
+        at = row[:, None] * (2 * F) + column[None, :]
+        gate = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(h_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
+        raw = tl.load(raw_ptr + row[:, None] * F + column[None, :], mask=inside, other=0.0)
+        weight = tl.load(weight_ptr + row)[:, None]
+        act, gate_sigmoid = swiglu(gate, up)
+        if WEIGHTED:
+            scored = act
+        else:
+            scored = narrow(act, dtype).to(tl.float32)
+        tl.store(act_ptr + row[:, None] * F + column[None, :], narrow(weight * scored, dtype), mask=inside)
+        d_act = weight * raw
+        d_gate = d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
+        tl.store(dh_ptr + at, narrow(d_gate, dtype), mask=inside)
+        tl.store(dh_ptr + at + F, narrow(d_act * (gate * gate_sigmoid), dtype), mask=inside)
+        sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
+        group = item % BLOCKS * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
+        tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
 
 
 @triton.jit(do_not_specialize=["first_column"])
@@ -416,6 +322,7 @@ def weight_gradient_kernel(
     b_desc,
     out_desc,
     start_ptr,
+    rows_ptr,
     first_column,
     LOCAL: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -428,7 +335,7 @@ def weight_gradient_kernel(
     """dW[e] = a[rows of e, first_column :]^T @ b[rows of e]: the whole segment in one accumulator, from zero.
 
     a_desc: (N, at least first_column + HEIGHT).  b_desc: (N, WIDTH).  out_desc: (e, HEIGHT, WIDTH).  Experts
-    without rows get exact zeros.
+    without rows get exact zeros; steps without rows are left out.
     """
     dtype: tl.constexpr = out_desc.dtype
     NUM_M: tl.constexpr = (HEIGHT + BLOCK_M - 1) // BLOCK_M
@@ -438,9 +345,8 @@ def weight_gradient_kernel(
         expert = step // (NUM_M * NUM_N)
         m, n = tile_coordinates(step % (NUM_M * NUM_N), NUM_M, NUM_N, GROUP_M)
         begin = tl.load(start_ptr + expert)
-        steps = (tl.load(start_ptr + expert + 1) - begin) // BLOCK_K
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, steps):
+        for k in range(0, tl.cdiv(tl.load(rows_ptr + expert), BLOCK_K)):
             a = a_desc.load([begin + k * BLOCK_K, first_column + m * BLOCK_M])
             b = b_desc.load([begin + k * BLOCK_K, n * BLOCK_N])
             acc = tl.dot(a.T, b, acc)

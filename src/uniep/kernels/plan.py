@@ -9,7 +9,8 @@ place      each slot computes its row: start of its expert + slots before its bl
 No atomic decides a position.  Blocks are BLOCK_T tokens of one source; their entries are flattened as
 (token, slot), which is the canonical order inside a source.
 
-The exchange slot of source s (parity p) holds 64 header words (0: T), then T_max*K ids, then T_max*K
+The exchange slot of source s (parity p) holds 64 header words (0: T, 1: rows
+allocated), then T_max*K ids, then T_max*K
 weights as fp32 bits.  It has two parities because a peer may enter the next call while this rank reads.
 
 Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M row tiles.
@@ -23,11 +24,12 @@ from uniep.kernels.sync import BAD_ID, STAGE_ENTRY, TOO_MANY_ROWS, deadline, rec
 HEADER = tl.constexpr(64)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "entered_offset", "rank"])
+@triton.jit(do_not_specialize=["num_tokens", "capacity", "entered_offset", "rank"])
 def exchange_kernel(
     ids_ptr,
     weights_ptr,
     num_tokens,
+    capacity,
     exchange_table_ptr,
     flag_table_ptr,
     entered_offset,
@@ -60,6 +62,7 @@ def exchange_kernel(
         for peer in range(NUM_RANKS):
             slot = tl.load(exchange_table_ptr + peer).to(tl.pointer_type(tl.int32)) + offset
             tl.store(slot, num_tokens)
+            tl.store(slot + 1, capacity)
     tl.debug_barrier()
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
     if ticket == tl.num_programs(0) - 1:
@@ -173,10 +176,13 @@ def scan_kernel(
     tl.store(at, before, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rank", "capacity"])
+@triton.jit(do_not_specialize=["rank", "lead"])
 def tiles_kernel(
+    exchange_ptr,
     counts_ptr,
+    send_count_ptr,
     start_ptr,
+    rows_ptr,
     expert_ptr,
     order_ptr,
     totals_ptr,
@@ -184,21 +190,26 @@ def tiles_kernel(
     call_ptr,
     status_ptr,
     rank,
-    capacity,
+    lead,
     E: tl.constexpr,
+    SLOTS: tl.constexpr,
     LOCAL: tl.constexpr,
     LOCAL_P: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ALIGN: tl.constexpr,
-    LOCAL_FIRST: tl.constexpr,
     HOST: tl.constexpr,
 ):
     """Segment starts and, per row tile, its expert and its place in the order.  One program.
 
-    totals: [0] padded rows, [1] row tiles, [2] row tiles without remote rows.
-    A tile is local if all its rows come from this rank; with LOCAL_FIRST those come first, each class in
-    expert order.  capacity: padded rows that fit; more set TOO_MANY_ROWS and leave no tile to run.
+    totals: [0] padded rows, [1] row tiles.
+    Order: of the first `lead` experts the tiles whose rows are all local; the tiles of all other experts;
+    the remaining tiles of the first.  Each part in expert order.  lead = 0 is the natural order; few
+    leading experts hide the dispatch at the least cost in L2, which sees their weights twice.
+
+    Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
+    HOST (exact allocation): the host reads [call, padded rows, whether they fit] and tries again with
+    enough; else TOO_MANY_ROWS is recorded.
     """
     local = tl.arange(0, LOCAL_P)
     source = tl.arange(0, NUM_RANKS)
@@ -210,48 +221,53 @@ def tiles_kernel(
     padded = (rows + ALIGN - 1) // ALIGN * ALIGN
     start = tl.cumsum(padded, 0) - padded
     total = tl.sum(padded)
-    fits = total <= capacity
-    for peer in range(NUM_RANKS):  # every rank finds every rank's overflow, so that all raise
+    call = tl.load(call_ptr)
+    fits = tl.load(status_ptr) == 0
+    for peer in range(NUM_RANKS):  # every rank finds every rank's overflow, so that all act alike
         peer_at = counts_ptr + source[:, None] * E + peer * LOCAL + local[None, :]
         peer_rows = tl.sum(tl.load(peer_at, mask=(local < LOCAL)[None, :], other=0), 0)
         peer_total = tl.sum((peer_rows + ALIGN - 1) // ALIGN * ALIGN)
-        if HOST:
-            tl.store(host_ptr + 2 + peer, tl.sum(peer_rows))
+        header = exchange_ptr + ((call % 2) * NUM_RANKS + peer).to(tl.int64) * (HEADER + 2 * SLOTS)
+        capacity = tl.load(header + 1)
         if peer_total > capacity:
-            record(status_ptr, TOO_MANY_ROWS, peer, 0, tl.sum(peer_rows), capacity)
+            if not HOST:
+                record(status_ptr, TOO_MANY_ROWS, peer, 0, tl.sum(peer_rows), capacity)
             fits = fits & False
+    if not fits:
+        tl.store(send_count_ptr + source, tl.zeros((NUM_RANKS,), tl.int32))
     tl.store(start_ptr + local, start, mask=local < LOCAL)
+    tl.store(rows_ptr + local, rows, mask=local < LOCAL)
     tl.store(start_ptr + LOCAL, total)
 
-    # Rows [first, last) of a segment that only this rank fills: from the tile after the last foreign
-    # row in front, to the tile before the first foreign row behind (pad rows are local).
+    # Tiles [first, last) of a segment hold this rank's rows only: from the tile after the last foreign row
+    # in front, to the tile before the first foreign row behind (pad rows are local).
     first = (ahead + BLOCK_M - 1) // BLOCK_M
     last = tl.where(ahead + own == rows, padded // BLOCK_M, (ahead + own) // BLOCK_M)
-    num_local = tl.maximum(last - first, 0)
     num_tiles = padded // BLOCK_M
+    leads = local < lead
+    num_local = tl.where(leads, tl.maximum(last - first, 0), 0)
+    num_whole = tl.where(leads, 0, num_tiles)
+    num_late = tl.where(leads, num_tiles - num_local, 0)
     local_before = tl.cumsum(num_local, 0) - num_local
-    remote_before = tl.cumsum(num_tiles - num_local, 0) - (num_tiles - num_local)
-    all_local = tl.sum(num_local)
+    whole_before = tl.sum(num_local) + tl.cumsum(num_whole, 0) - num_whole
+    late_before = tl.sum(num_local) + tl.sum(num_whole) + tl.cumsum(num_late, 0) - num_late
     tl.store(totals_ptr, tl.where(fits, total, 0))
     tl.store(totals_ptr + 1, tl.where(fits, total // BLOCK_M, 0))
-    tl.store(totals_ptr + 2, all_local)
     if fits:
         most = tl.max(num_tiles)
         for i in range(0, most):
             tile = start // BLOCK_M + i
             exists = i < num_tiles
             tl.store(expert_ptr + tile, local, mask=exists)
-            if LOCAL_FIRST:
-                is_local = (i >= first) & (i < last)
-                locals_before = tl.minimum(tl.maximum(i - first, 0), num_local)
-                position = tl.where(is_local, local_before + i - first, all_local + remote_before + i - locals_before)
-                tl.store(order_ptr + position, tile, mask=exists)
-            else:
-                tl.store(order_ptr + tile, tile, mask=exists)
+            locals_before = tl.minimum(tl.maximum(i - first, 0), num_local)
+            is_local = (i >= first) & (i < last)
+            leading = tl.where(is_local, local_before + i - first, late_before + i - locals_before)
+            tl.store(order_ptr + tl.where(leads, leading, whole_before + i), tile, mask=exists)
     if HOST:
         tl.store(host_ptr + 1, total)
+        tl.store(host_ptr + 2, fits.to(tl.int32))
         tl.debug_barrier()
-        tl.atomic_xchg(host_ptr, tl.load(call_ptr), sem="release", scope="sys")
+        tl.atomic_xchg(host_ptr, call, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])

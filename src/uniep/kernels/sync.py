@@ -24,15 +24,16 @@ STAGE_COMBINE = tl.constexpr(3)
 
 @triton.jit
 def record(status_ptr, code, a, b, c, d):
-    """Write a status record here and to the host, the code last."""
-    host_ptr = tl.load((status_ptr + 8).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
-    tl.store(host_ptr + 1, a)
-    tl.store(host_ptr + 2, b)
-    tl.store(host_ptr + 3, c)
-    tl.store(host_ptr + 4, d)
-    tl.store(status_ptr, code)
-    tl.debug_barrier()
-    tl.atomic_xchg(host_ptr, code, sem="release", scope="sys")
+    """Write a status record here and to the host, the code last.  The first failure stays."""
+    if tl.load(status_ptr) == 0:
+        host_ptr = tl.load((status_ptr + 8).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
+        tl.store(host_ptr + 1, a)
+        tl.store(host_ptr + 2, b)
+        tl.store(host_ptr + 3, c)
+        tl.store(host_ptr + 4, d)
+        tl.store(status_ptr, code)
+        tl.debug_barrier()
+        tl.atomic_xchg(host_ptr, code, sem="release", scope="sys")
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.ptx import narrow
-from uniep.kernels.rows import row_pointers
+from uniep.kernels.rows import row_pointers, wait_for_rows
 from uniep.kernels.sync import STAGE_COMBINE, deadline, signal_all, wait_for
 
 
@@ -167,27 +167,78 @@ def combine_kernel(
         tl.store(out_ptr + token * D + column, narrow(acc, out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "timeout_ns", "rank", "arrived_offset", "finished_offset", "num_tokens", "push_programs",
+    ]
+)  # fmt: skip
 def expand_kernel(
     x_ptr,
     receive_ptr,
-    source_ptr,
-    totals_ptr,
     rows_ptr,
+    source_ptr,
+    order_ptr,
+    totals_ptr,
+    arrived_ptr,
+    finished_ptr,
+    call_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
+    send_token_ptr,
+    send_count_ptr,
+    receive_table_ptr,
+    flag_table_ptr,
+    arrived_offset,
+    finished_offset,
+    ticket_ptr,
+    num_tokens,
+    push_programs,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+    PUSH_D: tl.constexpr,
+    PUSH_ROWS: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
-    """rows (N, D): every row's input, contiguous, for the weight gradients; pad rows are zero."""
-    num_rows = tl.load(totals_ptr)
-    blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    for item in range(tl.program_id(0), num_rows // ROWS * blocks, tl.num_programs(0)):
-        row = item // blocks * ROWS + tl.arange(0, ROWS)
-        column = item % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-        ptrs = row_pointers(tl.load(source_ptr + row), x_ptr, receive_ptr, D)
-        mask = (column < D)[None, :]
-        value = tl.load(ptrs[:, None] + column[None, :], mask=mask)
-        tl.store(rows_ptr + row.to(tl.int64)[:, None] * D + column[None, :], value, mask=mask)
+    """rows (N, D): every row's input, contiguous; pad rows are zero.
+
+    FUSED: the first `push_programs` programs push this rank's tokens; the others copy rows in tile order,
+    local tiles first, and wait for what has not arrived.
+    """
+    program = tl.program_id(0)
+    if FUSED:
+        if program < push_programs:
+            push_tokens(
+                x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
+                finished_offset, call_ptr, ticket_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
+                CHUNK, RECEIVE_BLOCK, NUM_RANKS,
+            )  # fmt: skip
+    deadline_ns = deadline(status_ptr, timeout_ns)
+    PER_TILE: tl.constexpr = BLOCK_M // ROWS
+    num_items = tl.load(totals_ptr + 1) * PER_TILE
+    all_here = 0
+    begin = program - push_programs
+    if begin < 0:  # a program that has pushed helps from the end of its round
+        begin += tl.num_programs(0)
+    for item in range(begin, num_items, tl.num_programs(0)):
+        row = tl.load(order_ptr + item // PER_TILE) * BLOCK_M + item % PER_TILE * ROWS + tl.arange(0, ROWS)
+        source = tl.load(source_ptr + row)
+        if FUSED:
+            all_here = wait_for_rows(
+                source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, NUM_RANKS, CHUNK,
+                RECEIVE_BLOCK,
+            )  # fmt: skip
+        ptrs = row_pointers(source, x_ptr, receive_ptr, D)
+        out = rows_ptr + row.to(tl.int64) * D
+        for d in range(0, D, BLOCK_D):
+            column = d + tl.arange(0, BLOCK_D)
+            mask = (column < D)[None, :]
+            tl.store(out[:, None] + column[None, :], tl.load(ptrs[:, None] + column[None, :], mask=mask), mask=mask)
 
 
 @triton.jit

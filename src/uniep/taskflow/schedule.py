@@ -21,6 +21,7 @@ class Tile:
     depth: int = 64
     warps: int = 8
     stages: int = 3
+    programs_per_sm: int = 1
     group_rows: int = 8  # row tiles that share a column of weights in L2 before the next column starts
 
 
@@ -33,10 +34,12 @@ class Schedule:
     tile_order: "natural", tiles in expert order; "local-first", tiles whose rows are all local first,
         then the rest, each class in expert order.
     chunk_tokens: tokens pushed under one arrival signal.
-    gemm1, gemm2: tiles of the forward GEMMs; gemm2 also serves dgrad1.  down_gradient: of dO @ W2, whose
-        epilogue needs registers.  weight_gradient: of dW13 and dW2; its rows and columns tile the output.
-        (The CPU takes gemm1 and gemm2 for the backward, too.)
-    push_programs: GPU programs that push tokens before they join the tiles.
+    operand: how GPU kernels read the rows of the first GEMM.  "gathered", where they lie, so that the
+        dispatch hides under the GEMM; "expanded", from a contiguous copy that the dispatch makes and
+        backward uses again (faster GEMM and backward, more memory).
+    gemm1, gemm2: tiles of the forward GEMMs; gemm2 also serves dgrad1 and dgrad2.  weight_gradient: of dW13 and
+        dW2; its rows and columns tile the output.  (The CPU takes gemm1 and gemm2 for the backward, too.)
+    push_programs: GPU programs that push tokens before they join the other work.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
     received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
         "again", the tokens are dispatched again (no memory between forward and backward).
@@ -44,12 +47,12 @@ class Schedule:
 
     overlap: Literal["serial", "fused"] = "fused"
     tile_order: Literal["natural", "local-first"] = "local-first"
+    operand: Literal["gathered", "expanded"] = "gathered"
     gemm1: Tile = Tile()
     gemm2: Tile = Tile()
     chunk_tokens: int = 64
-    down_gradient: Tile = Tile(columns=128, stages=4)
     weight_gradient: Tile = Tile()
-    push_programs: int = 8
+    push_programs: int = 16
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
@@ -73,7 +76,8 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         f"tile_order is {schedule.tile_order!r}; use 'natural' or 'local-first'",
     )
     need(schedule.received in ("saved", "again"), f"received is {schedule.received!r}; use 'saved' or 'again'")
-    for name in ("gemm1", "gemm2", "down_gradient", "weight_gradient"):
+    need(schedule.operand in ("gathered", "expanded"), f"operand is {schedule.operand!r}; use 'gathered' or 'expanded'")
+    for name in ("gemm1", "gemm2", "weight_gradient"):
         tile = getattr(schedule, name)
         need(
             tile.rows in (64, 128) and ROW_ALIGN % tile.rows == 0,
