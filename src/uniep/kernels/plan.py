@@ -52,7 +52,7 @@ def exchange_kernel(
             index = first + tl.arange(0, BLOCK)
             mask = index < total
             ids = tl.load(ids_ptr + index, mask=mask, other=-1)
-            ids = tl.where((ids < -1) | (ids > 2147483647), 2147483647, ids).to(tl.int32)
+            ids = tl.minimum(tl.maximum(ids, -2147483648), 2147483647).to(tl.int32)
             weights = tl.load(weights_ptr + index, mask=mask, other=0.0).to(tl.int32, bitcast=True)
             for peer in range(NUM_RANKS):
                 slot = tl.load(exchange_table_ptr + peer).to(tl.pointer_type(tl.int32)) + offset
@@ -123,7 +123,7 @@ def histogram_kernel(
     source, first, num_tokens, base, ids = _block_ids(
         exchange_ptr, call, block, BLOCKS, K, KP, SLOTS, NUM_RANKS, BLOCK_T
     )
-    bad = ids >= E
+    bad = (ids >= E) | (ids < -1)
     if tl.max(bad.to(tl.int32)) != 0:
         entry = (first + tl.arange(0, BLOCK_T))[:, None] * K + tl.arange(0, KP)[None, :]
         record(status_ptr, BAD_ID, source, tl.min(tl.where(bad, entry, 2147483647)), 0, 0)

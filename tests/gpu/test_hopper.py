@@ -1,0 +1,299 @@
+"""The Hopper backend on real GPUs: `pytest tests/gpu`, one process per GPU, 2 or more Hopper cards.
+
+All checks run in one launch, because every new shape compiles its kernels; each is reported as its own test.
+"""
+
+import dataclasses
+import os
+import random
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import uniep
+from uniep import MoEConfig, Schedule, Tile, Workspace
+from uniep.reference import composition
+from uniep.routing import build_plan
+
+pytestmark = pytest.mark.gpu
+HAVE = torch.cuda.device_count() if torch.cuda.is_available() else 0
+if HAVE < 2 or torch.cuda.get_device_capability(0)[0] != 9:
+    pytest.skip("needs two Hopper GPUs", allow_module_level=True)
+
+FIELDS = ("y", "dx", "dweights", "dw13", "dw2")
+SERIAL = Schedule(overlap="serial", tile_order="natural")
+SHAPE = {"hidden": 512, "ffn": 264, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 1024}
+
+
+class Rank:
+    """One rank's process group, data and helpers."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size, self.device = rank, size, torch.device("cuda", rank)
+        self.group = dist.group.WORLD
+
+    def gather(self, tensor):
+        out = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(out, tensor.contiguous())
+        return out
+
+    def gather_ragged(self, tensor, fill=0):
+        """Tensors of all ranks, whose first sizes differ."""
+        counts = [int(t) for t in self.gather(torch.tensor([tensor.shape[0]], device=self.device))]
+        padded = torch.full((max(*counts, 1), *tensor.shape[1:]), fill, dtype=tensor.dtype, device=self.device)
+        padded[: tensor.shape[0]] = tensor
+        return [t[:n] for t, n in zip(self.gather(padded), counts, strict=True)]
+
+    def data(self, cfg, tokens, seed=0, unused=0.1):
+        """x, ids, weights, w13, w2, dy of this rank; every expert from its own generator."""
+        make = torch.Generator(self.device).manual_seed(seed * 1000 + self.rank)
+        like = {"device": self.device, "generator": make}
+        x = torch.randn(tokens, cfg.hidden, **like).to(cfg.dtype)
+        ids = torch.rand(tokens, cfg.num_experts, **like).topk(cfg.top_k, 1).indices
+        ids = torch.where(torch.rand(ids.shape, **like) < unused, -1, ids)
+        weights = torch.rand(tokens, cfg.top_k, **like)
+        dy = torch.randn(tokens, cfg.hidden, **like).to(cfg.dtype)
+        local = cfg.num_experts // self.size
+        w13 = torch.empty(local, 2 * cfg.ffn, cfg.hidden, device=self.device, dtype=cfg.dtype)
+        w2 = torch.empty(local, cfg.hidden, cfg.ffn, device=self.device, dtype=cfg.dtype)
+        for e in range(local):
+            own = torch.Generator(self.device).manual_seed(seed * 1000 + 500 + self.rank * local + e)
+            w13[e] = torch.randn(w13.shape[1:], device=self.device, generator=own) * cfg.hidden**-0.5
+            w2[e] = torch.randn(w2.shape[1:], device=self.device, generator=own) * cfg.ffn**-0.5
+        return x, ids, weights, w13, w2, dy
+
+    def run(self, workspace, data):
+        """(y, dx, dweights, dw13, dw2)."""
+        x, ids, weights, w13, w2, dy = data
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weights, w13, w2)]
+        y = uniep.moe(leaves[0], ids, *leaves[1:], workspace=workspace)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    def once(self, cfg, data, schedule=None, **kwargs):
+        with Workspace(cfg, self.group, schedule=schedule, timeout_s=60, **kwargs) as workspace:
+            out = self.run(workspace, data)
+            torch.cuda.synchronize()
+            workspace.check()
+        return out
+
+    def alone(self, cfg, data):
+        """The same global batch at EP=1, this rank's part of it."""
+        x, ids, weights, w13, w2, dy = data
+        rows = [t.shape[0] for t in self.gather_ragged(ids, -1)]
+        joined = [torch.cat(self.gather_ragged(t, -1 if t is ids else 0)) for t in (x, ids, weights, w13, w2, dy)]
+        whole = dataclasses.replace(cfg, max_tokens_per_rank=cfg.max_tokens_per_rank * self.size, max_rows=None)
+        with Workspace(whole, None, device=self.device, timeout_s=60) as workspace:
+            out = self.run(workspace, joined)
+            torch.cuda.synchronize()
+        mine = slice(sum(rows[: self.rank]), sum(rows[: self.rank + 1]))
+        local = w13.shape[0]
+        experts = slice(self.rank * local, (self.rank + 1) * local)
+        return [t[mine] for t in out[:3]] + [t[experts] for t in out[3:]], joined, mine, experts
+
+
+def differing(want, got):
+    return [name for name, a, b in zip(FIELDS, want, got, strict=True) if not torch.equal(a, b)]
+
+
+def check_plan(r):
+    """Every field of the GPU's plan equals the CPU's: ragged T, unused slots, repeats, one rank without tokens."""
+    wrong = []
+    for tokens, unused in ((300, 0.2), (1000, 0.0), ([700, 0, 17, 64][r.rank % 4], 0.5)):
+        cfg = MoEConfig(**SHAPE)
+        _, ids, *_ = r.data(cfg, tokens, unused=unused)
+        ids[: tokens // 4] = ids[: tokens // 4, :1]  # repeats
+        with Workspace(cfg, r.group, timeout_s=60) as workspace:
+            plan = uniep.route(ids.int(), workspace=workspace)
+        want = build_plan([t.cpu() for t in r.gather_ragged(ids, -1)], r.rank, cfg)
+        fields = (f.name for f in dataclasses.fields(want))
+        wrong += [
+            f"T={tokens} {name}" for name in fields if not torch.equal(getattr(plan, name).cpu(), getattr(want, name))
+        ]
+    assert not wrong, wrong
+
+
+def check_bits(r):
+    """Schedules, tiles, programs, chunks, allocation modes and EP=1: the same bits; errors within twice torch's."""
+    for cfg in (MoEConfig(**SHAPE), MoEConfig(**SHAPE, weight_at="activation", dtype=torch.float16)):
+        data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
+        want = r.once(cfg, data, SERIAL)
+        narrow = Tile(columns=128, depth=64, group_rows=4)
+        variants = {
+            "fused": (cfg, None),
+            "natural": (cfg, Schedule(tile_order="natural", chunk_tokens=128, push_programs=3)),
+            "expanded": (cfg, Schedule(operand="expanded")),
+            "tiles": (cfg, Schedule(gemm1=narrow, gemm2=narrow, weight_gradient=narrow)),
+            "sync-free": (dataclasses.replace(cfg, max_rows=8192), None),
+        }
+        wrong = {name: differing(want, r.once(c, data, s)) for name, (c, s) in variants.items()}
+        one, joined, mine, experts = r.alone(cfg, data)
+        wrong["EP=1"] = differing(want, one)
+        assert not any(wrong.values()), {k: v for k, v in wrong.items() if v}
+
+        def gradients(dtype, batch=joined, rows=mine, own=experts, weight_at=cfg.weight_at):
+            x, ids, weights, w13, w2, dy = batch
+            leaves = [t.to(dtype).requires_grad_() for t in (x, weights.float(), w13, w2)]
+            y = composition(leaves[0], ids, *leaves[1:], weight_at)
+            grads = torch.autograd.grad(y, leaves, dy.to(dtype))
+            return [y.detach()[rows], grads[0][rows], grads[1][rows], grads[2][own], grads[3][own]]
+
+        exact, torch_own = gradients(torch.float32), gradients(cfg.dtype)
+        for name, e, t, u in zip(FIELDS, exact, torch_own, want, strict=True):
+            if e.numel():
+                theirs, ours = (t.float() - e).norm() / e.norm(), (u.float() - e).norm() / e.norm()
+                assert ours <= 2 * theirs, f"{name}: error {ours:.2e}, torch's own {theirs:.2e}"
+
+
+def check_repeats(r):
+    """50 repeats with random delays per rank and a competing stream: one set of bits."""
+    cfg = MoEConfig(**SHAPE)
+    data, chance, other = r.data(cfg, 700, seed=3), random.Random(r.rank), torch.cuda.Stream()
+    block = torch.randn(2048, 2048, device=r.device, dtype=torch.bfloat16)
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        want = r.run(workspace, data)
+        for repeat in range(50):
+            torch.cuda._sleep(chance.randrange(2_000_000))
+            with torch.cuda.stream(other):
+                for _ in range(chance.randrange(8)):
+                    block @ block
+            wrong = differing(want, r.run(workspace, data))
+            assert not wrong, f"repeat {repeat}: {wrong}"
+
+
+def check_collapse(r):
+    """All tokens on one expert, on another the next call: exact allocation follows, nothing is dropped."""
+    cfg = MoEConfig(**SHAPE)
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        for hot in (0, cfg.num_experts - 1, 3):
+            x, ids, weights, w13, w2, dy = r.data(cfg, 1000, seed=hot)
+            data = (x, torch.full_like(ids, hot), weights, w13, w2, dy)
+            got = r.run(workspace, data)
+            wrong = differing(r.alone(cfg, data)[0], got)
+            assert not wrong, f"hot expert {hot}: {wrong}"
+
+
+def check_empty(r):
+    """No tokens at all, then only unused slots, after memory was poisoned: exact zeros everywhere."""
+    cfg = MoEConfig(**SHAPE)
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        r.run(workspace, r.data(cfg, 1000))
+        poison = [torch.full((1 << 22,), float("nan"), device=r.device) for _ in range(16)]
+        del poison
+        for tokens in (0, 32):
+            x, ids, weights, w13, w2, dy = r.data(cfg, tokens)
+            got = r.run(workspace, (x, torch.full_like(ids, -1), weights, w13, w2, dy))
+            assert all(not t.any() for t in got), [n for n, t in zip(FIELDS, got, strict=True) if t.any()]
+
+
+def check_bad_ids(r):
+    """The same InputError on every rank, naming rank, row, slot and value; the Workspace works afterwards."""
+    cfg = MoEConfig(**SHAPE)
+    data = r.data(cfg, 200)
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        want = r.run(workspace, data)
+        for value in (cfg.num_experts, 2**31 - 1, -2):
+            ids = data[1].clone()
+            if r.rank == r.size - 1:
+                ids[7, 2] = value
+            with pytest.raises(uniep.InputError, match=rf"rank {r.size - 1}: ids\[7, 2\]"):
+                uniep.moe(data[0], ids, *data[2:5], workspace=workspace)
+        assert not differing(want, r.run(workspace, data))
+
+
+def check_capacity(r):
+    """max_rows too small: CapacityError on every rank, with rows needed and available; then ClosedError."""
+    cfg = MoEConfig(**SHAPE, max_rows=64)
+    x, ids, weights, w13, w2, _ = r.data(cfg, 1000)
+    workspace = Workspace(cfg, r.group, timeout_s=60)
+    y = uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+    torch.cuda.synchronize()
+    assert torch.isnan(y).any()
+    with pytest.raises(uniep.CapacityError, match="max_rows=64"):
+        workspace.check()
+    with pytest.raises(uniep.ClosedError, match="max_rows=64"):
+        uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+
+
+def check_frozen_and_twice(r):
+    """Frozen parameters change no other gradient; a second backward gives the same bits."""
+    cfg = MoEConfig(**SHAPE)
+    x, ids, weights, w13, w2, dy = data = r.data(cfg, 500)
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        want = r.run(workspace, data)
+        leaf = x.clone().requires_grad_()
+        y = uniep.moe(leaf, ids, weights, w13, w2, workspace=workspace)
+        first = torch.autograd.grad(y, leaf, dy, retain_graph=True)[0]
+        second = torch.autograd.grad(y, leaf, dy)[0]
+        assert torch.equal(first, want[1])
+        assert torch.equal(second, want[1])
+
+
+def check_collective_backend(r):
+    """backend="nccl" gives the bits of the hopper backend."""
+    cfg = MoEConfig(**SHAPE)
+    data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
+    wrong = differing(r.once(cfg, data, SERIAL), r.once(cfg, data, backend="nccl"))
+    assert not wrong, wrong
+
+
+def check_timeout(r):
+    """A rank that makes no call: the others get PeerTimeoutError naming it, then ClosedError."""
+    cfg = MoEConfig(**SHAPE)
+    data = r.data(cfg, 100)
+    workspace = Workspace(cfg, r.group, timeout_s=3)
+    r.run(workspace, data)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if r.rank != 1:
+        with pytest.raises(uniep.PeerTimeoutError, match="rank 1"):
+            uniep.moe(*data[:5], workspace=workspace)
+            torch.cuda.synchronize()
+            workspace.check()
+        with pytest.raises(uniep.ClosedError, match="rank 1"):
+            uniep.moe(*data[:5], workspace=workspace)
+    dist.barrier()
+
+
+CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
+
+
+def _main(rank, size, port, results):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    for name, check in CHECKS.items():
+        try:
+            check(Rank(rank, size))
+            results.put((name, rank, ""))
+        except BaseException:
+            results.put((name, rank, traceback.format_exc()))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """{check: {rank: error text}} of one launch on all GPUs, a power of two of them."""
+    import torch.multiprocessing as mp
+
+    size = 1 << (HAVE.bit_length() - 1)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_main, args=(size, port, results), nprocs=size)
+    found: dict[str, dict[int, str]] = {}
+    while not results.empty():
+        name, rank, error = results.get()
+        found.setdefault(name, {})[rank] = error
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CHECKS)
+def test_hopper(name, outcomes):
+    errors = {rank: text for rank, text in outcomes[name].items() if text}
+    assert not errors, "\n".join(f"rank {rank}:\n{text}" for rank, text in errors.items())
