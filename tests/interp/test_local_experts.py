@@ -1,0 +1,101 @@
+"""The collective backend on the Hopper kernels, interpreted: the bits of the hopper backend, of either schedule.
+
+Runs where kernels are interpreted: TRITON_INTERPRET=1 pytest tests/interp/test_local_experts.py
+(tests/dist/test_collective.py starts it so).
+"""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("started by tests/dist/test_collective.py, interpreted", allow_module_level=True)
+
+import hopper_on_host
+import torch
+
+import uniep
+from uniep.backends.base import Inputs, Needs
+from uniep.backends.local_experts import KernelExperts, Routed, Tokens, TorchExperts
+from uniep.backends.nccl import CollectiveBackend
+from uniep.numerics import one_thread
+from uniep.routing import build_plan
+from uniep.weights import ExpertWeights
+
+TILE = uniep.Tile(rows=64, columns=64, depth=32)
+SERIAL = uniep.Schedule(
+    overlap="serial", tile_order="natural", gemm1=uniep.Tile(rows=64, columns=128, depth=32), gemm2=TILE,
+    weight_gradient=TILE,
+)  # fmt: skip
+LAYOUTS = ("stacked", "split", "list")
+
+
+def config(**changes):
+    small = {"hidden": 64, "ffn": 72, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 160, "dtype": torch.float16}
+    return uniep.MoEConfig(**(small | changes))
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def experts_of(cfg, local, layout):
+    w13 = (random(local, 2 * cfg.ffn, cfg.hidden, seed=1) * cfg.hidden**-0.5).to(cfg.dtype)
+    w2 = (random(local, cfg.hidden, cfg.ffn, seed=2) * cfg.ffn**-0.5).to(cfg.dtype)
+    if layout == "split":
+        both = w13.view(local, 2, cfg.ffn, -1).transpose(0, 1).contiguous()  # a tensor map's stride joins them
+        return ExpertWeights((both[0], both[1]), (w2,), layout)
+    if layout == "list":
+        return ExpertWeights(tuple(w.clone() for w in w13), tuple(w.clone() for w in w2), layout)
+    return ExpertWeights((w13,), (w2,), layout)
+
+
+@pytest.mark.parametrize("weight_at", ["output", "activation"])
+def test_bits_of_the_hopper_backend(weight_at):
+    """y and all gradients at EP=1."""
+    cfg = config(weight_at=weight_at)
+    ids = torch.randint(-1, 3, (90, 2), generator=torch.Generator().manual_seed(3))  # expert 3 is idle
+    x, dy, weights = random(90, 64).half(), random(90, 64, seed=4).half(), random(90, 2, seed=5).abs()
+    inputs = Inputs(x, ids, weights, experts_of(cfg, 4, "stacked"))
+    with uniep.Workspace(cfg, device="cpu", backend="nccl", schedule=SERIAL) as ws:
+        ours = ws.backend
+        assert isinstance(ours, CollectiveBackend)
+        ours.experts = KernelExperts(cfg, 0, SERIAL, torch.device("cpu"))
+        (theirs,) = hopper_on_host.host_backends(cfg, 1, SERIAL)
+        results = []
+        for backend in (ours, theirs):
+            y, saved = backend.forward(inputs, save=True)
+            grads = backend.backward(dy, inputs, saved, Needs())
+            results.append((y, grads.x, grads.weights, *grads.w13, *grads.w2))
+    for name, a, b in zip(("y", "dx", "dweights", "dw13", "dw2"), *results, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b.view(a.shape)), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kernels_mean_what_torch_does(rank, layout):
+    """One rank of two, rows from both: kernels and torch agree to rounding, in every parameter layout."""
+    cfg = config(weight_at="activation" if rank else "output")
+    g = torch.Generator().manual_seed(3)
+    ids = [torch.randint(-1, 3, (count, 2), generator=g) for count in (70, 33)]
+    plans = [build_plan(ids, r, cfg) for r in (0, 1)]
+    plan, other = plans[rank], 1 - rank
+    used = plan.row_return_N >= 0
+    weight = torch.where(used, random(plan.num_rows).abs(), 0.0)
+
+    def tokens(seed):
+        x = [random(len(i), 64, seed=seed + n).half() for n, i in enumerate(ids)]
+        sent = plans[other].send_token_RT[rank, : plans[other].send_count_R[rank]]
+        return Tokens(x[rank], torch.cat([x[other][sent], torch.zeros(1, 64).half()]))
+
+    x, dy, experts, routed = tokens(10), tokens(20), experts_of(cfg, 2, layout), Routed(plan, weight)
+    found = []
+    with one_thread():
+        h = TorchExperts(cfg, rank).forward(x, routed, experts, True)[1]
+        for local in (TorchExperts(cfg, rank), KernelExperts(cfg, rank, SERIAL, torch.device("cpu"))):
+            y, own_h = local.forward(x, routed, experts, True)
+            got = local.backward(dy, x, routed, experts, h, Needs())
+            found.append((y[used], own_h, got.x_ND[used], got.weights_N[used], *got.w13, *got.w2))
+    for a, b in zip(*found, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert (a.float() - b.float()).norm() <= 1e-3 * a.float().norm()
