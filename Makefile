@@ -27,13 +27,14 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # PyTorch first and alone, so that nothing else chooses its build. The stamp comes last: a set-up that
-# was interrupted starts again.
+# was interrupted starts again. The kernels must compile well with Triton 3.6, too, which the lint alone uses.
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "triton==3.7.1; sys_platform == 'linux'" "numpy<2.4" -e ".[cli,test]"
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton36 "triton==3.6.0; sys_platform == 'linux'"
 	@touch $@
 
 clean:

@@ -1,0 +1,127 @@
+"""One rank of test_fused.py: `python fused_rank.py RANK FOLDER` runs every case over shared memory files.
+
+Cases and inputs are pure functions, so that the test makes the same ones.
+"""
+
+import dataclasses
+import faulthandler
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from uniep.backends.base import Inputs, Needs
+from uniep.config import MoEConfig
+from uniep.taskflow.schedule import Schedule, Tile
+from uniep.weights import ExpertWeights
+
+RANKS = 2
+TIMEOUT_S = 150
+SMALL = Tile(rows=64, columns=128, depth=64)
+SCHEDULE = Schedule(gemm1=SMALL, gemm2=SMALL, weight_gradient=SMALL, chunk_tokens=32)
+ROUNDS = (("serial", "gathered"), ("fused", "gathered"), ("fused", "expanded"), ("serial", "expanded"))
+LATE = (  # kernels that a rank starts late, so that its peer has to wait for what they send
+    ("exchange_kernel", "product_kernel", "push_rows_kernel"),
+    ("gate_up_kernel", "expand_kernel", "push_tokens_kernel"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype
+    weight_at: str
+    up_first: bool
+    tokens: tuple[int, ...]
+    num_experts: int = 4
+    top_k: int = 2
+    hidden: int = 72
+    ffn: int = 136
+
+    def config(self, max_tokens: int) -> MoEConfig:
+        return MoEConfig(
+            hidden=self.hidden, ffn=self.ffn, num_experts=self.num_experts, top_k=self.top_k,
+            max_tokens_per_rank=max_tokens, dtype=self.dtype, weight_at=self.weight_at,
+        )  # fmt: skip
+
+
+CASES = {
+    "fp16": Case(torch.float16, "output", False, (50, 35)),
+    "activation, up first, an idle rank": Case(torch.float16, "activation", True, (40, 0)),
+    "fp32, most tokens remote": Case(torch.float32, "output", False, (3, 60)),
+}
+
+
+def tensors(case: Case) -> dict[str, Tensor]:
+    """x, dy (T, D), ids, weights (T, K) of all ranks, w13 (E, 2, F, D), w2 (E, D, F)."""
+    generator = torch.Generator().manual_seed(sum(case.tokens))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    total, d, f, e = sum(case.tokens), case.hidden, case.ffn, case.num_experts
+    ids_TK = torch.randint(-1, e, (total, case.top_k), generator=generator)
+    ids_TK[: case.tokens[0]] %= e - 1  # rank 0 has no unused slots and leaves the last expert to the others
+    return {
+        "x": normal(total, d).to(case.dtype),
+        "dy": normal(total, d).to(case.dtype),
+        "ids": ids_TK,
+        "weights": torch.rand(total, case.top_k, generator=generator) + 0.1,
+        "w13": (normal(e, 2, f, d) * d**-0.5).to(case.dtype),
+        "w2": (normal(e, d, f) * f**-0.5).to(case.dtype),
+    }
+
+
+def run(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
+    """Forward and backward of one rank's share: y, dx, dweights, dw13 (e, 2, F, D), dw2."""
+    every, local = tensors(case), case.num_experts // ranks
+    tokens = case.tokens if ranks > 1 else (sum(case.tokens),)
+    mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    w13, w2 = (every[name][rank * local : (rank + 1) * local] for name in ("w13", "w2"))
+    if case.up_first:
+        memory = w13.transpose(0, 1).flip(0).contiguous()  # up projections at the lower addresses
+        experts = ExpertWeights((memory[1], memory[0]), (w2.contiguous(),), "split")
+    else:
+        experts = ExpertWeights((w13.flatten(1, 2).contiguous(),), (w2.contiguous(),), "stacked")
+    inputs = Inputs(every["x"][mine].clone(), every["ids"][mine], every["weights"][mine], experts)
+    y_TD, saved = backend.forward(inputs, save=True)
+    grads = backend.backward(every["dy"][mine].clone(), inputs, saved, Needs())
+    dw13 = torch.stack(grads.w13, 1) if case.up_first else grads.w13[0].view(local, 2, case.ffn, case.hidden)
+    return {"y": y_TD, "dx": grads.x, "dweights": grads.weights, "dw13": dw13, "dw2": grads.w2[0]}
+
+
+def main(rank: int, folder: Path) -> None:
+    import hopper_on_host
+    from triton.runtime.interpreter import InterpretedFunction
+
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
+    hopper_on_host.interpret()
+    launch = InterpretedFunction.run
+
+    def late_launch(self, *args, **options):
+        if self.fn.__name__ in LATE[rank]:
+            time.sleep(0.05)
+        if "push_programs" in self.arg_names:  # programs run in turn: one that waits must not hold up another's push
+            args = list(args)
+            place = self.arg_names.index("push_programs")
+            args[place] = min(args[place], 1)
+        return launch(self, *args, **options)
+
+    InterpretedFunction.run = late_launch
+    for number, case in enumerate(CASES.values()):
+
+        def memories(size: int, number: int = number) -> list[Tensor]:
+            names = [str(folder / f"{number}-{peer}") for peer in range(RANKS)]
+            return [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
+
+        backend = hopper_on_host.host_backend(case.config(max(case.tokens)), rank, RANKS, memories, SCHEDULE)
+        results = []
+        for overlap, operand in ROUNDS:
+            backend.schedule = dataclasses.replace(SCHEDULE, overlap=overlap, operand=operand)
+            results.append(run(backend, case, rank, RANKS))
+        torch.save(results, folder / f"result-{number}-{rank}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,123 @@
+"""The Hopper backend without a GPU, for processes that interpret its kernels or only compile them.
+
+The backend's own launch code runs unchanged.  Symmetric memory is host memory, given as one tensor per rank
+(of this process, or shared with others); streams and events do nothing.  `install` changes torch.cuda, so
+call it in a process of its own.
+"""
+
+import builtins
+import contextlib
+import time
+import types
+from collections.abc import Callable, Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from uniep.backends import hopper
+from uniep.config import MoEConfig
+from uniep.kernels import gemm, plan, sync, transfer
+from uniep.memory import packed_bytes
+from uniep.taskflow.schedule import Schedule
+
+
+class Nothing:
+    """Stands for a stream or an event: every method does nothing."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class HostArena:
+    """`hopper.Arena` over the host memory that the workspace brings."""
+
+    def __init__(self, layout, workspace) -> None:
+        memories = self.memories = workspace.memories(packed_bytes(layout))  # peers' stay mapped with it
+        self.memory = memories[workspace.rank]
+        self.views, self.tables = {}, {}
+        for name, field in layout.items():
+            flat = self.memory[field.offset : field.offset + field.bytes]
+            self.views[name] = flat.view(field.dtype).view(field.shape)
+            self.tables[name] = torch.tensor([m.data_ptr() + field.offset for m in memories], dtype=torch.int64)
+
+
+def install(multiprocessors: int) -> None:
+    """Make HopperBackend run on the CPU; a persistent kernel has `multiprocessors` programs."""
+    cuda = torch.cuda
+    cuda.get_device_properties = lambda device=None: types.SimpleNamespace(
+        multi_processor_count=multiprocessors, name="no GPU", total_memory=80 * 2**30
+    )
+    cuda.get_device_capability = lambda device=None: (9, 0)
+    cuda.get_device_name = lambda device=None: "no GPU"
+    cuda.Stream = cuda.Event = Nothing
+    cuda.current_stream = lambda device=None: Nothing()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.synchronize = lambda device=None: None
+    cuda.is_current_stream_capturing = lambda: False
+    torch.Tensor.pin_memory = lambda self, *args: self
+    hopper.Arena = HostArena
+    hopper._check_support = lambda cfg, ep_size, device: None  # the interpreter computes in fp32, too
+
+
+def interpret() -> None:
+    """`install` for processes that interpret.  Few programs, since they run one after another.
+
+    Two things are nearer to compiled kernels here than in Triton's interpreter: `for i in range(...)` yields
+    int32 tensors, not Python ints, and there is a clock, so that waits end.  It also lets other processes run
+    while a kernel spins.
+    """
+    install(multiprocessors=4)
+    hopper.EXCHANGE_PROGRAMS = 3
+
+    def tensor_range(*bounds):
+        for value in builtins.range(*(int(bound) for bound in bounds)):
+            yield tl.full((), value, tl.int32)
+
+    def nanoseconds():
+        time.sleep(0.001)
+        return tl.full((), time.monotonic_ns(), tl.int64)
+
+    for module in (gemm, plan, sync, transfer):
+        module.range = tensor_range
+    sync.nanoseconds = nanoseconds
+
+
+def host_backend(
+    cfg: MoEConfig,
+    rank: int,
+    ep_size: int,
+    memories: Callable[[int], Sequence[Tensor]],
+    schedule: Schedule | None = None,
+    timeout_s: float = 60.0,
+) -> hopper.HopperBackend:
+    """One rank's backend.  `memories(bytes)`: the symmetric memory of all ranks, uint8, zero at first."""
+    workspace = types.SimpleNamespace(
+        cfg=cfg,
+        rank=rank,
+        ep_size=ep_size,
+        device=torch.device("cpu"),
+        group=None,
+        timeout_s=timeout_s,
+        memories=memories,
+        failures=[],
+    )
+    workspace.fail = workspace.failures.append
+    return hopper.HopperBackend(workspace, schedule)
+
+
+def host_backends(
+    cfg: MoEConfig, ep_size: int, schedule: Schedule | None = None, timeout_s: float = 60.0
+) -> list[hopper.HopperBackend]:
+    """All ranks in this process."""
+    made: list[Tensor] = []
+
+    def memories(size: int) -> list[Tensor]:
+        if not made:
+            made.extend(torch.zeros(size, dtype=torch.uint8) for _ in range(ep_size))
+        return made
+
+    return [host_backend(cfg, rank, ep_size, memories, schedule, timeout_s) for rank in range(ep_size)]

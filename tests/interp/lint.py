@@ -1,0 +1,124 @@
+"""Compile the kernels that the Hopper backend launches, for sm_90 without a GPU, and list what is wrong.
+
+    python tests/interp/lint.py [--all] [--shape NAME]
+
+The backend's own launch code runs with compilation in the place of launches, so what is compiled is what
+ships.  Without --all: CASES, in which every shape of benchmarks/cases.py occurs, and every pair of dtype, weighting,
+overlap and weight layout.  Prints one JSON object a kernel: its name, its case, the numbers, the complaints.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from hopper_on_host import host_backend, install
+
+from cases import SHAPES
+from uniep.backends.base import Inputs, Needs
+from uniep.config import MoEConfig
+from uniep.kernels.lint import inspect, offline
+from uniep.weights import ExpertWeights
+
+TOKENS = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One layer whose kernels are compiled."""
+
+    shape: str
+    dtype: torch.dtype = torch.bfloat16
+    weight_at: str = "output"
+    ep_size: int = 2
+    overlap: str = "fused"
+    layout: str = "stacked"
+    operand: str = "gathered"
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        how = f"{self.overlap}, {self.operand}, {self.layout}"
+        return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CASES = (
+    Case("qwen3-30b", BF16, "output", 2, "fused", "stacked"),
+    Case("dsv2-lite", FP16, "activation", 2, "fused", "split"),
+    Case("qwen3-235b", BF16, "activation", 4, "fused", "stacked", "expanded"),
+    Case("deepseek-v3", FP16, "output", 8, "fused", "stacked"),
+    Case("mixtral-8x7b", BF16, "output", 1, "fused", "split", "expanded"),
+    Case("deepseek-v3-256", FP16, "output", 8, "serial", "split"),
+)
+
+
+def compile_case(case: Case) -> list[tuple[str, object]]:
+    """(kernel name, compiled kernel) of every launch of a forward without saving, another one, and its backward."""
+    shape, launched = SHAPES[case.shape], []
+    cfg = MoEConfig(
+        hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
+        max_tokens_per_rank=TOKENS, dtype=case.dtype, weight_at=case.weight_at,
+    )  # fmt: skip
+    backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
+    backend.schedule = dataclasses.replace(backend.schedule, overlap=case.overlap, operand=case.operand)
+    backend._fits = lambda: True  # no kernel runs that could answer
+    local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
+    w13 = torch.empty(2, local, cfg.ffn, cfg.hidden, **like)
+    stacked = case.layout == "stacked"
+    first = (w13.view(local, 2 * cfg.ffn, cfg.hidden),) if stacked else (w13[1], w13[0])  # w3 below w1
+    experts = ExpertWeights(first, (torch.empty(local, cfg.hidden, cfg.ffn, **like),), case.layout)
+    x_TD = torch.empty(TOKENS, cfg.hidden, **like)
+    ids_TK = torch.zeros(TOKENS, cfg.top_k, dtype=torch.int64)
+    inputs = Inputs(x_TD, ids_TK, torch.zeros(TOKENS, cfg.top_k), experts)
+
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        launched.append((self.__name__, run(self, *args, grid=grid, warmup=True, **options)))
+
+    JITFunction.run = compile_only
+    try:
+        backend.forward(inputs, save=False)
+        _, saved = backend.forward(inputs, save=True)
+        backend.backward(x_TD, inputs, saved, Needs())
+    finally:
+        JITFunction.run = run
+    return launched
+
+
+def every_case() -> list[Case]:
+    choices = (
+        SHAPES, (BF16, FP16), ("output", "activation"), (1, 2, 4, 8), ("fused", "serial"), ("stacked", "split"),
+        ("gathered", "expanded"),
+    )  # fmt: skip
+    return [Case(*choice) for choice in itertools.product(*choices)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="the whole product of cases")
+    parser.add_argument("--shape", choices=SHAPES, help="only this shape")
+    arguments = parser.parse_args()
+    install(multiprocessors=132)
+    cases = every_case() if arguments.all else CASES
+    seen = set()
+    with offline():
+        for case in (c for c in cases if arguments.shape in (None, c.shape)):
+            for name, compiled in compile_case(case):
+                if compiled.hash not in seen:
+                    seen.add(compiled.hash)
+                    report = inspect(compiled)
+                    row = {"triton": triton.__version__, "kernel": name, "case": str(case)}
+                    row |= {**dataclasses.asdict(report), "complaints": report.complaints()}
+                    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

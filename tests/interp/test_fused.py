@@ -1,0 +1,114 @@
+"""The whole Hopper backend, interpreted, as two processes over shared memory: serial, fused, and one rank alone.
+
+Kernels that push, signal and wait run as they do on two GPUs: each process maps the other's memory, and each
+starts some kernels late.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from fused_rank import CASES, RANKS, ROUNDS, SCHEDULE, TIMEOUT_S, run, tensors
+from hopper_on_host import host_backends
+
+from uniep.backends.hopper import shared_arrays
+from uniep.memory import pack, packed_bytes
+from uniep.reference import composition
+
+NAMES = ("y", "dx", "dweights", "dw13", "dw2")
+
+
+def make_memory(folder: Path, number: int, case) -> None:
+    """Zero memory for every rank, NaN where peers will write: a row that is read too early shows."""
+    layout = pack(shared_arrays(case.config(max(case.tokens)), RANKS, SCHEDULE.chunk_tokens))
+    size = packed_bytes(layout)
+    for rank in range(RANKS):
+        memory = torch.from_file(str(folder / f"{number}-{rank}"), shared=True, size=size, dtype=torch.uint8).zero_()
+        for name in ("receive", "returns", "dweights"):
+            field = layout[name]
+            view = memory[field.offset : field.offset + field.bytes].view(field.dtype).view(field.shape)
+            (view[:-1] if name == "receive" else view).fill_(float("nan"))  # its last slot is the zero row
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Case -> what both ranks computed in each round, joined: tokens and experts of all ranks."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="uniep-test-") as name:
+        folder = Path(name)
+        for number, case in enumerate(CASES.values()):
+            make_memory(folder, number, case)
+        script = str(Path(__file__).parent / "fused_rank.py")
+        started = [
+            subprocess.Popen(
+                [sys.executable, script, str(rank), name], env=dict(os.environ), stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(RANKS)
+        ]
+        try:
+            for rank, process in enumerate(started):
+                _, errors = process.communicate(timeout=TIMEOUT_S + 20)
+                assert process.returncode == 0, f"rank {rank}:\n{errors}"
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        joined = {}
+        for number, key in enumerate(CASES):
+            of_rank = [torch.load(folder / f"result-{number}-{rank}") for rank in range(RANKS)]
+            joined[key] = [
+                {n: torch.cat([of_rank[rank][turn][n] for rank in range(RANKS)]) for n in NAMES}
+                for turn in range(len(ROUNDS))
+            ]
+        return joined
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Case -> the same tokens and experts on one rank."""
+
+    def computed(key: str):
+        case = CASES[key]
+        return run(host_backends(case.config(sum(case.tokens)), 1, SCHEDULE)[0], case, 0, 1)
+
+    return {key: computed(key) for key in CASES}
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_fused_equals_serial(results, key):
+    """Every round, fused or not, warm or on fresh memory, has the same bits."""
+    for turn, how in enumerate(ROUNDS):
+        for name in NAMES:
+            assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_two_ranks_equal_one(results, alone, key):
+    for name in NAMES:
+        assert torch.equal(results[key][1][name], alone[key][name]), name
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_error(results, key):
+    """Against fp64, at most twice the error of what a PyTorch user would write in the same dtype."""
+    case, every = CASES[key], tensors(CASES[key])
+
+    def composed(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        names = ("x", "weights", "w13", "w2")
+        x, weights, w13, w2 = (every[n].to(dtype).requires_grad_() for n in names)
+        y_TD = composition(x, every["ids"], weights, w13.flatten(1, 2), w2, case.weight_at)
+        y_TD.backward(every["dy"].to(dtype))
+        return dict(zip(NAMES, (y_TD.detach(), x.grad, weights.grad, w13.grad, w2.grad), strict=True))
+
+    exact, torchs = composed(torch.float64), composed(case.dtype)
+    for name in NAMES:
+        used = torch.isfinite(results[key][1][name])
+        assert used.all(), name
+
+        def error(value: torch.Tensor, name: str = name) -> float:
+            return float((value.double() - exact[name]).norm())
+
+        assert error(results[key][1][name]) <= 2 * error(torchs[name]), name

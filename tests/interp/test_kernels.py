@@ -1,0 +1,479 @@
+"""The GEMM and row kernels, interpreted, one by one against torch.
+
+Two kinds of data.  `integers`: sums are exact in fp32, so results must equal torch's bit for bit, whatever the
+order.  `normal`: a sum of n products a.b may be off by n ulps of sum |a||b| in fp32, and by half an ulp of the
+result when it is rounded to the layer's dtype; nothing else is allowed.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+from uniep.kernels.gemm import activation_gradient_kernel, gate_up_kernel, product_kernel, weight_gradient_kernel
+from uniep.kernels.transfer import (
+    combine_kernel,
+    dweights_kernel,
+    expand_kernel,
+    push_rows_kernel,
+    push_tokens_kernel,
+)
+from uniep.numerics import add_ascending, column_group_sums, combine_slots, swiglu, swiglu_backward, widened
+from uniep.routing import build_plan
+from uniep.taskflow.schedule import Tile
+
+D, F, K, TOKENS = 136, 200, 3, (150, 45)  # no multiples of a tile in any direction
+LOCAL, EMPTY = 4, 2  # experts of a rank, and one without rows
+PROGRAMS = 3
+BIG, SMALL = Tile(rows=128, columns=256, depth=64), Tile(rows=64, columns=128, depth=32)
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+UNIT = {torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # half an ulp, relative
+TINY = {torch.float16: 2.0**-25, torch.float32: 2.0**-126}  # and absolute, below the normal numbers
+EPS = 2.0**-24
+
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+both_tiles = pytest.mark.parametrize("tile", [BIG, SMALL], ids=["128x256x64", "64x128x32"])
+both_weightings = pytest.mark.parametrize("weight_at", ["output", "activation"])
+both_data = pytest.mark.parametrize("data", ["integers", "normal"])
+both_halves = pytest.mark.parametrize("up_first", [False, True], ids=["gate first", "up first"])
+
+
+def made(shape: tuple[int, ...], dtype: torch.dtype, data: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if data == "integers":
+        return torch.randint(-1, 2, shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def launch(kernel, tile: Tile | None = None, **given) -> None:
+    """Run a kernel that has no peers, by the names of its arguments; `given` replaces the rest."""
+    zero = torch.zeros(16, dtype=torch.int32)
+    usual = {
+        "receive_ptr": zero, "arrived_ptr": zero, "finished_ptr": zero, "call_ptr": zero, "status_ptr": zero,
+        "timeout_ns": 0, "rank": 0, "send_token_ptr": zero, "send_count_ptr": zero, "receive_table_ptr": zero,
+        "flag_table_ptr": zero, "arrived_offset": 0, "finished_offset": 0, "ticket_ptr": zero, "num_tokens": 0,
+        "push_programs": 0, "push_rounds": 0, "NUM_RANKS": 1, "CHUNK": 1,
+        "RECEIVE_BLOCK": 1, "PUSH_D": 16, "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F,
+    }  # fmt: skip
+    if tile is not None:
+        usual |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP_M": 2}
+    usual |= given
+    kernel[(PROGRAMS,)](**{name: usual[name] for name in kernel.arg_names})
+
+
+def describe(base: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(base, list(base.shape), list(base.stride()), list(block))
+
+
+@dataclasses.dataclass
+class Problem:
+    """Rank 0 of two: its plan as tables, its tokens and those received, every row's input."""
+
+    cfg: MoEConfig
+    plan: object
+    weight_N: Tensor
+    tables: dict[str, Tensor]
+    x_TD: Tensor
+    receive_MD: Tensor
+    x_ND: Tensor
+    w13_e2FD: Tensor
+    w2_eDF: Tensor
+
+    @property
+    def used(self) -> Tensor:
+        return self.plan.row_return_N >= 0
+
+    @property
+    def row_expert(self) -> Tensor:
+        return torch.searchsorted(self.plan.expert_start_e1, torch.arange(self.plan.num_rows), right=True) - 1
+
+    def w13_desc(self, up_first: bool, *block: int) -> TensorDescriptor:
+        return describe(self.w13_e2FD.flip(1) if up_first else self.w13_e2FD, *block)
+
+
+def problem(dtype: torch.dtype, data: str, weight_at: str = "output", height: int = 128) -> Problem:
+    cfg = MoEConfig(
+        hidden=D, ffn=F, num_experts=2 * LOCAL, top_k=K, max_tokens_per_rank=max(TOKENS), dtype=dtype,
+        weight_at=weight_at,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    ids_of_rank = [torch.randint(-1, 2 * LOCAL, (t, K), generator=generator) for t in TOKENS]
+    for ids in ids_of_rank:
+        ids[ids == EMPTY] = 0
+    plan = build_plan(ids_of_rank, 0, cfg)
+    sent = build_plan(ids_of_rank, 1, cfg).send_token_RT[0, : plan.recv_count_R[1]].long()
+    x_TD, peer_TD = made((TOKENS[0], D), dtype, data, 2), made((TOKENS[1], D), dtype, data, 3)
+    receive_MD = torch.full((cfg.receive_slots(2) + 1, D), float("nan"), dtype=dtype)
+    receive_MD[: len(sent)] = peer_TD[sent]
+    receive_MD[-1] = 0
+    source = plan.row_source_N.long()
+    x_ND = torch.where((source >= 0)[:, None], x_TD[source.clamp(min=0)], receive_MD[(-source - 1).clamp(min=0)])
+    weight_N = torch.rand(plan.num_rows, generator=generator) + 0.25
+    weight_N[plan.row_return_N < 0] = 0
+    tiles = plan.num_rows // height
+    tile_starts = torch.arange(tiles, dtype=torch.int32) * height
+    totals = torch.tensor([plan.num_rows, tiles, 0, 0], dtype=torch.int32)
+    tables = {
+        "source_ptr": plan.row_source_N, "return_ptr": plan.row_return_N, "weight_ptr": weight_N,
+        "start_ptr": plan.expert_start_e1, "totals_ptr": totals, "num_rows_ptr": totals,
+        "expert_ptr": torch.searchsorted(plan.expert_start_e1, tile_starts, right=True).int() - 1,
+        "order_ptr": torch.randperm(tiles, generator=generator).int(),  # no order may change a result
+    }  # fmt: skip
+    w13, w2 = made((LOCAL, 2, F, D), dtype, data, 4), made((LOCAL, D, F), dtype, data, 5)
+    return Problem(cfg, plan, weight_N, tables, x_TD, receive_MD, x_ND, w13, w2)
+
+
+def unwritten(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def row_products(a_NX: Tensor, b_eXY: Tensor, expert_N: Tensor) -> Tensor:
+    """a[n] @ b[expert of n] in fp64."""
+    out = torch.zeros(len(a_NX), b_eXY.shape[2], dtype=torch.float64)
+    for expert in range(len(b_eXY)):
+        mine = expert_N == expert
+        out[mine] = a_NX[mine].double() @ b_eXY[expert].double()
+    return out
+
+
+def assert_products(got: Tensor, a: Tensor, b: Tensor, expert_N: Tensor, data: str) -> None:
+    """`got` is cast(a @ b) within the bound of fp32 accumulation; exactly, for integers."""
+    exact = row_products(a, b, expert_N)
+    if data == "integers":
+        assert torch.equal(got, exact.to(got.dtype))
+        return
+    bound = a.shape[1] * EPS * row_products(a.abs(), b.abs(), expert_N)
+    assert_within(got, exact, bound)
+
+
+def assert_within(got: Tensor, exact: Tensor, bound: Tensor) -> None:
+    """|got - exact| <= bound, and one rounding to the dtype of `got`."""
+    unit, tiny = UNIT[got.dtype], TINY[got.dtype]
+    excess = (got.double() - exact).abs() - (bound * (1 + unit) + unit * exact.abs() + tiny)
+    assert not excess.isnan().any()
+    assert excess.max() <= 0, f"off by {float(excess.max()):.3e} more than the bound"
+
+
+def gate_up(
+    p: Problem, tile: Tile, *, up_first: bool = False, save: bool = True, gathered: bool = True
+) -> tuple[Tensor, Tensor]:
+    n, dtype, half = p.plan.num_rows, p.cfg.dtype, tile.columns // 2
+    h_N2F, act_NF = unwritten(n, 2, F, dtype=dtype), unwritten(n, F, dtype=dtype)
+    launch(
+        gate_up_kernel, tile, **p.tables, x_ptr=p.x_TD, receive_ptr=p.receive_MD,
+        w13_desc=p.w13_desc(up_first, 1, 2, half, tile.depth), h_desc=describe(h_N2F, tile.rows, 1, half),
+        act_desc=describe(act_NF, tile.rows, half), SAVE_H=save, WEIGHTED=p.cfg.weight_at == "activation",
+        UP_FIRST=up_first, GATHERED=gathered, rows_desc=describe(p.x_ND, tile.rows, tile.depth),
+    )  # fmt: skip
+    return h_N2F, act_NF
+
+
+@both_tiles
+@both_halves
+@both_weightings
+@both_data
+@both_dtypes
+def test_gate_up(dtype, data, weight_at, up_first, tile):
+    p = problem(dtype, data, weight_at, tile.rows)
+    h_N2F, act_NF = gate_up(p, tile, up_first=up_first)
+    assert_products(h_N2F.flatten(1), p.x_ND, p.w13_e2FD.flatten(1, 2).mT, p.row_expert, data)
+    gate, up = h_N2F.double().unbind(1)
+    exact = gate * torch.sigmoid(gate) * up
+    if weight_at == "activation":
+        exact *= p.weight_N[:, None]
+    assert_within(act_NF, exact, 8 * EPS * exact.abs() + 2.0**-126)  # at most 8 roundings in fp32
+    assert not h_N2F[~p.used].any()
+    assert not act_NF[~p.used].any()
+
+
+@both_weightings
+def test_gate_up_variants(weight_at):
+    """Not saving h and reading expanded rows change no bit; h is not touched where it is not saved."""
+    p = problem(torch.float16, "normal", weight_at)
+    h_N2F, act_NF = gate_up(p, BIG)
+    untouched_N2F, got_NF = gate_up(p, BIG, save=False)
+    assert torch.equal(got_NF, act_NF)
+    assert untouched_N2F.isnan().all()
+    p.receive_MD.fill_(float("nan"))  # with expanded rows nobody reads it
+    expanded_N2F, got_NF = gate_up(p, BIG, gathered=False)
+    assert torch.equal(expanded_N2F, h_N2F)
+    assert torch.equal(got_NF, act_NF)
+
+
+class Mailbox:
+    """Return slots and flags of two ranks, and the arguments that address them."""
+
+    def __init__(self, cfg: MoEConfig) -> None:
+        self.slots = cfg.max_tokens_per_rank * cfg.top_k
+        self.returns = [unwritten(self.slots, D, dtype=cfg.dtype) for _ in range(2)]
+        self.flags = [torch.zeros(8, dtype=torch.int32) for _ in range(2)]
+        self.ticket = torch.zeros(1, dtype=torch.int32)
+        self.arguments = {
+            "returns_table_ptr": addresses(self.returns), "flag_table_ptr": addresses(self.flags), "flag_offset": 5,
+            "call_ptr": torch.tensor([9], dtype=torch.int32), "ticket_ptr": self.ticket, "NUM_RANKS": 2,
+            "SLOTS": self.slots,
+        }  # fmt: skip
+
+    def assert_untouched(self) -> None:
+        assert all(r.isnan().all() for r in self.returns)
+        assert not any(f.any() for f in self.flags)
+
+    def assert_holds(self, rows_ND: Tensor, return_N: Tensor) -> None:
+        """Each used row lies in its slot, no other slot was touched, both ranks were told."""
+        want = torch.cat([torch.full_like(r, float("nan")) for r in self.returns])
+        want[return_N[return_N >= 0].long()] = rows_ND[return_N >= 0]
+        assert torch.equal(torch.cat(self.returns).nan_to_num(12345.0), want.nan_to_num(12345.0))
+        for flags in self.flags:
+            assert flags.tolist() == [0, 0, 0, 0, 0, 9, 0, 0]
+        assert self.ticket.item() == 0
+
+
+def addresses(tensors: list[Tensor]) -> Tensor:
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64)
+
+
+def check_return(p: Problem, tile: Tile, a_NX: Tensor, b_eXD: Tensor, data: str, **direction) -> None:
+    """a @ b by product_kernel: in place, then scattered."""
+    out_ND, box = unwritten(p.plan.num_rows, D, dtype=p.cfg.dtype), Mailbox(p.cfg)
+    columns = tile.columns // (4 if p.cfg.dtype == torch.float32 else 2)
+    arguments = {
+        **p.tables, **box.arguments, **direction, "a_desc": describe(a_NX, tile.rows, tile.depth),
+        "out_desc": describe(out_ND, tile.rows, columns), "DEPTH": F, "WIDTH": D,
+    }  # fmt: skip
+    launch(product_kernel, tile, **arguments, SCATTER=False)
+    assert_products(out_ND, a_NX, b_eXD, p.row_expert, data)
+    assert not out_ND[~p.used].any()
+    box.assert_untouched()
+    in_place = out_ND.clone()
+    launch(product_kernel, tile, **arguments, SCATTER=True)
+    box.assert_holds(in_place, p.plan.row_return_N)
+    assert torch.equal(out_ND, in_place)
+
+
+@both_tiles
+@both_data
+@both_dtypes
+def test_return_of_outputs(dtype, data, tile):
+    """act @ W2^T."""
+    p = problem(dtype, data, height=tile.rows)
+    act_NF = made((p.plan.num_rows, F), dtype, data, 6) * p.used[:, None]
+    w2_desc = describe(p.w2_eDF, 1, tile.columns, tile.depth)
+    check_return(p, tile, act_NF, p.w2_eDF.mT, data, b_desc=w2_desc, HALVES=1, TRANSPOSED=True, UP_FIRST=False)
+
+
+@both_tiles
+@both_halves
+@both_data
+@both_dtypes
+def test_return_of_gradients(dtype, data, up_first, tile):
+    """dh @ W13, gate and up in one contraction."""
+    p = problem(dtype, data, height=tile.rows)
+    dh_NH = made((p.plan.num_rows, 2 * F), dtype, data, 6) * p.used[:, None]
+    desc = p.w13_desc(up_first, 1, 1, tile.depth, tile.columns)
+    w13 = p.w13_e2FD.flatten(1, 2)
+    check_return(p, tile, dh_NH, w13, data, b_desc=desc, HALVES=2, TRANSPOSED=False, UP_FIRST=up_first)
+
+
+@both_tiles
+@both_data
+def test_product_in_fp32(data, tile):
+    """dO @ W2 of 16-bit operands, not rounded."""
+    p = problem(torch.float16, data, height=tile.rows)
+    raw_NF = unwritten(p.plan.num_rows, F, dtype=torch.float32)
+    launch(
+        product_kernel, tile, **p.tables, **Mailbox(p.cfg).arguments, a_desc=describe(p.x_ND, tile.rows, tile.depth),
+        b_desc=describe(p.w2_eDF[:, None], 1, 1, tile.depth, tile.columns), DEPTH=D, WIDTH=F, HALVES=1,
+        out_desc=describe(raw_NF, tile.rows, tile.columns // 4), TRANSPOSED=False, UP_FIRST=False, SCATTER=False,
+    )  # fmt: skip
+    assert_products(raw_NF, p.x_ND, p.w2_eDF, p.row_expert, data)
+
+
+def activation_gradient(p: Problem, raw_NF: Tensor, h_N2F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, dtype = p.plan.num_rows, p.cfg.dtype
+    dh_N2F, act_NF = unwritten(n, 2, F, dtype=dtype), unwritten(n, F, dtype=dtype)
+    groups_NG = unwritten(n, -(-F // COLUMN_GROUP), dtype=torch.float32)
+    launch(
+        activation_gradient_kernel, **p.tables, raw_ptr=raw_NF, h_ptr=h_N2F, dh_ptr=dh_N2F, act_ptr=act_NF,
+        groups_ptr=groups_NG, ROWS=16, COLUMNS=128, WEIGHTED=p.cfg.weight_at == "activation",
+    )  # fmt: skip
+    return dh_N2F, act_NF, groups_NG
+
+
+@both_weightings
+@both_dtypes
+def test_activation_gradient_bits(dtype, weight_at):
+    """Where sigmoid is exactly 0 or 1, every formula has one right bit pattern, and so has the pair tree."""
+    p = problem(dtype, "normal", weight_at)
+    n, generator = p.plan.num_rows, torch.Generator().manual_seed(8)
+    gate = torch.tensor([32.0, 64.0, -128.0])[torch.randint(0, 3, (n, F), generator=generator)]
+    h_N2F = torch.stack([gate, torch.randn(n, F, generator=generator)], 1).to(dtype) * p.used[:, None, None]
+    raw_NF = torch.randn(n, F, generator=generator) * p.used[:, None]
+    dh_N2F, act_NF, groups_NG = activation_gradient(p, raw_NF, h_N2F)
+
+    gate, up = (widened(half) for half in h_N2F.unbind(1))
+    raw, weight = widened(raw_NF), p.weight_N[:, None]
+    act = swiglu(gate, up)
+    scored = act if weight_at == "activation" else act.to(dtype).float()
+    d_gate, d_up = swiglu_backward(gate, up, weight * raw)
+    assert torch.equal(act_NF, (weight * scored).to(dtype)[:, :F])
+    assert torch.equal(dh_N2F, torch.stack([d_gate, d_up], 1).to(dtype)[..., :F])
+    assert torch.equal(groups_NG, column_group_sums(raw * scored))
+    one_by_one = (raw * scored).unflatten(-1, (-1, COLUMN_GROUP)).cumsum(-1)[..., -1]
+    assert not torch.equal(groups_NG, one_by_one), "the data do not tell one order from another"
+    assert not dh_N2F[~p.used].any()
+    assert not act_NF[~p.used].any()
+
+
+@both_weightings
+@both_dtypes
+def test_activation_gradient_errors(dtype, weight_at):
+    """Any gate: at most 16 roundings in fp32 of each term, and one to the layer's dtype."""
+    p = problem(dtype, "normal", weight_at)
+    h_N2F = made((p.plan.num_rows, 2, F), dtype, "normal", 6) * 2
+    raw = made((p.plan.num_rows, F), torch.float32, "normal", 7)
+    dh_N2F, act_NF, _ = activation_gradient(p, raw, h_N2F)
+    gate, up = h_N2F.double().unbind(1)
+    weight = p.weight_N[:, None].double()
+    sigmoid, d_act = torch.sigmoid(gate), weight * raw
+    slope, steep = sigmoid * (1 + gate * (1 - sigmoid)), sigmoid * (1 + gate.abs() * (1 - sigmoid))
+    assert_within(dh_N2F[:, 0], d_act * up * slope, 16 * EPS * (d_act * up).abs() * steep)
+    assert_within(dh_N2F[:, 1], d_act * gate * sigmoid, 16 * EPS * (d_act * gate).abs() * sigmoid)
+    act = gate * sigmoid * up
+    once = UNIT[dtype] if weight_at == "output" else 0  # act is rounded before its weight, too
+    assert_within(act_NF, weight * act, (once + 8 * EPS) * (weight * act).abs() + TINY[dtype])
+
+
+@both_tiles
+@both_data
+@both_dtypes
+def test_weight_gradient(dtype, data, tile):
+    """Part of a's columns against b, into rows with a stride; an expert without rows gets zeros."""
+    p = problem(dtype, data)
+    n, first, used = p.plan.num_rows, F, p.used[:, None]
+    a_NH, b_NW = (made((n, width), dtype, data, seed) * used for width, seed in ((2 * F, 6), (D, 7)))
+    memory = unwritten(LOCAL, F, D + 8, dtype=dtype)
+    dw_eFD = memory[..., :D]
+    launch(
+        weight_gradient_kernel, tile, **p.tables, a_desc=describe(a_NH, tile.depth, tile.rows),
+        b_desc=describe(b_NW, tile.depth, tile.columns), out_desc=describe(dw_eFD, 1, tile.rows, tile.columns // 2),
+        first_column=first, LOCAL=LOCAL, HEIGHT=F, WIDTH=D, rows_ptr=p.plan.counts_RE.sum(0)[:LOCAL].int(),
+    )  # fmt: skip
+    for expert in range(LOCAL):
+        begin, end = p.plan.expert_start_e1[expert : expert + 2].tolist()
+        a, b = a_NH[begin:end, first:].double(), b_NW[begin:end].double()
+        exact, bound = a.T @ b, (end - begin) * EPS * (a.abs().T @ b.abs())
+        if data == "integers" or expert == EMPTY:
+            assert torch.equal(dw_eFD[expert], exact.to(dtype))
+        else:
+            assert_within(dw_eFD[expert], exact, bound)
+    assert memory[..., D:].isnan().all()
+    assert p.plan.expert_start_e1[EMPTY] == p.plan.expert_start_e1[EMPTY + 1]
+
+
+@both_dtypes
+def test_expand(dtype):
+    p = problem(dtype, "normal")
+    out_ND = unwritten(p.plan.num_rows, D, dtype=dtype)
+    given = {"x_ptr": p.x_TD, "receive_ptr": p.receive_MD, "rows_ptr": out_ND}
+    launch(expand_kernel, BIG, **p.tables, **given, BLOCK_D=64, ROWS=16)
+    assert torch.equal(out_ND, p.x_ND)
+    assert not out_ND[~p.used].any()
+
+
+def test_dweights():
+    """Groups added in ascending order, bit for bit, into the slots of both source ranks."""
+    p = problem(torch.float16, "normal")
+    groups_NG = made((p.plan.num_rows, 4), torch.float32, "normal", 6)
+    slots = p.cfg.max_tokens_per_rank * K
+    got = [unwritten(slots, dtype=torch.float32) for _ in range(2)]
+    given = {"groups_ptr": groups_NG, "dweights_table_ptr": addresses(got)}
+    launch(dweights_kernel, **p.tables, **given, GROUPS=4, SLOTS=slots, ROWS=128)
+    want = unwritten(2 * slots, dtype=torch.float32)
+    want[p.plan.row_return_N[p.used].long()] = add_ascending(groups_NG)[p.used]
+    assert torch.equal(torch.cat(got).nan_to_num(12345.0), want.nan_to_num(12345.0))
+    assert not torch.equal(add_ascending(groups_NG), add_ascending(groups_NG.flip(1)))
+
+
+@pytest.mark.parametrize("weights", ["none", "powers of two", "any"])
+@both_dtypes
+def test_combine(dtype, weights):
+    """Slots in ascending order; what unused slots hold does not matter."""
+    tokens, top_k = 7, 5
+    generator = torch.Generator().manual_seed(1)
+    slots_TKD = made((tokens, top_k, D), dtype, "normal", 2)
+    ids_TK = torch.randint(-1, 3, (tokens, top_k), generator=generator)
+    ids_TK[2] = -1
+    slots_TKD[ids_TK < 0] = float("nan")
+    weights_TK = None
+    if weights == "powers of two":  # exact products: one rounding or two makes no difference
+        weights_TK = torch.tensor([0.25, 0.5, 2.0])[torch.randint(0, 3, (tokens, top_k), generator=generator)]
+    elif weights == "any":
+        weights_TK = torch.rand(tokens, top_k, generator=generator)
+    out_TD, status = unwritten(tokens, D, dtype=dtype), torch.zeros(16, dtype=torch.int32)
+    arguments = {
+        "returns_ptr": slots_TKD, "ids_ptr": ids_TK, "weights_ptr": weights_TK if weights_TK is not None else status,
+        "out_ptr": out_TD, "num_tokens": tokens, "returned_ptr": torch.tensor([4, 5], dtype=torch.int32),
+        "call_ptr": torch.tensor([4], dtype=torch.int32), "status_ptr": status, "K": top_k, "BLOCK_D": 64,
+        "NUM_RANKS": 2, "WEIGHTED": weights_TK is not None, "WAIT": True,
+    }  # fmt: skip
+    launch(combine_kernel, **arguments)
+    if weights != "any":
+        assert torch.equal(out_TD, combine_slots(slots_TKD, ids_TK, weights_TK).to(dtype))
+        backwards = weights_TK.flip(1) if weights_TK is not None else None
+        assert not torch.equal(out_TD, combine_slots(slots_TKD.flip(1), ids_TK.flip(1), backwards).to(dtype)) or (
+            dtype == torch.float16
+        )
+    else:
+        terms = torch.where((ids_TK >= 0)[..., None], slots_TKD.double() * weights_TK[..., None].double(), 0.0)
+        assert_within(out_TD, terms.sum(1), 2 * top_k * EPS * terms.abs().sum(1))
+    assert not out_TD[2].any()
+    status[0] = 1
+    launch(combine_kernel, **arguments)
+    assert out_TD.isnan().all()
+
+
+def test_push_rows():
+    p = problem(torch.float16, "normal")
+    rows_ND, box = made((p.plan.num_rows, D), torch.float16, "normal", 6), Mailbox(p.cfg)
+    launch(push_rows_kernel, **p.tables, **box.arguments, rows_ptr=rows_ND, WIDTH=D, BLOCK_D=64, ROWS=8)
+    box.assert_holds(rows_ND, p.plan.row_return_N)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_push_tokens(ranks):
+    """Every peer has exactly its tokens, in list order, and the flags of the chunks that hold any."""
+    most, chunk, call = 200, 64, 3
+    cfg = MoEConfig(hidden=D, ffn=8, num_experts=ranks, top_k=1, max_tokens_per_rank=most, dtype=torch.float16)
+    tokens = (200, 77, 0, 130)[:ranks]
+    generator = torch.Generator().manual_seed(1)
+    ids_of_rank = [torch.randint(0, ranks, (t, 1), generator=generator) for t in tokens]
+    ids_of_rank[0][:130] = ranks - 1  # three chunks to the last rank
+    x_of_rank = [made((t, D), torch.float16, "normal", rank) for rank, t in enumerate(tokens)]
+    receive = [unwritten(cfg.receive_slots(ranks) + 1, D, dtype=torch.float16) for _ in range(ranks)]
+    words = ranks + cfg.receive_slots(ranks) // chunk  # `finished`, then `arrived`
+    flags = [torch.zeros(words, dtype=torch.int32) for _ in range(ranks)]
+    plans = [build_plan(ids_of_rank, rank, cfg) for rank in range(ranks)]
+    for rank, plan in enumerate(plans):
+        ticket = torch.zeros(1, dtype=torch.int32)
+        launch(
+            push_tokens_kernel, x_ptr=x_of_rank[rank], send_token_ptr=plan.send_token_RT,
+            send_count_ptr=plan.send_count_R, receive_table_ptr=addresses(receive), flag_table_ptr=addresses(flags),
+            arrived_offset=ranks, finished_offset=0, call_ptr=torch.tensor([call], dtype=torch.int32),
+            ticket_ptr=ticket, num_tokens=tokens[rank], rank=rank, BLOCK_D=64, ROWS=16, CHUNK=chunk,
+            BLOCK_SLOTS=cfg.receive_block, NUM_RANKS=ranks,
+        )  # fmt: skip
+        assert ticket.item() == 0
+    for rank in range(ranks):
+        want, arrived = torch.full_like(receive[rank], float("nan")), []
+        for block, source in enumerate(s for s in range(ranks) if s != rank):
+            count = int(plans[rank].recv_count_R[source])
+            listed = plans[source].send_token_RT[rank, :count].long()
+            want[block * cfg.receive_block :][:count] = x_of_rank[source][listed]
+            chunks = cfg.receive_block // chunk
+            arrived += [call if c * chunk < count else 0 for c in range(chunks)]
+        assert torch.equal(receive[rank].nan_to_num(12345.0), want.nan_to_num(12345.0))
+        assert flags[rank].tolist() == [call] * ranks + arrived
+    assert ROW_ALIGN % chunk == 0

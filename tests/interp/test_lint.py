@@ -1,0 +1,62 @@
+"""Every kernel that ships compiles for Hopper without spills and the like, with each Triton that users have.
+
+The other Triton than the installed one lies in <prefix>/triton36, where `make test` puts it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "lint.py"
+OTHER = Path(sys.prefix) / "triton36"
+TRITONS = {"installed": None, "3.6": OTHER}
+ALWAYS = {  # kernels that any forward and backward over several ranks launches
+    "exchange_kernel", "histogram_kernel", "scan_kernel", "tiles_kernel", "place_kernel", "gate_up_kernel",
+    "product_kernel", "combine_kernel", "activation_gradient_kernel", "weight_gradient_kernel", "expand_kernel",
+    "dweights_kernel", "push_tokens_kernel", "push_rows_kernel",
+}  # fmt: skip
+PRODUCTS = {"gate_up_kernel", "product_kernel", "weight_gradient_kernel"}
+TIMEOUT_S = 600
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Both at once."""
+    started = {}
+    for name, folder in TRITONS.items():
+        if folder is None or folder.is_dir():
+            path = [str(folder)] if folder else []
+            if inherited := os.environ.get("PYTHONPATH"):
+                path.append(inherited)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+            started[name] = subprocess.Popen(
+                [sys.executable, str(SCRIPT)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("name", TRITONS)
+def test_kernels_compile_well(runs, name):
+    if name not in runs:
+        pytest.skip(f"{OTHER} does not exist; `make test` installs Triton 3.6 there")
+    output, errors = runs[name].communicate(timeout=TIMEOUT_S)
+    assert runs[name].returncode == 0, errors
+    rows = [json.loads(line) for line in output.splitlines()]
+    if name != "installed":
+        assert {row["triton"].rpartition(".")[0] for row in rows} == {name}
+    assert {row["kernel"] for row in rows} >= ALWAYS
+    assert all(row["dots"] for row in rows if row["kernel"] in PRODUCTS)
+    bad = [f"{row['kernel']} ({row['case']}): {'; '.join(row['complaints'])}" for row in rows if row["complaints"]]
+    assert not bad, "\n".join(bad)

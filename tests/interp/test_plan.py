@@ -1,0 +1,291 @@
+"""The plan kernels, interpreted, against `routing.build_plan`: every rank, element for element."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hopper_on_host import host_backends
+
+from uniep.config import ROW_ALIGN, MoEConfig
+from uniep.errors import CapacityError, InputError, PeerTimeoutError
+from uniep.routing import build_plan
+from uniep.taskflow.schedule import Schedule, Tile
+
+PLAN_FIELDS = {  # RoutingPlan's name -> DevicePlan's
+    "counts_RE": "counts_RE",
+    "expert_start_e1": "start_e1",
+    "send_count_R": "send_count_R",
+    "recv_count_R": "recv_count_R",
+    "row_source_N": "source_N",
+    "row_return_N": "return_N",
+}
+
+
+def make_config(num_experts: int, top_k: int, max_tokens: int, **more) -> MoEConfig:
+    sizes = {"hidden": 8, "ffn": 8, "max_tokens_per_rank": max_tokens}
+    return MoEConfig(num_experts=num_experts, top_k=top_k, dtype=torch.float16, **sizes, **more)
+
+
+def make_schedule(rows: int = 128) -> Schedule:
+    return Schedule(gemm1=Tile(rows=rows), gemm2=Tile(rows=rows))
+
+
+def make_weights(ids_of_rank: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Distinct everywhere, so that a weight tells which slot it came from."""
+    base = torch.Generator().manual_seed(7)
+    return [torch.rand(ids.shape, generator=base) for ids in ids_of_rank]
+
+
+def roomy_backends(cfg: MoEConfig, ranks: int, schedule: Schedule, lead: int):
+    """All ranks, with room for any number of rows, so that the first try fits, and `lead` leading experts."""
+    backends = host_backends(cfg, ranks, schedule)
+    for backend in backends:
+        backend.guess = backend.capacity
+        backend._lead = lambda num_tokens: lead
+    return backends
+
+
+class EnteredError(Exception):
+    """Ends a plan behind its first kernel."""
+
+
+def attempt(backends, ids_of_rank, weights_of_rank):
+    """One try of a plan on every rank.  All enter first: in one process nobody may wait for a later rank."""
+
+    def enter_and_stop(enter):
+        def stop(*args):
+            enter(*args)
+            raise EnteredError
+
+        return stop
+
+    ranks = list(zip(backends, ids_of_rank, weights_of_rank, strict=True))
+    for backend, ids, weights in ranks:
+        backend._enter = enter_and_stop(backend._enter)
+        with pytest.raises(EnteredError):
+            backend._plan(ids, weights)
+        backend._enter = lambda *args: None
+    made = [backend._plan(ids, weights) for backend, ids, weights in ranks]
+    for backend in backends:
+        del backend._enter
+    return made
+
+
+def plans(backends, ids_of_rank, weights_of_rank):
+    """One call's plan on every rank; made again, as every call is, until the rows fit what was allocated."""
+    while True:
+        made = attempt(backends, ids_of_rank, weights_of_rank)
+        fits = [backend._fits() for backend in backends]
+        assert len(set(fits)) == 1, "ranks disagree on whether the rows fit"
+        if fits[0]:
+            return made
+        for plan in made:
+            assert not plan.send_count_R.any()
+            assert plan.totals.tolist()[:2] == [0, 0]
+
+
+def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int) -> list[int]:
+    """Row tiles: of the first `lead` experts those with rows of this rank only, all other experts, the rest.
+
+    A pad row is foreign behind rows of later ranks.
+    """
+    slots = cfg.max_tokens_per_rank * cfg.top_k
+    parts = [], [], []
+    starts = plan.expert_start_e1.tolist()
+    for expert, (begin, end) in enumerate(itertools.pairwise(starts)):
+        source = [slot // slots if slot >= 0 else None for slot in plan.row_return_N[begin:end].tolist()]
+        later = any(s is not None and s > rank for s in source)
+        foreign = [later if s is None else s != rank for s in source]
+        for first in range(0, end - begin, rows):
+            part = 1 if expert >= lead else 2 if any(foreign[first : first + rows]) else 0
+            parts[part].append((begin + first) // rows)
+    return parts[0] + parts[1] + parts[2]
+
+
+def check(backends, ids_of_rank, cfg: MoEConfig) -> None:
+    weights_of_rank = make_weights(ids_of_rank)
+    flat_weights = torch.zeros(len(ids_of_rank), cfg.max_tokens_per_rank * cfg.top_k)
+    for source, weights in enumerate(weights_of_rank):
+        flat_weights[source, : weights.numel()] = weights.flatten()
+    for rank, got in enumerate(plans(backends, ids_of_rank, weights_of_rank)):
+        want = build_plan(ids_of_rank, rank, cfg)
+        schedule, rows = backends[rank].schedule, want.num_rows
+        for name, device_name in PLAN_FIELDS.items():
+            value = getattr(got, device_name)
+            if name.startswith("row_"):
+                value = value[:rows]
+            torch.testing.assert_close(value, getattr(want, name), rtol=0, atol=0, msg=f"rank {rank}: {name}")
+        for peer, count in enumerate(want.send_count_R.tolist()):
+            assert torch.equal(got.send_token_RT[peer, :count], want.send_token_RT[peer, :count])
+        weight = torch.where(want.row_return_N >= 0, flat_weights.flatten()[want.row_return_N.clamp(min=0).long()], 0.0)
+        assert torch.equal(got.weight_N[:rows], weight)
+
+        height = schedule.gemm1.rows
+        tiles = rows // height
+        assert got.totals.tolist()[:2] == [rows, tiles]
+        first = rank * backends[rank].local
+        assert torch.equal(got.rows_e, want.counts_RE.sum(0)[first : first + backends[rank].local].int())
+        starts = want.expert_start_e1
+        expert = torch.searchsorted(starts, torch.arange(tiles, dtype=torch.int32) * height, right=True) - 1
+        assert got.expert_M[:tiles].tolist() == expert.tolist()
+        lead = backends[rank]._lead(ids_of_rank[rank].shape[0])
+        assert got.order_M[:tiles].tolist() == expected_order(want, rank, cfg, height, lead)
+
+
+def random_ids(tokens: int, top_k: int, num_experts: int, seed: int) -> torch.Tensor:
+    """Any ids: a token may name an expert twice, and an eighth of the slots is unused."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_TK = torch.randint(0, num_experts, (tokens, top_k), generator=generator)
+    ids_TK[torch.rand(tokens, top_k, generator=generator) < 1 / 8] = -1
+    return ids_TK
+
+
+CASES = {  # experts, K, most tokens, tokens per rank (the first R are used)
+    "one token each": (4, 1, 1, [1, 1, 1, 1]),
+    "ragged, experts no power of two": (12, 3, 50, [50, 0, 33, 17]),
+    "several blocks of tokens": (24, 6, 70, [70, 61, 16, 5]),
+    "K of 32": (64, 32, 9, [9, 4, 0, 7]),
+    "K equals E, no power of two": (20, 20, 12, [12, 9, 11, 1]),
+    "segments of several tiles": (4, 4, 130, [130, 90, 129, 64]),
+    "nobody has tokens": (8, 2, 16, [0, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_build_plan(case, ranks):
+    num_experts, top_k, most, tokens = CASES[case]
+    cfg = make_config(num_experts, top_k, most)
+    lead = {1: 2, 2: 0, 4: 3}[ranks]
+    backends = roomy_backends(cfg, ranks, make_schedule(rows=64 if ranks == 4 else 128), lead)
+    ids_of_rank = [random_ids(t, top_k, num_experts, seed) for seed, t in enumerate(tokens[:ranks])]
+    check(backends, ids_of_rank, cfg)
+
+
+SHAPED = {
+    "all to one expert": lambda t, k: torch.full((t, k), 5),
+    "all to the last rank": lambda t, k: 6 + torch.arange(t * k).view(t, k) % 2,
+    "own experts only": None,
+    "nothing routed": lambda t, k: torch.full((t, k), -1),
+    "slots used at the end only": lambda t, k: torch.where(torch.arange(k) == k - 1, 3, -1).expand(t, k).contiguous(),
+}
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("shape", SHAPED)
+def test_extreme_routings(shape, rows):
+    cfg = make_config(num_experts=8, top_k=3, max_tokens=90)
+    make = SHAPED[shape]
+    ids_of_rank = [
+        make(t, 3) if make else 2 * rank + torch.arange(3 * t).view(t, 3) % 2 for rank, t in enumerate((90, 41, 3, 66))
+    ]
+    check(roomy_backends(cfg, 4, make_schedule(rows), lead=1), ids_of_rank, cfg)
+
+
+def test_calls_follow_each_other():
+    """Both parities of the exchange, shorter calls after longer ones, int32 ids, first tries that do not fit."""
+    cfg = make_config(num_experts=6, top_k=2, max_tokens=40)
+    backends = host_backends(cfg, 2, make_schedule())
+    for call, tokens in enumerate([(40, 40), (3, 0), (40, 1), (0, 0), (17, 40)]):
+        ids_of_rank = [random_ids(t, 2, 6, seed=10 * call + rank) for rank, t in enumerate(tokens)]
+        check(backends, [ids.int() if call % 2 else ids for ids in ids_of_rank], cfg)
+
+
+def test_a_plan_reads_nothing_stale():
+    """Memory full of an earlier call's large numbers changes nothing: what is read was written by this call."""
+    cfg = make_config(num_experts=6, top_k=2, max_tokens=40)
+    backends = host_backends(cfg, 2, make_schedule())
+    for backend in backends:
+        backend.arena.views["exchange"].fill_(5)
+    check(backends, [random_ids(t, 2, 6, seed=t) for t in (30, 7)], cfg)
+
+
+# Two ranks, experts 0 and 1 on rank 0, tiles of 64 rows, K = 1.  On rank 0 expert 0 gets 70 own rows and then
+# 10 of rank 1: tile 0 is local, tile 1 is not.  Expert 1 gets 60 own rows: tile 2 is local, and so is tile 3,
+# all padding.  On rank 1 expert 2 gets 65 rows of rank 0 and 63 own ones: neither tile is local; expert 3
+# gets 64 of rank 0 and 70 own ones in 256 rows: tile 2 is not local, tiles 3, 4 and 5 are.
+HAND_IDS = (
+    [[0]] * 70 + [[1]] * 60 + [[2]] * 65 + [[3]] * 64,
+    [[0]] * 10 + [[2]] * 63 + [[3]] * 70,
+)
+
+
+@pytest.mark.parametrize(
+    ("lead", "orders"),
+    [
+        (0, ([0, 1, 2, 3], [0, 1, 2, 3, 4, 5])),
+        (1, ([0, 2, 3, 1], [2, 3, 4, 5, 0, 1])),
+        (2, ([0, 2, 3, 1], [3, 4, 5, 0, 1, 2])),
+        (9, ([0, 2, 3, 1], [3, 4, 5, 0, 1, 2])),
+    ],
+)
+def test_tile_order_by_hand(lead, orders):
+    cfg = make_config(num_experts=4, top_k=1, max_tokens=260)
+    backends = roomy_backends(cfg, 2, make_schedule(rows=64), lead)
+    ids_of_rank = [torch.tensor(ids) for ids in HAND_IDS]
+    got = plans(backends, ids_of_rank, make_weights(ids_of_rank))
+    assert got[0].expert_M[:4].tolist() == [0, 0, 1, 1]
+    assert got[1].expert_M[:6].tolist() == [0, 0, 1, 1, 1, 1]
+    for plan, order in zip(got, orders, strict=True):
+        assert plan.order_M[: len(order)].tolist() == order
+
+
+@pytest.mark.parametrize("value", [8, -2, 2**31, 2**40, -(2**40)])
+def test_bad_ids_are_found_by_every_rank(value):
+    cfg = make_config(num_experts=8, top_k=2, max_tokens=80)
+    backends = host_backends(cfg, 2, make_schedule())
+    ids_of_rank = [random_ids(80, 2, 8, seed=1), random_ids(70, 2, 8, seed=2)]
+    good = [ids.clone() for ids in ids_of_rank]
+    ids_of_rank[1][66, 1] = value
+    attempt(backends, ids_of_rank, make_weights(ids_of_rank))
+    for backend in backends:
+        with pytest.raises(InputError, match=r"rank 1: ids\[66, 1\]"):
+            backend._fits()
+    check(backends, good, cfg)  # nobody's state is left broken
+
+
+def test_bad_ids_without_host_read():
+    """With max_rows the error comes at the next check, and the plan has dropped the bad slot."""
+    cfg = make_config(num_experts=8, top_k=2, max_tokens=80, max_rows=320)
+    backends = host_backends(cfg, 2, make_schedule())
+    ids_of_rank = [random_ids(80, 2, 8, seed=1), random_ids(70, 2, 8, seed=2)]
+    ids_of_rank[0][3, 1] = 9
+    plans(backends, ids_of_rank, make_weights(ids_of_rank))
+    for backend in backends:
+        with pytest.raises(InputError, match="rank 0, entry 7"):
+            backend.check()
+
+
+def test_a_peer_that_does_not_come():
+    """The wait ends, and the error names the rank that was missing."""
+    cfg = make_config(num_experts=8, top_k=2, max_tokens=16)
+    backend = host_backends(cfg, 2, make_schedule(), timeout_s=0.05)[0]
+    ids = random_ids(16, 2, 8, seed=1)
+    with pytest.raises(PeerTimeoutError, match=r"rank 0, call 1: rank 1 did not come.*entry"):
+        backend._plan(ids, torch.zeros(ids.shape))
+        backend._fits()
+
+
+@pytest.mark.parametrize("max_rows", [None, 150])
+def test_max_rows_that_suffices(max_rows):
+    cfg = make_config(num_experts=4, top_k=1, max_tokens=80, max_rows=max_rows)
+    backends = host_backends(cfg, 2, make_schedule())
+    check(backends, [torch.arange(80).view(80, 1) % 4] * 2, dataclasses.replace(cfg, max_rows=None))
+    for backend in backends:
+        backend.check()
+
+
+def test_overflow_is_recorded_everywhere():
+    """Rank 1 gets 150 rows where 100 and their alignment fit 384: every rank records it, and no tile runs."""
+    cfg = make_config(num_experts=2, top_k=1, max_tokens=300, max_rows=10)
+    backends = host_backends(cfg, 2, make_schedule())
+    assert [backend.capacity for backend in backends] == [2 * ROW_ALIGN] * 2
+    ids_of_rank = [torch.ones(200, 1, dtype=torch.int64), torch.ones(200, 1, dtype=torch.int64)]
+    for plan in attempt(backends, ids_of_rank, make_weights(ids_of_rank)):
+        assert plan.totals.tolist()[:2] == [0, 0]
+        assert not plan.send_count_R.any()
+    for backend in backends:
+        with pytest.raises(CapacityError, match=r"rank 1 was routed 400 rows but max_rows=10 leaves room for 256"):
+            backend.check()
+        assert backend.ws.failures
