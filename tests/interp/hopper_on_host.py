@@ -15,10 +15,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from uniep.backends import hopper
+from uniep.backends import hopper, planner
 from uniep.config import MoEConfig
 from uniep.kernels import gemm, plan, sync, transfer
-from uniep.memory import packed_bytes
 from uniep.taskflow.schedule import Schedule
 
 
@@ -32,17 +31,12 @@ class Nothing:
         return lambda *args, **kwargs: None
 
 
-class HostArena:
-    """`hopper.Arena` over the host memory that the workspace brings."""
+class HostArena(hopper.Arena):
+    """`Arena` over the host memory that the workspace brings."""
 
-    def __init__(self, layout, workspace) -> None:
-        memories = self.memories = workspace.memories(packed_bytes(layout))  # peers' stay mapped with it
-        self.memory = memories[workspace.rank]
-        self.views, self.tables = {}, {}
-        for name, field in layout.items():
-            flat = self.memory[field.offset : field.offset + field.bytes]
-            self.views[name] = flat.view(field.dtype).view(field.shape)
-            self.tables[name] = torch.tensor([m.data_ptr() + field.offset for m in memories], dtype=torch.int64)
+    def _allocate(self, size, workspace):
+        memories = self.memories = workspace.memories(size)  # peers' stay mapped with it
+        return memories[workspace.rank], [m.data_ptr() for m in memories]
 
 
 def install(multiprocessors: int) -> None:
@@ -71,7 +65,7 @@ def interpret() -> None:
     while a kernel spins.
     """
     install(multiprocessors=4)
-    hopper.EXCHANGE_PROGRAMS = 3
+    planner.EXCHANGE_PROGRAMS = 3
 
     def tensor_range(*bounds):
         for value in builtins.range(*(int(bound) for bound in bounds)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hopper_on_host import host_backends
 
+from uniep.backends.planner import Planner
 from uniep.config import ROW_ALIGN, MoEConfig
 from uniep.errors import CapacityError, InputError, PeerTimeoutError
 from uniep.routing import build_plan
@@ -37,20 +38,23 @@ def make_weights(ids_of_rank: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.rand(ids.shape, generator=base) for ids in ids_of_rank]
 
 
-def roomy_backends(cfg: MoEConfig, ranks: int, schedule: Schedule, lead: int):
-    """All ranks, with room for any number of rows, so that the first try fits, and `lead` leading experts."""
-    backends = host_backends(cfg, ranks, schedule)
-    for backend in backends:
-        backend.guess = backend.capacity
-        backend._lead = lambda num_tokens: lead
-    return backends
+def host_planners(cfg: MoEConfig, ranks: int, schedule: Schedule, timeout_s: float = 60.0) -> list[Planner]:
+    return [backend.planner for backend in host_backends(cfg, ranks, schedule, timeout_s)]
+
+
+def roomy_planners(cfg: MoEConfig, ranks: int, schedule: Schedule) -> list[Planner]:
+    """All ranks, with room for any number of rows, so that the first try fits."""
+    planners = host_planners(cfg, ranks, schedule)
+    for planner in planners:
+        planner.allocate = planner.capacity
+    return planners
 
 
 class EnteredError(Exception):
     """Ends a plan behind its first kernel."""
 
 
-def attempt(backends, ids_of_rank, weights_of_rank):
+def attempt(planners, ids_of_rank, weights_of_rank, lead=0):
     """One try of a plan on every rank.  All enter first: in one process nobody may wait for a later rank."""
 
     def enter_and_stop(enter):
@@ -60,29 +64,29 @@ def attempt(backends, ids_of_rank, weights_of_rank):
 
         return stop
 
-    ranks = list(zip(backends, ids_of_rank, weights_of_rank, strict=True))
-    for backend, ids, weights in ranks:
-        backend._enter = enter_and_stop(backend._enter)
+    ranks = list(zip(planners, ids_of_rank, weights_of_rank, strict=True))
+    for planner, ids, weights in ranks:
+        planner.enter = enter_and_stop(planner.enter)
         with pytest.raises(EnteredError):
-            backend._plan(ids, weights)
-        backend._enter = lambda *args: None
-    made = [backend._plan(ids, weights) for backend, ids, weights in ranks]
-    for backend in backends:
-        del backend._enter
+            planner.plan(ids, weights, lead)
+        planner.enter = lambda *args: None
+    made = [planner.plan(ids, weights, lead) for planner, ids, weights in ranks]
+    for planner in planners:
+        del planner.enter
     return made
 
 
-def plans(backends, ids_of_rank, weights_of_rank):
+def plans(planners, ids_of_rank, weights_of_rank, lead=0):
     """One call's plan on every rank; made again, as every call is, until the rows fit what was allocated."""
     while True:
-        made = attempt(backends, ids_of_rank, weights_of_rank)
-        fits = [backend._fits() for backend in backends]
+        made = attempt(planners, ids_of_rank, weights_of_rank, lead)
+        fits = [planner.fits() for planner in planners]
         assert len(set(fits)) == 1, "ranks disagree on whether the rows fit"
         if fits[0]:
             return made
         for plan in made:
             assert not plan.send_count_R.any()
-            assert plan.totals.tolist()[:2] == [0, 0]
+            assert plan.rows.totals.tolist()[:2] == [0, 0]
 
 
 def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int) -> list[int]:
@@ -103,34 +107,33 @@ def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int) -> lis
     return parts[0] + parts[1] + parts[2]
 
 
-def check(backends, ids_of_rank, cfg: MoEConfig) -> None:
+def check(planners, ids_of_rank, cfg: MoEConfig, lead: int = 0) -> None:
     weights_of_rank = make_weights(ids_of_rank)
     flat_weights = torch.zeros(len(ids_of_rank), cfg.max_tokens_per_rank * cfg.top_k)
     for source, weights in enumerate(weights_of_rank):
         flat_weights[source, : weights.numel()] = weights.flatten()
-    for rank, got in enumerate(plans(backends, ids_of_rank, weights_of_rank)):
+    for rank, got in enumerate(plans(planners, ids_of_rank, weights_of_rank, lead)):
         want = build_plan(ids_of_rank, rank, cfg)
-        schedule, rows = backends[rank].schedule, want.num_rows
+        tables, rows = got.rows, want.num_rows
         for name, device_name in PLAN_FIELDS.items():
-            value = getattr(got, device_name)
+            value = getattr(got if hasattr(got, device_name) else tables, device_name)
             if name.startswith("row_"):
                 value = value[:rows]
             torch.testing.assert_close(value, getattr(want, name), rtol=0, atol=0, msg=f"rank {rank}: {name}")
         for peer, count in enumerate(want.send_count_R.tolist()):
             assert torch.equal(got.send_token_RT[peer, :count], want.send_token_RT[peer, :count])
         weight = torch.where(want.row_return_N >= 0, flat_weights.flatten()[want.row_return_N.clamp(min=0).long()], 0.0)
-        assert torch.equal(got.weight_N[:rows], weight)
+        assert torch.equal(tables.weight_N[:rows], weight)
 
-        height = schedule.gemm1.rows
+        height = planners[rank].tile_rows
         tiles = rows // height
-        assert got.totals.tolist()[:2] == [rows, tiles]
-        first = rank * backends[rank].local
-        assert torch.equal(got.rows_e, want.counts_RE.sum(0)[first : first + backends[rank].local].int())
+        assert tables.totals.tolist()[:2] == [rows, tiles]
+        first = rank * planners[rank].local
+        assert torch.equal(tables.rows_e, want.counts_RE.sum(0)[first : first + planners[rank].local].int())
         starts = want.expert_start_e1
         expert = torch.searchsorted(starts, torch.arange(tiles, dtype=torch.int32) * height, right=True) - 1
-        assert got.expert_M[:tiles].tolist() == expert.tolist()
-        lead = backends[rank]._lead(ids_of_rank[rank].shape[0])
-        assert got.order_M[:tiles].tolist() == expected_order(want, rank, cfg, height, lead)
+        assert tables.expert_M[:tiles].tolist() == expert.tolist()
+        assert tables.order_M[:tiles].tolist() == expected_order(want, rank, cfg, height, lead)
 
 
 def random_ids(tokens: int, top_k: int, num_experts: int, seed: int) -> torch.Tensor:
@@ -158,9 +161,9 @@ def test_equals_build_plan(case, ranks):
     num_experts, top_k, most, tokens = CASES[case]
     cfg = make_config(num_experts, top_k, most)
     lead = {1: 2, 2: 0, 4: 3}[ranks]
-    backends = roomy_backends(cfg, ranks, make_schedule(rows=64 if ranks == 4 else 128), lead)
+    planners = roomy_planners(cfg, ranks, make_schedule(rows=64 if ranks == 4 else 128))
     ids_of_rank = [random_ids(t, top_k, num_experts, seed) for seed, t in enumerate(tokens[:ranks])]
-    check(backends, ids_of_rank, cfg)
+    check(planners, ids_of_rank, cfg, lead)
 
 
 SHAPED = {
@@ -180,25 +183,25 @@ def test_extreme_routings(shape, rows):
     ids_of_rank = [
         make(t, 3) if make else 2 * rank + torch.arange(3 * t).view(t, 3) % 2 for rank, t in enumerate((90, 41, 3, 66))
     ]
-    check(roomy_backends(cfg, 4, make_schedule(rows), lead=1), ids_of_rank, cfg)
+    check(roomy_planners(cfg, 4, make_schedule(rows)), ids_of_rank, cfg, lead=1)
 
 
 def test_calls_follow_each_other():
     """Both parities of the exchange, shorter calls after longer ones, int32 ids, first tries that do not fit."""
     cfg = make_config(num_experts=6, top_k=2, max_tokens=40)
-    backends = host_backends(cfg, 2, make_schedule())
+    planners = host_planners(cfg, 2, make_schedule())
     for call, tokens in enumerate([(40, 40), (3, 0), (40, 1), (0, 0), (17, 40)]):
         ids_of_rank = [random_ids(t, 2, 6, seed=10 * call + rank) for rank, t in enumerate(tokens)]
-        check(backends, [ids.int() if call % 2 else ids for ids in ids_of_rank], cfg)
+        check(planners, [ids.int() if call % 2 else ids for ids in ids_of_rank], cfg)
 
 
 def test_a_plan_reads_nothing_stale():
     """Memory full of an earlier call's large numbers changes nothing: what is read was written by this call."""
     cfg = make_config(num_experts=6, top_k=2, max_tokens=40)
-    backends = host_backends(cfg, 2, make_schedule())
-    for backend in backends:
-        backend.arena.views["exchange"].fill_(5)
-    check(backends, [random_ids(t, 2, 6, seed=t) for t in (30, 7)], cfg)
+    planners = host_planners(cfg, 2, make_schedule())
+    for planner in planners:
+        planner.arena.views["exchange"].fill_(5)
+    check(planners, [random_ids(t, 2, 6, seed=t) for t in (30, 7)], cfg)
 
 
 # Two ranks, experts 0 and 1 on rank 0, tiles of 64 rows, K = 1.  On rank 0 expert 0 gets 70 own rows and then
@@ -222,70 +225,70 @@ HAND_IDS = (
 )
 def test_tile_order_by_hand(lead, orders):
     cfg = make_config(num_experts=4, top_k=1, max_tokens=260)
-    backends = roomy_backends(cfg, 2, make_schedule(rows=64), lead)
+    planners = roomy_planners(cfg, 2, make_schedule(rows=64))
     ids_of_rank = [torch.tensor(ids) for ids in HAND_IDS]
-    got = plans(backends, ids_of_rank, make_weights(ids_of_rank))
-    assert got[0].expert_M[:4].tolist() == [0, 0, 1, 1]
-    assert got[1].expert_M[:6].tolist() == [0, 0, 1, 1, 1, 1]
+    got = plans(planners, ids_of_rank, make_weights(ids_of_rank), lead)
+    assert got[0].rows.expert_M[:4].tolist() == [0, 0, 1, 1]
+    assert got[1].rows.expert_M[:6].tolist() == [0, 0, 1, 1, 1, 1]
     for plan, order in zip(got, orders, strict=True):
-        assert plan.order_M[: len(order)].tolist() == order
+        assert plan.rows.order_M[: len(order)].tolist() == order
 
 
 @pytest.mark.parametrize("value", [8, -2, 2**31, 2**40, -(2**40)])
 def test_bad_ids_are_found_by_every_rank(value):
     cfg = make_config(num_experts=8, top_k=2, max_tokens=80)
-    backends = host_backends(cfg, 2, make_schedule())
+    planners = host_planners(cfg, 2, make_schedule())
     ids_of_rank = [random_ids(80, 2, 8, seed=1), random_ids(70, 2, 8, seed=2)]
     good = [ids.clone() for ids in ids_of_rank]
     ids_of_rank[1][66, 1] = value
-    attempt(backends, ids_of_rank, make_weights(ids_of_rank))
-    for backend in backends:
+    attempt(planners, ids_of_rank, make_weights(ids_of_rank))
+    for planner in planners:
         with pytest.raises(InputError, match=r"rank 1: ids\[66, 1\]"):
-            backend._fits()
-    check(backends, good, cfg)  # nobody's state is left broken
+            planner.fits()
+    check(planners, good, cfg)  # nobody's state is left broken
 
 
 def test_bad_ids_without_host_read():
     """With max_rows the error comes at the next check, and the plan has dropped the bad slot."""
     cfg = make_config(num_experts=8, top_k=2, max_tokens=80, max_rows=320)
-    backends = host_backends(cfg, 2, make_schedule())
+    planners = host_planners(cfg, 2, make_schedule())
     ids_of_rank = [random_ids(80, 2, 8, seed=1), random_ids(70, 2, 8, seed=2)]
     ids_of_rank[0][3, 1] = 9
-    plans(backends, ids_of_rank, make_weights(ids_of_rank))
-    for backend in backends:
+    plans(planners, ids_of_rank, make_weights(ids_of_rank))
+    for planner in planners:
         with pytest.raises(InputError, match="rank 0, entry 7"):
-            backend.check()
+            planner.check()
 
 
 def test_a_peer_that_does_not_come():
     """The wait ends, and the error names the rank that was missing."""
     cfg = make_config(num_experts=8, top_k=2, max_tokens=16)
-    backend = host_backends(cfg, 2, make_schedule(), timeout_s=0.05)[0]
+    planner = host_planners(cfg, 2, make_schedule(), timeout_s=0.05)[0]
     ids = random_ids(16, 2, 8, seed=1)
     with pytest.raises(PeerTimeoutError, match=r"rank 0, call 1: rank 1 did not come.*entry"):
-        backend._plan(ids, torch.zeros(ids.shape))
-        backend._fits()
+        planner.plan(ids, torch.zeros(ids.shape), 0)
+        planner.fits()
 
 
 @pytest.mark.parametrize("max_rows", [None, 150])
 def test_max_rows_that_suffices(max_rows):
     cfg = make_config(num_experts=4, top_k=1, max_tokens=80, max_rows=max_rows)
-    backends = host_backends(cfg, 2, make_schedule())
-    check(backends, [torch.arange(80).view(80, 1) % 4] * 2, dataclasses.replace(cfg, max_rows=None))
-    for backend in backends:
-        backend.check()
+    planners = host_planners(cfg, 2, make_schedule())
+    check(planners, [torch.arange(80).view(80, 1) % 4] * 2, dataclasses.replace(cfg, max_rows=None))
+    for planner in planners:
+        planner.check()
 
 
 def test_overflow_is_recorded_everywhere():
     """Rank 1 gets 150 rows where 100 and their alignment fit 384: every rank records it, and no tile runs."""
     cfg = make_config(num_experts=2, top_k=1, max_tokens=300, max_rows=10)
-    backends = host_backends(cfg, 2, make_schedule())
-    assert [backend.capacity for backend in backends] == [2 * ROW_ALIGN] * 2
+    planners = host_planners(cfg, 2, make_schedule())
+    assert [planner.capacity for planner in planners] == [2 * ROW_ALIGN] * 2
     ids_of_rank = [torch.ones(200, 1, dtype=torch.int64), torch.ones(200, 1, dtype=torch.int64)]
-    for plan in attempt(backends, ids_of_rank, make_weights(ids_of_rank)):
-        assert plan.totals.tolist()[:2] == [0, 0]
+    for plan in attempt(planners, ids_of_rank, make_weights(ids_of_rank)):
+        assert plan.rows.totals.tolist()[:2] == [0, 0]
         assert not plan.send_count_R.any()
-    for backend in backends:
+    for planner in planners:
         with pytest.raises(CapacityError, match=r"rank 1 was routed 400 rows but max_rows=10 leaves room for 256"):
-            backend.check()
-        assert backend.ws.failures
+            planner.check()
+        assert planner.ws.failures

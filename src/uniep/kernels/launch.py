@@ -17,7 +17,13 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.errors import UnsupportedError
 from uniep.kernels.gemm import activation_gradient_kernel, gate_up_kernel, product_kernel, weight_gradient_kernel
-from uniep.kernels.transfer import combine_kernel, dweights_kernel, expand_kernel
+from uniep.kernels.transfer import (
+    combine_kernel,
+    dweights_kernel,
+    expand_kernel,
+    push_rows_kernel,
+    push_tokens_kernel,
+)
 from uniep.taskflow.schedule import Tile
 from uniep.weights import ExpertWeights
 
@@ -277,4 +283,25 @@ def launch_combine(
         peers.returned, peers.call, peers.status, peers.timeout_ns, D=width, K=top_k, BLOCK_D=block,
         NUM_RANKS=peers.num_ranks, WEIGHTED=weights_TK is not None, WAIT=wait, num_warps=max(block // 256, 1),
         enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def launch_push_tokens(x_TD: Tensor, peers: Peers, multiprocessors: int) -> None:
+    """All tokens into the receive buffers of their peers: the dispatch of the serial schedule."""
+    width = x_TD.shape[1]
+    push_tokens_kernel[(multiprocessors,)](
+        x_TD, peers.send_token_RT, peers.send_count_R, peers.receive_table, peers.flag_table, peers.arrived_offset,
+        peers.finished_offset, peers.call, peers.push_ticket, x_TD.shape[0], peers.rank, D=width,
+        BLOCK_D=min(power_of_2(width), 1024), ROWS=16, CHUNK=peers.chunk, BLOCK_SLOTS=peers.receive_block,
+        NUM_RANKS=peers.num_ranks, num_warps=8,
+    )  # fmt: skip
+
+
+def launch_push_rows(out_ND: Tensor, rows: Rows, peers: Peers, slots: int, multiprocessors: int) -> None:
+    """Finished rows into their return slots: the combine of the serial schedule."""
+    width = out_ND.shape[1]
+    push_rows_kernel[(multiprocessors,)](
+        out_ND, rows.return_N, rows.totals, peers.returns_table, peers.flag_table, peers.returned_offset, peers.call,
+        peers.return_ticket, SLOTS=slots, WIDTH=width, BLOCK_D=min(power_of_2(width), 1024), ROWS=8,
+        NUM_RANKS=peers.num_ranks, num_warps=8,
     )  # fmt: skip

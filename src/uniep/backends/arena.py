@@ -1,0 +1,136 @@
+"""Symmetric memory of the Hopper backend: what peers write into, and where it lies at every rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from uniep.config import MoEConfig
+from uniep.errors import UnsupportedError
+from uniep.memory import Field, packed_bytes
+
+if TYPE_CHECKING:
+    from uniep.workspace import Workspace
+
+WAY_OUT = "use backend='nccl' (collectives, any GPU)"
+HEADER = 64  # int32 words ahead of the ids in an exchange slot
+
+
+def shared_arrays(cfg: MoEConfig, ep_size: int, chunk: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Every array that peers write into."""
+    slots = cfg.max_tokens_per_rank * cfg.top_k
+    return {
+        "receive": ((cfg.receive_slots(ep_size) + 1, cfg.hidden), cfg.dtype),
+        "returns": ((slots, cfg.hidden), cfg.dtype),
+        "dweights": ((slots,), torch.float32),
+        "exchange": ((2, ep_size, HEADER + 2 * slots), torch.int32),
+        "flags": ((3 * ep_size + cfg.receive_slots(ep_size) // chunk,), torch.int32),
+    }
+
+
+class Seat(NamedTuple):
+    """Where one rank sits: host name, the GPU's UUID, its ordinal in the process, and CUDA_VISIBLE_DEVICES."""
+
+    host: str
+    uuid: str
+    ordinal: int
+    visible: str | None
+
+
+def _seats(workspace: Workspace) -> list[Seat]:
+    """The seats of all ranks.  Collective."""
+    import torch.distributed as dist
+
+    ordinal = workspace.device.index
+    uuid = str(torch.cuda.get_device_properties(ordinal).uuid)
+    mine = Seat(socket.gethostname(), uuid, ordinal, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    seats: list[Seat] = [mine] * workspace.ep_size
+    dist.all_gather_object(seats, mine, group=workspace.group)
+    return seats
+
+
+def check_peers(seats: Sequence[Seat], can_access: Callable[[int, int], bool]) -> None:
+    """Raise UnsupportedError, the same on every rank, unless all GPUs of the group can reach each other.
+
+    can_access(a, b): whether GPU a may read GPU b, by ordinal.
+    """
+    if len(hosts := sorted({seat.host for seat in seats})) > 1:
+        raise UnsupportedError(
+            f"the EP group spans {len(hosts)} hosts ({', '.join(hosts)}); the hopper backend is single node only; "
+            f"{WAY_OUT}"
+        )
+    ranks_of: dict[str, list[int]] = {}
+    for rank, seat in enumerate(seats):
+        ranks_of.setdefault(seat.uuid, []).append(rank)
+    if shared := [ranks for ranks in ranks_of.values() if len(ranks) > 1]:
+        raise UnsupportedError(
+            f"ranks {shared[0]} use the same GPU; give each rank its own, e.g. torch.cuda.set_device(local_rank)"
+        )
+    if len({seat.ordinal for seat in seats}) < len(seats):
+        masks = ", ".join(f"rank {rank}: CUDA_VISIBLE_DEVICES={seat.visible}" for rank, seat in enumerate(seats))
+        raise UnsupportedError(
+            f"several ranks name their GPU by the same ordinal ({masks}), so that they cannot map each other's memory; "
+            f"let every process see all GPUs and call torch.cuda.set_device(local_rank), or {WAY_OUT}"
+        )
+    blocked = [
+        f"{a.ordinal} -> {b.ordinal}"
+        for a in seats
+        for b in seats
+        if a is not b and not can_access(a.ordinal, b.ordinal)
+    ]
+    if blocked:
+        raise UnsupportedError(
+            f"no peer access between GPUs {', '.join(blocked)} (see `nvidia-smi topo -p2p r`; containers need "
+            f"--ipc=host and the NVLink devices); {WAY_OUT}"
+        )
+
+
+class Arena:
+    """This rank's symmetric memory, and the addresses of every rank's arrays as device tables."""
+
+    def __init__(self, layout: dict[str, Field], workspace: Workspace) -> None:
+        device, ranks = workspace.device, workspace.ep_size
+        self.memory, bases = self._allocate(packed_bytes(layout), workspace)
+        self.views: dict[str, Tensor] = {}
+        self.tables: dict[str, Tensor] = {}
+        for name, field in layout.items():
+            flat = self.memory[field.offset : field.offset + field.bytes]
+            self.views[name] = flat.view(field.dtype).view(field.shape)
+            addresses = [base + field.offset for base in bases]
+            self.tables[name] = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._flag_offsets = {"entered": 0, "finished": ranks, "returned": 2 * ranks, "arrived": 3 * ranks}
+
+    def _allocate(self, size: int, workspace: Workspace) -> tuple[Tensor, list[int]]:
+        """This rank's zeroed memory, and its address at every rank.  Collective."""
+        device = workspace.device
+        if workspace.group is None or workspace.ep_size == 1:
+            alone = torch.zeros(size, dtype=torch.uint8, device=device)
+            return alone, [alone.data_ptr()]
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric
+
+        check_peers(_seats(workspace), torch.cuda.can_device_access_peer)
+        if (kind := symmetric.get_backend(device)) != "CUDA":
+            raise UnsupportedError(
+                f"torch's symmetric memory uses its {kind} backend in this process; uniep needs 'CUDA', which is "
+                f"the default: do not call set_backend, or {WAY_OUT}"
+            )
+        memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        memory.zero_()
+        handle = symmetric.rendezvous(memory, workspace.group)
+        torch.cuda.synchronize(device)
+        dist.barrier(workspace.group, device_ids=[device.index])
+        return memory, [int(pointer) for pointer in handle.buffer_ptrs]
+
+    def flag_offset(self, name: str) -> int:
+        """First word of a flag array: entered, finished, returned (one per rank), arrived (one per chunk of slots)."""
+        return self._flag_offsets[name]
+
+    def flag_view(self, name: str) -> Tensor:
+        """This rank's flags from that word on."""
+        return self.views["flags"][self._flag_offsets[name] :]

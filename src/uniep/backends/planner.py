@@ -1,0 +1,287 @@
+"""Calls and plans of the Hopper backend: entering a call, the routing plan on the device, what a failure left.
+
+The plan is one call's `RoutingPlan` and the tile tables that kernels walk, made by the kernels of
+`kernels/plan.py` without the host.  How many rows to allocate is the host's question; see `Planner.fits`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import SymInt, Tensor
+
+from uniep.backends.arena import HEADER, Arena
+from uniep.config import ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
+from uniep.errors import CapacityError, InputError, PeerTimeoutError
+from uniep.kernels.launch import Rows, power_of_2
+from uniep.routing import RoutingPlan, find_bad_id
+
+if TYPE_CHECKING:
+    from uniep.workspace import Workspace
+
+EXCHANGE_PROGRAMS = 32
+STATUS_WORDS = 16
+STAGES = {1: "entry of the call", 2: "arrival of tokens", 3: "return of results"}
+
+
+class DevicePlan:
+    """A RoutingPlan on the device, with the tile tables.  All int32 but the routing weights.
+
+    Three allocations, which autograd saves: `head`, what is known before the number of rows is; `rows_2N`,
+    source and return slot of every row; `weight_N`.  The rest are views.
+    """
+
+    @staticmethod
+    def sections(
+        cfg: MoEConfig, num_ranks: int, most_tiles: int, num_tokens: int | SymInt
+    ) -> dict[str, tuple[Any, ...]]:
+        """Arrays of `head`."""
+        local = cfg.num_experts // num_ranks
+        return {
+            "counts_RE": (num_ranks, cfg.num_experts),
+            "start_e1": (local + 1,),
+            "rows_e": (local,),
+            "send_count_R": (num_ranks,),
+            "recv_count_R": (num_ranks,),
+            "send_token_RT": (num_ranks, num_tokens),
+            "expert_M": (most_tiles,),
+            "order_M": (most_tiles,),
+            "totals": (2,),  # padded rows, row tiles
+        }
+
+    @staticmethod
+    def sizes(sections: dict[str, tuple[Any, ...]]) -> list[Any]:
+        """Words of each array in `head`, padded to 16 bytes."""
+        return [-(-math.prod(shape) // 4) * 4 for shape in sections.values()]
+
+    def __init__(self, sections: dict[str, tuple[Any, ...]], head: Tensor, rows_2N: Tensor, weight_N: Tensor) -> None:
+        self.head, self.rows_2N, self.weight_N = head, rows_2N, weight_N
+        parts = head.split(self.sizes(sections))
+        view = {n: part[: math.prod(s)].view(s) for (n, s), part in zip(sections.items(), parts, strict=True)}
+        self.counts_RE, self.send_token_RT = view["counts_RE"], view["send_token_RT"]
+        self.send_count_R, self.recv_count_R = view["send_count_R"], view["recv_count_R"]
+        source_N, return_N = rows_2N.unbind()
+        self.rows = Rows(
+            source_N=source_N,
+            return_N=return_N,
+            weight_N=weight_N,
+            start_e1=view["start_e1"],
+            rows_e=view["rows_e"],
+            expert_M=view["expert_M"],
+            order_M=view["order_M"],
+            totals=view["totals"],
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows allocated: N or more."""
+        return self.weight_N.shape[0]
+
+    def saved(self) -> list[Tensor]:
+        return [self.head, self.rows_2N, self.weight_N]
+
+
+class Planner:
+    """One rank's call counter, status and plans.  `tile_rows`: of the tile tables."""
+
+    def __init__(self, workspace: Workspace, arena: Arena, tile_rows: int) -> None:
+        self.ws, self.cfg, self.device, self.arena = workspace, workspace.cfg, workspace.device, arena
+        self.rank, self.num_ranks, self.tile_rows = workspace.rank, workspace.ep_size, tile_rows
+        cfg, slots = self.cfg, self.cfg.max_tokens_per_rank * self.cfg.top_k
+        self.local, self.slots = cfg.experts_per_rank(self.num_ranks), slots
+        most_rows = self.num_ranks * slots if cfg.max_rows is None else min(cfg.max_rows, self.num_ranks * slots)
+        self.capacity = max_padded_rows(most_rows, self.local)
+        balanced = self.local * align_rows(-(-slots // self.local))
+        self.allocate = min(_with_headroom(balanced), self.capacity) if cfg.max_rows is None else self.capacity
+        self.most_tiles = self.capacity // tile_rows
+        self.timeout_ns = int(workspace.timeout_s * 1e9)
+        self.calls_made = 0
+        self.call = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
+        # Pinned memory that kernels write and the host reads without synchronising.
+        self._host_status = torch.zeros(8, dtype=torch.int32).pin_memory()
+        self._host_totals = torch.zeros(4, dtype=torch.int32).pin_memory()
+        self._status_words = (ctypes.c_int32 * 8).from_address(self._host_status.data_ptr())
+        self._totals_words = (ctypes.c_int32 * 4).from_address(self._host_totals.data_ptr())
+        self.status = torch.zeros(STATUS_WORDS, dtype=torch.int32, device=self.device)
+        address = torch.tensor([self._host_status.data_ptr()], dtype=torch.int64)
+        self.status[8:10] = address.view(torch.int32).to(self.device)
+
+    def check(self) -> None:
+        """Raise what the device recorded.  Reads pinned memory; does not synchronise."""
+        code = self._status_words[0]
+        if code == 0:
+            return
+        _, a, b, c, d = self._status_words[:5]
+        if code == 1:
+            message = (
+                f"rank {self.rank}, call {c}: rank {b} did not come within {self.ws.timeout_s:g} s "
+                f"(stage: {STAGES.get(a, a)}; expected signal {c}, seen {d}). Every rank must make the same calls; "
+                "see that no rank has stopped, or raise timeout_s"
+            )
+            self.ws.fail(message)
+            raise PeerTimeoutError(message)
+        if code == 2:
+            message = f"routing ids outside -1 .. {self.cfg.num_experts - 1} came from rank {a}, entry {b}"
+            self.ws.fail(message)
+            raise InputError(message)
+        message = (
+            f"rank {a} was routed {c} rows but max_rows={self.cfg.max_rows} leaves room for {d} with alignment; "
+            "raise max_rows, or pass max_rows=None to allocate exactly"
+        )
+        self.ws.fail(message)
+        raise CapacityError(message)
+
+    def enter(self, ids_TK: Tensor | None, weights_TK: Tensor | None, num_tokens: int) -> None:
+        """Enter the next call: publish ids and weights (None: nothing but the entry) to every peer."""
+        from uniep.kernels.plan import exchange_kernel
+
+        self.check()
+        self.calls_made += 1
+        exchange_kernel[(EXCHANGE_PROGRAMS,)](
+            ids_TK if ids_TK is not None else self.call,
+            weights_TK if weights_TK is not None else self.call,
+            num_tokens,
+            self.allocate,
+            self.arena.tables["exchange"],
+            self.arena.tables["flags"],
+            self.arena.flag_offset("entered"),
+            self.call,
+            self.ticket,
+            self.rank,
+            K=self.cfg.top_k,
+            SLOTS=self.slots,
+            NUM_RANKS=self.num_ranks,
+            BLOCK=1024,
+            HAS_IDS=ids_TK is not None,
+            num_warps=4,
+        )
+
+    def wait(self, flag: str, stage: int) -> None:
+        """Make the stream wait until `flag` of every rank has reached this call."""
+        from uniep.kernels.plan import barrier_kernel
+
+        flags = self.arena.flag_view(flag)
+        barrier_kernel[(1,)](
+            flags, self.call, self.status, self.timeout_ns, NUM_RANKS=self.num_ranks, STAGE=stage, num_warps=1
+        )
+
+    def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
+        """The plan that a forward saved."""
+        return DevicePlan(self._sections(num_tokens), *saved)
+
+    def _sections(self, num_tokens: int | SymInt) -> dict[str, tuple[Any, ...]]:
+        return DevicePlan.sections(self.cfg, self.num_ranks, self.most_tiles, num_tokens)
+
+    def fake(self, num_tokens: int | SymInt, rows: int | SymInt, like: Tensor) -> list[Tensor]:
+        """Shapes of `DevicePlan.saved`."""
+        words = sum(DevicePlan.sizes(self._sections(num_tokens)))
+        return [
+            like.new_empty((words,), dtype=torch.int32),
+            like.new_empty((2, rows), dtype=torch.int32),
+            like.new_empty((rows,), dtype=torch.float32),
+        ]
+
+    def plan(self, ids_TK: Tensor, weights_TK: Tensor, lead: int) -> DevicePlan:
+        """Enter a call and plan it.  lead: experts whose local tiles run first."""
+        from uniep.kernels.plan import histogram_kernel, place_kernel, scan_kernel, tiles_kernel
+
+        cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
+        slots_p = power_of_2(cfg.top_k)
+        block_t = max(128 // slots_p, 1)
+        blocks = -(-cfg.max_tokens_per_rank // block_t)
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+        histogram = torch.empty(cfg.num_experts + 1 + ranks, blocks * ranks, **int32)
+        sections = self._sections(num_tokens)
+        plan = DevicePlan(
+            sections,
+            torch.empty(sum(DevicePlan.sizes(sections)), **int32),
+            torch.empty(2, self.allocate, **int32),
+            torch.empty(self.allocate, dtype=torch.float32, device=self.device),
+        )
+        rows, exchange = plan.rows, self.arena.views["exchange"]
+        shape: dict[str, Any] = {
+            "K": cfg.top_k, "KP": slots_p, "SLOTS": self.slots, "NUM_RANKS": ranks, "BLOCKS": blocks,
+            "BLOCK_T": block_t,
+        }  # fmt: skip
+        self.enter(ids_TK, weights_TK, num_tokens)
+        histogram_kernel[(blocks * ranks,)](
+            exchange, self.arena.flag_view("entered"), histogram, self.call, self.status, self.timeout_ns, self.rank,
+            E=cfg.num_experts, EP=max(power_of_2(cfg.num_experts), 16), LOCAL=self.local, **shape, num_warps=4,
+        )  # fmt: skip
+        scan_kernel[(cfg.num_experts + 1 + ranks,)](
+            histogram, plan.counts_RE, plan.send_count_R, plan.recv_count_R, self.rank, E=cfg.num_experts,
+            NUM_RANKS=ranks, BLOCKS=blocks, BLOCKS_P=power_of_2(blocks), num_warps=4,
+        )  # fmt: skip
+        tiles_kernel[(1,)](
+            exchange, plan.counts_RE, plan.send_count_R, rows.start_e1, rows.rows_e, rows.expert_M, rows.order_M,
+            rows.totals, self._host_totals, self.call, self.status, self.rank, lead, E=cfg.num_experts,
+            SLOTS=self.slots, LOCAL=self.local, LOCAL_P=power_of_2(self.local), NUM_RANKS=ranks,
+            BLOCK_M=self.tile_rows, ALIGN=ROW_ALIGN, HOST=cfg.max_rows is None, num_warps=4,
+        )  # fmt: skip
+        place_kernel[(blocks * ranks + self.local,)](
+            exchange, histogram, rows.start_e1, plan.counts_RE, rows.totals, rows.source_N, rows.return_N,
+            rows.weight_N, plan.send_token_RT, self.call, self.rank, num_tokens, E=cfg.num_experts, LOCAL=self.local,
+            **shape, RECEIVE_BLOCK=cfg.receive_block, ALIGN=ROW_ALIGN, num_warps=8,
+        )  # fmt: skip
+        return plan
+
+    def fits(self) -> bool:
+        """Whether the rows of this call fitted what was allocated for them, on every rank.
+
+        In the exact mode (max_rows None) the host allocates by the last call, launches, and reads the plan's
+        totals from pinned memory while the GPU works; the rare call that needs more is made again.
+        """
+        if self.cfg.max_rows is not None:
+            return True
+        give_up = time.monotonic() + self.ws.timeout_s + 5
+        while self._totals_words[0] != self.calls_made and self._status_words[0] == 0:
+            if time.monotonic() > give_up:
+                break
+        if self._status_words[0] == 2:
+            self._raise_bad_id()
+        self.check()
+        _, total, fitted = self._totals_words[:3]
+        self.allocate = _with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)
+        return bool(fitted)
+
+    def _raise_bad_id(self) -> None:
+        """Find the first bad id (every rank holds all ids), forget the failure, raise the same on every rank."""
+        torch.cuda.synchronize(self.device)
+        exchange = self.arena.views["exchange"][self.calls_made % 2]
+        self.status[:8] = 0
+        self._host_status.zero_()
+        torch.cuda.synchronize(self.device)
+        for source in range(self.num_ranks):
+            count = int(exchange[source, 0]) * self.cfg.top_k
+            ids_TK = exchange[source, HEADER : HEADER + count].view(-1, self.cfg.top_k)
+            if (bad := find_bad_id(ids_TK, self.cfg.num_experts)) is not None:
+                token, slot, value = bad
+                raise InputError(
+                    f"rank {source}: ids[{token}, {slot}] is {value}; ids must be -1 (unused) or "
+                    f"0 .. {self.cfg.num_experts - 1}"
+                )
+
+    def routing_plan(self, plan: DevicePlan, num_tokens: int) -> RoutingPlan:
+        """The public plan, without what lies behind the counts."""
+        rows = int(plan.rows.totals[0])
+        listed = torch.arange(num_tokens, device=self.device) < plan.send_count_R[:, None]
+        return RoutingPlan(
+            counts_RE=plan.counts_RE,
+            expert_start_e1=plan.rows.start_e1,
+            send_count_R=plan.send_count_R,
+            send_token_RT=torch.where(listed, plan.send_token_RT, -1),
+            recv_count_R=plan.recv_count_R,
+            row_source_N=plan.rows.source_N[:rows],
+            row_return_N=plan.rows.return_N[:rows],
+        )
+
+
+def _with_headroom(rows: int) -> int:
+    """Rows to allocate where `rows` were needed: 1/32 more, and never none (descriptors need memory)."""
+    return align_rows(rows + rows // 32 + 1)
