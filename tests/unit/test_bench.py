@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from uniep.reference import composition
@@ -236,17 +235,15 @@ def test_picture_is_drawn(result_file, tmp_path):
 def test_command_passes_options_on(monkeypatch):
     from torch.distributed import run
 
-    from uniep.cli import bench
+    from uniep.cli.bench import HARNESS
+    from uniep.cli.main import app
 
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    bench.register(app)
     seen = []
     monkeypatch.setattr(run, "main", seen.append)
     monkeypatch.delenv("RANK", raising=False)
     done = CliRunner().invoke(app, ["bench", "--ranks", "2", "--shapes", "qwen3-30b", "--phases"])
     assert done.exit_code == 0, done.output
-    assert seen[0][2:] == ["--nproc-per-node=2", str(bench.HARNESS), "--shapes", "qwen3-30b", "--phases"]
+    assert seen[0][2:] == ["--nproc-per-node=2", str(HARNESS), "--shapes", "qwen3-30b", "--phases"]
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("command", ["demo", "verify", "doctor", "memory"])
+@pytest.mark.parametrize("command", ["demo", "verify", "doctor", "memory", "bench"])
 def test_help_describes_every_command(command):
     assert command in run("--help").output
     result = run(command, "--help")

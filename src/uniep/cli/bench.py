@@ -36,8 +36,3 @@ def bench(
 
     processes = ranks or max(1, torch.cuda.device_count())
     run.main(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", str(HARNESS), *context.args])
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`; it passes on options that it does not know."""
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from uniep.cli.bench import register as register_bench
+from uniep.cli.bench import bench
 from uniep.cli.demo import demo
 from uniep.cli.doctor import doctor
 from uniep.cli.memory import memory
@@ -40,4 +40,4 @@ def _without_traceback(command: Callable[..., None]) -> Callable[..., None]:
 
 for command in (demo, verify, doctor, memory):
     app.command()(_without_traceback(command))
-register_bench(app)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_without_traceback(bench))
