@@ -22,7 +22,7 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.routing import RoutingPlan
-from uniep.taskflow.graph import SHARED_STAGES, Block, Event, Task, TaskGraph, Wait
+from uniep.taskflow.graph import SHARED_STAGES, Block, Event, Task, TaskGraph, Wait, Worker
 from uniep.taskflow.schedule import Schedule, Tile
 
 Stage = list[Task]
@@ -41,10 +41,8 @@ def lower_forward(
     stages = []
     for r in ranks:
         gemm1 = r.gemm("gemm1", schedule.gemm1, cfg.ffn, r.arrivals(schedule.gemm1))
-        gemm2 = r.gemm(
-            "gemm2", schedule.gemm2, cfg.hidden, r.rows_done("gemm1", schedule.gemm1, cfg.ffn, schedule.gemm2)
-        )
-        gemm2 = r.returning(gemm2, schedule.gemm2, "returned")
+        done = r.rows_done("gemm1", schedule.gemm1, cfg.ffn, schedule.gemm2)
+        gemm2 = r.gemm("gemm2", schedule.gemm2, cfg.hidden, done, r.returns("returned", schedule.gemm2))
         stages.append([r.push(), r.keep() if keep else [], r.local_first(gemm1), gemm2])
     combine = _sums("combine", ("returned",), stages, tokens, schedule)
     ops = ("push", "gemm1", "gemm2", "combine", *(("keep",) if keep else ()))
@@ -77,11 +75,10 @@ def lower_backward(
         dweight: Stage = []
         dgrad1: Stage = []
         if weights:
-            dweight = r.returning(
-                r.gemm("dweight", schedule.gemm2, 0, done, "vector"), schedule.gemm2, "weights returned"
-            )
+            signals = r.returns("weights returned", schedule.gemm2)
+            dweight = r.gemm("dweight", schedule.gemm2, 0, done, signals, "vector")
         if x:
-            dgrad1 = r.returning(r.gemm("dgrad1", schedule.gemm2, cfg.hidden, done), schedule.gemm2, "returned")
+            dgrad1 = r.gemm("dgrad1", schedule.gemm2, cfg.hidden, done, r.returns("returned", schedule.gemm2))
         wgrad2 = r.wgrad("wgrad2", cfg.hidden, cfg.ffn, schedule.gemm2) if w2 else []
         wgrad1 = r.wgrad("wgrad1", 2 * cfg.ffn, cfg.hidden, schedule.gemm1) if w13 else []
         stages.append([r.push(), dgrad2, dweight, dgrad1, wgrad2, wgrad1])
@@ -133,13 +130,21 @@ class _Rank:
                 tasks.append(Task("keep", "vector", self.rank, Block(peer, 0, count, 0, self.cfg.hidden), waits))
         return tasks
 
-    def gemm(self, op: str, tile: Tile, columns: int, waits: list[tuple[Wait, ...]], worker="matrix") -> Stage:
-        """Tiles over all rows; `waits` per row tile.  columns=0: one tile of row results."""
+    def gemm(
+        self,
+        op: str,
+        tile: Tile,
+        columns: int,
+        waits: list[tuple[Wait, ...]],
+        signals: list[tuple[Event, ...]] | None = None,
+        worker: Worker = "matrix",
+    ) -> Stage:
+        """Tiles over all rows.  waits, signals: per row tile (None: an event of this rank).  columns=0: row results."""
         tasks = []
         for expert in range(len(self.start) - 1):
             for row0, row1 in _spans(self.start[expert], self.start[expert + 1], tile.rows):
                 index = row0 // tile.rows
-                done = (Event(self.rank, op, index),)
+                done = signals[index] if signals is not None else (Event(self.rank, op, index),)
                 for column0, column1 in _spans(0, columns, tile.columns) if columns else ((0, 1),):
                     block = Block(expert, row0, row1, column0, column1)
                     tasks.append(Task(op, worker, self.rank, block, waits[index], done))
@@ -171,15 +176,14 @@ class _Rank:
             for row0, row1 in _spans(0, self.start[-1], reader.rows)
         ]
 
-    def returning(self, tasks: Stage, tile: Tile, stage: str) -> Stage:
-        """Signal, instead of the rank itself, each chunk of tokens that a tile's rows return to."""
+    def returns(self, stage: str, tile: Tile) -> list[tuple[Event, ...]]:
+        """Per row tile: `stage` of each chunk of tokens that its rows return to."""
         row_N = torch.nonzero(self.return_N >= 0).flatten()
         slots = self.cfg.max_tokens_per_rank * self.cfg.top_k
         source_N = self.return_N[row_N] // slots
         chunk_N = self.return_N[row_N] % slots // self.cfg.top_k // self.schedule.chunk_tokens
         found = self._by_tile(row_N // tile.rows, source_N * self.chunks + chunk_N, tile)
-        signals = [tuple(Event(key // self.chunks, stage, key % self.chunks) for key in keys) for keys in found]
-        return [dataclasses.replace(t, signals=signals[t.block.row0 // tile.rows]) for t in tasks]
+        return [tuple(Event(key // self.chunks, stage, key % self.chunks) for key in keys) for keys in found]
 
     def wgrad(self, op: str, rows: int, columns: int, tile: Tile) -> Stage:
         """Tiles over the outputs of each expert that has rows; the contraction is never split."""
