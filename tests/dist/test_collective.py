@@ -6,12 +6,8 @@ all-to-alls, the order of rows on the way, what is saved, failures.
 
 import dataclasses
 import datetime
-import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import case
 import pytest
@@ -377,12 +373,3 @@ def test_life_of_a_workspace(schedule):
     ws.close()
     ws.close()
     assert case.named_error(case.forward_backward, ws, batch)[0] == "ClosedError"
-
-
-def test_on_interpreted_kernels():
-    """The bits of the hopper backend, by Triton's interpreter in a process of its own."""
-    file = Path(__file__).parents[1] / "interp" / "test_local_experts.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
-    done = subprocess.run(command, env=environment, cwd=file.parents[2], capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout

@@ -1,17 +1,7 @@
-"""The collective backend on the Hopper kernels, interpreted: the bits of the hopper backend, of either schedule.
-
-Runs where kernels are interpreted: TRITON_INTERPRET=1 pytest tests/interp/test_local_experts.py
-(tests/dist/test_collective.py starts it so).
-"""
-
-import os
-
-import pytest
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("started by tests/dist/test_collective.py, interpreted", allow_module_level=True)
+"""The collective backend on the Hopper kernels, interpreted: the bits of the hopper backend, of either schedule."""
 
 import hopper_on_host
+import pytest
 import torch
 
 import uniep
