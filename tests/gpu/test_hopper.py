@@ -198,8 +198,20 @@ def check_bad_ids(r):
             ids = data[1].clone()
             if r.rank == r.size - 1:
                 ids[7, 2] = value
-            with pytest.raises(uniep.InputError, match=rf"rank {r.size - 1}: ids\[7, 2\]"):
+            with pytest.raises(uniep.InputError, match=f"rank {r.size - 1}, row 7, slot 2"):
                 uniep.moe(data[0], ids, *data[2:5], workspace=workspace)
+        assert not differing(want, r.run(workspace, data))
+
+
+def check_refusal(r):
+    """One rank passes a wrong dtype: all ranks raise its error at once, and the Workspace works afterwards."""
+    cfg = MoEConfig(**SHAPE)
+    data = r.data(cfg, 200)
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        want = r.run(workspace, data)
+        x = data[0].float() if r.rank == r.size - 1 else data[0]
+        with pytest.raises(uniep.DTypeError, match=r"torch\.float32"):
+            uniep.moe(x, *data[1:5], workspace=workspace)
         assert not differing(want, r.run(workspace, data))
 
 

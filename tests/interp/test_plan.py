@@ -9,7 +9,7 @@ from hopper_on_host import host_backends
 
 from uniep.backends.planner import Planner
 from uniep.config import ROW_ALIGN, MoEConfig
-from uniep.errors import CapacityError, InputError, PeerTimeoutError
+from uniep.errors import CapacityError, DTypeError, InputError, PeerTimeoutError
 from uniep.routing import build_plan
 from uniep.taskflow.schedule import Schedule, Tile
 
@@ -243,9 +243,24 @@ def test_bad_ids_are_found_by_every_rank(value):
     ids_of_rank[1][66, 1] = value
     attempt(planners, ids_of_rank, make_weights(ids_of_rank))
     for planner in planners:
-        with pytest.raises(InputError, match=r"rank 1: ids\[66, 1\]"):
+        with pytest.raises(InputError, match="rank 1, row 66, slot 1"):
             planner.fits()
     check(planners, good, cfg)  # nobody's state is left broken
+
+
+def test_a_refusal_reaches_every_rank():
+    """The peers of a rank that refuses its inputs raise its error; the Workspaces work afterwards."""
+    cfg = make_config(num_experts=8, top_k=2, max_tokens=80)
+    first, second = planners = roomy_planners(cfg, 2, make_schedule())
+    ids_of_rank = [random_ids(80, 2, 8, seed=1), random_ids(70, 2, 8, seed=2)]
+    second.wait = lambda *args: None  # in one process nobody may wait for a later rank
+    second.refuse(DTypeError("rank 1: x has dtype torch.float64"))
+    del second.wait
+    plan = first.plan(ids_of_rank[0], torch.zeros(80, 2), 0)
+    assert plan.rows.totals.tolist() == [0, 0]
+    with pytest.raises(DTypeError, match=r"^rank 1: x has dtype torch.float64$"):
+        first.fits()
+    check(planners, ids_of_rank, cfg)
 
 
 def test_bad_ids_without_host_read():

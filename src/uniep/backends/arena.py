@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from uniep.workspace import Workspace
 
 WAY_OUT = "use backend='nccl' (collectives, any GPU)"
-HEADER = 64  # int32 words ahead of the ids in an exchange slot
+HEADER = 256  # int32 words ahead of the ids in an exchange slot
 
 
 def shared_arrays(cfg: MoEConfig, ep_size: int, chunk: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

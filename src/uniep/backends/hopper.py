@@ -22,7 +22,7 @@ from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.memory import pack
 from uniep.routing import RoutingPlan
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.taskflow.schedule import Schedule, Tile, refuse_other_fields
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ PUSH_BYTES_PER_US = 150_000  # all pushing programs of a rank, beside a GEMM (2x
 PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 MAX_TOP_K = 128
+SCHEDULE_FIELDS = (
+    "overlap", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens", "push_programs",
+)  # fmt: skip
 
 
 class HopperBackend:
@@ -49,6 +52,7 @@ class HopperBackend:
         self.cfg, self.device = cfg, device
         self.rank, self.num_ranks = workspace.rank, workspace.ep_size
         self.schedule = schedule if schedule is not None else Schedule(push_programs=32, chunk_tokens=32)
+        refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         rows = self.schedule.gemm1.rows
         if rows != self.schedule.gemm2.rows:
             raise ConfigError(
@@ -78,7 +82,8 @@ class HopperBackend:
                 return self.planner.routing_plan(plan, ids_TK.shape[0])
 
     def refuse(self, error: UniEPError) -> None:
-        raise error
+        if self.num_ranks > 1:
+            self.planner.refuse(type(error)(f"rank {self.rank}: {error}"))
 
     def check(self) -> None:
         self.planner.check()

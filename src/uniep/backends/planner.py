@@ -16,10 +16,12 @@ import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.arena import HEADER, Arena
+from uniep.backends.protocol import bad_id_error, error_index, error_of
 from uniep.config import ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
-from uniep.errors import CapacityError, InputError, PeerTimeoutError
+from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError
+from uniep.kernels import sync
 from uniep.kernels.launch import Rows, power_of_2
-from uniep.routing import RoutingPlan, find_bad_id
+from uniep.routing import RoutingPlan
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 EXCHANGE_PROGRAMS = 32
 STATUS_WORDS = 16
 STAGES = {1: "entry of the call", 2: "arrival of tokens", 3: "return of results"}
+TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED = (
+    c.value for c in (sync.TIMEOUT, sync.BAD_ID, sync.TOO_MANY_ROWS, sync.REFUSED)
+)
 
 
 class DevicePlan:
@@ -114,31 +119,34 @@ class Planner:
 
     def check(self) -> None:
         """Raise what the device recorded.  Reads pinned memory; does not synchronise."""
-        code = self._status_words[0]
+        code, a, b, c, d = self._status_words[:5]
         if code == 0:
             return
-        _, a, b, c, d = self._status_words[:5]
-        if code == 1:
+        error: type[UniEPError] = InputError
+        if code == TIMEOUT:
+            error = PeerTimeoutError
             message = (
                 f"rank {self.rank}, call {c}: rank {b} did not come within {self.ws.timeout_s:g} s "
-                f"(stage: {STAGES.get(a, a)}; expected signal {c}, seen {d}). Every rank must make the same calls; "
+                f"(stage: {STAGES[a]}; expected signal {c}, seen {d}). Every rank must make the same calls; "
                 "see that no rank has stopped, or raise timeout_s"
             )
-            self.ws.fail(message)
-            raise PeerTimeoutError(message)
-        if code == 2:
+        elif code == TOO_MANY_ROWS:
+            error = CapacityError
+            message = (
+                f"rank {a} was routed {c} rows but max_rows={self.cfg.max_rows} leaves room for {d} with alignment; "
+                "raise max_rows, or pass max_rows=None to allocate exactly"
+            )
+        elif code == BAD_ID:
             message = f"routing ids outside -1 .. {self.cfg.num_experts - 1} came from rank {a}, entry {b}"
-            self.ws.fail(message)
-            raise InputError(message)
-        message = (
-            f"rank {a} was routed {c} rows but max_rows={self.cfg.max_rows} leaves room for {d} with alignment; "
-            "raise max_rows, or pass max_rows=None to allocate exactly"
-        )
+        else:
+            message = f"rank {a} refused its inputs; the error it raised says why"
         self.ws.fail(message)
-        raise CapacityError(message)
+        raise error(message)
 
-    def enter(self, ids_TK: Tensor | None, weights_TK: Tensor | None, num_tokens: int) -> None:
-        """Enter the next call: publish ids and weights (None: nothing but the entry) to every peer."""
+    def enter(
+        self, ids_TK: Tensor | None, weights_TK: Tensor | None, num_tokens: int, refusal: Tensor | None = None
+    ) -> None:
+        """Enter the next call: publish ids and weights (None: nothing but the entry), or a refusal, to every peer."""
         from uniep.kernels.plan import exchange_kernel
 
         self.check()
@@ -146,6 +154,7 @@ class Planner:
         exchange_kernel[(EXCHANGE_PROGRAMS,)](
             ids_TK if ids_TK is not None else self.call,
             weights_TK if weights_TK is not None else self.call,
+            refusal if refusal is not None else self.call,
             num_tokens,
             self.allocate,
             self.arena.tables["exchange"],
@@ -159,8 +168,18 @@ class Planner:
             NUM_RANKS=self.num_ranks,
             BLOCK=1024,
             HAS_IDS=ids_TK is not None,
+            REFUSE=refusal is not None,
             num_warps=4,
         )
+
+    def refuse(self, error: UniEPError) -> None:
+        """Enter the call that the peers make, with nothing but the reason why this rank does not."""
+        words = torch.zeros(HEADER, dtype=torch.int32)
+        words[3] = error_index(error)
+        text = str(error).encode()[: 4 * (HEADER - 4) - 1]
+        words.view(torch.uint8)[16 : 16 + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        self.enter(None, None, 0, words.to(self.device))
+        self.wait("entered", 1)
 
     def wait(self, flag: str, stage: int) -> None:
         """Make the stream wait until `flag` of every rank has reached this call."""
@@ -243,29 +262,29 @@ class Planner:
         while self._totals_words[0] != self.calls_made and self._status_words[0] == 0:
             if time.monotonic() > give_up:
                 break
-        if self._status_words[0] == 2:
-            self._raise_bad_id()
+        if self._status_words[0] in (BAD_ID, REFUSED):
+            self._raise_inputs()
         self.check()
         _, total, fitted = self._totals_words[:3]
         self.allocate = _with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)
         return bool(fitted)
 
-    def _raise_bad_id(self) -> None:
-        """Find the first bad id (every rank holds all ids), forget the failure, raise the same on every rank."""
+    def _raise_inputs(self) -> None:
+        """Some rank's ids are bad, or it refused its inputs: forget the failure, raise the same on every rank."""
         torch.cuda.synchronize(self.device)
-        exchange = self.arena.views["exchange"][self.calls_made % 2]
+        exchange = self.arena.views["exchange"][self.calls_made % 2].cpu()
         self.status[:8] = 0
         self._host_status.zero_()
         torch.cuda.synchronize(self.device)
         for source in range(self.num_ranks):
-            count = int(exchange[source, 0]) * self.cfg.top_k
+            header = exchange[source, :HEADER]
+            if header[2]:
+                text = bytes(header[4:].view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
+                raise error_of(int(header[3]))(text)
+            count = int(header[0]) * self.cfg.top_k
             ids_TK = exchange[source, HEADER : HEADER + count].view(-1, self.cfg.top_k)
-            if (bad := find_bad_id(ids_TK, self.cfg.num_experts)) is not None:
-                token, slot, value = bad
-                raise InputError(
-                    f"rank {source}: ids[{token}, {slot}] is {value}; ids must be -1 (unused) or "
-                    f"0 .. {self.cfg.num_experts - 1}"
-                )
+            if (error := bad_id_error(ids_TK, source, self.cfg.num_experts)) is not None:
+                raise error
 
     def routing_plan(self, plan: DevicePlan, num_tokens: int) -> RoutingPlan:
         """The public plan, without what lies behind the counts."""

@@ -72,6 +72,11 @@ def error_index(error: UniEPError | None) -> int:
     return next((i for i, kind in enumerate(_ERRORS) if type(error) is kind), 0)
 
 
+def error_of(index: int) -> type[UniEPError]:
+    """The class of an `error_index`."""
+    return _ERRORS[index]
+
+
 def bad_id_error(ids_TK: Tensor, rank: int, num_experts: int) -> InputError | None:
     """The refusal of a rank with an id outside -1 .. E-1; None: all are good."""
     bad = find_bad_id(ids_TK, num_experts)
@@ -91,7 +96,7 @@ def agree(number: int, headers: Sequence[Header], text: Callable[[int], str]) ->
     """
     for peer, header in enumerate(headers):
         if header.error >= 0:
-            raise _ERRORS[header.error](text(peer))
+            raise error_of(header.error)(text(peer))
     if all(h.operation == headers[0].operation for h in headers):
         return
     forwards = [h.forwards for h in headers]

@@ -9,8 +9,8 @@ place      each slot computes its row: start of its expert + slots before its bl
 No atomic decides a position.  Blocks are BLOCK_T tokens of one source; their entries are flattened as
 (token, slot), which is the canonical order inside a source.
 
-The exchange slot of source s (parity p) holds 64 header words (0: T, 1: rows
-allocated), then T_max*K ids, then T_max*K
+The exchange slot of source s (parity p) holds 256 header words (0: T, 1: rows allocated, 2: whether s
+refuses its inputs, then why, see `exchange_kernel`), then T_max*K ids, then T_max*K
 weights as fp32 bits.  It has two parities because a peer may enter the next call while this rank reads.
 
 Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M row tiles.
@@ -19,15 +19,16 @@ Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M
 import triton
 import triton.language as tl
 
-from uniep.kernels.sync import BAD_ID, STAGE_ENTRY, TOO_MANY_ROWS, deadline, record, wait_for
+from uniep.kernels.sync import BAD_ID, REFUSED, STAGE_ENTRY, TOO_MANY_ROWS, deadline, record, wait_for
 
-HEADER = tl.constexpr(64)
+HEADER = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "capacity", "entered_offset", "rank"])
 def exchange_kernel(
     ids_ptr,
     weights_ptr,
+    refusal_ptr,
     num_tokens,
     capacity,
     exchange_table_ptr,
@@ -41,8 +42,13 @@ def exchange_kernel(
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    REFUSE: tl.constexpr,
 ):
-    """Enter call `*call_ptr + 1`: publish this rank's ids and weights, then count the call."""
+    """Enter call `*call_ptr + 1`: publish this rank's ids and weights, then count the call.
+
+    REFUSE: publish instead that this rank's inputs are bad; refusal: HEADER words, of which those from the
+    third on go into the header.
+    """
     call = tl.load(call_ptr) + 1
     stride: tl.constexpr = HEADER + 2 * SLOTS
     offset = ((call % 2) * NUM_RANKS + rank).to(tl.int64) * stride
@@ -63,6 +69,10 @@ def exchange_kernel(
             slot = tl.load(exchange_table_ptr + peer).to(tl.pointer_type(tl.int32)) + offset
             tl.store(slot, num_tokens)
             tl.store(slot + 1, capacity)
+            if REFUSE:
+                word = tl.arange(0, HEADER)
+                tl.store(slot + word, tl.load(refusal_ptr + word), mask=word > 2)
+            tl.store(slot + 2, 1 if REFUSE else 0)
     tl.debug_barrier()
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
     if ticket == tl.num_programs(0) - 1:
@@ -123,6 +133,8 @@ def histogram_kernel(
     source, first, num_tokens, base, ids = _block_ids(
         exchange_ptr, call, block, BLOCKS, K, KP, SLOTS, NUM_RANKS, BLOCK_T
     )
+    if tl.load(base + 2) != 0:
+        record(status_ptr, REFUSED, source, 0, 0, 0)
     bad = (ids >= E) | (ids < -1)
     if tl.max(bad.to(tl.int32)) != 0:
         entry = (first + tl.arange(0, BLOCK_T))[:, None] * K + tl.arange(0, KP)[None, :]

@@ -16,6 +16,7 @@ from uniep.kernels.ptx import load_acquire, nanoseconds
 TIMEOUT = tl.constexpr(1)
 BAD_ID = tl.constexpr(2)
 TOO_MANY_ROWS = tl.constexpr(3)
+REFUSED = tl.constexpr(4)
 
 STAGE_ENTRY = tl.constexpr(1)
 STAGE_DISPATCH = tl.constexpr(2)

@@ -7,9 +7,11 @@ that executor by name, never ignored.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Literal
 
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+from uniep.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,3 +93,17 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         value = getattr(schedule, name)
         need(value >= 1, f"{name} is {value}; it must be at least 1")
     return reasons
+
+
+def refuse_other_fields(schedule: Schedule, executor: str, known: Collection[str]) -> None:
+    """Raise ConfigError for fields that were changed from their default and mean nothing to `executor`."""
+    other = [
+        field.name
+        for field in dataclasses.fields(schedule)
+        if field.name not in known and getattr(schedule, field.name) != field.default
+    ]
+    if other:
+        raise ConfigError(
+            f"Schedule.{', '.join(other)} means nothing to backend {executor!r}; leave it out. "
+            f"It knows: {', '.join(known)}"
+        )
