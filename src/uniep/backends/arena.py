@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from uniep.config import MoEConfig
 from uniep.errors import UnsupportedError
 from uniep.memory import Field, packed_bytes
 
@@ -18,19 +17,6 @@ if TYPE_CHECKING:
     from uniep.workspace import Workspace
 
 WAY_OUT = "use backend='nccl' (collectives, any GPU)"
-HEADER = 256  # int32 words ahead of the ids in an exchange slot
-
-
-def shared_arrays(cfg: MoEConfig, ep_size: int, chunk: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Every array that peers write into."""
-    slots = cfg.max_tokens_per_rank * cfg.top_k
-    return {
-        "receive": ((cfg.receive_slots(ep_size) + 1, cfg.hidden), cfg.dtype),
-        "returns": ((slots, cfg.hidden), cfg.dtype),
-        "dweights": ((slots,), torch.float32),
-        "exchange": ((2, ep_size, HEADER + 2 * slots), torch.int32),
-        "flags": ((3 * ep_size + cfg.receive_slots(ep_size) // chunk,), torch.int32),
-    }
 
 
 class Seat(NamedTuple):
@@ -104,6 +90,7 @@ class Arena:
             addresses = [base + field.offset for base in bases]
             self.tables[name] = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._flag_offsets = {"entered": 0, "finished": ranks, "returned": 2 * ranks, "arrived": 3 * ranks}
+        self._flag_views = {name: self.views["flags"][offset:] for name, offset in self._flag_offsets.items()}
 
     def _allocate(self, size: int, workspace: Workspace) -> tuple[Tensor, list[int]]:
         """This rank's zeroed memory, and its address at every rank.  Collective."""
@@ -133,4 +120,4 @@ class Arena:
 
     def flag_view(self, name: str) -> Tensor:
         """This rank's flags from that word on."""
-        return self.views["flags"][self._flag_offsets[name] :]
+        return self._flag_views[name]
