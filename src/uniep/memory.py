@@ -1,7 +1,8 @@
-"""Where the bytes go: every buffer of one layer by name, size and reason; pure arithmetic.
+"""Where the bytes go: the layout of what peers write into, and every large buffer by name, size and reason.
 
-Two kinds of memory are bounded whatever the routing: what peers write into (`shared_layout`), and nothing
-else.  Rows of the experts grow with imbalance; they are ordinary tensors, allocated per call.
+Pure arithmetic.  What peers write into is allocated once and bounded whatever the routing (`cpu_arrays`,
+`hopper_arrays`; the nccl backend has none).  Rows of the experts grow with imbalance; they are ordinary tensors,
+allocated per call.
 
 Legend: R ranks, T max_tokens_per_rank, K slots, D hidden, F ffn, N padded rows of this rank.
 """
@@ -10,19 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
 from uniep.errors import ConfigError
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, num_chunks
 
 ALIGN_BYTES = 256
-HEADER_INTS = 64
-TEXT_BYTES = 4096
+HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call
+EXCHANGE_HEADER = 256  # int32 words ahead of the ids in an exchange slot of the hopper backend
+TEXT_BYTES = 4096  # of the text of a refusal or failure
 
 Kind = Literal["shared", "saved", "transient"]
+Arrays = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Field(NamedTuple):
@@ -99,21 +103,7 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-_SHARED_WHY = {
-    "receive": "tokens of the other ranks, each once per rank, and one zero row that pad rows read",
-    "returns": "one row per slot: experts write results (and dX) straight into the token's rank",
-    "dweights": "one fp32 gradient per routing weight, written by the expert's rank",
-    "exchange_header": "call number, operation, T and refusals of every rank; two parities",
-    "exchange_text": "the text of a refusal; two parities",
-    "exchange_ids": "routing ids of every rank; two parities",
-    "exchange_weights": "routing weights of every rank; two parities",
-    "entered": "the last call that each rank entered",
-    "failed": "set, with the reason, by a rank that gave up",
-    "flags": "arrival and return signals",
-}
-
-
-def pack(arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Field]:
+def pack(arrays: Arrays) -> dict[str, Field]:
     """Place arrays one behind the other, each at a multiple of ALIGN_BYTES."""
     layout, offset = {}, 0
     for name, (shape, dtype) in arrays.items():
@@ -127,104 +117,249 @@ def packed_bytes(layout: Mapping[str, Field]) -> int:
     return max(f.offset + -(-f.bytes // ALIGN_BYTES) * ALIGN_BYTES for f in layout.values())
 
 
-def shared_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every array that peers write into."""
-    tokens, slots = cfg.max_tokens_per_rank, cfg.top_k
+_SHARED_WHY = {
+    "receive": "tokens of the other ranks, each once per rank, and one zero row that pad rows read",
+    "returns": "one row per slot: experts write results (and dX) straight into the token's rank",
+    "dweights": "one fp32 gradient per routing weight, written by the expert's rank",
+    "exchange": "T, routing ids, weights and refusals of every rank; two parities",
+    "exchange_header": "call number, operation, T and refusals of every rank; two parities",
+    "exchange_text": "the text of a refusal; two parities",
+    "exchange_ids": "routing ids of every rank; two parities",
+    "exchange_weights": "routing weights of every rank; two parities",
+    "entered": "the last call that each rank entered",
+    "failed": "set, with the reason, by a rank that gave up",
+    "flags": "arrival and return signals",
+}
+
+
+def _row_arrays(cfg: MoEConfig, ep_size: int) -> Arrays:
+    slots = cfg.max_tokens_per_rank * cfg.top_k
     return {
         "receive": ((cfg.receive_slots(ep_size) + 1, cfg.hidden), cfg.dtype),
-        "returns": ((tokens * slots, cfg.hidden), cfg.dtype),
-        "dweights": ((tokens * slots,), torch.float32),
-        "exchange_header": ((2, ep_size, HEADER_INTS), torch.int32),
-        "exchange_text": ((2, ep_size, TEXT_BYTES), torch.uint8),
-        "exchange_ids": ((2, ep_size, tokens * slots), torch.int32),
-        "exchange_weights": ((2, ep_size, tokens * slots), torch.float32),
-        "entered": ((ep_size,), torch.int64),
-        "failed": ((1 + TEXT_BYTES // 8,), torch.int64),
-        "flags": ((4, ep_size + 1, max(tokens, 64)), torch.int64),
+        "returns": ((slots, cfg.hidden), cfg.dtype),
+        "dweights": ((slots,), torch.float32),
     }
 
 
-def shared_layout(cfg: MoEConfig, ep_size: int) -> dict[str, Field]:
-    """Name -> (offset, shape, dtype) of one rank's shared memory; the same on every rank."""
-    cfg.experts_per_rank(ep_size)
-    return pack(shared_arrays(cfg, ep_size))
+def cpu_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
+    """Every array that peers of the cpu backend write into.
+
+    flags: per parity, a counter for each event (a chunk arrived from a rank, rows of a chunk returned, its weights
+    returned), with a column for each worker of each rank.
+    """
+    slots = cfg.max_tokens_per_rank * cfg.top_k
+    events = (ep_size + 2) * num_chunks(cfg, schedule)
+    columns = ep_size * (schedule.matrix_workers + schedule.vector_workers)
+    return {
+        **_row_arrays(cfg, ep_size),
+        "exchange_header": ((2, ep_size, HEADER_WORDS), torch.int64),
+        "exchange_text": ((2, ep_size, TEXT_BYTES), torch.uint8),
+        "exchange_ids": ((2, ep_size, slots), torch.int32),
+        "exchange_weights": ((2, ep_size, slots), torch.float32),
+        "entered": ((ep_size,), torch.int64),
+        "failed": ((1 + TEXT_BYTES // 8,), torch.int64),
+        "flags": ((2, events, columns), torch.int64),
+    }
 
 
-def plan_memory(cfg: MoEConfig, ep_size: int, *, backend: str = "hopper", tokens: int | None = None) -> MemoryPlan:
-    """Every buffer of one rank.  Needs no GPU and no process group.
+def hopper_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
+    """Every array that peers of the hopper backend write into.
 
+    exchange: per parity and source rank, EXCHANGE_HEADER words, then ids and weights.  flags: three words for each
+    rank (entered, finished, returned), then one for each chunk of receive slots.
+    """
+    slots = cfg.max_tokens_per_rank * cfg.top_k
+    chunks = cfg.receive_slots(ep_size) // schedule.chunk_tokens
+    return {
+        **_row_arrays(cfg, ep_size),
+        "exchange": ((2, ep_size, EXCHANGE_HEADER + 2 * slots), torch.int32),
+        "flags": ((3 * ep_size + chunks,), torch.int32),
+    }
+
+
+def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: int | torch.SymInt) -> dict[str, Any]:
+    """Shapes of the int32 arrays of a plan whose size does not depend on the rows; one allocation, see `plan_words`."""
+    local = cfg.experts_per_rank(ep_size)
+    return {
+        "counts_RE": (ep_size, cfg.num_experts),
+        "start_e1": (local + 1,),
+        "rows_e": (local,),
+        "send_count_R": (ep_size,),
+        "recv_count_R": (ep_size,),
+        "send_token_RT": (ep_size, tokens),
+        "expert_M": (most_tiles,),
+        "order_M": (most_tiles,),
+        "totals": (2,),  # padded rows, row tiles
+    }
+
+
+def plan_words(arrays: Mapping[str, Any]) -> list[Any]:
+    """Words of each array of `hopper_plan_arrays`, padded to 16 bytes."""
+    return [-(-math.prod(shape) // 4) * 4 for shape in arrays.values()]
+
+
+def balanced_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> int:
+    """N where every rank has `tokens` tokens and every expert is chosen as often as every other."""
+    local = cfg.experts_per_rank(ep_size)
+    return local * align_rows(-(-tokens * cfg.top_k // local))
+
+
+def with_headroom(rows: int) -> int:
+    """Rows to allocate where `rows` were needed: 1/32 more, and never none (descriptors need memory)."""
+    return align_rows(rows + rows // 32 + 1)
+
+
+def hopper_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> tuple[int, int]:
+    """(Rows to allocate for `tokens` balanced tokens per rank, most rows that any call may need)."""
+    slots = ep_size * cfg.max_tokens_per_rank * cfg.top_k
+    if cfg.max_rows is not None:
+        capacity = max_padded_rows(min(cfg.max_rows, slots), cfg.experts_per_rank(ep_size))
+        return capacity, capacity
+    capacity = max_padded_rows(slots, cfg.experts_per_rank(ep_size))
+    return min(with_headroom(balanced_rows(cfg, ep_size, tokens)), capacity), capacity
+
+
+def plan_memory(
+    cfg: MoEConfig,
+    ep_size: int,
+    *,
+    backend: str = "hopper",
+    schedule: Schedule | None = None,
+    tokens: int | None = None,
+) -> MemoryPlan:
+    """The buffers of one rank: all that peers write into, all that is saved for backward, the large ones of a call.
+
+    Needs no GPU and no process group.  backend: "hopper", "cpu" or "nccl".  schedule: default the backend's own.
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
-    routing unless cfg.max_rows fixes them.
+    routing unless cfg.max_rows fixes them (hopper).
     Raises ConfigError if ep_size does not divide num_experts, tokens exceed the maximum, or backend is unknown.
     """
-    if backend not in ("cpu", "hopper"):
-        raise ConfigError(f"backend is {backend!r}; plan_memory knows 'hopper' and 'cpu'")
-    local = cfg.experts_per_rank(ep_size)
+    if backend not in _BUFFERS:
+        raise ConfigError(f"backend is {backend!r}; plan_memory knows {', '.join(map(repr, _BUFFERS))}")
+    cfg.experts_per_rank(ep_size)
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
     if not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")
-    if cfg.max_rows is not None:
-        rows, rows_why = max_padded_rows(cfg.max_rows, local), f"room for max_rows={cfg.max_rows}"
-    else:
-        rows = local * align_rows(-(-tokens * cfg.top_k // local))
-        rows_why = f"balanced routing, each expert aligned to {ROW_ALIGN} rows"
-    # Of C(E, K) balanced choices, this share has no expert on a given rank.
-    misses = math.comb(cfg.num_experts - local, cfg.top_k) / math.comb(cfg.num_experts, cfg.top_k)
-    received = round((ep_size - 1) * tokens * (1 - misses))
-    groups = -(-cfg.ffn // COLUMN_GROUP)
-    plan_ints = 2 * rows + ep_size * (cfg.num_experts + tokens + 2) + local + 1
-    i32, f32 = torch.int32, torch.float32
-
-    buffers = [
-        Buffer(name, shape, dtype, "shared", _SHARED_WHY[name])
-        for name, (shape, dtype) in shared_arrays(cfg, ep_size).items()
-    ]
-    buffers.append(
-        Buffer("h", (rows, 2 * cfg.ffn), cfg.dtype, "saved", f"gate and up before the activation; {rows_why}")
-    )
-    if ep_size > 1:
-        buffers.append(
-            Buffer(
-                "received",
-                (received, cfg.hidden),
-                cfg.dtype,
-                "saved",
-                "compact copy of the tokens of other ranks, for dW13",
-            )
-        )
-    if backend == "cpu":
-        buffers.append(
-            Buffer("fingerprint", (1,), torch.int64, "saved", "names the forward that a backward belongs to")
-        )
-    else:
-        buffers.append(
-            Buffer("plan", (plan_ints,), i32, "saved", "RoutingPlan: counts, row sources, return slots, send lists")
-        )
-        buffers.append(Buffer("row_weight", (rows,), f32, "saved", "routing weight of every row"))
-    buffers += [
-        Buffer("y", (tokens, cfg.hidden), cfg.dtype, "transient", "the result; belongs to the caller"),
-        Buffer("act", (rows, cfg.ffn), cfg.dtype, "transient", "activation; in backward, weighted, for dW2"),
-        Buffer("dh", (rows, 2 * cfg.ffn), cfg.dtype, "transient", "backward: gradient of h"),
-        Buffer(
-            "dweight_groups",
-            (rows, groups),
-            f32,
-            "transient",
-            f"backward: sums of {COLUMN_GROUP} columns for d(weight)",
-        ),
-        Buffer(
-            "dw13",
-            (local, 2 * cfg.ffn, cfg.hidden),
-            cfg.dtype,
-            "transient",
-            "backward: gradient; belongs to the caller",
-        ),
-        Buffer(
-            "dw2", (local, cfg.hidden, cfg.ffn), cfg.dtype, "transient", "backward: gradient; belongs to the caller"
-        ),
-    ]
+    call = _Call(cfg, ep_size, tokens, schedule if schedule is not None else DEFAULT_SCHEDULES[backend])
     title = (
-        f"{cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, K={cfg.top_k}, "
-        f"D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
+        f"{backend}: {cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, "
+        f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
     )
-    return MemoryPlan(title, tuple(buffers))
+    return MemoryPlan(title, (*_BUFFERS[backend](call), *_results(call)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call of balanced routing on one rank."""
+
+    cfg: MoEConfig
+    ep_size: int
+    tokens: int
+    schedule: Schedule
+
+    @property
+    def local(self) -> int:
+        return self.cfg.experts_per_rank(self.ep_size)
+
+    @property
+    def rows(self) -> int:
+        return balanced_rows(self.cfg, self.ep_size, self.tokens)
+
+    @property
+    def received(self) -> int:
+        """Tokens of other ranks, each once.  Of C(E, K) choices of experts, some have none on this rank."""
+        experts, top_k = self.cfg.num_experts, self.cfg.top_k
+        misses = math.comb(experts - self.local, top_k) / math.comb(experts, top_k)
+        return round((self.ep_size - 1) * self.tokens * (1 - misses))
+
+    @property
+    def groups(self) -> int:
+        return -(-self.cfg.ffn // COLUMN_GROUP)
+
+    def shared(self, arrays: Arrays) -> list[Buffer]:
+        return [Buffer(name, *array, "shared", _SHARED_WHY[name]) for name, array in arrays.items()]
+
+
+_ALIGNED = f"rows of balanced routing, each expert aligned to {ROW_ALIGN}"
+_F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
+
+
+def _cpu(c: _Call) -> list[Buffer]:
+    cfg, rows, dtype = c.cfg, c.rows, c.cfg.dtype
+    received = c.received if c.schedule.received == "saved" else 0
+    return [
+        *c.shared(cpu_arrays(cfg, c.ep_size, c.schedule)),
+        Buffer("received", (received, cfg.hidden), dtype, "saved", "compact copy of other ranks' tokens, for dW13"),
+        Buffer("h", (rows, 2 * cfg.ffn), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
+        Buffer("fingerprint", (1,), _I64, "saved", "names the forward that a backward belongs to"),
+        Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
+        Buffer("dh", (rows, 2 * cfg.ffn), dtype, "transient", "backward: gradient of h"),
+        _groups(c, rows),
+    ]
+
+
+def _hopper(c: _Call) -> list[Buffer]:
+    cfg, dtype = c.cfg, c.cfg.dtype
+    rows, capacity = hopper_rows(cfg, c.ep_size, c.tokens)
+    rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
+    plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, capacity // c.schedule.gemm1.rows, c.tokens)))
+    arrays = hopper_arrays(cfg, c.ep_size, c.schedule)
+    expanded = c.schedule.operand == "expanded"
+    kept = (rows, cfg.hidden) if expanded else arrays["receive"][0]
+    copies = [] if expanded else [("x_rows", "backward: x of every row")]
+    if c.schedule.overlap == "serial":
+        copies.append(("results", "results (and dX) of every row"))
+    return [
+        *c.shared(arrays),
+        Buffer("plan", (plan,), _I32, "saved", "counts, send lists and tile tables, for any number of rows"),
+        Buffer("rows", (2, rows), _I32, "saved", f"source and return slot of every row; {rows_why}"),
+        Buffer("row_weight", (rows,), _F32, "saved", "routing weight of every row"),
+        Buffer("h", (rows, 2, cfg.ffn), dtype, "saved", "gate and up before the activation"),
+        Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "the receive buffer, for dW13"),
+        Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
+        Buffer("dy_rows", (rows, cfg.hidden), dtype, "transient", "backward: dO of every row"),
+        Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2"),
+        Buffer("dh", (rows, 2, cfg.ffn), dtype, "transient", "backward: gradient of h"),
+        _groups(c, rows),
+        *(Buffer(name, (rows, cfg.hidden), dtype, "transient", why) for name, why in copies),
+    ]
+
+
+def _nccl(c: _Call) -> list[Buffer]:
+    """With the hopper kernels; without them (other GPUs, CPUs) there are no copies of x and dO by row."""
+    cfg, ranks, rows, dtype = c.cfg, c.ep_size, c.rows, c.cfg.dtype
+    received = c.received + 1 if c.schedule.received == "saved" else 0
+    plan = ranks * (cfg.num_experts + c.tokens + 2) + c.local + 1
+    return [
+        Buffer("received", (received, cfg.hidden), dtype, "saved", "other ranks' tokens and a zero row, for dW13"),
+        Buffer("h", (rows, 2 * cfg.ffn), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
+        Buffer("fingerprint", (1,), _I64, "saved", "names the forward that a backward belongs to"),
+        Buffer("row_weight", (rows,), _F32, "saved", "routing weight of every row"),
+        Buffer("plan", (plan,), _I32, "saved", "RoutingPlan: counts, segments, send lists"),
+        Buffer("rows", (2, rows), _I32, "saved", "RoutingPlan: source and return slot of every row"),
+        Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
+        Buffer("sent", (c.received, cfg.hidden), dtype, "transient", "tokens for other ranks, sorted by rank"),
+        Buffer("x_rows", (rows, cfg.hidden), dtype, "transient", "x of every row; in backward, dO, too"),
+        Buffer("results", (rows, cfg.hidden), dtype, "transient", "results (and dX) of every row"),
+        Buffer("slots", (3, c.tokens * cfg.top_k, cfg.hidden), dtype, "transient", "results sorted, arrived, by slot"),
+        Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2"),
+        Buffer("dh", (rows, 2 * cfg.ffn), dtype, "transient", "backward: gradient of h"),
+        _groups(c, rows),
+    ]
+
+
+_BUFFERS: dict[str, Callable[[_Call], list[Buffer]]] = {"hopper": _hopper, "cpu": _cpu, "nccl": _nccl}
+
+
+def _groups(c: _Call, rows: int) -> Buffer:
+    return Buffer("dweight_groups", (rows, c.groups), _F32, "transient", f"backward: sums of {COLUMN_GROUP} columns")
+
+
+def _results(c: _Call) -> list[Buffer]:
+    cfg, why = c.cfg, "backward: gradient; belongs to the caller"
+    return [
+        Buffer("y", (c.tokens, cfg.hidden), cfg.dtype, "transient", "the result; belongs to the caller"),
+        Buffer("dx", (c.tokens, cfg.hidden), cfg.dtype, "transient", why),
+        Buffer("dw13", (c.local, 2 * cfg.ffn, cfg.hidden), cfg.dtype, "transient", why),
+        Buffer("dw2", (c.local, cfg.hidden, cfg.ffn), cfg.dtype, "transient", why),
+    ]

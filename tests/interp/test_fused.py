@@ -15,8 +15,7 @@ import torch
 from fused_rank import CASES, RANKS, ROUNDS, SCHEDULE, TIMEOUT_S, run, tensors
 from hopper_on_host import host_backends
 
-from uniep.backends.hopper import shared_arrays
-from uniep.memory import pack, packed_bytes
+from uniep.memory import hopper_arrays, pack, packed_bytes
 from uniep.reference import composition
 
 NAMES = ("y", "dx", "dweights", "dw13", "dw2")
@@ -24,7 +23,7 @@ NAMES = ("y", "dx", "dweights", "dw13", "dw2")
 
 def make_memory(folder: Path, number: int, case) -> None:
     """Zero memory for every rank, NaN where peers will write: a row that is read too early shows."""
-    layout = pack(shared_arrays(case.config(max(case.tokens)), RANKS, SCHEDULE.chunk_tokens))
+    layout = pack(hopper_arrays(case.config(max(case.tokens)), RANKS, SCHEDULE))
     size = packed_bytes(layout)
     for rank in range(RANKS):
         memory = torch.from_file(str(folder / f"{number}-{rank}"), shared=True, size=size, dtype=torch.uint8).zero_()

@@ -7,11 +7,14 @@ import pytest
 import torch
 from hopper_on_host import host_backends
 
+from uniep.backends.base import Inputs
 from uniep.backends.planner import Planner
 from uniep.config import ROW_ALIGN, MoEConfig
 from uniep.errors import CapacityError, DTypeError, InputError, PeerTimeoutError
+from uniep.memory import plan_memory
 from uniep.routing import build_plan
 from uniep.taskflow.schedule import Schedule, Tile
+from uniep.weights import ExpertWeights
 
 PLAN_FIELDS = {  # RoutingPlan's name -> DevicePlan's
     "counts_RE": "counts_RE",
@@ -307,3 +310,21 @@ def test_overflow_is_recorded_everywhere():
         with pytest.raises(CapacityError, match=r"rank 1 was routed 400 rows but max_rows=10 leaves room for 256"):
             planner.check()
         assert planner.ws.failures
+
+
+@pytest.mark.parametrize("operand", ["gathered", "expanded"])
+def test_plan_memory_is_what_the_backend_has(operand):
+    """Symmetric memory, and what the first forward saves for backward, byte for byte."""
+    cfg = MoEConfig(hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=70, dtype=torch.float16)
+    tile = Tile(rows=64, columns=128)
+    schedule = Schedule(operand=operand, chunk_tokens=32, gemm1=tile, gemm2=tile)
+    for ranks in (1, 2):
+        backend = host_backends(cfg, ranks, schedule)[0]
+        plan = plan_memory(cfg, ranks, schedule=schedule)
+        shared = {b.name: (b.shape, b.dtype) for b in plan.buffers if b.kind == "shared"}
+        assert shared == {name: (tuple(v.shape), v.dtype) for name, v in backend.arena.views.items()}
+        if ranks == 1:
+            like = {"dtype": cfg.dtype}
+            experts = ExpertWeights((torch.zeros(4, 144, 64, **like),), (torch.zeros(4, 64, 72, **like),), "stacked")
+            inputs = Inputs(torch.zeros(70, 64, **like), random_ids(70, 2, 4, 0), torch.zeros(70, 2), experts)
+            assert sum(t.nbytes for t in backend.forward(inputs, save=True)[1]) == plan.total_bytes("saved")

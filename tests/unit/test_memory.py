@@ -1,5 +1,6 @@
 """plan_memory against hand-computed sizes, the shared layout, and shared memory that does not fit."""
 
+import dataclasses
 import errno
 import glob
 import itertools
@@ -12,7 +13,9 @@ import uniep
 from uniep.backends import shm
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError
-from uniep.memory import ALIGN_BYTES, packed_bytes, plan_memory, shared_layout
+from uniep.memory import ALIGN_BYTES, cpu_arrays, hopper_arrays, pack, packed_bytes, plan_memory
+from uniep.nn.ops import moe_forward
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule
 
 CFG = MoEConfig(hidden=7168, ffn=2048, num_experts=64, top_k=8, max_tokens_per_rank=8192)
 
@@ -27,23 +30,48 @@ def test_sizes_by_hand():
     assert sizes["returns"] == 8192 * 8 * 7168 * 2 == 0.875 * 2**30
     assert sizes["receive"] == (8192 + 1) * 7168 * 2
     assert sizes["dweights"] == 8192 * 8 * 4
-    rows = 32 * 2048  # 8192 * 8 / 32 = 2048 rows for each of 32 local experts
+    rows = 32 * 2048 + 2048 + 128  # 8192 * 8 / 32 = 2048 rows for each of 32 local experts; 1/32 more, aligned
     assert sizes["h"] == rows * 2 * 2048 * 2 and sizes["act"] == rows * 2048 * 2
     assert sizes["dweight_groups"] == rows * 32 * 4
-    assert sizes["received"] == pytest.approx(8192 * 7168 * 2, rel=0.01), "hardly a token has all 8 experts elsewhere"
+    assert sizes["kept"] == sizes["receive"]
     assert plan.total_bytes() == sum(plan.total_bytes(kind) for kind in ("shared", "saved", "transient"))
 
 
+def test_received_tokens():
+    """Hardly a token has all 8 experts elsewhere; one rank receives nothing; what is dispatched again is not kept."""
+    two, one = by_name(plan_memory(CFG, 2, backend="cpu")), by_name(plan_memory(CFG, 1, backend="cpu"))
+    assert two["received"].bytes == pytest.approx(8192 * 7168 * 2, rel=0.01)
+    assert one["receive"].shape == (1, 7168) and one["received"].shape == (0, 7168)
+    again = plan_memory(CFG, 2, backend="nccl", schedule=Schedule(received="again"))
+    assert by_name(again)["received"].shape == (0, 7168)
+
+
 def test_rows_follow_tokens_and_max_rows():
-    assert by_name(plan_memory(CFG, 2, tokens=0))["h"].shape == (0, 4096)
-    assert by_name(plan_memory(CFG, 2, tokens=1))["h"].shape == (32 * 128, 4096), "each expert's segment is aligned"
+    for tokens, rows in ((0, 0), (1, 32 * 128)):  # each expert's segment is aligned
+        assert by_name(plan_memory(CFG, 2, backend="cpu", tokens=tokens))["h"].shape == (rows, 4096)
+        assert by_name(plan_memory(CFG, 2, tokens=tokens))["h"].shape == (rows + (256 if rows else 128), 2, 2048)
     bounded = MoEConfig(**{**vars(CFG), "max_rows": 1000})
-    assert by_name(plan_memory(bounded, 2))["h"].shape == ((1000 + 32 * 127 + 127) // 128 * 128, 4096)
+    assert by_name(plan_memory(bounded, 2))["h"].shape == ((1000 + 32 * 127 + 127) // 128 * 128, 2, 2048)
 
 
-def test_one_rank_receives_nothing():
-    plan = by_name(plan_memory(CFG, 1))
-    assert plan["receive"].shape == (1, 7168) and "received" not in plan
+@pytest.mark.parametrize("received", ["saved", "again"])
+@pytest.mark.parametrize("backend", ["cpu", "nccl"])
+def test_the_plan_is_what_the_backend_has(backend, received):
+    """Shared memory and saved tensors, byte for byte.  (hopper: tests/interp/test_plan.py.)"""
+    cfg = MoEConfig(hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=100)
+    schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], received=received)
+    plan = plan_memory(cfg, 1, backend=backend, schedule=schedule, tokens=70)
+    ids = torch.arange(140).view(70, 2) % 4
+    w13, w2 = torch.zeros(4, 144, 64, dtype=cfg.dtype), torch.zeros(4, 64, 72, dtype=cfg.dtype)
+    x = torch.zeros(70, 64, dtype=cfg.dtype)
+    with uniep.Workspace(cfg, device="cpu", backend=backend, schedule=schedule) as ws:
+        saved = moe_forward(x, ids, torch.zeros(70, 2), [w13], [w2], "stacked", ws.key, True)[1:]
+        assert sum(t.nbytes for t in saved) == plan.total_bytes("saved")
+        if backend == "cpu":
+            assert sorted(ws.backend.peers.tensors[0]) == sorted(b.name for b in plan.buffers if b.kind == "shared")
+            assert sum(t.nbytes for t in ws.backend.peers.tensors[0].values()) == plan.total_bytes("shared")
+        else:
+            assert plan.total_bytes("shared") == 0
 
 
 def test_explain_names_every_buffer_and_why():
@@ -51,7 +79,7 @@ def test_explain_names_every_buffer_and_why():
     text = plan.explain()
     assert str(plan) == text
     for buffer in plan.buffers:
-        line = next(line for line in text.splitlines() if f" {buffer.name} " in line)
+        line = next(line for line in text.splitlines() if line.split()[:2] == [buffer.kind, buffer.name])
         assert buffer.why in line and " x ".join(map(str, buffer.shape)) in line
     assert "64 experts over 8 ranks" in text and "896.00 MiB" in text
 
@@ -69,8 +97,9 @@ def test_refused_by_name(arguments, text):
         plan_memory(CFG, **arguments)
 
 
-def test_layout_is_aligned_and_disjoint():
-    layout = shared_layout(CFG, 4)
+@pytest.mark.parametrize("arrays", [cpu_arrays, hopper_arrays])
+def test_layout_is_aligned_and_disjoint(arrays):
+    layout = pack(arrays(CFG, 4, Schedule()))
     fields = sorted(layout.values())
     assert all(f.offset % ALIGN_BYTES == 0 for f in fields)
     assert all(a.offset + a.bytes <= b.offset for a, b in itertools.pairwise(fields))
@@ -78,7 +107,7 @@ def test_layout_is_aligned_and_disjoint():
 
 
 def small():
-    return shared_layout(MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4), 1)
+    return pack(cpu_arrays(MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4), 1, Schedule()))
 
 
 def test_segment_is_zero_and_writable():

@@ -14,7 +14,7 @@ from uniep import reference
 from uniep.backends.cpu_tiles import Backward, Forward, Gather, Rows, Shared
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
-from uniep.memory import shared_arrays
+from uniep.memory import cpu_arrays
 from uniep.numerics import one_thread
 from uniep.routing import build_plan, recv_base
 from uniep.taskflow.check import check
@@ -319,7 +319,7 @@ class Model:
         return [y, grads.x, grads.weights, grads.w13, grads.w2]
 
     def shared(self):
-        arrays = shared_arrays(self.case.cfg, self.case.ranks)
+        arrays = cpu_arrays(self.case.cfg, self.case.ranks, Schedule())
         made = [Shared(*(poisoned(*arrays[n]) for n in ("receive", "returns", "dweights"))) for _ in self.case.ids]
         for s in made:
             s.receive[-1] = 0

@@ -17,18 +17,15 @@ from torch import Tensor
 from uniep.backends.shm import map_segments
 from uniep.config import MoEConfig
 from uniep.errors import PeerTimeoutError
-from uniep.memory import HEADER_INTS, TEXT_BYTES, pack, packed_bytes, shared_arrays
+from uniep.memory import HEADER_WORDS, TEXT_BYTES, cpu_arrays, pack, packed_bytes
 from uniep.taskflow.graph import Event
-from uniep.taskflow.lower import num_chunks
-from uniep.taskflow.schedule import Schedule
-
-_HEADER_WORDS = HEADER_INTS // 2
+from uniep.taskflow.schedule import Schedule, num_chunks
 
 
 class Peers:
     """All ranks' shared memory as one rank sees it.  Making it is collective.
 
-    tensors: per rank, its arrays by name (`memory.shared_arrays`).  Exchange slots and event counters exist twice,
+    tensors: per rank, its arrays by name (`memory.cpu_arrays`).  Exchange slots and event counters exist twice,
     for calls of even and odd number; a counter has a column per worker thread of every rank.
     """
 
@@ -37,12 +34,10 @@ class Peers:
     ) -> None:
         self.rank, self.ep_size, self.timeout_s = rank, ep_size, timeout_s
         self.workers = schedule.matrix_workers + schedule.vector_workers
-        self._columns = ep_size * self.workers
         chunks = num_chunks(cfg, schedule)
         self._first_event = {"arrived": 0, "returned": ep_size * chunks, "weights returned": (ep_size + 1) * chunks}
-        self._num_events = (ep_size + 2) * chunks
-        arrays = shared_arrays(cfg, ep_size)
-        arrays["flags"] = ((2, self._num_events, self._columns), torch.int64)
+        arrays = cpu_arrays(cfg, ep_size, schedule)
+        _, self._num_events, self._columns = arrays["flags"][0]
         layout = pack(arrays)
         self.bytes = packed_bytes(layout)
         self._segments = map_segments(layout, group, rank)
@@ -56,7 +51,7 @@ class Peers:
         parity = number % 2
         self.tensors[self.rank]["flags"][parity].zero_()
         for segment, tensors in zip(self._segments, self.tensors, strict=True):
-            first = segment.word("exchange_header") + (parity * self.ep_size + self.rank) * _HEADER_WORDS
+            first = segment.word("exchange_header") + (parity * self.ep_size + self.rank) * HEADER_WORDS
             for offset, value in enumerate(header):
                 segment.words[first + offset] = value
             for name, tensor in arrays.items():
@@ -74,7 +69,7 @@ class Peers:
 
     def header(self, number: int, peer: int, length: int) -> list[int]:
         segment = self._segments[self.rank]
-        first = segment.word("exchange_header") + (number % 2 * self.ep_size + peer) * _HEADER_WORDS
+        first = segment.word("exchange_header") + (number % 2 * self.ep_size + peer) * HEADER_WORDS
         return list(segment.words[first : first + length])
 
     def text(self, number: int, peer: int, length: int) -> str:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends.arena import WAY_OUT, Arena, shared_arrays
+from uniep.backends.arena import WAY_OUT, Arena
 from uniep.backends.base import ExpertGradients, Inputs, Needs
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
-from uniep.memory import pack
+from uniep.memory import hopper_arrays, pack
 from uniep.routing import RoutingPlan
-from uniep.taskflow.schedule import Schedule, Tile, refuse_other_fields
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, Tile, refuse_other_fields
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class HopperBackend:
 
         self.cfg, self.device = cfg, device
         self.rank, self.num_ranks = workspace.rank, workspace.ep_size
-        self.schedule = schedule if schedule is not None else Schedule(push_programs=32, chunk_tokens=32)
+        self.schedule = schedule if schedule is not None else DEFAULT_SCHEDULES["hopper"]
         refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         rows = self.schedule.gemm1.rows
         if rows != self.schedule.gemm2.rows:
@@ -64,7 +64,7 @@ class HopperBackend:
             raise ConfigError(
                 f"chunk_tokens is {chunk}; on GPUs it must divide {cfg.receive_block}, the receive slots per peer"
             )
-        self.arena = Arena(pack(shared_arrays(cfg, self.num_ranks, chunk)), workspace)
+        self.arena = Arena(pack(hopper_arrays(cfg, self.num_ranks, self.schedule)), workspace)
         self.planner = Planner(workspace, self.arena, rows)
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends.arena import HEADER, Arena
+from uniep.backends.arena import Arena
 from uniep.backends.protocol import bad_id_error, error_index, error_of
-from uniep.config import ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
+from uniep.config import ROW_ALIGN
 from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError
 from uniep.kernels import sync
 from uniep.kernels.launch import Rows, power_of_2
+from uniep.memory import EXCHANGE_HEADER, hopper_plan_arrays, hopper_rows, plan_words, with_headroom
 from uniep.routing import RoutingPlan
 
 if TYPE_CHECKING:
@@ -41,33 +42,10 @@ class DevicePlan:
     source and return slot of every row; `weight_N`.  The rest are views.
     """
 
-    @staticmethod
-    def sections(
-        cfg: MoEConfig, num_ranks: int, most_tiles: int, num_tokens: int | SymInt
-    ) -> dict[str, tuple[Any, ...]]:
-        """Arrays of `head`."""
-        local = cfg.num_experts // num_ranks
-        return {
-            "counts_RE": (num_ranks, cfg.num_experts),
-            "start_e1": (local + 1,),
-            "rows_e": (local,),
-            "send_count_R": (num_ranks,),
-            "recv_count_R": (num_ranks,),
-            "send_token_RT": (num_ranks, num_tokens),
-            "expert_M": (most_tiles,),
-            "order_M": (most_tiles,),
-            "totals": (2,),  # padded rows, row tiles
-        }
-
-    @staticmethod
-    def sizes(sections: dict[str, tuple[Any, ...]]) -> list[Any]:
-        """Words of each array in `head`, padded to 16 bytes."""
-        return [-(-math.prod(shape) // 4) * 4 for shape in sections.values()]
-
-    def __init__(self, sections: dict[str, tuple[Any, ...]], head: Tensor, rows_2N: Tensor, weight_N: Tensor) -> None:
+    def __init__(self, arrays: dict[str, Any], head: Tensor, rows_2N: Tensor, weight_N: Tensor) -> None:
         self.head, self.rows_2N, self.weight_N = head, rows_2N, weight_N
-        parts = head.split(self.sizes(sections))
-        view = {n: part[: math.prod(s)].view(s) for (n, s), part in zip(sections.items(), parts, strict=True)}
+        parts = head.split(plan_words(arrays))
+        view = {n: part[: math.prod(s)].view(s) for (n, s), part in zip(arrays.items(), parts, strict=True)}
         self.counts_RE, self.send_token_RT = view["counts_RE"], view["send_token_RT"]
         self.send_count_R, self.recv_count_R = view["send_count_R"], view["recv_count_R"]
         source_N, return_N = rows_2N.unbind()
@@ -99,10 +77,7 @@ class Planner:
         self.rank, self.num_ranks, self.tile_rows = workspace.rank, workspace.ep_size, tile_rows
         cfg, slots = self.cfg, self.cfg.max_tokens_per_rank * self.cfg.top_k
         self.local, self.slots = cfg.experts_per_rank(self.num_ranks), slots
-        most_rows = self.num_ranks * slots if cfg.max_rows is None else min(cfg.max_rows, self.num_ranks * slots)
-        self.capacity = max_padded_rows(most_rows, self.local)
-        balanced = self.local * align_rows(-(-slots // self.local))
-        self.allocate = min(_with_headroom(balanced), self.capacity) if cfg.max_rows is None else self.capacity
+        self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, cfg.max_tokens_per_rank)
         self.most_tiles = self.capacity // tile_rows
         self.timeout_ns = int(workspace.timeout_s * 1e9)
         self.calls_made = 0
@@ -174,9 +149,9 @@ class Planner:
 
     def refuse(self, error: UniEPError) -> None:
         """Enter the call that the peers make, with nothing but the reason why this rank does not."""
-        words = torch.zeros(HEADER, dtype=torch.int32)
+        words = torch.zeros(EXCHANGE_HEADER, dtype=torch.int32)
         words[3] = error_index(error)
-        text = str(error).encode()[: 4 * (HEADER - 4) - 1]
+        text = str(error).encode()[: 4 * (EXCHANGE_HEADER - 4) - 1]
         words.view(torch.uint8)[16 : 16 + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         self.enter(None, None, 0, words.to(self.device))
         self.wait("entered", 1)
@@ -192,14 +167,14 @@ class Planner:
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
-        return DevicePlan(self._sections(num_tokens), *saved)
+        return DevicePlan(self._arrays(num_tokens), *saved)
 
-    def _sections(self, num_tokens: int | SymInt) -> dict[str, tuple[Any, ...]]:
-        return DevicePlan.sections(self.cfg, self.num_ranks, self.most_tiles, num_tokens)
+    def _arrays(self, num_tokens: int | SymInt) -> dict[str, Any]:
+        return hopper_plan_arrays(self.cfg, self.num_ranks, self.most_tiles, num_tokens)
 
     def fake(self, num_tokens: int | SymInt, rows: int | SymInt, like: Tensor) -> list[Tensor]:
         """Shapes of `DevicePlan.saved`."""
-        words = sum(DevicePlan.sizes(self._sections(num_tokens)))
+        words = sum(plan_words(self._arrays(num_tokens)))
         return [
             like.new_empty((words,), dtype=torch.int32),
             like.new_empty((2, rows), dtype=torch.int32),
@@ -216,10 +191,10 @@ class Planner:
         blocks = -(-cfg.max_tokens_per_rank // block_t)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         histogram = torch.empty(cfg.num_experts + 1 + ranks, blocks * ranks, **int32)
-        sections = self._sections(num_tokens)
+        arrays = self._arrays(num_tokens)
         plan = DevicePlan(
-            sections,
-            torch.empty(sum(DevicePlan.sizes(sections)), **int32),
+            arrays,
+            torch.empty(sum(plan_words(arrays)), **int32),
             torch.empty(2, self.allocate, **int32),
             torch.empty(self.allocate, dtype=torch.float32, device=self.device),
         )
@@ -266,7 +241,7 @@ class Planner:
             self._raise_inputs()
         self.check()
         _, total, fitted = self._totals_words[:3]
-        self.allocate = _with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)
+        self.allocate = with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)
         return bool(fitted)
 
     def _raise_inputs(self) -> None:
@@ -277,12 +252,12 @@ class Planner:
         self._host_status.zero_()
         torch.cuda.synchronize(self.device)
         for source in range(self.num_ranks):
-            header = exchange[source, :HEADER]
+            header = exchange[source, :EXCHANGE_HEADER]
             if header[2]:
                 text = bytes(header[4:].view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
                 raise error_of(int(header[3]))(text)
             count = int(header[0]) * self.cfg.top_k
-            ids_TK = exchange[source, HEADER : HEADER + count].view(-1, self.cfg.top_k)
+            ids_TK = exchange[source, EXCHANGE_HEADER : EXCHANGE_HEADER + count].view(-1, self.cfg.top_k)
             if (error := bad_id_error(ids_TK, source, self.cfg.num_experts)) is not None:
                 raise error
 
@@ -299,8 +274,3 @@ class Planner:
             row_source_N=plan.rows.source_N[:rows],
             row_return_N=plan.rows.return_N[:rows],
         )
-
-
-def _with_headroom(rows: int) -> int:
-    """Rows to allocate where `rows` were needed: 1/32 more, and never none (descriptors need memory)."""
-    return align_rows(rows + rows // 32 + 1)

@@ -14,6 +14,7 @@ from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, TopK, Weigh
 class BackendName(enum.StrEnum):
     cpu = "cpu"
     hopper = "hopper"
+    nccl = "nccl"
 
 
 def memory(
@@ -33,7 +34,7 @@ def memory(
         typer.Option(help="Bound on routed rows per rank (no host read); default: allocated exactly.", min=1),
     ] = None,
 ) -> None:
-    """Print every buffer of one rank, with its bytes and what it is for.
+    """Print the buffers of one rank, with their bytes and what they are for.
 
     Allocates nothing. Rows of experts are those of balanced routing unless --max-rows is given.
     """

@@ -9,9 +9,9 @@ place      each slot computes its row: start of its expert + slots before its bl
 No atomic decides a position.  Blocks are BLOCK_T tokens of one source; their entries are flattened as
 (token, slot), which is the canonical order inside a source.
 
-The exchange slot of source s (parity p) holds 256 header words (0: T, 1: rows allocated, 2: whether s
-refuses its inputs, then why, see `exchange_kernel`), then T_max*K ids, then T_max*K
-weights as fp32 bits.  It has two parities because a peer may enter the next call while this rank reads.
+The exchange slot of source s (parity p) holds HEADER words (0: T, 1: rows allocated, 2: whether s refuses
+its inputs, then why, see `exchange_kernel`), then T_max*K ids, then T_max*K weights as fp32 bits.  It has two
+parities because a peer may enter the next call while this rank reads.
 
 Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M row tiles.
 """
@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.sync import BAD_ID, REFUSED, STAGE_ENTRY, TOO_MANY_ROWS, deadline, record, wait_for
+from uniep.memory import EXCHANGE_HEADER
 
-HEADER = tl.constexpr(256)
+HEADER = tl.constexpr(EXCHANGE_HEADER)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "capacity", "entered_offset", "rank"])

@@ -23,14 +23,9 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.routing import RoutingPlan
 from uniep.taskflow.graph import SHARED_STAGES, Block, Event, Task, TaskGraph, Wait, Worker
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.taskflow.schedule import Schedule, Tile, num_chunks
 
 Stage = list[Task]
-
-
-def num_chunks(cfg: MoEConfig, schedule: Schedule) -> int:
-    """Chunks of one rank's tokens, and at most of one send list."""
-    return -(-cfg.max_tokens_per_rank // schedule.chunk_tokens)
 
 
 def lower_forward(

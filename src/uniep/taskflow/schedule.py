@@ -64,6 +64,19 @@ class Schedule:
         return f"{self.overlap}/{self.tile_order}"
 
 
+DEFAULT_SCHEDULES = {
+    "cpu": Schedule(),
+    "hopper": Schedule(push_programs=32, chunk_tokens=32),
+    "nccl": Schedule(overlap="serial", tile_order="natural"),
+}
+"""What each backend does unless told otherwise: the best measured for most shapes, untuned."""
+
+
+def num_chunks(cfg: MoEConfig, schedule: Schedule) -> int:
+    """Chunks of one rank's tokens, and at most of one send list."""
+    return -(-cfg.max_tokens_per_rank // schedule.chunk_tokens)
+
+
 def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
     """Reasons why `schedule` cannot run `cfg`; an empty list means that it can."""
     reasons = []
