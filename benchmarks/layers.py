@@ -21,12 +21,13 @@ import uniep
 from cases import Case
 from peers import Layer
 from uniep.backends.base import Inputs, Needs
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES
 from uniep.weights import ExpertWeights
 
 
-def parse_schedule(text: str) -> uniep.Schedule:
-    """'overlap=serial+gemm1.columns=128' -> the default Schedule with these fields changed.  Raises ValueError."""
-    schedule = uniep.Schedule()
+def parse_schedule(text: str, backend: str = "hopper") -> uniep.Schedule:
+    """'overlap=serial+gemm1.columns=128' -> the backend's default with these fields changed.  Raises ValueError."""
+    schedule = DEFAULT_SCHEDULES[backend]
     for part in text.split("+"):
         path, _, value = part.partition("=")
         outer, _, inner = path.partition(".")
@@ -57,11 +58,9 @@ class Workspaces:
         if key not in self.made:
             default = impl in ("uniep-default", "uniep-nccl")
             cfg = dataclasses.replace(self.cfg, max_rows=None if default else self.max_rows)
-            schedule = None
-            if impl == "uniep-serial":
-                schedule = uniep.Schedule(overlap="serial")
-            elif "@" in impl:
-                schedule = parse_schedule(impl.partition("@")[2])
+            change = "overlap=serial" if impl == "uniep-serial" else impl.partition("@")[2]
+            backend = "hopper" if self.device.type == "cuda" else "cpu"
+            schedule = parse_schedule(change, backend) if change else None
             self.made[key] = uniep.Workspace(
                 cfg,
                 self.group,

@@ -1,5 +1,6 @@
 """The benchmark harness without a GPU: peers against a dense reference, and everything that reads results."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from uniep.reference import composition
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -155,9 +157,11 @@ def test_tflop_counts_six_flops_per_weight_and_row():
 
 
 def test_schedule_variants_name_fields():
-    schedule = parse_schedule("overlap=serial+chunk_tokens=32+gemm1.columns=128")
-    assert (schedule.overlap, schedule.chunk_tokens, schedule.gemm1.columns) == ("serial", 32, 128)
-    assert schedule.gemm2 == parse_schedule("overlap=fused").gemm2
+    schedule = parse_schedule("overlap=serial+chunk_tokens=8+gemm1.columns=128")
+    assert (schedule.overlap, schedule.chunk_tokens, schedule.gemm1.columns) == ("serial", 8, 128)
+    default = DEFAULT_SCHEDULES["hopper"]
+    same = {"overlap": default.overlap, "chunk_tokens": default.chunk_tokens, "gemm1": default.gemm1}
+    assert dataclasses.replace(schedule, **same) == default, "nothing else has changed"
     for bad in ("colour=red", "gemm1.colour=3", "chunk_tokens"):
         with pytest.raises(ValueError, match="names no field"):
             parse_schedule(bad)
