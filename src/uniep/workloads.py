@@ -1,4 +1,4 @@
-"""Routing workloads with an exact meaning, for tests, benchmarks and the simulator.
+"""Routing workloads with an exact meaning, for tests and for whoever measures.
 
 A workload is a pure function of (name, seed, step) and of the shape: the same tokens choose the same
 experts whatever the expert-parallel size.  Its tokens lie in `shards` consecutive shards, and a rank of

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import SymInt, Tensor
 
+from uniep.errors import UniEPError
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights
-
-if TYPE_CHECKING:
-    from uniep.errors import UniEPError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +44,8 @@ class ExpertGradients:
 
 
 class Backend(Protocol):
-    """Executes calls of one Workspace.  Every method but `fake_saved` and `report` is collective:
-    all ranks of the group call it in the same order, idle ranks too."""
+    """Executes calls of one Workspace.  route, forward, backward, refuse and prepare are collective: all ranks of
+    the group call them in the same order, idle ranks too."""
 
     name: str
 
@@ -84,8 +82,5 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the backend holds.  Not collective.  Idempotent."""
+        """Free what the backend holds.  Idempotent."""
         ...
-
-
-__all__ = ["Backend", "ExpertGradients", "Inputs", "Needs"]
