@@ -19,6 +19,9 @@ ROW_ALIGN = 128
 COLUMN_GROUP = 64
 """Columns summed by one adjacent-pairs tree in d(weight); no tile is narrower."""
 
+MAX_INDEX = 2**31 - 1
+"""Rows and slots are int32 in plans."""
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -86,6 +89,16 @@ class MoEConfig:
                 f"of {below} ranks, or make num_experts a multiple of {ep_size}"
             )
         return self.num_experts // ep_size
+
+    def check_group(self, ep_size: int) -> None:
+        """Raise ConfigError where `ep_size` ranks cannot run this."""
+        self.experts_per_rank(ep_size)
+        slots = ep_size * self.max_tokens_per_rank * self.top_k
+        if slots > MAX_INDEX:
+            raise ConfigError(
+                f"{ep_size} ranks * max_tokens_per_rank={self.max_tokens_per_rank} * top_k={self.top_k} are {slots} "
+                f"slots; plans count up to {MAX_INDEX}. Lower max_tokens_per_rank"
+            )
 
     @property
     def receive_block(self) -> int:

@@ -8,18 +8,19 @@ UNIEP_BACKEND, UNIEP_TIMEOUT_S.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import os
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from uniep.config import MoEConfig
-from uniep.errors import ClosedError, ConfigError, UnsupportedError
+from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.taskflow.schedule import Schedule, is_valid
 
 if TYPE_CHECKING:
@@ -28,12 +29,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("uniep")
 
 DEFAULT_TIMEOUT_S = 600.0
+_LONGEST_S = 1e9
 _numbers = itertools.count()
 _by_key: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
 
 
 class Workspace:
-    """Collective: every rank of `group` creates it, in the same order.
+    """Collective: every rank of `group` creates it, in the same order.  An error of one rank is raised on all.
+
+    It belongs to this process: not to be pickled, dead in a forked child; copies of a layer share it.
 
     cfg: identical on all ranks, else ConfigError on every rank naming the field.
     group: ProcessGroup, one-dimensional DeviceMesh, or None for EP=1 without a process group.
@@ -58,36 +62,49 @@ class Workspace:
         self.group: dist.ProcessGroup | None = _process_group(group)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
-        self.device = _device(device)
-        self.timeout_s = (
-            timeout_s if timeout_s is not None else float(os.environ.get("UNIEP_TIMEOUT_S", DEFAULT_TIMEOUT_S))
-        )
         self.key = f"uniep-workspace-{next(_numbers)}"
         self._cause: str | None = None
         self._backend: Backend | None = None
 
-        cfg.experts_per_rank(self.ep_size)
-        if schedule is not None and (reasons := is_valid(schedule, cfg)):
-            raise ConfigError("this Schedule cannot run this MoEConfig: " + "; ".join(reasons))
-        wanted = backend if backend != "auto" else os.environ.get("UNIEP_BACKEND", "auto")
-        chosen = _choose(wanted, self.device)
-        self._compare(cfg, {"backend": chosen, "device type": self.device.type, "schedule": schedule})
+        fields, error = dataclasses.asdict(cfg), None
+        try:
+            self.device = _device(device)
+            self.timeout_s = _timeout(timeout_s)
+            cfg.check_group(self.ep_size)
+            if schedule is not None and (reasons := is_valid(schedule, cfg)):
+                raise ConfigError("this Schedule cannot run this MoEConfig: " + "; ".join(reasons))
+            wanted = backend if backend != "auto" else os.environ.get("UNIEP_BACKEND", "auto")
+            chosen = _choose(wanted, self.device)
+            fields |= {"backend": chosen, "device type": self.device.type, "schedule": schedule}
+        except Exception as cause:
+            error = cause
+        self._agree(fields, error)
+        _end_in_forked_children()
         self._backend = _make(chosen, self, schedule)
         log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
         _by_key[self.key] = self
 
-    def _compare(self, cfg: MoEConfig, extra: dict[str, Any]) -> None:
-        """Raise on every rank if any rank's configuration differs."""
+    def _agree(self, fields: dict[str, Any], error: Exception | None) -> None:
+        """Raise on every rank if any rank has an error, or another configuration."""
         if self.group is None:
+            if error is not None:
+                raise error
             return
-        mine = {**dataclasses.asdict(cfg), **extra}
-        everyone: list[dict[str, Any]] = [{}] * self.ep_size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        for name in mine:
-            values = [theirs[name] for theirs in everyone]
+        reported = error if error is None or isinstance(error, UniEPError) else ConfigError(str(error))
+        everyone: list[tuple[dict[str, Any], UniEPError | None]] = [({}, None)] * self.ep_size
+        dist.all_gather_object(everyone, (fields, reported), group=self.group)
+        for name in fields:
+            values = [theirs[name] for theirs, _ in everyone if name in theirs]
             if any(v != values[0] for v in values):
-                listed = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
+                listed = ", ".join(
+                    f"rank {r}: {theirs[name]}" for r, (theirs, _) in enumerate(everyone) if name in theirs
+                )
                 raise ConfigError(f"ranks disagree on {name} ({listed}); pass the same value on every rank")
+        if error is not None:
+            raise error
+        for rank, (_, theirs_error) in enumerate(everyone):
+            if theirs_error is not None:
+                raise type(theirs_error)(f"rank {rank}: {theirs_error}")
 
     @property
     def backend(self) -> Backend:
@@ -126,6 +143,23 @@ class Workspace:
     ) -> None:
         self.close()
 
+    def __copy__(self) -> Workspace:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a Workspace belongs to its process and cannot be pickled; save a layer's state_dict() and load it into a "
+            "new layer"
+        )
+
+    def _end_in_forked_child(self) -> None:
+        """The memory and the group are the parent's.  The backend is kept: freeing it here may touch a device."""
+        self._cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
+        self._parents, self._backend, self.group = self._backend, None, None
+
     def __repr__(self) -> str:
         state = self._backend.name if self._backend is not None else f"closed: {self._cause}"
         return f"Workspace(rank {self.rank} of {self.ep_size}, {state}, {self.cfg})"
@@ -137,6 +171,17 @@ def by_key(key: str) -> Workspace:
     if workspace is None:
         raise ClosedError(f"Workspace {key} no longer exists; keep it alive until the last backward")
     return workspace
+
+
+@functools.cache
+def _end_in_forked_children() -> None:
+    """From now on.  A child that ran calls would write into the memory of its parent."""
+
+    def after() -> None:
+        for workspace in list(_by_key.values()):
+            workspace._end_in_forked_child()
+
+    os.register_at_fork(after_in_child=after)
 
 
 def report(workspace: Workspace) -> dict[str, str]:
@@ -151,6 +196,8 @@ def _process_group(group: Any) -> dist.ProcessGroup | None:
         if group.ndim != 1:
             raise ConfigError(f"the DeviceMesh has {group.ndim} dimensions; pass one of them, e.g. mesh['ep']")
         return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("this process is not in the group; make the Workspace on the group's own ranks only")
     raise ConfigError(f"group is a {type(group).__name__}; pass a ProcessGroup, a DeviceMesh or None")
 
 
@@ -161,6 +208,19 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     if made.type == "cuda" and made.index is None:
         made = torch.device("cuda", torch.cuda.current_device())
     return made
+
+
+def _timeout(given: float | None) -> float:
+    name, value = ("timeout_s", given) if given is not None else ("UNIEP_TIMEOUT_S", os.environ.get("UNIEP_TIMEOUT_S"))
+    try:
+        seconds = float(value if value is not None else DEFAULT_TIMEOUT_S)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST_S:
+        raise ConfigError(
+            f"{name} is {value!r}; it must be a number of seconds, more than 0 and at most {_LONGEST_S:g}"
+        )
+    return seconds
 
 
 def _choose(wanted: str, device: torch.device) -> str:

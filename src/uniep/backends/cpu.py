@@ -12,10 +12,11 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import SymInt, Tensor
@@ -42,17 +43,28 @@ from uniep.routing import RoutingPlan, build_plan
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import TaskGraph
 from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
-from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.schedule import Schedule, refuse_other_fields
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
 
 
-@contextlib.contextmanager
-def _plain() -> Iterator[None]:
-    """One intra-op thread and ordinary tensors: plans outlive a call, and worker threads know no inference mode."""
-    with one_thread(), torch.inference_mode(False), torch.no_grad():
-        yield
+_T = TypeVar("_T")
+
+
+def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
+    """A call: one intra-op thread and ordinary tensors, because plans outlive a call and worker threads know neither
+    inference mode nor a default device.  An interrupt anywhere inside leaves this rank out of step: it gives up."""
+
+    @functools.wraps(method)
+    def call(self: CpuBackend, *args: Any, **kwargs: Any) -> _T:
+        with (
+            one_thread(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"),
+            self._or_give_up(unless=UniEPError),
+        ):  # fmt: skip
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 _ROUTINGS_KEPT = 16
@@ -85,6 +97,11 @@ class _Routing:
         return self._graphs[key]
 
 
+SCHEDULE_FIELDS = (
+    "overlap", "tile_order", "gemm1", "gemm2", "chunk_tokens", "matrix_workers", "vector_workers", "received",
+)  # fmt: skip
+
+
 class CpuBackend:
     """Executes calls of one Workspace with threads of this process and memory shared with its peers.
 
@@ -96,6 +113,7 @@ class CpuBackend:
     def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
         self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
         self.schedule = schedule if schedule is not None else Schedule()
+        refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         self.trace: list[TraceEntry] | None = None
         self._workspace = weakref.ref(workspace)
         self._peers: Peers | None = Peers(
@@ -107,13 +125,13 @@ class CpuBackend:
 
     # --- the interface of Backend ---
 
-    @_plain()
+    @_collective
     def route(self, ids_TK: Tensor) -> RoutingPlan:
-        call = self._enter("route", ids_TK, torch.zeros(ids_TK.shape))
+        call = self._enter("route", ids_TK, torch.zeros(ids_TK.shape, dtype=torch.float32))
         plan = call.routing.plans[self.rank]
         return RoutingPlan.from_tensors([t.clone() for t in plan.tensors()])
 
-    @_plain()
+    @_collective
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         operation = "forward" if save else "forward without gradients"
         call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD)
@@ -131,7 +149,7 @@ class CpuBackend:
             return bodies.y_TD, []
         return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
 
-    @_plain()
+    @_collective
     def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
         received_MD, h_NF, fingerprint_1 = saved
         fingerprint = int(fingerprint_1)
@@ -175,6 +193,7 @@ class CpuBackend:
     def _run(self, call: _Call, operation: str, graph: TaskGraph, bodies: object) -> None:
         Run(self.peers, call.number, operation, graph, bodies, self.trace).run(self.schedule)
 
+    @_collective
     def refuse(self, error: UniEPError) -> None:
         if self.ep_size > 1:
             named = type(error)(f"rank {self.rank}: {error}")
@@ -188,6 +207,7 @@ class CpuBackend:
             x_TD.new_empty(1, dtype=torch.int64),
         ]
 
+    @_collective
     def prepare(self) -> None:
         """Nothing to compile; one call makes sure that all ranks are there."""
         self._enter("route", *self._nothing())
@@ -217,7 +237,8 @@ class CpuBackend:
     # --- entering a call ---
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
-        return torch.zeros(0, self.cfg.top_k, dtype=torch.int32), torch.zeros(0, self.cfg.top_k)
+        ids_TK = torch.zeros(0, self.cfg.top_k, dtype=torch.int32)
+        return ids_TK, ids_TK.float()
 
     def _enter(
         self,
@@ -307,15 +328,16 @@ class CpuBackend:
         return self._peers
 
     @contextlib.contextmanager
-    def _or_give_up(self) -> Iterator[None]:
+    def _or_give_up(self, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
         """Peers wait for this rank inside: on an error, tell them and close the Workspace."""
         try:
             yield
         except BaseException as cause:
-            text = f"{type(cause).__name__}: {cause}"
-            self.peers.fail(text)
-            if (workspace := self._workspace()) is not None:
-                workspace.fail(text)
+            if self._peers is not None and not isinstance(cause, unless):
+                text = f"{type(cause).__name__}: {cause}"
+                self._peers.fail(text)
+                if (workspace := self._workspace()) is not None:
+                    workspace.fail(text)
             raise
 
 

@@ -61,15 +61,16 @@ class Run:
                 column = self.peers.rank * self.peers.workers + len(threads)
                 arguments = (f"{worker} {index}", tasks, cursor, column)
                 threads.append(threading.Thread(target=self._work, args=arguments, daemon=True))
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 thread.join()
         except BaseException as interrupt:  # KeyboardInterrupt: workers must stop before their memory goes
             self.errors.append(interrupt)
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:
+                    thread.join()
         if self.errors:
             try:
                 raise self.errors[0]

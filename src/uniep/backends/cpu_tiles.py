@@ -27,7 +27,7 @@ from uniep.weights import ExpertWeights
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What peers may write into on one rank; see `memory.shared_arrays`."""
+    """What peers may write into on one rank; see `memory.cpu_arrays`."""
 
     receive: Tensor
     returns: Tensor
@@ -51,7 +51,7 @@ class Rows:
     @classmethod
     def make(cls, rank: int, cfg: MoEConfig, plan: RoutingPlan, weights_of_rank: list[Tensor]) -> Rows:
         slots = cfg.max_tokens_per_rank * cfg.top_k
-        table = torch.zeros(len(weights_of_rank), slots)
+        table = torch.zeros(len(weights_of_rank), slots, dtype=torch.float32)
         for source, weights in enumerate(weights_of_rank):
             table[source, : weights.numel()] = weights.reshape(-1)
         back_N = plan.row_return_N.long()
@@ -198,7 +198,7 @@ class Backward(_Bodies):
         self.experts, self.h_NF, self.x_rows = experts, h_NF, x_rows
         self.dy_rows = Gather(dy_TD, shared[self.rank].receive, rows)
         groups = -(-self.cfg.ffn // COLUMN_GROUP)
-        self.group_sums_NG = torch.empty(self.num_rows, groups)
+        self.group_sums_NG = torch.empty(self.num_rows, groups, dtype=torch.float32)
         self.weighted_NF = dy_TD.new_empty(self.num_rows, self.cfg.ffn)
         self.dh_NF = dy_TD.new_empty(self.num_rows, 2 * self.cfg.ffn)
         self.dx_TD = torch.empty_like(dy_TD)

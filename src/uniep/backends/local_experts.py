@@ -126,7 +126,8 @@ class TorchExperts:
         """By rank; only this rank's is written."""
         num_rows = routed.plan.num_rows
         results_ND = tokens.local_TD.new_empty(num_rows, self.cfg.hidden)
-        return [cpu_tiles.Shared(tokens.received_MD, results_ND, torch.empty(num_rows))] * (self.rank + 1)
+        dweights_N = torch.empty(num_rows, dtype=torch.float32)
+        return [cpu_tiles.Shared(tokens.received_MD, results_ND, dweights_N)] * (self.rank + 1)
 
     def forward(
         self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
@@ -236,15 +237,15 @@ class KernelExperts:
         cfg, tile, plan, dy_TD = self.cfg, self.schedule.gemm2, routed.plan, dy.local_TD
         num_rows = plan.num_rows
         dx_ND = dy_TD.new_empty(num_rows, cfg.hidden)
-        weights_N = torch.empty(num_rows, device=dy_TD.device)
+        weights_N = torch.empty(num_rows, dtype=torch.float32, device=dy_TD.device)
         grads = experts.like(fill=num_rows == 0)
         if num_rows:
             rows, stacked = self._rows(routed, tile), _stacked(experts)
             dy_ND = self._expand(dy, rows, tile)
-            raw_NF = torch.empty(num_rows, cfg.ffn, device=dy_TD.device)
+            raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=dy_TD.device)
             self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, raw_NF)
             dh_N2F, act_NF = dy_TD.new_empty(num_rows, 2, cfg.ffn), dy_TD.new_empty(num_rows, cfg.ffn)
-            groups_NG = torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), device=dy_TD.device)
+            groups_NG = raw_NF.new_empty(num_rows, -(-cfg.ffn // COLUMN_GROUP))
             self.launch.launch_activation_gradient(
                 raw_NF, h_NF.view(num_rows, 2, cfg.ffn), rows, self.sms, dh_N2F, act_NF, groups_NG,
                 weighted=cfg.weight_at == "activation",

@@ -106,7 +106,7 @@ class CollectiveBackend:
 
     def route(self, ids_TK: Tensor) -> RoutingPlan:
         with self._settings():
-            return self._route("route", ids_TK, torch.zeros(ids_TK.shape))[0].plan
+            return self._route("route", ids_TK, torch.zeros(ids_TK.shape, dtype=torch.float32))[0].plan
 
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         cfg, operation = self.cfg, "forward" if save else "forward without gradients"
@@ -181,7 +181,7 @@ class CollectiveBackend:
             ids_TK = torch.full((tokens, cfg.top_k), -1)
             ids_TK[:, 0] = self.rank * local
             x_TD = torch.zeros(tokens, cfg.hidden, **like)
-            inputs = Inputs(x_TD, ids_TK, torch.zeros(ids_TK.shape), experts)
+            inputs = Inputs(x_TD, ids_TK, torch.zeros(ids_TK.shape, dtype=torch.float32), experts)
             self.forward(inputs, save=False)
             _, saved = self.forward(inputs, save=True)
             self.backward(x_TD, inputs, saved, Needs())
@@ -357,20 +357,27 @@ class CollectiveBackend:
             ) from cause
 
     @contextlib.contextmanager
-    def _or_give_up(self) -> Iterator[None]:
+    def _or_give_up(self, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
         """After an error inside a call peers wait in vain for this rank: close the Workspace."""
         try:
             yield
         except BaseException as cause:
-            if (workspace := self._workspace()) is not None:
+            if (workspace := self._workspace()) is not None and not isinstance(cause, unless):
                 workspace.fail(f"{type(cause).__name__}: {cause}")
             raise
 
     @contextlib.contextmanager
     def _settings(self) -> Iterator[None]:
-        """Ordinary tensors on the Workspace's device; on the CPU one thread, whose number decides bits."""
+        """Ordinary tensors on the Workspace's device, no autocast; on the CPU one thread, whose number decides bits.
+
+        After an interrupt anywhere in a call its collectives would meet those of another call: it gives up.
+        """
         on_device = one_thread() if self.device.type == "cpu" else torch.cuda.device(self.device)
-        with torch.inference_mode(False), torch.no_grad(), torch.device(self.device), on_device:
+        no_autocast = torch.autocast(self.device.type, enabled=False)
+        with (
+            torch.inference_mode(False), torch.no_grad(), no_autocast, torch.device(self.device), on_device,
+            self._or_give_up(unless=UniEPError),
+        ):  # fmt: skip
             yield
 
 

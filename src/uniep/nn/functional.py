@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
-from uniep.errors import ConfigError, DTypeError, UniEPError
+from uniep.errors import ConfigError, DTypeError, UniEPError, UnsupportedError
 from uniep.nn.ops import moe_forward
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace
 
 Weights = Tensor | Sequence[Tensor]
+
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weights, *, workspace: Workspace) -> Tensor:
@@ -22,7 +25,7 @@ def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weig
     Collective over the Workspace's group: every rank calls it equally often, with T=0 if it is idle.
 
     x_TD: (T, D) in cfg.dtype; T may differ per rank and per call, up to cfg.max_tokens_per_rank.
-    ids_TK: (T, K) integers, global expert ids; -1 leaves a slot unused; repeats in a row both count.
+    ids_TK: (T, K) int8 to int64 or uint8, global expert ids; -1 leaves a slot unused; repeats in a row both count.
     weights_TK: (T, K) routing weights, used in fp32, never renormalised.
     w13: this rank's e experts: (e, 2F, D) gate rows first, (e, 2, F, D), a pair (w1, w3) of (e, F, D), or a
         list of e tensors (2F, D); never concatenated.
@@ -30,16 +33,16 @@ def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weig
     Returns y (T, D), fresh memory.  Under torch.autocast the floating inputs are cast to cfg.dtype.
 
     Gradients: x, weights (fp32) and the expert parameters, in their own layout and dtype; experts and
-    ranks without tokens get zeros, never None.
+    ranks without tokens get zeros, never None.  Reverse mode, once: no second derivatives, no forward mode.
 
-    Raises, on every rank and before any row moves: InputError, DTypeError, ConfigError; CapacityError;
-    PeerTimeoutError when a peer does not come; ClosedError afterwards.
+    Raises, on every rank and before any row moves: InputError, DTypeError, ConfigError, UnsupportedError;
+    CapacityError; PeerTimeoutError when a peer does not come; ClosedError afterwards.
 
     **Order**: rows of an expert by (source rank, token, slot); slots of a token summed k = 0..K-1 in fp32.
     Bits depend on neither schedule, EP size, nor timing: docs/numerics.md.
     """
     backend = workspace.backend
-    if torch.is_autocast_enabled(x_TD.device.type):
+    if torch.is_autocast_enabled(workspace.device.type):
         x_TD = x_TD.to(workspace.cfg.dtype)
         w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (w13, w2))
     try:
@@ -50,6 +53,9 @@ def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weig
                 f"point with the shape of ids, {tuple(ids_TK.shape)}"
             )
         experts = ExpertWeights.parse(w13, w2, workspace.cfg, workspace.ep_size)
+        named = {"weights": [weights_TK], "w13": experts.w13, "w2": experts.w2}
+        _check_devices(named, workspace)
+        _refuse_forward_mode({"x": [x_TD], **named})
     except UniEPError as error:
         backend.refuse(error)
         raise
@@ -84,7 +90,7 @@ def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
 def _cast(value: Weights, dtype: torch.dtype) -> Weights:
     if isinstance(value, Tensor):
         return value.to(dtype)
-    return type(value)(t.to(dtype) for t in value)  # type: ignore[call-arg]
+    return [t.to(dtype) for t in value]  # a ParameterList of the results would cut them off from their parameters
 
 
 def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
@@ -95,8 +101,7 @@ def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
         raise DTypeError(
             f"x has dtype {x_TD.dtype} but the layer computes in {cfg.dtype}; convert x or change MoEConfig.dtype"
         )
-    if x_TD.device.type != workspace.device.type:
-        raise ConfigError(f"x is on {x_TD.device} but the Workspace is on {workspace.device}; move x")
+    _check_devices({"x": [x_TD]}, workspace)
     if x_TD.shape[0] != ids_TK.shape[0]:
         raise ConfigError(f"x has {x_TD.shape[0]} tokens but ids have {ids_TK.shape[0]}")
     _check_ids(ids_TK, workspace)
@@ -106,10 +111,28 @@ def _check_ids(ids_TK: Tensor, workspace: Workspace) -> None:
     cfg = workspace.cfg
     if ids_TK.dim() != 2 or ids_TK.shape[1] != cfg.top_k:
         raise ConfigError(f"ids have shape {tuple(ids_TK.shape)}; they must be (T, top_k={cfg.top_k})")
-    if ids_TK.is_floating_point() or ids_TK.is_complex() or ids_TK.dtype == torch.bool:
-        raise DTypeError(f"ids have dtype {ids_TK.dtype}; they must be integers")
+    if ids_TK.dtype not in _ID_DTYPES:
+        raise DTypeError(f"ids have dtype {ids_TK.dtype}; they must be integers, int8 to int64 or uint8")
+    _check_devices({"ids": [ids_TK]}, workspace)
     if ids_TK.shape[0] > cfg.max_tokens_per_rank:
         raise ConfigError(
             f"rank {workspace.rank} has {ids_TK.shape[0]} tokens but max_tokens_per_rank is {cfg.max_tokens_per_rank}; "
             "raise it in MoEConfig or split the batch"
         )
+
+
+def _check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) -> None:
+    """One tensor elsewhere would take the whole call elsewhere: "meta" to shapes without values."""
+    for name, tensors in named.items():
+        for t in tensors:
+            if t.device.type != workspace.device.type:
+                raise ConfigError(f"{name} is on {t.device} but the Workspace is on {workspace.device}; move {name}")
+
+
+def _refuse_forward_mode(named: Mapping[str, Sequence[Tensor]]) -> None:
+    """Custom operators drop tangents without a word."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensors in named.items():
+        if any(unpack_dual(t).tangent is not None for t in tensors):
+            raise UnsupportedError(f"{name} carries a forward-mode tangent (jvp); use reverse mode: backward or grad")

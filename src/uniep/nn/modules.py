@@ -20,7 +20,8 @@ class Experts(nn.Module):
     `first_expert .. first_expert + e - 1`.  Initialised per global expert id from `seed`, so the whole
     model is the same at every EP size.
 
-    workspace: shared with other layers of the same shape; or `group` to make an own one.
+    workspace: shared with other layers of the same configuration; or `group` and `device` to make an own one.
+    A deep copy shares the Workspace.
     """
 
     def __init__(
@@ -33,7 +34,13 @@ class Experts(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.workspace = workspace if workspace is not None else Workspace(cfg, group, device=device)
+        if workspace is None:
+            workspace = Workspace(cfg, group, device=device)
+        elif group is not None or device is not None:
+            raise ConfigError("a Workspace has its own group and device; pass either workspace or group and device")
+        elif workspace.cfg != cfg:
+            raise ConfigError(f"the layer is {cfg} but its Workspace computes {workspace.cfg}; make a Workspace for it")
+        self.workspace = workspace
         self.cfg = cfg
         local = cfg.experts_per_rank(self.workspace.ep_size)
         self.first_expert = self.workspace.rank * local
@@ -48,8 +55,7 @@ class Experts(nn.Module):
         for local in range(self.w13.shape[0]):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + self.first_expert + local)
             for weight in (self.w13[local], self.w2[local]):
-                value = torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5
-                weight.copy_(value)
+                weight.copy_(_normal(weight.shape, generator))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return moe(x_TD, ids_TK, weights_TK, self.w13, self.w2, workspace=self.workspace)
@@ -85,12 +91,13 @@ class MoE(nn.Module):
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed)
         self.renormalize = renormalize
         generator = torch.Generator().manual_seed(seed)
-        value = torch.randn(cfg.num_experts, cfg.hidden, generator=generator) * cfg.hidden**-0.5
+        value = _normal(torch.Size((cfg.num_experts, cfg.hidden)), generator)
         self.router = nn.Parameter(value.to(self.experts.w13.device, cfg.dtype))
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(ids (T, K) int64, weights (T, K) fp32).  NaN logits give valid ids and NaN weights."""
-        probabilities = torch.softmax(x_TD.float() @ self.router.float().T, dim=-1)
+        with torch.autocast(self.experts.workspace.device.type, enabled=False):
+            probabilities = torch.softmax(x_TD.float() @ self.router.float().T, dim=-1)
         order = torch.nan_to_num(probabilities.detach(), nan=0.0).sort(dim=-1, descending=True, stable=True)
         ids_TK = order.indices[:, : self.experts.cfg.top_k]
         weights_TK = probabilities.gather(1, ids_TK)
@@ -102,3 +109,8 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         ids_TK, weights_TK = self.route(x_TD)
         return self.experts(x_TD, ids_TK, weights_TK).view(x.shape)
+
+
+def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Normal with std 1/sqrt(fan-in); the same values whatever the default dtype and device."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * shape[1] ** -0.5

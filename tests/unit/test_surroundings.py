@@ -1,0 +1,170 @@
+"""What surrounds a call does not change it: the process's settings, the caller's tensors, copies, forks."""
+
+import contextlib
+import copy
+import os
+import pickle
+
+import case
+import pytest
+import torch
+from case import config, equal_bits, random_batch, same_bits
+
+import uniep
+
+CFG = config()
+BATCH = random_batch(CFG, (5, 6, 0, 9))
+HALF_CFG = config(dtype=torch.bfloat16)
+HALF_BATCH = random_batch(HALF_CFG, (5, 6, 0, 9))
+
+
+def make(cfg=CFG, backend="cpu", **options):
+    return uniep.Workspace(cfg, device="cpu", backend=backend, timeout_s=case.TIMEOUT_S, **options)
+
+
+@pytest.fixture(params=["cpu", "nccl"])
+def backend(request):
+    return request.param
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+SETTINGS = {
+    "default dtype fp64": lambda: default_dtype(torch.float64),
+    "default dtype bf16": lambda: default_dtype(torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "anomaly detection": torch.autograd.set_detect_anomaly,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_the_process(backend, setting):
+    """A global setting changes no bit of a step, also when the Workspace is made under it."""
+    enter = (lambda: SETTINGS[setting](True)) if setting == "anomaly detection" else SETTINGS[setting]
+    for cfg, batch in ((CFG, BATCH), (HALF_CFG, HALF_BATCH)):
+        want = case.forward_backward(make(cfg, backend), batch)
+        with enter():
+            workspace = make(cfg, backend)
+            if setting != "default device":
+                same_bits(case.forward_backward(workspace, batch), want, setting)
+                continue
+            y = uniep.moe(batch.x, batch.ids, batch.weights, batch.w13, batch.w2, workspace=workspace)
+        equal_bits(y, want.y, setting)
+
+
+@pytest.mark.parametrize("setting", ["default dtype fp64", "default dtype bf16", "default device"])
+def test_settings_of_the_process_when_a_layer_is_made(setting):
+    """Parameters come from the seed alone."""
+    want = uniep.nn.MoE(CFG, device="cpu").state_dict()
+    with SETTINGS[setting]():
+        got = uniep.nn.MoE(CFG, device="cpu").state_dict()
+    for name in want:
+        equal_bits(got[name], want[name], name)
+
+
+def test_the_router_is_fp32_under_autocast():
+    layer = uniep.nn.MoE(CFG, device="cpu")
+    want = layer.route(BATCH.x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer.route(BATCH.x)
+    equal_bits(got[0], want[0], "ids")
+    equal_bits(got[1], want[1], "weights")
+
+
+def test_autocast_with_lists_of_parameters(backend):
+    """36: gradients reach an nn.ParameterList through the cast."""
+    lists = [torch.nn.ParameterList([t.float() for t in w]) for w in (HALF_BATCH.w13, HALF_BATCH.w2)]
+    with torch.autocast("cpu", torch.bfloat16), make(HALF_CFG, backend) as workspace:
+        y = uniep.moe(HALF_BATCH.x.float(), HALF_BATCH.ids, HALF_BATCH.weights, *lists, workspace=workspace)
+        y.backward(HALF_BATCH.dy)
+        want = case.forward_backward(workspace, HALF_BATCH)
+    for parameters, gradient in zip(lists, (want.dw13, want.dw2), strict=True):
+        equal_bits(torch.stack([p.grad for p in parameters]), gradient.float(), "gradient")
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_a_tensor_on_another_device(backend, position):
+    """Refused by name; a "meta" tensor would turn the call into one without values."""
+    arguments = [BATCH.x, BATCH.ids, BATCH.weights, BATCH.w13, BATCH.w2]
+    arguments[position] = arguments[position].to("meta")
+    name = ("x", "ids", "weights", "w13", "w2")[position]
+    with pytest.raises(uniep.UniEPError, match=f"{name} is on meta but the Workspace is on cpu"):
+        uniep.moe(*arguments, workspace=make(backend=backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_ids_that_torch_cannot_compare(dtype):
+    with pytest.raises(uniep.DTypeError, match=str(dtype)):
+        uniep.moe(BATCH.x, BATCH.ids.to(dtype), BATCH.weights, BATCH.w13, BATCH.w2, workspace=make())
+
+
+def test_forward_mode_is_refused():
+    """Custom operators would return a tangent of zeros."""
+    workspace = make()
+
+    def layer(x):
+        return uniep.moe(x, BATCH.ids, BATCH.weights, BATCH.w13, BATCH.w2, workspace=workspace)
+
+    with pytest.raises(uniep.UnsupportedError, match="x carries a forward-mode tangent"):
+        torch.func.jvp(layer, (BATCH.x,), (BATCH.x,))
+
+
+def test_copies_share_the_workspace():
+    """A deep copy of a model works on; pickling a Workspace says what to save instead."""
+    layer = uniep.nn.MoE(CFG, device="cpu")
+    twin = copy.deepcopy(layer)
+    assert twin.experts.workspace is layer.experts.workspace
+    assert twin.experts.w13 is not layer.experts.w13
+    equal_bits(twin(BATCH.x), layer(BATCH.x), "y")
+    with pytest.raises(uniep.UnsupportedError, match="state_dict"):
+        pickle.dumps(layer)
+
+
+def test_a_layer_and_its_workspace_agree():
+    workspace = make()
+    with pytest.raises(uniep.ConfigError, match=r"weight_at='activation'.*weight_at='output'"):
+        uniep.nn.Experts(config(weight_at="activation"), workspace=workspace)
+    with pytest.raises(uniep.ConfigError, match="either workspace or group and device"):
+        uniep.nn.Experts(CFG, workspace=workspace, device="cpu")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_write_into_its_parent(backend):
+    """A data loader's worker inherits the layer: using it there is an error, and the parent works on."""
+    workspace = make(backend=backend)
+    want = case.forward_backward(workspace, BATCH)
+    child = os.fork()
+    if child == 0:
+        error = case.named_error(case.forward_only, workspace, BATCH)
+        os._exit(0 if error and error[0] == "ClosedError" and f"process {os.getppid()}" in error[1] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    same_bits(case.forward_backward(workspace, BATCH), want)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e300])
+def test_timeouts_that_are_none(value):
+    with pytest.raises(uniep.ConfigError, match="timeout_s is "):
+        uniep.Workspace(CFG, device="cpu", timeout_s=value)
+
+
+def test_a_timeout_in_the_environment(monkeypatch):
+    monkeypatch.setenv("UNIEP_TIMEOUT_S", "ten")
+    with pytest.raises(uniep.ConfigError, match="UNIEP_TIMEOUT_S is 'ten'"):
+        uniep.Workspace(CFG, device="cpu")
+    assert uniep.Workspace(CFG, device="cpu", timeout_s=1e9).timeout_s == 1e9
+
+
+def test_more_slots_than_a_plan_counts(backend):
+    """Plans are int32: more slots would wrap to others without a word."""
+    with pytest.raises(uniep.ConfigError, match="plans count up to 2147483647"):
+        make(config(max_tokens_per_rank=2**30), backend)
