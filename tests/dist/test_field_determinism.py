@@ -293,13 +293,3 @@ def test_56_a_router_with_one_choice_learns(pool):
     got = ranks[0][0] + ranks[1][0]
     assert got.any()
     torch.testing.assert_close(got.double(), router.grad, rtol=1e-4, atol=1e-5 * float(router.grad.abs().max()))
-
-
-def test_56_renormalising_one_choice_is_refused(pool):
-    """56: K=1 with renormalisation would never learn: refused at construction, on every rank."""
-    for kind, message in pool.run(refused_router, config(top_k=1)):
-        assert kind == "ConfigError" and "top_k=1" in message and "renormalize=False" in message
-
-
-def refused_router(world, cfg):
-    return case.named_error(lambda: uniep.nn.MoE(cfg, world.group(4), device="cpu"))

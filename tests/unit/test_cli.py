@@ -15,7 +15,6 @@ from uniep.cli import model
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
 from uniep.cli.model import ModelConfig, Trainer, add_in_shard_order
-from uniep.cli.options import numbers
 from uniep.cli.pictures import draw_loss
 from uniep.cli.text import Text
 from uniep.cli.timeline import draw_timeline, recording
@@ -127,10 +126,6 @@ def test_demo_with_real_processes(tmp_path):
     assert "identical" in result.stdout and "✗" not in result.stdout
     for name in ("loss.png", "timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_numbers():
-    assert numbers("1,2,4") == [1, 2, 4]
 
 
 # --- evidence ---
