@@ -43,7 +43,7 @@ from uniep.routing import RoutingPlan, build_plan
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import TaskGraph
 from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
-from uniep.taskflow.schedule import Schedule, refuse_other_fields
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
@@ -112,7 +112,7 @@ class CpuBackend:
 
     def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
         self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
-        self.schedule = schedule if schedule is not None else Schedule()
+        self.schedule = schedule if schedule is not None else DEFAULT_SCHEDULES["cpu"]
         refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         self.trace: list[TraceEntry] | None = None
         self._workspace = weakref.ref(workspace)

@@ -43,18 +43,17 @@ from uniep.backends.protocol import (
     same_forward,
     wanted_anywhere,
 )
-from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
+from uniep.errors import ClosedError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.memory import TEXT_BYTES
 from uniep.numerics import one_thread
 from uniep.routing import RoutingPlan, build_plan
-from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
 
-_SERIAL = Schedule(overlap="serial", tile_order="natural")
-_USED = ("gemm1", "gemm2", "weight_gradient", "received")
+SCHEDULE_FIELDS = ("gemm1", "gemm2", "weight_gradient", "received")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,8 @@ class CollectiveBackend:
         self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
         self.device, self.timeout_s = workspace.device, workspace.timeout_s
         self._group = workspace.group if self.ep_size > 1 else None
-        self.schedule = _usable(schedule)
+        self.schedule = schedule if schedule is not None else DEFAULT_SCHEDULES["nccl"]
+        refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         self.transport = _transport(self._group, self.device)
         self.experts, self.because = local_experts(self.cfg, self.rank, self.schedule, self.device)
         self._workspace = weakref.ref(workspace)
@@ -379,21 +379,6 @@ class CollectiveBackend:
             self._or_give_up(unless=UniEPError),
         ):  # fmt: skip
             yield
-
-
-def _usable(schedule: Schedule | None) -> Schedule:
-    """The schedule.  Raises ConfigError for a field that would have no effect."""
-    if schedule is None:
-        return _SERIAL
-    kept = dataclasses.replace(_SERIAL, **{name: getattr(schedule, name) for name in _USED})
-    for field in dataclasses.fields(Schedule):
-        value, only = getattr(schedule, field.name), getattr(kept, field.name)
-        if value != only:
-            raise ConfigError(
-                f"{field.name} is {value!r}, but the nccl backend runs collectives and GEMMs one after another and "
-                f"knows only {only!r}; it uses {', '.join(_USED)}"
-            )
-    return kept
 
 
 def _transport(group: dist.ProcessGroup | None, device: torch.device) -> str:

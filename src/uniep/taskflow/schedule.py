@@ -108,15 +108,14 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
     return reasons
 
 
-def refuse_other_fields(schedule: Schedule, executor: str, known: Collection[str]) -> None:
-    """Raise ConfigError for fields that were changed from their default and mean nothing to `executor`."""
+def refuse_other_fields(schedule: Schedule, backend: str, known: Collection[str]) -> None:
+    """Raise ConfigError for fields that mean nothing to `backend`, unless they are as in its default."""
+    default = DEFAULT_SCHEDULES[backend]
     other = [
-        field.name
+        f"Schedule.{field.name} is {value!r}, but backend {backend!r} knows only {only!r}"
         for field in dataclasses.fields(schedule)
-        if field.name not in known and getattr(schedule, field.name) != field.default
+        if (value := getattr(schedule, field.name)) != (only := getattr(default, field.name))
+        and field.name not in known
     ]
     if other:
-        raise ConfigError(
-            f"Schedule.{', '.join(other)} means nothing to backend {executor!r}; leave it out. "
-            f"It knows: {', '.join(known)}"
-        )
+        raise ConfigError(f"{'; '.join(other)}. It uses {', '.join(known)}")
