@@ -38,6 +38,7 @@ class Workspace:
     """Collective: every rank of `group` creates it, in the same order.  An error of one rank is raised on all.
 
     It belongs to this process: not to be pickled, dead in a forked child; copies of a layer share it.
+    Calls of several threads run one after another; all ranks need them in the same order.
 
     cfg: identical on all ranks, else ConfigError on every rank naming the field.
     group: ProcessGroup, one-dimensional DeviceMesh, or None for EP=1 without a process group.

@@ -1,5 +1,6 @@
 """What surrounds a call does not change it: the process's settings, the caller's tensors, copies, forks."""
 
+import concurrent.futures
 import contextlib
 import copy
 import os
@@ -168,3 +169,13 @@ def test_more_slots_than_a_plan_counts(backend):
     """Plans are int32: more slots would wrap to others without a word."""
     with pytest.raises(uniep.ConfigError, match="plans count up to 2147483647"):
         make(config(max_tokens_per_rank=2**30), backend)
+
+
+def test_threads_take_turns(backend):
+    """Two threads in calls of one Workspace: each step has its own bits."""
+    workspace, batches = make(backend=backend), [random_batch(CFG, (5, 6, 0, 9), seed=seed) for seed in (0, 1)]
+    wanted = [case.forward_backward(workspace, batch) for batch in batches]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(case.forward_backward, workspace, batches[n % 2]) for n in range(20)]
+    for n, step in enumerate(found):
+        same_bits(step.result(), wanted[n % 2])

@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,13 +55,14 @@ _T = TypeVar("_T")
 
 def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
     """A call: one intra-op thread and ordinary tensors, because plans outlive a call and worker threads know neither
-    inference mode nor a default device.  An interrupt anywhere inside leaves this rank out of step: it gives up."""
+    inference mode nor a default device.  Threads take turns.  An interrupt anywhere inside leaves this rank out of
+    step: it gives up."""
 
     @functools.wraps(method)
     def call(self: CpuBackend, *args: Any, **kwargs: Any) -> _T:
         with (
             one_thread(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"),
-            self._or_give_up(unless=UniEPError),
+            self._turn, self._or_give_up(unless=UniEPError),
         ):  # fmt: skip
             return method(self, *args, **kwargs)
 
@@ -119,6 +121,7 @@ class CpuBackend:
         self._peers: Peers | None = Peers(
             self.cfg, self.schedule, workspace.group, self.rank, self.ep_size, workspace.timeout_s
         )
+        self._turn = threading.RLock()
         self._call = 0
         self._forwards = 0
         self._routings: collections.OrderedDict[bytes, _Routing] = collections.OrderedDict()

@@ -20,6 +20,7 @@ import dataclasses
 import datetime
 import hashlib
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -97,6 +98,7 @@ class CollectiveBackend:
         self.transport = _transport(self._group, self.device)
         self.experts, self.because = local_experts(self.cfg, self.rank, self.schedule, self.device)
         self._workspace = weakref.ref(workspace)
+        self._turn = threading.RLock()
         self._call = self._forwards = 0
         # Names this Workspace in every header: collectives of two Workspaces of one group look alike.
         own = torch.tensor([random.SystemRandom().getrandbits(62)], device=self.device)
@@ -370,13 +372,14 @@ class CollectiveBackend:
     def _settings(self) -> Iterator[None]:
         """Ordinary tensors on the Workspace's device, no autocast; on the CPU one thread, whose number decides bits.
 
-        After an interrupt anywhere in a call its collectives would meet those of another call: it gives up.
+        Threads take turns.  After an interrupt anywhere in a call its collectives would meet those of another call:
+        it gives up.
         """
         on_device = one_thread() if self.device.type == "cpu" else torch.cuda.device(self.device)
         no_autocast = torch.autocast(self.device.type, enabled=False)
         with (
             torch.inference_mode(False), torch.no_grad(), no_autocast, torch.device(self.device), on_device,
-            self._or_give_up(unless=UniEPError),
+            self._turn, self._or_give_up(unless=UniEPError),
         ):  # fmt: skip
             yield
 
