@@ -32,13 +32,13 @@ from uniep.backends.protocol import (
     agree,
     bad_id_error,
     check_capacity,
+    encoded,
     error_index,
     needs_bits,
     same_forward,
     wanted_anywhere,
 )
 from uniep.errors import ClosedError, PeerTimeoutError, UniEPError
-from uniep.memory import TEXT_BYTES
 from uniep.numerics import one_thread
 from uniep.routing import RoutingPlan, build_plan
 from uniep.taskflow.check import check
@@ -262,7 +262,7 @@ class CpuBackend:
             ids_TK, weights_TK = self._nothing()
         self._call += 1
         number = self._call
-        text = str(error).encode()[:TEXT_BYTES] if error is not None else b""
+        text = encoded(str(error) if error is not None else "")
         mine = Header(
             number,
             OPERATIONS.index(operation),
@@ -353,5 +353,6 @@ def _digest(*tensors: Tensor) -> int:
     """64 bits that name the contents of `tensors`."""
     state = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        state.update(repr(tensor.shape).encode() + _raw(tensor.contiguous()))
+        state.update(repr(tensor.shape).encode())
+        state.update(_raw(tensor.contiguous()))
     return int.from_bytes(state.digest(), "little", signed=True)

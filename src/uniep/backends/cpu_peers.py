@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from uniep.backends.protocol import decoded, encoded
 from uniep.backends.shm import map_segments
 from uniep.config import MoEConfig
 from uniep.errors import PeerTimeoutError
-from uniep.memory import HEADER_WORDS, TEXT_BYTES, cpu_arrays, pack, packed_bytes
+from uniep.memory import HEADER_WORDS, cpu_arrays, pack, packed_bytes
 from uniep.taskflow.graph import Event
 from uniep.taskflow.schedule import Schedule, num_chunks
 
@@ -46,7 +47,7 @@ class Peers:
 
     # --- entering a call ---
 
-    def enter(self, number: int, header: Sequence[int], text: bytes, arrays: dict[str, Tensor]) -> None:
+    def enter(self, number: int, header: Sequence[int], text: Tensor, arrays: dict[str, Tensor]) -> None:
         """Clear this rank's counters, write header, text and arrays into every rank, then say "entered `number`"."""
         parity = number % 2
         self.tensors[self.rank]["flags"][parity].zero_()
@@ -56,8 +57,7 @@ class Peers:
                 segment.words[first + offset] = value
             for name, tensor in arrays.items():
                 tensors[name][parity, self.rank, : tensor.numel()] = tensor.reshape(-1)
-            if text:
-                _store(tensors["exchange_text"][parity, self.rank], text)
+            tensors["exchange_text"][parity, self.rank, : len(text)] = text
         self._order()
         for segment in self._segments:
             segment.words[segment.word("entered") + self.rank] = number
@@ -73,7 +73,7 @@ class Peers:
         return list(segment.words[first : first + length])
 
     def text(self, number: int, peer: int, length: int) -> str:
-        return _load(self.tensors[self.rank]["exchange_text"][number % 2, peer], length)
+        return decoded(self.tensors[self.rank]["exchange_text"][number % 2, peer, :length])
 
     def exchanged(self, number: int, peer: int, name: str, count: int) -> Tensor:
         """A copy of the first `count` values that `peer` wrote into array `name`."""
@@ -111,8 +111,8 @@ class Peers:
 
     def fail(self, text: str) -> None:
         """Tell all ranks that this one will not arrive any more."""
-        raw = text.encode()[: TEXT_BYTES - 8]
-        _store(self.tensors[self.rank]["failed"][1:].view(torch.uint8), raw)
+        raw = encoded(text)
+        self.tensors[self.rank]["failed"][1:].view(torch.uint8)[: len(raw)] = raw
         self._order()
         segment = self._segments[self.rank]
         segment.words[segment.word("failed")] = len(raw)
@@ -122,18 +122,10 @@ class Peers:
         for peer, segment in enumerate(self._segments):
             length = segment.words[segment.word("failed")]
             if length and peer != self.rank:
-                reason = _load(self.tensors[peer]["failed"][1:].view(torch.uint8), length)
+                reason = decoded(self.tensors[peer]["failed"][1:].view(torch.uint8)[:length])
                 raise PeerTimeoutError(f"rank {self.rank} cannot go on: rank {peer} failed with {reason}")
 
     def _order(self) -> None:
         """No access moves across: what was written before is visible before what follows."""
         with self._fence:
             pass
-
-
-def _store(target: Tensor, raw: bytes) -> None:
-    target[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-
-
-def _load(source: Tensor, length: int) -> str:
-    return bytes(source[:length].tolist()).decode(errors="replace")

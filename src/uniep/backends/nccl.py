@@ -39,6 +39,8 @@ from uniep.backends.protocol import (
     agree,
     bad_id_error,
     check_capacity,
+    decoded,
+    encoded,
     error_index,
     needs_bits,
     same_forward,
@@ -219,7 +221,7 @@ class CollectiveBackend:
         """Exchange headers.  Raises on every rank, before any row moves and with the Workspace still usable:
         the error of the first rank that refuses; UniEPError if ranks are in different calls."""
         self._call += 1
-        text = str(error).encode()[:TEXT_BYTES] if error is not None else b""
+        text = encoded(str(error) if error is not None else "")
         forwards = self._forwards + operation.startswith("forward")
         header = Header(
             self._call, OPERATIONS.index(operation), num_tokens, error_index(error), len(text), 0, fingerprint,
@@ -240,10 +242,10 @@ class CollectiveBackend:
         texts = torch.empty(0)
         if any(h.error >= 0 for h in headers):
             raw = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-            raw[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+            raw[: len(text)] = text
             with self._or_give_up():
                 texts = self._all_gather(raw, "refusal", operation)
-        agree(self._call, headers, lambda r: bytes(texts[r, : headers[r].text_bytes].tolist()).decode(errors="replace"))
+        agree(self._call, headers, lambda r: decoded(texts[r, : headers[r].text_bytes]))
         self._forwards = forwards
         return headers
 

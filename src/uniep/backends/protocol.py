@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from uniep.backends.base import Needs
@@ -23,6 +24,7 @@ from uniep.errors import (
     UniEPError,
     UnsupportedError,
 )
+from uniep.memory import TEXT_BYTES
 from uniep.routing import find_bad_id
 
 OPERATIONS = ("route", "forward", "forward without gradients", "backward", "dispatch", "refuse")
@@ -75,6 +77,16 @@ def error_index(error: UniEPError | None) -> int:
 def error_of(index: int) -> type[UniEPError]:
     """The class of an `error_index`."""
     return _ERRORS[index]
+
+
+def encoded(text: str, most: int = TEXT_BYTES) -> Tensor:
+    """The text in UTF-8, cut after `most` bytes: (bytes,) uint8."""
+    return torch.tensor(list(text.encode()[:most]), dtype=torch.uint8)
+
+
+def decoded(raw: Tensor) -> str:
+    """The text of bytes that `encoded` made."""
+    return bytes(raw.tolist()).decode(errors="replace")
 
 
 def bad_id_error(ids_TK: Tensor, rank: int, num_experts: int) -> InputError | None:
