@@ -88,7 +88,7 @@ class MemoryPlan:
 _KINDS: dict[Kind, str] = {
     "shared": "once per Workspace, for all its layers",
     "saved": "per call, from forward to backward",
-    "transient": "during one call",
+    "transient": "during one call, not all at once",
 }
 
 
@@ -232,11 +232,11 @@ def plan_memory(
     Needs no GPU and no process group.  backend: "hopper", "cpu" or "nccl".  schedule: default the backend's own.
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
     routing unless cfg.max_rows fixes them (hopper).
-    Raises ConfigError if ep_size does not divide num_experts, tokens exceed the maximum, or backend is unknown.
+    Raises ConfigError if ep_size ranks cannot run cfg, tokens exceed the maximum, or backend is unknown.
     """
     if backend not in _BUFFERS:
         raise ConfigError(f"backend is {backend!r}; plan_memory knows {', '.join(map(repr, _BUFFERS))}")
-    cfg.experts_per_rank(ep_size)
+    cfg.check_group(ep_size)
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
     if not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")

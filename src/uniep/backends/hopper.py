@@ -405,7 +405,3 @@ def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:
         raise ConfigError(f"top_k is {cfg.top_k}; the hopper backend's limit is {MAX_TOP_K}")
     if ep_size & (ep_size - 1):
         raise ConfigError(f"the EP group has {ep_size} ranks; the hopper backend needs a power of two; {WAY_OUT}")
-    if (slots := ep_size * cfg.max_tokens_per_rank * cfg.top_k) >= 2**31:
-        raise ConfigError(
-            f"ep_size * max_tokens_per_rank * top_k is {slots}; the limit is {2**31 - 1}; split the batch"
-        )

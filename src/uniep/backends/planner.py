@@ -16,7 +16,7 @@ import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.arena import Arena
-from uniep.backends.protocol import bad_id_error, error_index, error_of
+from uniep.backends.protocol import bad_id_error, decoded, encoded, error_index, error_of
 from uniep.config import ROW_ALIGN
 from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError
 from uniep.kernels import sync
@@ -151,8 +151,8 @@ class Planner:
         """Enter the call that the peers make, with nothing but the reason why this rank does not."""
         words = torch.zeros(EXCHANGE_HEADER, dtype=torch.int32)
         words[3] = error_index(error)
-        text = str(error).encode()[: 4 * (EXCHANGE_HEADER - 4) - 1]
-        words.view(torch.uint8)[16 : 16 + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        text = encoded(str(error), 4 * (EXCHANGE_HEADER - 4) - 1)
+        words.view(torch.uint8)[16 : 16 + len(text)] = text
         self.enter(None, None, 0, words.to(self.device))
         self.wait("entered", 1)
 
@@ -254,8 +254,7 @@ class Planner:
         for source in range(self.num_ranks):
             header = exchange[source, :EXCHANGE_HEADER]
             if header[2]:
-                text = bytes(header[4:].view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
-                raise error_of(int(header[3]))(text)
+                raise error_of(int(header[3]))(decoded(header[4:].view(torch.uint8)).rstrip("\0"))
             count = int(header[0]) * self.cfg.top_k
             ids_TK = exchange[source, EXCHANGE_HEADER : EXCHANGE_HEADER + count].view(-1, self.cfg.top_k)
             if (error := bad_id_error(ids_TK, source, self.cfg.num_experts)) is not None:
