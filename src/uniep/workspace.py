@@ -77,23 +77,24 @@ class Workspace:
             wanted = backend if backend != "auto" else os.environ.get("UNIEP_BACKEND", "auto")
             chosen = _choose(wanted, self.device)
             fields |= {"backend": chosen, "device type": self.device.type, "schedule": schedule}
-        except Exception as cause:
+        except UniEPError as cause:
             error = cause
+        except Exception as cause:  # torch's, of a device that it does not know or have
+            error = ConfigError(f"{type(cause).__name__}: {cause}")
         self._agree(fields, error)
         _end_in_forked_children()
         self._backend = _make(chosen, self, schedule)
         log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
         _by_key[self.key] = self
 
-    def _agree(self, fields: dict[str, Any], error: Exception | None) -> None:
+    def _agree(self, fields: dict[str, Any], error: UniEPError | None) -> None:
         """Raise on every rank if any rank has an error, or another configuration."""
         if self.group is None:
             if error is not None:
                 raise error
             return
-        reported = error if error is None or isinstance(error, UniEPError) else ConfigError(str(error))
         everyone: list[tuple[dict[str, Any], UniEPError | None]] = [({}, None)] * self.ep_size
-        dist.all_gather_object(everyone, (fields, reported), group=self.group)
+        dist.all_gather_object(everyone, (fields, error), group=self.group)
         for name in fields:
             values = [theirs[name] for theirs, _ in everyone if name in theirs]
             if any(v != values[0] for v in values):

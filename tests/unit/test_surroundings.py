@@ -179,3 +179,47 @@ def test_threads_take_turns(backend):
         found = [threads.submit(case.forward_backward, workspace, batches[n % 2]) for n in range(20)]
     for n, step in enumerate(found):
         same_bits(step.result(), wanted[n % 2])
+
+
+def compiled(workspace, graphs):
+    """`moe` compiled in one graph, each compilation appended to `graphs`; numbers of tokens unknown to it."""
+    torch._dynamo.reset()
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    function = torch.compile(
+        lambda x, ids, weights, w13, w2: uniep.moe(x, ids, weights, w13, w2, workspace=workspace),
+        fullgraph=True,
+        backend=count,
+    )
+
+    def call(x, ids, weights, *experts):
+        arguments = [t.detach().clone().requires_grad_(t.requires_grad) for t in (x, ids, weights)]
+        for t in arguments:
+            torch._dynamo.decorators.mark_unbacked(t, 0)
+        return function(*arguments, *experts)
+
+    return call
+
+
+def test_one_compilation_for_any_number_of_tokens(backend):
+    """72: with mark_unbacked T = 64, 96, 1, 0 share one graph, and more than the limit is refused by name."""
+    graphs = []
+    batch, workspace = random_batch(CFG, (100, 100, 57, 0)), make(backend=backend)
+    call, w13, w2 = compiled(workspace, graphs), case.leaf(batch.w13), case.leaf(batch.w2)
+    for tokens in (64, 96, 1, 0):
+        arguments = batch.x[:tokens], batch.ids[:tokens], batch.weights[:tokens], w13, w2
+        equal_bits(call(*arguments).detach(), uniep.moe(*arguments, workspace=workspace).detach(), f"T={tokens}")
+    with pytest.raises(uniep.ConfigError, match="257 tokens but max_tokens_per_rank is 256"):
+        call(batch.x, batch.ids, batch.weights, w13, w2)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["x", "weights"])
+def test_different_numbers_of_tokens(backend, name):
+    arguments = {"x": BATCH.x, "weights": BATCH.weights}
+    arguments[name] = arguments[name][:7]
+    with pytest.raises(uniep.ConfigError, match=f"{name} and ids differ in their number of tokens: 7 and 20"):
+        uniep.moe(arguments["x"], BATCH.ids, arguments["weights"], BATCH.w13, BATCH.w2, workspace=make(backend=backend))

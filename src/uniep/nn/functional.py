@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from uniep.errors import ConfigError, DTypeError, UniEPError, UnsupportedError
-from uniep.nn.ops import moe_forward
+from uniep.nn.ops import check_tokens, moe_forward
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace
@@ -47,7 +47,7 @@ def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weig
         w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (w13, w2))
     try:
         _check(x_TD, ids_TK, workspace)
-        if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
+        if weights_TK.shape[1:] != ids_TK.shape[1:] or not weights_TK.is_floating_point():
             raise ConfigError(
                 f"weights have shape {tuple(weights_TK.shape)} and dtype {weights_TK.dtype}; they must be floating "
                 f"point with the shape of ids, {tuple(ids_TK.shape)}"
@@ -81,6 +81,7 @@ def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
     backend = workspace.backend
     try:
         _check_ids(ids_TK, workspace)
+        check_tokens({"ids": ids_TK}, workspace)
     except UniEPError as error:
         backend.refuse(error)
         raise
@@ -94,6 +95,7 @@ def _cast(value: Weights, dtype: torch.dtype) -> Weights:
 
 
 def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
+    """All but the number of tokens, which torch.compile may not know: the operator itself checks that."""
     cfg = workspace.cfg
     if x_TD.dim() != 2 or x_TD.shape[1] != cfg.hidden:
         raise ConfigError(f"x has shape {tuple(x_TD.shape)}; it must be (T, hidden={cfg.hidden})")
@@ -102,8 +104,6 @@ def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
             f"x has dtype {x_TD.dtype} but the layer computes in {cfg.dtype}; convert x or change MoEConfig.dtype"
         )
     _check_devices({"x": [x_TD]}, workspace)
-    if x_TD.shape[0] != ids_TK.shape[0]:
-        raise ConfigError(f"x has {x_TD.shape[0]} tokens but ids have {ids_TK.shape[0]}")
     _check_ids(ids_TK, workspace)
 
 
@@ -114,11 +114,6 @@ def _check_ids(ids_TK: Tensor, workspace: Workspace) -> None:
     if ids_TK.dtype not in _ID_DTYPES:
         raise DTypeError(f"ids have dtype {ids_TK.dtype}; they must be integers, int8 to int64 or uint8")
     _check_devices({"ids": [ids_TK]}, workspace)
-    if ids_TK.shape[0] > cfg.max_tokens_per_rank:
-        raise ConfigError(
-            f"rank {workspace.rank} has {ids_TK.shape[0]} tokens but max_tokens_per_rank is {cfg.max_tokens_per_rank}; "
-            "raise it in MoEConfig or split the batch"
-        )
 
 
 def _check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) -> None:

@@ -12,10 +12,23 @@ import torch
 from torch import Tensor
 
 from uniep.backends.base import Inputs, Needs
+from uniep.errors import ConfigError, UniEPError
 from uniep.weights import ExpertWeights
-from uniep.workspace import by_key
+from uniep.workspace import Workspace, by_key
 
 __all__ = ["SAVE_OPS", "moe_forward"]
+
+
+def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
+    """Raise ConfigError unless all have one number of tokens, which the Workspace can take."""
+    for name, tensor in named.items():
+        if len(tensor) != len(named["ids"]):
+            raise ConfigError(f"{name} and ids differ in their number of tokens: {len(tensor)} and {len(named['ids'])}")
+    if len(named["ids"]) > workspace.cfg.max_tokens_per_rank:
+        raise ConfigError(
+            f"rank {workspace.rank} has {len(named['ids'])} tokens but max_tokens_per_rank is "
+            f"{workspace.cfg.max_tokens_per_rank}; raise it in MoEConfig or split the batch"
+        )
 
 
 @torch.library.custom_op("uniep::moe_fwd", mutates_args=())
@@ -30,8 +43,14 @@ def moe_forward(
     save: bool,
 ) -> list[Tensor]:
     """[y, *saved].  x (T, D), ids (T, K), weights (T, K) fp32, experts as in `ExpertWeights`."""
+    space = by_key(workspace)
+    try:
+        check_tokens({"ids": ids, "x": x, "weights": weights}, space)
+    except UniEPError as error:
+        space.backend.refuse(error)
+        raise
     experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
-    y, saved = by_key(workspace).backend.forward(Inputs(x, ids, weights, experts), save)
+    y, saved = space.backend.forward(Inputs(x, ids, weights, experts), save)
     return [y, *saved]
 
 

@@ -1,0 +1,154 @@
+"""What one rank does wrong at an odd moment: every rank gets a named error at once, and no wrong number."""
+
+import dataclasses
+import itertools
+import os
+import sys
+import time
+
+import case
+import pytest
+import torch
+from case import config, equal_bits, random_batch, same_bits
+
+import uniep
+
+BACKENDS = os.path.join("uniep", "backends")
+
+
+def make(world, cfg, **options):
+    """A Workspace of ranks 0 and 1."""
+    return uniep.Workspace(cfg, world.group(2), **({"device": "cpu", "timeout_s": 20.0} | options))
+
+
+def odd_workspace(world, cfg, changes, options):
+    """(error, seconds) of making a Workspace where rank 1 alone has `changes` in its config and `options`."""
+    if world.rank == 1:
+        cfg = dataclasses.replace(cfg, **changes)
+    start = time.monotonic()
+    error = case.named_error(lambda: make(world, cfg, **(options if world.rank == 1 else {})))
+    return error, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "text"),
+    [
+        ({}, {"timeout_s": -1.0}, "timeout_s is -1"),
+        ({}, {"backend": "hopper"}, "backend 'hopper' does not run on cpu"),
+        ({}, {"device": "nonsense"}, "nonsense"),
+        ({"num_experts": 7}, {}, "ranks disagree on num_experts (rank 0: 8, rank 1: 7)"),
+    ],
+    ids=["timeout", "backend", "device", "experts"],
+)
+def test_one_rank_cannot_make_its_workspace(pool, changes, options, text):
+    """The others do not wait for it."""
+    for error, took in pool.run(odd_workspace, config(), changes, options, ranks=2):
+        assert error is not None and error[0] == "ConfigError" and text in error[1], error
+        assert took < 10
+
+
+class InterruptionError(KeyboardInterrupt):
+    """As Ctrl-C in one process."""
+
+
+def interrupt_at(number):
+    """Raise InterruptionError in this thread when it enters function `number` of the backends."""
+    entered = itertools.count()
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        inside = BACKENDS in code.co_filename and code.co_name not in ("call", "_or_give_up")
+        if event == "call" and inside and next(entered) == number:
+            raise InterruptionError("Ctrl-C")
+
+    sys.setprofile(profile)
+
+
+def interrupted(world, cfg, batch, numbers):
+    """Per number: (error, seconds, the next step's error) of a step in which rank 1 is interrupted there."""
+    found = []
+    for number in numbers:
+        with make(world, cfg) as ws:
+            case.forward_backward(ws, batch)
+            if world.rank == 1:
+                interrupt_at(number)
+            start = time.monotonic()
+            try:
+                case.forward_backward(ws, batch)
+                stopped = None
+            except (uniep.UniEPError, KeyboardInterrupt) as error:
+                stopped = f"{type(error).__name__}: {error}"
+            finally:
+                sys.setprofile(None)
+            found.append((stopped, time.monotonic() - start, case.named_error(case.forward_backward, ws, batch)))
+    return found
+
+
+def test_an_interrupt_inside_a_call(pool):
+    """Wherever it strikes, the other rank hears of it at once, and both Workspaces are dead."""
+    numbers = list(range(0, 120, 9))
+    first, second = pool.run(interrupted, config(), random_batch(config(), (5, 5, 5, 5)), numbers, ranks=2)
+    for number, (stopped, took, after), (own, _, own_after) in zip(numbers, first, second, strict=True):
+        assert own is not None and own.startswith("InterruptionError"), (number, own)
+        assert stopped is None or "rank 1 failed with InterruptionError" in stopped, (number, stopped)
+        assert took < 10
+        assert after[0] in ("ClosedError", "PeerTimeoutError") and own_after[0] == "ClosedError", (number, after)
+
+
+def odd_surroundings(world, cfg, batch, backend):
+    """This rank's y of a Workspace made and used under another default device and dtype; a refusal in between."""
+    rows, experts = batch.rows(world.rank, 2), batch.experts(world.rank, 2)
+    arguments = [batch.x[rows], batch.ids[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts]]
+    bad = list(arguments)
+    if world.rank == 1:
+        bad[1] = bad[1].float()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            ws = make(world, cfg, backend=backend)
+            ws.prepare()
+            error = case.named_error(lambda: uniep.moe(*bad, workspace=ws))
+            y = uniep.moe(*arguments, workspace=ws)
+        return error, y, case.forward_backward(ws, batch)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "nccl"])
+def test_another_default_device_and_dtype(pool, backend):
+    """Global settings reach neither the exchange nor the numbers."""
+    batch = random_batch(config(), (5, 6, 0, 9))
+    ranks = pool.run(odd_surroundings, config(), batch, backend, ranks=2)
+    want = case.oracle(pool, config(), batch)
+    for error, _, _ in ranks:
+        assert error[0] == "DTypeError" and "ids have dtype torch.float32" in error[1]
+    equal_bits(torch.cat([y for _, y, _ in ranks]), want.y, "y")
+    same_bits(case.gather([outcome for _, _, outcome in ranks]), want)
+
+
+def too_many_compiled(world, cfg, batch):
+    """(error of a compiled call for which rank 1 has too many tokens, y of the next)."""
+    with make(world, cfg) as ws:
+        rows, experts = batch.rows(world.rank, 2), batch.experts(world.rank, 2)
+        arguments = batch.x[rows], batch.ids[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts]
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def compiled(x, ids, weights, w13, w2):
+            return uniep.moe(x, ids, weights, w13, w2, workspace=ws)
+
+        def call(repeats):
+            tokens = [t.repeat(repeats, 1) for t in arguments[:3]]
+            for t in tokens:
+                torch._dynamo.decorators.mark_unbacked(t, 0)
+            return compiled(*tokens, *arguments[3:])
+
+        return case.named_error(call, 100 if world.rank == 1 else 1), call(1)
+
+
+def test_a_compiled_call_refuses_on_every_rank(pool):
+    """62, 72: the number of tokens is judged when the call runs, so all ranks hear of it."""
+    batch = random_batch(config(), (5, 6, 0, 9))
+    ranks = pool.run(too_many_compiled, config(), batch, ranks=2)
+    for error, _ in ranks:
+        assert error[0] == "ConfigError" and "rank 1 has 900 tokens" in error[1], error
+    equal_bits(torch.cat([y for _, y in ranks]), case.oracle(pool, config(), batch).y, "y")
