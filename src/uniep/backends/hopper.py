@@ -20,6 +20,7 @@ from uniep.backends.arena import WAY_OUT, Arena
 from uniep.backends.base import ExpertGradients, Inputs, Needs
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
+from uniep.kernels.support import why_not
 from uniep.memory import hopper_arrays, pack
 from uniep.routing import RoutingPlan
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, Tile, refuse_other_fields
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 PUSH_BYTES_PER_US = 150_000  # all pushing programs of a rank, beside a GEMM (2x H200)
 PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
-MAX_TOP_K = 128
 SCHEDULE_FIELDS = (
     "overlap", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens", "push_programs",
 )  # fmt: skip
@@ -377,31 +377,7 @@ class HopperBackend:
 
 def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:
     """Raise for what this backend cannot run, with the way out."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
-        raise UnsupportedError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; the hopper backend needs "
-            f"9.0; {WAY_OUT}"
-        )
-    try:
-        import triton
-    except ImportError as error:
-        raise UnsupportedError(
-            "the hopper backend needs triton >= 3.6; install the one that your torch names"
-        ) from error
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if not (3, 6) <= version < (3, 10):
-        raise UnsupportedError(
-            f"triton is {triton.__version__}; the hopper backend is tested with 3.6 <= triton < 3.10; {WAY_OUT}"
-        )
-    if cfg.dtype == torch.float32:
-        raise ConfigError("dtype is torch.float32; the hopper backend computes in bfloat16 or float16 (never TF32)")
-    for name, value in (("hidden", cfg.hidden), ("ffn", cfg.ffn)):
-        if value % 8:
-            raise ConfigError(
-                f"{name} is {value}; on GPUs it must be a multiple of 8 (16-byte rows); pad it to {-(-value // 8) * 8}"
-            )
-    if cfg.top_k > MAX_TOP_K:
-        raise ConfigError(f"top_k is {cfg.top_k}; the hopper backend's limit is {MAX_TOP_K}")
+    if (error := why_not(cfg, device)) is not None:
+        raise type(error)(f"{error}; or {WAY_OUT}")
     if ep_size & (ep_size - 1):
-        raise ConfigError(f"the EP group has {ep_size} ranks; the hopper backend needs a power of two; {WAY_OUT}")
+        raise ConfigError(f"the EP group has {ep_size} ranks; the hopper backend needs a power of two; or {WAY_OUT}")

@@ -19,6 +19,7 @@ from torch import Tensor
 from uniep.backends import cpu_tiles
 from uniep.backends.base import Needs
 from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.kernels.support import why_not
 from uniep.numerics import combine_slots
 from uniep.routing import RoutingPlan
 from uniep.taskflow.graph import Block
@@ -76,24 +77,9 @@ def local_experts(cfg: MoEConfig, rank: int, schedule: Schedule, device: torch.d
     """The implementation for `device`, and why it is this one."""
     if device.type == "cpu":
         return TorchExperts(cfg, rank), "CPU"
-    reason = _why_no_kernels(cfg, device)
-    if reason:
-        return TorchExperts(cfg, rank), reason
+    if (error := why_not(cfg, device)) is not None:
+        return TorchExperts(cfg, rank), str(error)
     return KernelExperts(cfg, rank, schedule, device), torch.cuda.get_device_name(device)
-
-
-def _why_no_kernels(cfg: MoEConfig, device: torch.device) -> str:
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU"
-    if cfg.dtype == torch.float32:
-        return "the kernels compute in bfloat16 or float16, never in TF32"
-    if cfg.hidden % 8 or cfg.ffn % 8:
-        return f"the kernels need multiples of 8; hidden is {cfg.hidden}, ffn {cfg.ffn}"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "triton is not installed"
-    return ""
 
 
 def _segments(plan: RoutingPlan, width: int) -> list[Block]:
