@@ -26,11 +26,15 @@ test: $(READY)
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# PyTorch first and alone, so that nothing else chooses its build. The stamp comes last: a set-up that
-# was interrupted starts again. The kernels must compile well with Triton 3.6, too, which the lint alone uses.
+# PyTorch first and alone, so that nothing else chooses its build. The stamp comes last and set-up begins with an
+# empty .venv: one that was interrupted, or had another Python, starts again. The kernels must compile well with
+# Triton 3.6, too, which the lint alone uses.
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version); uniep needs Python >= 3.11: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "setting up .venv with $(PYTHON): one minute, or what it takes to download PyTorch"
+	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "triton==3.7.1; sys_platform == 'linux'" "numpy<2.4" -e ".[cli,test]"
