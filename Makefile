@@ -14,21 +14,21 @@ ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+LINT := .venv/triton36/.ready
 
 .PHONY: demo test clean
 
 demo: $(READY)
 	$(BIN)/uniep demo $(ARGS)
 
-test: $(READY)
+test: $(READY) $(LINT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # PyTorch first and alone, so that nothing else chooses its build. The stamp comes last and set-up begins with an
-# empty .venv: one that was interrupted, or had another Python, starts again. The kernels must compile well with
-# Triton 3.6, too, which the lint alone uses.
+# empty .venv: one that was interrupted, or had another Python, starts again.
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -38,8 +38,12 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "triton==3.7.1; sys_platform == 'linux'" "numpy<2.4" -e ".[cli,test]"
-	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton36 "triton==3.6.0; sys_platform == 'linux'"
 	@touch $@
+
+# The kernels must compile well with Triton 3.6, too; the lint alone uses it.
+$(LINT): $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton36 "triton==3.6.0; sys_platform == 'linux'"
+	@mkdir -p .venv/triton36 && touch $@
 
 clean:
 	rm -rf .venv out
