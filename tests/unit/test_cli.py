@@ -1,17 +1,21 @@
 """The `uniep` command: what it prints, when it fails, and the parts of the demo's proof."""
 
+import logging
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import uniep
-from uniep.cli import model
+from uniep.cli import launch, model
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
 from uniep.cli.model import ModelConfig, Trainer, add_in_shard_order
@@ -96,6 +100,28 @@ def test_verify_with_real_processes():
     result = run_process("verify", *SMALL, "--ep", "1,2", "--weight-at", "activation")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("fused/local-first") == 2 and "✗" not in result.stdout
+
+
+def test_the_launcher_names_a_killed_rank_and_leaves_no_files(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kill = "import os, signal, time; time.sleep(9 * (os.environ['RANK'] == '0')); os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(typer.Exit) as stopped:
+        launch.torchrun(2, ["--no-python", sys.executable, "-c", kill])
+    logging.disable(logging.NOTSET)
+    assert stopped.value.exit_code == 1
+    assert capfd.readouterr().err.splitlines() == ["rank 1 died by signal 9 (SIGKILL)"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "uniep", "demo", "--steps", "9999", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline()  # training begins
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and err.splitlines() == ["interrupted"]
 
 
 @pytest.mark.parametrize("broken", ["a bit", "accuracy"])

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from uniep.cli.launch import under_torchrun
+from uniep.cli.launch import torchrun, under_torchrun
 
 HARNESS = Path(__file__).parents[3] / "benchmarks" / "moe.py"
 
@@ -32,7 +32,4 @@ def bench(
         sys.path.insert(0, str(HARNESS.parent))
         runpy.run_path(str(HARNESS), run_name="__main__")
         return
-    from torch.distributed import run
-
-    processes = ranks or max(1, torch.cuda.device_count())
-    run.main(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", str(HARNESS), *context.args])
+    torchrun(ranks or max(1, torch.cuda.device_count()), [str(HARNESS), *context.args])

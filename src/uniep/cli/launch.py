@@ -11,14 +11,24 @@ import dataclasses
 import datetime
 import logging
 import os
+import signal
 import sys
-from collections.abc import Iterator
-from typing import Any
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
+
+# Ctrl-C reaches every process of a terminal: ranks end without a word, and who started them speaks.
+_RANK = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from uniep.cli.main import app
+app(prog_name="uniep")
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,19 +64,34 @@ def most_ranks(wanted: int) -> int:
     return min(wanted, torch.cuda.device_count()) if torch.cuda.is_available() else wanted
 
 
-def run_again(num_ranks: int) -> None:
+def run_again(num_ranks: int) -> NoReturn:
     """Run this very command line as `num_ranks` torchrun processes and exit with their status."""
+    torchrun(num_ranks, ["--no-python", sys.executable, "-u", "-c", _RANK, *sys.argv[1:]])
+
+
+def torchrun(num_ranks: int, command: Sequence[str]) -> NoReturn:
+    """Run torchrun on this machine alone and exit with its status; it says nothing but which rank a signal killed."""
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A rank that fails has printed why; torchrun's own account of it would only push that off the screen.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    local = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
-    try:
-        run.main([*local, "--module", "uniep", *sys.argv[1:]])
-    except ChildFailedError as error:
-        raise typer.Exit(max(1, error.get_first_failure()[1].exitcode)) from None
+    logging.disable(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="uniep-") as logs:
+        local = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}", f"--log-dir={logs}"]
+        try:
+            run.main([*local, *command])
+        except ChildFailedError as error:
+            # The others end with SIGTERM, torchrun's, or because this rank is gone.
+            for rank, failure in error.failures.items():
+                if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                    typer.echo(f"rank {rank} died by signal {-failure.exitcode} ({failure.signal_name()})", err=True)
+            raise typer.Exit(max(1, error.get_first_failure()[1].exitcode)) from None
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise typer.Exit(128 + stop.sigval) from None
     raise typer.Exit(0)
 
 

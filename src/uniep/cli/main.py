@@ -34,6 +34,9 @@ def _without_traceback(command: Callable[..., None]) -> Callable[..., None]:
         except UniEPError as error:
             typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
             raise typer.Exit(2) from error
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
 
     return run
 
