@@ -96,6 +96,14 @@ def test_demo_refuses_sizes_that_cannot_share_the_shards(args):
     assert "3" in result.output or "one" in result.output
 
 
+def test_demo_refuses_a_folder_that_it_cannot_write_before_it_trains(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "folder", "/proc/uniep"):
+        result = run("demo", "--out", str(out))
+        assert result.exit_code == 2 and len(result.output.splitlines()) == 1
+        assert f"--out {out}" in result.output
+
+
 def test_verify_with_real_processes():
     result = run_process("verify", *SMALL, "--ep", "1,2", "--weight-at", "activation")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ def demo(
     for size in (ep, *sizes):
         if size < 1 or NUM_SHARDS % size:
             raise typer.BadParameter(f"EP={size} cannot share {NUM_SHARDS} shards evenly; use 1, 2 or 4")
+    _check_folder(out)
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(max(ep, *sizes)))
     cfg = ModelConfig(dtype=dtype.torch)
@@ -76,6 +78,15 @@ def demo(
             say("[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`")
         say(f"pictures: {_list(drawn)}")
     raise typer.Exit(0 if same else 1)
+
+
+def _check_folder(out: Path) -> None:
+    """Make it.  Raises ConfigError, before an hour of training rather than after, where files cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise uniep.ConfigError(f"--out {out}: {error.strerror}; name a folder that can be written") from None
 
 
 def _list(values: Iterable[object]) -> str:
@@ -121,7 +132,6 @@ def _train(
             f"held-out files {held_out:.2f}; {speed}"
         )
     if world.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
         pictures.draw_loss(history, held_out, f"{what}, {speed}", out / "loss.png")
     return recorded
 
