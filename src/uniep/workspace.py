@@ -70,12 +70,11 @@ class Workspace:
         fields, error = dataclasses.asdict(cfg), None
         try:
             self.device = _device(device)
-            self.timeout_s = _timeout(timeout_s)
+            self.timeout_s = choose_timeout(timeout_s)
             cfg.check_group(self.ep_size)
             if schedule is not None and (reasons := is_valid(schedule, cfg)):
                 raise ConfigError("this Schedule cannot run this MoEConfig: " + "; ".join(reasons))
-            wanted = backend if backend != "auto" else os.environ.get("UNIEP_BACKEND", "auto")
-            chosen = _choose(wanted, self.device)
+            chosen = choose_backend(backend, self.device)
             fields |= {"backend": chosen, "device type": self.device.type, "schedule": schedule}
         except UniEPError as cause:
             error = cause
@@ -207,12 +206,16 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     made = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
+    if made.type == "cuda" and not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a CPU build"
+        raise UnsupportedError(f"device is {made} but no CUDA device is usable (torch {built}); pass device='cpu'")
     if made.type == "cuda" and made.index is None:
         made = torch.device("cuda", torch.cuda.current_device())
     return made
 
 
-def _timeout(given: float | None) -> float:
+def choose_timeout(given: float | None) -> float:
+    """Seconds: what a Workspace is told, or the environment, or the default.  Raises ConfigError."""
     name, value = ("timeout_s", given) if given is not None else ("UNIEP_TIMEOUT_S", os.environ.get("UNIEP_TIMEOUT_S"))
     try:
         seconds = float(value if value is not None else DEFAULT_TIMEOUT_S)
@@ -225,17 +228,22 @@ def _timeout(given: float | None) -> float:
     return seconds
 
 
-def _choose(wanted: str, device: torch.device) -> str:
+def choose_backend(given: str, device: torch.device) -> str:
+    """Name of the backend that a Workspace on `device` takes.  Raises ConfigError or UnsupportedError."""
     known = {"auto", "cpu", "hopper", "nccl"}
+    wanted = given if given != "auto" else os.environ.get("UNIEP_BACKEND", "auto")
+    name = "backend" if wanted == given else "UNIEP_BACKEND"
     if wanted not in known:
-        raise ConfigError(f"backend is {wanted!r}; known: {', '.join(sorted(known))}")
+        raise ConfigError(f"{name} is {wanted!r}; known: {', '.join(sorted(known))}")
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device {device} is not supported; use a CPU or CUDA device")
     natural = "hopper" if device.type == "cuda" else "cpu"
     if wanted in ("auto", "nccl"):
         return natural if wanted == "auto" else wanted
     if wanted != natural:
-        raise ConfigError(f"backend {wanted!r} does not run on {device}; use backend='auto' or another device")
+        missing = ": no CUDA device" if wanted == "hopper" and not torch.cuda.is_available() else ""
+        remedy = "use backend='auto' or another device" if name == "backend" else "unset UNIEP_BACKEND"
+        raise ConfigError(f"backend {wanted!r} does not run on {device}{missing}; {remedy}")
     return wanted
 
 

@@ -156,5 +156,28 @@ def test_environment_is_read_when_a_workspace_is_made(monkeypatch):
     with uniep.Workspace(config(), device="cpu", timeout_s=3) as ws:
         assert ws.timeout_s == 3
     monkeypatch.setenv("UNIEP_BACKEND", "hopper")
-    with pytest.raises(uniep.ConfigError, match="'hopper' does not run on cpu"):
+    with pytest.raises(uniep.ConfigError, match=r"'hopper' does not run on cpu.*; unset UNIEP_BACKEND"):
         uniep.Workspace(config(), device="cpu")
+    monkeypatch.setenv("UNIEP_BACKEND", "gpu")
+    with pytest.raises(uniep.ConfigError, match="UNIEP_BACKEND is 'gpu'; known"):
+        uniep.Workspace(config(), device="cpu")
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "nan"])
+def test_a_bad_timeout_in_the_environment_is_named(monkeypatch, value):
+    monkeypatch.setenv("UNIEP_TIMEOUT_S", value)
+    with pytest.raises(uniep.ConfigError, match=f"UNIEP_TIMEOUT_S is '{value}'"):
+        uniep.Workspace(config(), device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0])
+def test_a_device_that_is_not_there_is_refused(device):
+    with pytest.raises(uniep.UnsupportedError, match=r"no CUDA device is usable .*; pass device='cpu'"):
+        uniep.Workspace(config(), device=device, backend="hopper")
+
+
+def test_moe_refuses_another_width(workspace):
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
+    with pytest.raises(uniep.ConfigError, match=r"x has shape \(3, 5\); it must be \(\.\.\., hidden="):
+        layer(torch.zeros(3, 5))

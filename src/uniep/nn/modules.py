@@ -106,6 +106,10 @@ class MoE(nn.Module):
         return ids_TK, weights_TK
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != (self.experts.cfg.hidden,):
+            error = ConfigError(f"x has shape {tuple(x.shape)}; it must be (..., hidden={self.experts.cfg.hidden})")
+            self.experts.workspace.backend.refuse(error)
+            raise error
         x_TD = x.reshape(-1, x.shape[-1])
         ids_TK, weights_TK = self.route(x_TD)
         return self.experts(x_TD, ids_TK, weights_TK).view(x.shape)
