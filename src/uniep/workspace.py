@@ -64,7 +64,7 @@ class Workspace:
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.key = f"uniep-workspace-{next(_numbers)}"
-        self._cause: str | None = None
+        self.cause = ""  # why it is closed
         self._backend: Backend | None = None
 
         fields, error = dataclasses.asdict(cfg), None
@@ -110,7 +110,7 @@ class Workspace:
     @property
     def backend(self) -> Backend:
         if self._backend is None:
-            raise ClosedError(f"this Workspace is closed ({self._cause}); make a new one")
+            raise ClosedError(f"this Workspace is closed ({self.cause}); make a new one")
         return self._backend
 
     def prepare(self) -> None:
@@ -131,7 +131,7 @@ class Workspace:
 
     def _close(self, cause: str) -> None:
         if self._backend is not None:
-            self._cause = cause
+            self.cause = cause
             self._backend.close()
             self._backend = None
             self.group = None  # a process group that outlives destroy_process_group can abort the process at exit
@@ -142,7 +142,7 @@ class Workspace:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(f"{kind.__name__}: {value}" if kind is not None else "close() was called")
 
     def __copy__(self) -> Workspace:
         return self
@@ -158,11 +158,11 @@ class Workspace:
 
     def _end_in_forked_child(self) -> None:
         """The memory and the group are the parent's.  The backend is kept: freeing it here may touch a device."""
-        self._cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
+        self.cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
         self._parents, self._backend, self.group = self._backend, None, None
 
     def __repr__(self) -> str:
-        state = self._backend.name if self._backend is not None else f"closed: {self._cause}"
+        state = self._backend.name if self._backend is not None else f"closed: {self.cause}"
         return f"Workspace(rank {self.rank} of {self.ep_size}, {state}, {self.cfg})"
 
 

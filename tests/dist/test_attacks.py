@@ -152,3 +152,27 @@ def test_a_compiled_call_refuses_on_every_rank(pool):
     for error, _ in ranks:
         assert error[0] == "ConfigError" and "rank 1 has 900 tokens" in error[1], error
     equal_bits(torch.cat([y for _, y in ranks]), case.oracle(pool, config(), batch).y, "y")
+
+
+def leaving(world, cfg, batch, how):
+    """Rank 1 leaves after one step, rank 0 goes on: (its error, seconds)."""
+    start = 0.0
+    try:
+        with make(world, cfg, timeout_s=60.0) as ws:
+            case.forward_backward(ws, batch)
+            start = time.monotonic()
+            if world.rank == 1 and how == "error":
+                raise OSError("no more data")
+            while world.rank == 0:
+                case.forward_backward(ws, batch)
+    except (uniep.PeerTimeoutError, OSError) as error:
+        return str(error), time.monotonic() - start
+    return None
+
+
+@pytest.mark.parametrize(("how", "reason"), [("error", "OSError: no more data"), ("end", "close() was called")])
+def test_one_rank_leaves(pool, how, reason):
+    """62, 63: its own error, or fewer batches: the other hears why at once, not after the time limit."""
+    first, _ = pool.run(leaving, config(), random_batch(config(), (5, 5, 5, 5)), how, ranks=2)
+    assert f"rank 1 left after call 2 ({reason})" in first[0], first
+    assert first[1] < 10

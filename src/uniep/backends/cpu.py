@@ -234,6 +234,8 @@ class CpuBackend:
         }
 
     def close(self) -> None:
+        if self._peers is not None and (workspace := self._workspace()) is not None:
+            self._peers.leave(workspace.cause)
         self._peers = None
         self._routings.clear()
 
@@ -293,7 +295,7 @@ class CpuBackend:
                     "Every rank of the group must make the same calls, idle ranks with T=0"
                 )
 
-            peers.wait(lambda peer=peer: peers.entered(peer) >= number, late)  # type: ignore[misc]
+            peers.wait(lambda peer=peer: peers.has_entered(peer, number), late)  # type: ignore[misc]
 
     def _read(self, number: int, operation: str) -> _Call:
         """All ranks' headers, ids and weights of the call; raises what `_enter` promises."""

@@ -111,19 +111,45 @@ class Peers:
 
     def fail(self, text: str) -> None:
         """Tell all ranks that this one will not arrive any more."""
+        self._tell(text, 1)
+
+    def leave(self, text: str) -> None:
+        """Tell all ranks that this one has done its part of all calls it entered, and enters no more."""
+        if not self._told(self.rank):
+            self._tell(text, -1)
+
+    def _tell(self, text: str, sign: int) -> None:
         raw = encoded(text)
         self.tensors[self.rank]["failed"][1:].view(torch.uint8)[: len(raw)] = raw
         self._order()
         segment = self._segments[self.rank]
-        segment.words[segment.word("failed")] = len(raw)
+        segment.words[segment.word("failed")] = sign * len(raw)
+
+    def _told(self, peer: int) -> int:
+        """Bytes of what `peer` told: positive if it failed, negative if it left."""
+        segment = self._segments[peer]
+        return segment.words[segment.word("failed")]
+
+    def _reason(self, peer: int) -> str:
+        return decoded(self.tensors[peer]["failed"][1:].view(torch.uint8)[: abs(self._told(peer))])
 
     def raise_if_failed(self) -> None:
         """PeerTimeoutError with the reason of a peer that called `fail`."""
-        for peer, segment in enumerate(self._segments):
-            length = segment.words[segment.word("failed")]
-            if length and peer != self.rank:
-                reason = decoded(self.tensors[peer]["failed"][1:].view(torch.uint8)[:length])
-                raise PeerTimeoutError(f"rank {self.rank} cannot go on: rank {peer} failed with {reason}")
+        for peer in range(self.ep_size):
+            if peer != self.rank and self._told(peer) > 0:
+                raise PeerTimeoutError(f"rank {self.rank} cannot go on: rank {peer} failed with {self._reason(peer)}")
+
+    def has_entered(self, peer: int, number: int) -> bool:
+        """Whether `peer` is in call `number`.  PeerTimeoutError if it never will be."""
+        left = self._told(peer) < 0  # read first: it may enter and leave meanwhile
+        if self.entered(peer) >= number:
+            return True
+        if left:
+            raise PeerTimeoutError(
+                f"rank {self.rank}, in call {number}, cannot go on: rank {peer} left after call {self.entered(peer)} "
+                f"({self._reason(peer)}). Every rank of the group must make the same calls, idle ranks with T=0"
+            )
+        return False
 
     def _order(self) -> None:
         """No access moves across: what was written before is visible before what follows."""
