@@ -95,7 +95,7 @@ class HopperBackend:
         w13, w2 = torch.zeros(local, 2 * cfg.ffn, cfg.hidden, **like), torch.zeros(local, cfg.hidden, cfg.ffn, **like)
         x_TD = torch.zeros(0, cfg.hidden, **like)
         ids_TK = torch.zeros(0, cfg.top_k, dtype=torch.int64, device=self.device)
-        weights_TK = torch.zeros(ids_TK.shape, device=self.device)
+        weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
         inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights((w13,), (w2,), "stacked"))
         self.forward(inputs, save=False)
         _, saved = self.forward(inputs, save=True)
