@@ -1,5 +1,6 @@
 """The `uniep` command: what it prints, when it fails, and the parts of the demo's proof."""
 
+import io
 import logging
 import os
 import re
@@ -12,16 +13,19 @@ import tempfile
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import uniep
-from uniep.cli import launch, model
+from uniep.cli import launch, model, proof
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
 from uniep.cli.model import ModelConfig, Trainer, add_in_shard_order
 from uniep.cli.pictures import draw_loss
+from uniep.cli.proof import schedules
 from uniep.cli.text import Text
 from uniep.cli.timeline import draw_timeline, recording
+from uniep.cli.verify import QUANTITIES as VERIFIED
 
 SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
 
@@ -93,7 +97,7 @@ def test_doctor_says_which_backend_and_which_environment(monkeypatch):
 def test_demo_refuses_sizes_that_cannot_share_the_shards(args):
     result = run("demo", *args)
     assert result.exit_code == 2
-    assert "3" in result.output or "one" in result.output
+    assert args[0] in result.output and ("3" in result.output or "one" in result.output)
 
 
 def test_demo_refuses_a_folder_that_it_cannot_write_before_it_trains(tmp_path):
@@ -104,10 +108,46 @@ def test_demo_refuses_a_folder_that_it_cannot_write_before_it_trains(tmp_path):
         assert f"--out {out}" in result.output
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize(("command", "status"), [("doctor", 1), ("verify", 2), ("demo", 2)])
+def test_a_backend_that_cannot_run_is_said_once(command, status, monkeypatch, tmp_path):
+    monkeypatch.setenv("UNIEP_BACKEND", "hopper")
+    monkeypatch.chdir(tmp_path)
+    result = run(command)
+    assert result.exit_code == status
+    words = " ".join(re.sub("[│\n]", " ", result.output).split())
+    assert words.count("no CUDA device; unset UNIEP_BACKEND") == 1
+
+
+def test_version():
+    assert run("--version").output == f"uniep {uniep.__version__}\n"
+
+
+def test_schedules_are_those_that_the_backend_knows(monkeypatch, one_rank):
+    assert [s.name for s in schedules("nccl")] == ["serial/natural"]
+    assert [s.name for s in schedules("cpu")][::3] == ["serial/natural", "fused/local-first"]
+    monkeypatch.setenv("UNIEP_BACKEND", "nccl")
+    result = run("verify", *SMALL, "--ep", "1")
+    assert result.exit_code == 0 and "under every schedule of backend nccl" in result.output
+
+
+def test_verify_says_what_it_could_not_compare(one_rank):
+    result = run("verify", *SMALL, "--ep", "1,2")
+    assert result.exit_code == 0
+    assert "not compared: EP 2; this run has only 1 rank\n" in result.output
+
+
+def test_verify_needs_memory(one_rank):
+    result = run("verify", *SMALL, "--hidden", str(2**44))
+    assert result.exit_code == 2 and len(result.output.splitlines()) == 1
+    assert "this shape needs more memory than there is" in result.output
+
+
 def test_verify_with_real_processes():
     result = run_process("verify", *SMALL, "--ep", "1,2", "--weight-at", "activation")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("fused/local-first") == 2 and "✗" not in result.stdout
+    assert "identical: every bit at EP 1, 2" in result.stdout and "accurate: no error is over" in result.stdout
 
 
 def test_the_launcher_names_a_killed_rank_and_leaves_no_files(tmp_path, monkeypatch, capfd):
@@ -149,7 +189,8 @@ def test_verify_fails_on_a_wrong_bit_and_on_a_large_error(one_rank, monkeypatch,
     monkeypatch.setattr(uniep, "moe", wrong)
     result = run("verify", *SMALL, "--ep", "1", "--dtype", "fp32")
     assert result.exit_code == 1
-    assert ("✗ 1 of 1" in result.output) == (broken == "a bit")
+    assert ("✗ 1 of 1" in result.output) == ("NOT identical" in result.output) == (broken == "a bit")
+    assert ("NOT accurate" in result.output) == (broken == "accuracy")
 
 
 def test_demo_with_real_processes(tmp_path):
@@ -158,6 +199,7 @@ def test_demo_with_real_processes(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "identical" in result.stdout and "✗" not in result.stdout
+    assert "proof 8 of 8: EP=2 fused/local-first" in result.stdout, "without a terminal, a line for each run"
     for name in ("loss.png", "timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -193,6 +235,16 @@ def test_bit_table_remembers_what_differs():
     assert not table.wrong
     table.add(4, "fused/natural", {("y", "shard 0"): "b"})
     assert table.wrong == ["EP=4 fused/natural: y, shard 0"]
+
+
+@pytest.mark.parametrize(("quantities", "width"), [(proof.QUANTITIES, 80), (VERIFIED, 60)])
+def test_a_narrow_terminal_shows_every_header(quantities, width):
+    table = BitTable("title", quantities)
+    table.add(1, "serial/local-first", {(q, f"part {i}"): "a" for q in quantities for i in range(96)})
+    output = io.StringIO()
+    table.print(Console(file=output, width=width))
+    assert "…" not in output.getvalue() and all(word in output.getvalue() for q in quantities for word in q.split())
+    assert output.getvalue().count("96") == len(quantities)
 
 
 # --- the demo's model ---

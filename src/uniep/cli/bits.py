@@ -44,6 +44,14 @@ def differences(run: Digests, reference: Digests) -> list[Part]:
     return [part for part in parts if run.get(part) != reference.get(part)]
 
 
+def verdict(same: bool, ep_sizes: Iterable[int], backend: str) -> str:
+    """The line under a BitTable, in rich's markup."""
+    if not same:
+        return "[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`"
+    sizes = ", ".join(map(str, ep_sizes))
+    return f"[bold green]identical[/bold green]: every bit at EP {sizes}, under every schedule of backend {backend}"
+
+
 class BitTable:
     """Compares runs with the first one added, which is EP=1 under the serial schedule."""
 
@@ -51,11 +59,12 @@ class BitTable:
         self.quantities = quantities
         self.reference: Digests = {}
         self.wrong: list[str] = []
-        self._table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-        self._table.add_column("EP", justify="right")
+        self.title = title
+        self._table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        self._table.add_column("EP", justify="right", no_wrap=True)
         self._table.add_column("schedule", no_wrap=True)
         for quantity in quantities:
-            self._table.add_column(quantity)
+            self._table.add_column(quantity, min_width=max(map(len, quantity.split())))
 
     def add(self, ep_size: int, schedule: str, run: Digests) -> None:
         self.reference = self.reference or run
@@ -71,6 +80,7 @@ class BitTable:
 
     def print(self, console: Console, at_most: int = 10) -> None:
         """The table, and the first parts that differ by name."""
+        console.print(f"[italic]{self.title}[/italic]")
         console.print(self._table)
         for line in self.wrong[:at_most]:
             console.print(f"[red]differs[/red]  {line}")

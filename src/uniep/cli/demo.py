@@ -17,10 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import uniep
 from uniep.cli import launch, pictures
+from uniep.cli.bits import verdict
 from uniep.cli.launch import World
 from uniep.cli.model import NUM_SHARDS, ModelConfig, Trainer
 from uniep.cli.options import DType, numbers
-from uniep.cli.proof import prove
+from uniep.cli.proof import prove, schedules
 from uniep.cli.text import Text
 from uniep.cli.timeline import Span, draw_timeline, fastest, recording
 
@@ -44,18 +45,23 @@ def demo(
     optimizer steps at every EP size under every schedule, and loss, logits, gradients and parameters
     compared bit by bit with EP=1, serial. The exit status is 1 if a single bit differs.
     """
-    sizes = sorted({1, *numbers(proof_ep)})
-    for size in (ep, *sizes):
+    sizes = sorted({1, *numbers(proof_ep, "--proof-ep")})
+    for option, size in [("--ep", ep), *(("--proof-ep", size) for size in sizes)]:
         if size < 1 or NUM_SHARDS % size:
-            raise typer.BadParameter(f"EP={size} cannot share {NUM_SHARDS} shards evenly; use 1, 2 or 4")
+            raise typer.BadParameter(
+                f"EP={size} cannot share {NUM_SHARDS} shards evenly; use 1, 2 or 4", param_hint=option
+            )
     _check_folder(out)
+    backend = launch.backend()
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(max(ep, *sizes)))
     cfg = ModelConfig(dtype=dtype.torch)
     with launch.ranks() as world:
         say = world.console.print
         possible = [size for size in (1, 2, 4) if size <= world.size]
-        ep = max(size for size in possible if size <= ep)
+        if ep not in possible:
+            say(f"[yellow]training at EP={possible[-1]}[/yellow], not {ep}: {world.shortage}")
+            ep = possible[-1]
         groups = {size: world.first(size) for size in possible}
         text = Text()
         say(f"text: {text.num_files} files of Python's standard library, {text.train.numel() / 1e6:.1f} MB")
@@ -69,13 +75,10 @@ def demo(
             draw_timeline(spans, note, drawn[-1])
         batches = [_batch(text, cfg, step) for step in range(proof_steps)]
         compared = {size: groups[size] for size in sizes if size in groups}
-        same = prove(cfg, world, compared, batches, LEARNING_RATE)
+        same = prove(cfg, world, compared, schedules(backend), batches, LEARNING_RATE)
         if missing := [size for size in sizes if size not in groups]:
-            say(f"[yellow]not compared[/yellow]: EP {_list(missing)}; there are only {world.size} ranks (one per GPU)")
-        if same:
-            say(f"[bold green]identical[/bold green]: every bit at EP {_list(compared)}, under every schedule")
-        else:
-            say("[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`")
+            say(f"[yellow]not compared[/yellow]: EP {_list(missing)}; {world.shortage}")
+        say(verdict(same, compared, backend))
         say(f"pictures: {_list(drawn)}")
     raise typer.Exit(0 if same else 1)
 

@@ -12,12 +12,15 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+import typer
 from rich.console import Console
 from rich.table import Table
 
 import uniep
 
 Rows = Iterator[tuple[str, str]]
+
+FAILS = "auto fails"
 
 ENVIRONMENT = {
     "UNIEP_BACKEND": "backend of Workspaces made with backend='auto'",
@@ -30,14 +33,17 @@ ENVIRONMENT = {
 
 
 def doctor() -> None:
-    """Show what this machine can run, and which backend `auto` takes and why."""
+    """Show what this machine can run, and which backend `auto` takes and why.
+
+    The exit status is 1 if that backend cannot run.
+    """
     console = Console(highlight=False)
     sections = {
         "Software": _software(),
         "Processor and limits": _limits(),
         "GPUs": _gpus(),
         "Environment": _environment(),
-        "Backend": _backend(),
+        "Backend": (backend := _backend()),
     }
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, width=min(console.width, 110))
@@ -46,6 +52,8 @@ def doctor() -> None:
         for name, value in rows:
             table.add_row(name, value)
         console.print(table)
+    if backend[0][0] == FAILS:
+        raise typer.Exit(1)
 
 
 def _software() -> Rows:
@@ -94,13 +102,13 @@ def _environment() -> Rows:
         yield name, f"{value}  ({meaning})" if value is not None else f"not set  ({meaning})"
 
 
-def _backend() -> Rows:
+def _backend() -> list[tuple[str, str]]:
     """What a Workspace made right here, for one rank, would do."""
     cfg = uniep.MoEConfig(hidden=128, ffn=128, num_experts=2, top_k=1, max_tokens_per_rank=128)
     try:
         with uniep.Workspace(cfg) as workspace:
             where = "the current CUDA device" if workspace.device.type == "cuda" else "no CUDA device is usable"
-            yield "auto takes", f"{workspace.backend.name}  ({where})"
-            yield from uniep.report(workspace).items()
+            why = "UNIEP_BACKEND" if "UNIEP_BACKEND" in os.environ else where
+            return [("auto takes", f"{workspace.backend.name}  ({why})"), *uniep.report(workspace).items()]
     except (uniep.UniEPError, ImportError) as error:
-        yield "auto fails", f"{type(error).__name__}: {error}"
+        return [(FAILS, f"{type(error).__name__}: {error}")]

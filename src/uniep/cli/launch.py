@@ -22,6 +22,8 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
+from uniep.workspace import choose_backend, choose_timeout
+
 # Ctrl-C reaches every process of a terminal: ranks end without a word, and who started them speaks.
 _RANK = """
 import signal
@@ -45,6 +47,12 @@ class World:
         """A group of ranks 0 .. count-1, None for one rank.  Every rank of the world calls it."""
         return dist.new_group(list(range(count))) if count > 1 else None
 
+    @property
+    def shortage(self) -> str:
+        """Why larger EP sizes are left out."""
+        each = ", one per GPU" if self.device.type == "cuda" else ""
+        return f"this run has only {self.size} rank{'s' * (self.size > 1)}{each}"
+
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, on every rank."""
         values: list[Any] = [None] * self.size
@@ -53,6 +61,12 @@ class World:
         except RuntimeError as error:  # a peer is gone; it has printed why, and only that is worth reading
             raise typer.Exit(1) from error
         return values
+
+
+def backend() -> str:
+    """Name of the backend that ranks will take.  Raises what each of them would raise, before there are any."""
+    choose_timeout(None)
+    return choose_backend("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def under_torchrun() -> bool:

@@ -35,12 +35,12 @@ Weight = Annotated[
 ]
 
 
-def numbers(text: str) -> list[int]:
-    """'1,2,4' -> [1, 2, 4].  Raises typer.BadParameter."""
+def numbers(text: str, option: str) -> list[int]:
+    """'1,2,4' -> [1, 2, 4].  Raises typer.BadParameter, which names `option`."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
         values = []
     if not values or min(values) < 1:
-        raise typer.BadParameter(f"{text!r} is not a list of positive numbers such as 1,2,4")
+        raise typer.BadParameter(f"{text!r} is not a list of positive numbers such as 1,2,4", param_hint=option)
     return values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -14,22 +16,33 @@ import uniep
 from uniep.cli.bits import BitTable, Digests, digest, merge
 from uniep.cli.launch import World
 from uniep.cli.model import ModelConfig, Trainer
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES
 
-QUANTITIES = ("loss", "logits", "d dense", "d router", "dw13", "dw2", "parameters")
+QUANTITIES = ("loss", "logits", "d dense", "d router", "dw13", "dw2", "params")
 
 OVERLAPS: tuple[Literal["serial", "fused"], ...] = ("serial", "fused")
 TILE_ORDERS: tuple[Literal["natural", "local-first"], ...] = ("natural", "local-first")
 
 
-def schedules() -> list[uniep.Schedule]:
-    """serial and fused, each in natural and local-first tile order; the first is the oracle."""
-    return [uniep.Schedule(overlap=overlap, tile_order=order) for overlap in OVERLAPS for order in TILE_ORDERS]
+def schedules(backend: str) -> list[uniep.Schedule]:
+    """serial and fused, each in natural and local-first tile order, as far as `backend` knows them.
+
+    The first is the oracle.
+    """
+    default = DEFAULT_SCHEDULES[backend]
+    known = importlib.import_module(f"uniep.backends.{backend}").SCHEDULE_FIELDS
+    return [
+        dataclasses.replace(default, overlap=overlap, tile_order=order)
+        for overlap in (OVERLAPS if "overlap" in known else (default.overlap,))
+        for order in (TILE_ORDERS if "tile_order" in known else (default.tile_order,))
+    ]
 
 
 def prove(
     cfg: ModelConfig,
     world: World,
     groups: dict[int, dist.ProcessGroup | None],
+    schedules: Sequence[uniep.Schedule],
     batches: Sequence[list[Tensor]],
     learning_rate: float,
 ) -> bool:
@@ -38,11 +51,14 @@ def prove(
     Returns, on every rank, whether all bits equal those of EP=1, serial.
     """
     table = BitTable(f"Parts with the bits of EP=1 serial/natural, {len(batches)} optimizer steps", QUANTITIES)
-    runs = [(ep_size, schedule) for ep_size in groups for schedule in schedules()]
+    runs = [(ep_size, schedule) for ep_size in groups for schedule in schedules]
     start = time.perf_counter()
     with world.console.status("proof") as status:
         for number, (ep_size, schedule) in enumerate(runs, 1):
-            status.update(f"proof {number} of {len(runs)}: EP={ep_size} {schedule.name}")
+            what = f"proof {number} of {len(runs)}: EP={ep_size} {schedule.name}"
+            status.update(what)
+            if not world.console.is_terminal:  # which shows no status
+                world.console.print(what)
             mine: Digests = {}
             if world.rank < ep_size:
                 workspace = uniep.Workspace(cfg.moe(ep_size), groups[ep_size], device=world.device, schedule=schedule)
@@ -68,9 +84,9 @@ def _run(trainer: Trainer, batches: Sequence[list[Tensor]]) -> Iterator[tuple[tu
             quantity = "d" + name.rpartition(".")[2]
             yield (quantity, f"step {step} {name} expert {expert}"), digest(_grad(parameter)[expert - _first(trainer)])
     for name, parameter in trainer.dense.items():
-        yield ("parameters", name), digest(parameter)
+        yield ("params", name), digest(parameter)
     for name, expert, parameter in _experts(trainer):
-        yield ("parameters", f"{name} expert {expert}"), digest(parameter[expert - _first(trainer)])
+        yield ("params", f"{name} expert {expert}"), digest(parameter[expert - _first(trainer)])
 
 
 def _first(trainer: Trainer) -> int:

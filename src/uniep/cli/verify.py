@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import uniep
 from uniep.cli import launch
-from uniep.cli.bits import BitTable, Digests, digest, merge
+from uniep.cli.bits import BitTable, Digests, digest, merge, verdict
 from uniep.cli.launch import World
 from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, TopK, Weight, WeightAt, numbers
 from uniep.cli.proof import schedules
@@ -45,7 +46,7 @@ def verify(
     fp32 layers) must be at most twice that of a plain PyTorch composition in the layer's dtype. The exit
     status is 1 if anything differs or is less accurate.
     """
-    sizes = sorted({1, *numbers(ep)})
+    sizes = sorted({1, *numbers(ep, "--ep")})
     cfg = uniep.MoEConfig(
         hidden=hidden,
         ffn=ffn,
@@ -57,18 +58,42 @@ def verify(
     )
     for size in sizes:
         cfg.experts_per_rank(size)
+    backend = launch.backend()
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(sizes[-1]))
     with launch.ranks() as world:
         possible = [size for size in sizes if size <= world.size]
         groups = {size: world.first(size) for size in possible}
-        problem = Problem(cfg, tokens, math.lcm(*sizes), seed)
-        same, results = _compare(problem, world, groups)
-        accurate = world.rank > 0 or _accurate(problem, world, results)
-        if possible != sizes:
-            world.console.print(f"[yellow]not compared[/yellow]: EP sizes above {world.size}, the number of ranks")
+        say = world.console.print
+        problem = _problem(cfg, tokens, math.lcm(*sizes), seed, world)
+        same, results = _compare(problem, world, groups, schedules(backend))
+        ratio = _largest_ratio(problem, world, results) if world.rank == 0 else 0.0
+        if missing := [size for size in sizes if size not in groups]:
+            say(f"[yellow]not compared[/yellow]: EP {', '.join(map(str, missing))}; {world.shortage}")
+        say(verdict(same, groups, backend))
+        if accurate := ratio <= WORST_RATIO:
+            say(f"[bold green]accurate[/bold green]: no error is over {ratio:.2f} times PyTorch's")
+        else:
+            say(f"[bold red]NOT accurate[/bold red]: an error is {ratio:.2f} times PyTorch's; the limit: {WORST_RATIO}")
         passed = all(world.gather(same and accurate))
     raise typer.Exit(0 if passed else 1)
+
+
+def _problem(cfg: uniep.MoEConfig, tokens: int, num_shards: int, seed: int, world: World) -> Problem:
+    """Raises ConfigError, on every rank and on rank 0 with the reason, where one has no memory for it."""
+    problem, reason = None, ""
+    try:
+        problem = Problem(cfg, tokens, num_shards, seed)
+    except (RuntimeError, MemoryError) as error:  # torch has no error of its own for the memory of a CPU
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reasons = [theirs for theirs in world.gather(reason) if theirs]
+    if reasons and world.rank > 0:
+        raise typer.Exit(2)
+    if reasons or problem is None:
+        raise uniep.ConfigError(
+            f"this shape needs more memory than there is; lower --tokens or the widths ({reasons[0]})"
+        )
+    return problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +168,16 @@ class Problem:
 
 
 def _compare(
-    problem: Problem, world: World, groups: dict[int, dist.ProcessGroup | None]
+    problem: Problem,
+    world: World,
+    groups: dict[int, dist.ProcessGroup | None],
+    schedules: Sequence[uniep.Schedule],
 ) -> tuple[bool, dict[str, Tensor]]:
     """Print the bit table.  Returns whether all bits agree, and this rank's results of the first run."""
     table = BitTable(f"Parts with the bits of EP=1 serial/natural\n{_describe(problem)}", QUANTITIES)
     first: dict[str, Tensor] = {}
     for size, group in groups.items():
-        for schedule in schedules():
+        for schedule in schedules:
             mine: Digests = {}
             if world.rank < size:
                 with uniep.Workspace(problem.cfg, group, device=world.device, schedule=schedule) as workspace:
@@ -160,25 +188,26 @@ def _compare(
     return not table.wrong, first
 
 
-def _accurate(problem: Problem, world: World, results: dict[str, Tensor]) -> bool:
-    """Print both errors against a more precise run.  Returns whether none is over WORST_RATIO times PyTorch's."""
+def _largest_ratio(problem: Problem, world: World, results: dict[str, Tensor]) -> float:
+    """Print both errors against a more precise run.  Returns the largest, relative to PyTorch's."""
     precise_dtype = torch.float64 if problem.cfg.dtype == torch.float32 else torch.float32
     precise = problem.composition(precise_dtype)
     plain = problem.composition(problem.cfg.dtype)
     name = str(precise_dtype).removeprefix("torch.")
-    table = Table(title=f"Relative error |result - {name}| / |{name}|", title_justify="left", box=box.SIMPLE_HEAD)
+    world.console.print(f"[italic]Relative error |result - {name}| / |{name}|[/italic]")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("", "uniep", "PyTorch", "ratio"):
         table.add_column(column, justify="right" if column else "left")
-    good = True
+    ratios = []
     for quantity in QUANTITIES:
         exact = precise[quantity].double()
         ours, theirs = (float((t[quantity].cpu().double() - exact).norm() / exact.norm()) for t in (results, plain))
         ratio = ours / theirs if theirs else (math.inf if ours else 1.0)
-        good &= ratio <= WORST_RATIO
+        ratios.append(ratio)
         colour = "green" if ratio <= WORST_RATIO else "red"
         table.add_row(quantity, f"{ours:.2e}", f"{theirs:.2e}", f"[{colour}]{ratio:.2f}[/{colour}]")
     world.console.print(table)
-    return good
+    return max(ratios)
 
 
 def _describe(problem: Problem) -> str:
