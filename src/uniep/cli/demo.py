@@ -71,8 +71,8 @@ def demo(
         if world.rank == 0 and recorded[0]:
             drawn.append(out / "timeline.png")
             spans = fastest([[span for part in step for span in part] for step in zip(*of_rank[:ep], strict=True)])
-            note = f"layer {cfg.layers // 2} of {cfg.layers} in a training step, EP={ep}, {_describe(cfg)}"
-            draw_timeline(spans, note, drawn[-1])
+            note = f"layer {cfg.layers // 2} of {cfg.layers}, EP={ep}, {_describe(cfg)}"
+            draw_timeline(spans, f"{note}; the fastest of {TRACED_STEPS} training steps", drawn[-1])
         batches = [_batch(text, cfg, step) for step in range(proof_steps)]
         compared = {size: groups[size] for size in sizes if size in groups}
         same = prove(cfg, world, compared, schedules(backend), batches, LEARNING_RATE)

@@ -84,6 +84,7 @@ class _Kind:
 
 _KINDS = {
     "push": _Kind("#e8590c", "push tokens to peers"),
+    "push dO": _Kind("#e8590c", "push dO to peers"),
     "keep": _Kind("#ffc078", "keep received tokens"),
     "gemm1 local": _Kind("#91c0f5", "GEMM 1, local rows"),
     "gemm1": _Kind("#2f6fde", "GEMM 1, with rows from peers"),
@@ -100,6 +101,8 @@ _KINDS = {
 
 
 def _kind(span: Span) -> str:
+    if span.op == "push" and span.phase == "backward":
+        return "push dO"
     return f"{span.op} local" if span.op in ("gemm1", "dgrad2") and not span.remote else span.op
 
 
@@ -129,7 +132,7 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-        axes.set_xlabel("ms" if phase == PHASES[-1] else "")
+        axes.set_xlabel("ms")
         axes.margins(x=0.005)
         axes.grid(axis="x", color="#e8eaf0", linewidth=0.8)
         axes.set_axisbelow(True)
