@@ -26,7 +26,7 @@ def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
             raise ConfigError(f"{name} and ids differ in their number of tokens: {len(tensor)} and {len(named['ids'])}")
     if len(named["ids"]) > workspace.cfg.max_tokens_per_rank:
         raise ConfigError(
-            f"rank {workspace.rank} has {len(named['ids'])} tokens but max_tokens_per_rank is "
+            f"there are {len(named['ids'])} tokens but max_tokens_per_rank is "
             f"{workspace.cfg.max_tokens_per_rank}; raise it in MoEConfig or split the batch"
         )
 
