@@ -82,10 +82,12 @@ class MoEConfig:
         if ep_size < 1:
             raise ConfigError(f"ep_size is {ep_size}; it must be at least 1")
         if self.num_experts % ep_size:
-            fits = ", ".join(str(r) for r in range(1, self.num_experts + 1) if self.num_experts % r == 0)
+            fits = [r for r in range(1, self.num_experts + 1) if self.num_experts % r == 0]
+            below = max(r for r in fits if r < ep_size)
             raise ConfigError(
                 f"num_experts={self.num_experts} cannot be split evenly over {ep_size} ranks; use an EP group "
-                f"of {fits} ranks, or make num_experts a multiple of {ep_size}"
+                f"of {below} ranks (these sizes fit: {', '.join(map(str, fits))}), or make num_experts a multiple of "
+                f"{ep_size}"
             )
         return self.num_experts // ep_size
 

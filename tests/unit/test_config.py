@@ -55,11 +55,19 @@ def test_experts_per_rank(experts, ranks, local):
     assert MoEConfig(**(GOOD | {"num_experts": experts})).experts_per_rank(ranks) == local
 
 
-@pytest.mark.parametrize(("experts", "ranks", "below"), [(10, 4, 2), (256, 3, 2), (8, 16, 8), (7, 6, 1)])
-def test_experts_that_do_not_divide(experts, ranks, below):
+@pytest.mark.parametrize(("experts", "ranks", "below", "fits"),
+    [
+        (10, 4, 2, "1, 2, 5, 10"),
+        (256, 3, 2, "1, 2, 4, 8, 16, 32, 64, 128, 256"),
+        (8, 16, 8, "1, 2, 4, 8"),
+        (7, 6, 1, "1, 7"),
+    ],
+)
+def test_experts_that_do_not_divide(experts, ranks, below, fits):
     """Field report 15: the error has E, R and what to change."""
     cfg = MoEConfig(**(GOOD | {"num_experts": experts}))
-    with pytest.raises(ConfigError, match=rf"num_experts={experts}.*over {ranks} ranks.*group of {below} ranks"):
+    text = rf"num_experts={experts}.*over {ranks} ranks.*group of {below} ranks \(these sizes fit: {fits}\)"
+    with pytest.raises(ConfigError, match=text):
         cfg.experts_per_rank(ranks)
 
 
