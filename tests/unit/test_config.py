@@ -55,7 +55,8 @@ def test_experts_per_rank(experts, ranks, local):
     assert MoEConfig(**(GOOD | {"num_experts": experts})).experts_per_rank(ranks) == local
 
 
-@pytest.mark.parametrize(("experts", "ranks", "below", "fits"),
+@pytest.mark.parametrize(
+    ("experts", "ranks", "below", "fits"),
     [
         (10, 4, 2, "1, 2, 5, 10"),
         (256, 3, 2, "1, 2, 4, 8, 16, 32, 64, 128, 256"),
