@@ -247,7 +247,8 @@ def test_command_passes_options_on(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     done = CliRunner().invoke(app, ["bench", "--ranks", "2", "--shapes", "qwen3-30b", "--phases"])
     assert done.exit_code == 0, done.output
-    assert seen[0][2:] == ["--nproc-per-node=2", str(HARNESS), "--shapes", "qwen3-30b", "--phases"]
+    assert "--nproc-per-node=2" in seen[0]
+    assert seen[0][-4:] == [str(HARNESS), "--shapes", "qwen3-30b", "--phases"]
 
 
 if __name__ == "__main__":
