@@ -328,3 +328,16 @@ def test_plan_memory_is_what_the_backend_has(operand):
             experts = ExpertWeights((torch.zeros(4, 144, 64, **like),), (torch.zeros(4, 64, 72, **like),), "stacked")
             inputs = Inputs(torch.zeros(70, 64, **like), random_ids(70, 2, 4, 0), torch.zeros(70, 2), experts)
             assert sum(t.nbytes for t in backend.forward(inputs, save=True)[1]) == plan.total_bytes("saved")
+
+
+def test_a_plan_that_the_gpu_never_makes():
+    """The host does not wait for ever, nor take an earlier call's totals for this one's."""
+    cfg = make_config(num_experts=8, top_k=2, max_tokens=16)
+    planners = host_planners(cfg, 2, make_schedule())
+    check(planners, [random_ids(16, 2, 8, seed=1)] * 2, cfg)
+    planner = planners[0]
+    planner.calls_made += 1  # as if a call had been launched behind work that does not end
+    planner.ws.timeout_s = -5.0  # `fits` allows five seconds more
+    with pytest.raises(PeerTimeoutError, match="its plan was not ready"):
+        planner.fits()
+    assert planner.ws.failures

@@ -10,7 +10,7 @@ import ctypes
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import SymInt, Tensor
@@ -236,7 +236,12 @@ class Planner:
         give_up = time.monotonic() + self.ws.timeout_s + 5
         while self._totals_words[0] != self.calls_made and self._status_words[0] == 0:
             if time.monotonic() > give_up:
-                break
+                message = (
+                    f"rank {self.rank}, call {self.calls_made}: its plan was not ready after {self.ws.timeout_s:g} s; "
+                    "other work holds the GPU, or raise timeout_s"
+                )
+                self.ws.fail(message)
+                raise PeerTimeoutError(message)
         if self._status_words[0] in (BAD_ID, REFUSED):
             self._raise_inputs()
         self.check()
@@ -244,7 +249,7 @@ class Planner:
         self.allocate = with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)
         return bool(fitted)
 
-    def _raise_inputs(self) -> None:
+    def _raise_inputs(self) -> NoReturn:
         """Some rank's ids are bad, or it refused its inputs: forget the failure, raise the same on every rank."""
         torch.cuda.synchronize(self.device)
         exchange = self.arena.views["exchange"][self.calls_made % 2].cpu()
@@ -259,6 +264,7 @@ class Planner:
             ids_TK = exchange[source, EXCHANGE_HEADER : EXCHANGE_HEADER + count].view(-1, self.cfg.top_k)
             if (error := bad_id_error(ids_TK, source, self.cfg.num_experts)) is not None:
                 raise error
+        raise AssertionError("the plan reported bad inputs, but no rank's are bad")
 
     def routing_plan(self, plan: DevicePlan, num_tokens: int) -> RoutingPlan:
         """The public plan, without what lies behind the counts."""
