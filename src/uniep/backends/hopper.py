@@ -40,7 +40,7 @@ SCHEDULE_FIELDS = (
 
 
 class HopperBackend:
-    """See the module docstring.  schedule None: the one measured to be best for most shapes."""
+    """See the module docstring.  schedule None: DEFAULT_SCHEDULES["hopper"]."""
 
     name = "hopper"
 

@@ -38,24 +38,24 @@ def tile_coordinates(step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 @triton.jit
 def turns(num_steps, program, push_programs, push_rounds):
-    """How steps are dealt out when `push_programs` programs push tokens first: (turns alone, turns in all).
+    """How steps are dealt out when `push_programs` programs push tokens first.
 
-    For `push_rounds` turns the other programs walk the steps alone; from then on all do.
+    For `push_rounds` turns the other programs walk the steps alone; from then on all do.  Returns a program's
+    turns alone, its first step of those that all walk, and its turns in all.
     """
     others = tl.num_programs(0) - push_programs
     rounds = tl.minimum(push_rounds, num_steps // others)
     alone = tl.where(program < push_programs, 0, rounds)
-    left = tl.maximum(num_steps - rounds * others - program, 0)
-    return alone, alone + tl.cdiv(left, tl.num_programs(0))
+    shared = rounds * others + program
+    return alone, shared, alone + tl.cdiv(tl.maximum(num_steps - shared, 0), tl.num_programs(0))
 
 
 @triton.jit
-def step_of_turn(turn, alone, program, push_programs, push_rounds, num_steps):
+def step_of_turn(turn, alone, shared, program, push_programs):
     """The step of a program's turn, as dealt out by `turns`."""
-    others = tl.num_programs(0) - push_programs
-    rounds = tl.minimum(push_rounds, num_steps // others)
-    shared = rounds * others + (turn - alone) * tl.num_programs(0) + program
-    return tl.where(turn < alone, turn * others + program - push_programs, shared)
+    programs = tl.num_programs(0)
+    by_others = turn * (programs - push_programs) + program - push_programs
+    return tl.where(turn < alone, by_others, shared + (turn - alone) * programs)
 
 
 @triton.jit
@@ -136,10 +136,10 @@ def gate_up_kernel(
     num_m = tl.load(totals_ptr + 1)
     num_steps = num_m * NUM_N
     deadline_ns = deadline(status_ptr, timeout_ns)
-    alone, count = turns(num_steps, program, push_programs, push_rounds)
+    alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
     all_here = 0
     for turn in tl.range(0, count, flatten=not GATHERED):
-        step = step_of_turn(turn, alone, program, push_programs, push_rounds, num_steps)
+        step = step_of_turn(turn, alone, shared, program, push_programs)
         position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
         m = tl.load(order_ptr + position)
         expert = tl.load(expert_ptr + m)
