@@ -169,7 +169,7 @@ def hopper_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
     rank (entered, finished, returned), then one for each chunk of receive slots.
     """
     slots = cfg.max_tokens_per_rank * cfg.top_k
-    chunks = cfg.receive_slots(ep_size) // schedule.chunk_tokens
+    chunks = cfg.receive_slots(ep_size) // schedule.chunk_tokens if schedule.transfer == "push" else 0
     return {
         **_row_arrays(cfg, ep_size),
         "exchange": ((2, ep_size, EXCHANGE_HEADER + 2 * slots), torch.int32),
@@ -189,6 +189,8 @@ def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: in
         "send_token_RT": (ep_size, tokens),
         "expert_M": (most_tiles,),
         "order_M": (most_tiles,),
+        "progress_M": (most_tiles,),
+        "cursor": (1,),
         "totals": (2,),  # padded rows, row tiles
     }
 

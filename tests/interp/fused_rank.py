@@ -21,7 +21,15 @@ RANKS = 2
 TIMEOUT_S = 150
 SMALL = Tile(rows=64, columns=128, depth=64)
 SCHEDULE = Schedule(gemm1=SMALL, gemm2=SMALL, weight_gradient=SMALL, chunk_tokens=32)
-ROUNDS = (("serial", "gathered"), ("fused", "gathered"), ("fused", "expanded"), ("serial", "expanded"))
+ROUNDS = (  # overlap, operand, transfer
+    ("serial", "gathered", "push"),
+    ("fused", "gathered", "push"),
+    ("fused", "expanded", "push"),
+    ("serial", "expanded", "copy"),
+    ("pipelined", "gathered", "copy"),
+    ("fused", "expanded", "copy"),
+    ("pipelined", "gathered", "push"),
+)
 LATE = (  # kernels that a rank starts late, so that its peer has to wait for what they send
     ("exchange_kernel", "product_kernel", "push_rows_kernel"),
     ("gate_up_kernel", "expand_kernel", "push_tokens_kernel"),
@@ -117,8 +125,8 @@ def main(rank: int, folder: Path) -> None:
 
         backend = hopper_on_host.host_backend(case.config(max(case.tokens)), rank, RANKS, memories, SCHEDULE)
         results = []
-        for overlap, operand in ROUNDS:
-            backend.schedule = dataclasses.replace(SCHEDULE, overlap=overlap, operand=operand)
+        for overlap, operand, transfer in ROUNDS:
+            backend.schedule = dataclasses.replace(SCHEDULE, overlap=overlap, operand=operand, transfer=transfer)
             results.append(run(backend, case, rank, RANKS))
         torch.save(results, folder / f"result-{number}-{rank}")
 

@@ -35,8 +35,7 @@ class HostArena(hopper.Arena):
     """`Arena` over the host memory that the workspace brings."""
 
     def _allocate(self, size, workspace):
-        memories = self.memories = workspace.memories(size)  # peers' stay mapped with it
-        return memories[workspace.rank], [m.data_ptr() for m in memories]
+        return list(workspace.memories(size))
 
 
 def install(multiprocessors: int) -> None:

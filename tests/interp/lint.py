@@ -41,18 +41,19 @@ class Case:
     overlap: str = "fused"
     layout: str = "stacked"
     operand: str = "gathered"
+    transfer: str = "push"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        how = f"{self.overlap}, {self.operand}, {self.layout}"
+        how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}"
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES = (
-    Case("qwen3-30b", BF16, "output", 2, "fused", "stacked"),
-    Case("dsv2-lite", FP16, "activation", 2, "fused", "split"),
-    Case("qwen3-235b", BF16, "activation", 4, "fused", "stacked", "expanded"),
+    Case("qwen3-30b", BF16, "output", 2, "pipelined", "stacked", "gathered", "copy"),
+    Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push"),
+    Case("qwen3-235b", BF16, "activation", 4, "fused", "stacked", "expanded", "copy"),
     Case("deepseek-v3", FP16, "output", 8, "fused", "stacked"),
     Case("mixtral-8x7b", BF16, "output", 1, "fused", "split", "expanded"),
     Case("deepseek-v3-256", FP16, "output", 8, "serial", "split"),
@@ -67,7 +68,9 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         max_tokens_per_rank=TOKENS, dtype=case.dtype, weight_at=case.weight_at,
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
-    backend.schedule = dataclasses.replace(backend.schedule, overlap=case.overlap, operand=case.operand)
+    backend.schedule = dataclasses.replace(
+        backend.schedule, overlap=case.overlap, operand=case.operand, transfer=case.transfer
+    )
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
     w13 = torch.empty(2, local, cfg.ffn, cfg.hidden, **like)
@@ -95,8 +98,8 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
 
 def every_case() -> list[Case]:
     choices = (
-        SHAPES, (BF16, FP16), ("output", "activation"), (1, 2, 4, 8), ("fused", "serial"), ("stacked", "split"),
-        ("gathered", "expanded"),
+        SHAPES, (BF16, FP16), ("output", "activation"), (1, 2, 4, 8), ("pipelined", "fused", "serial"),
+        ("stacked", "split"), ("gathered", "expanded"), ("copy", "push"),
     )  # fmt: skip
     return [Case(*choice) for choice in itertools.product(*choices)]
 

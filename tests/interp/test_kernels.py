@@ -55,7 +55,8 @@ def launch(kernel, tile: Tile | None = None, **given) -> None:
         "receive_ptr": zero, "arrived_ptr": zero, "finished_ptr": zero, "call_ptr": zero, "status_ptr": zero,
         "timeout_ns": 0, "rank": 0, "send_token_ptr": zero, "send_count_ptr": zero, "receive_table_ptr": zero,
         "flag_table_ptr": zero, "arrived_offset": 0, "finished_offset": 0, "ticket_ptr": zero, "num_tokens": 0,
-        "push_programs": 0, "push_rounds": 0, "NUM_RANKS": 1, "CHUNK": 1,
+        "push_programs": 0, "push_rounds": 0, "progress_ptr": zero, "cursor_ptr": zero, "order_ptr": zero,
+        "programs": PROGRAMS, "COUNT_TILES": False, "TILES_BEFORE": 0, "NUM_RANKS": 1, "CHUNK": 1,
         "RECEIVE_BLOCK": 1, "PUSH_D": 16, "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F,
     }  # fmt: skip
     if tile is not None:

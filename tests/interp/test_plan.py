@@ -88,7 +88,7 @@ def plans(planners, ids_of_rank, weights_of_rank, lead=0):
         if fits[0]:
             return made
         for plan in made:
-            assert not plan.send_count_R.any()
+            assert not plan.rows.send_count_R.any()
             assert plan.rows.totals.tolist()[:2] == [0, 0]
 
 
@@ -124,7 +124,7 @@ def check(planners, ids_of_rank, cfg: MoEConfig, lead: int = 0) -> None:
                 value = value[:rows]
             torch.testing.assert_close(value, getattr(want, name), rtol=0, atol=0, msg=f"rank {rank}: {name}")
         for peer, count in enumerate(want.send_count_R.tolist()):
-            assert torch.equal(got.send_token_RT[peer, :count], want.send_token_RT[peer, :count])
+            assert torch.equal(got.rows.send_token_RT[peer, :count], want.send_token_RT[peer, :count])
         weight = torch.where(want.row_return_N >= 0, flat_weights.flatten()[want.row_return_N.clamp(min=0).long()], 0.0)
         assert torch.equal(tables.weight_N[:rows], weight)
 
@@ -305,7 +305,7 @@ def test_overflow_is_recorded_everywhere():
     ids_of_rank = [torch.ones(200, 1, dtype=torch.int64), torch.ones(200, 1, dtype=torch.int64)]
     for plan in attempt(planners, ids_of_rank, make_weights(ids_of_rank)):
         assert plan.rows.totals.tolist()[:2] == [0, 0]
-        assert not plan.send_count_R.any()
+        assert not plan.rows.send_count_R.any()
     for planner in planners:
         with pytest.raises(CapacityError, match=r"rank 1 was routed 400 rows but max_rows=10 leaves room for 256"):
             planner.check()

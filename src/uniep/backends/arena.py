@@ -77,27 +77,28 @@ def check_peers(seats: Sequence[Seat], can_access: Callable[[int, int], bool]) -
 
 
 class Arena:
-    """This rank's symmetric memory, and the addresses of every rank's arrays as device tables."""
+    """This rank's symmetric memory (`views`), every rank's (`everywhere`), and their addresses as device tables."""
 
     def __init__(self, layout: dict[str, Field], workspace: Workspace) -> None:
         device, ranks = workspace.device, workspace.ep_size
-        self.memory, bases = self._allocate(packed_bytes(layout), workspace)
+        self.memories = self._allocate(packed_bytes(layout), workspace)
         self.views: dict[str, Tensor] = {}
+        self.everywhere: dict[str, list[Tensor]] = {}
         self.tables: dict[str, Tensor] = {}
         for name, field in layout.items():
-            flat = self.memory[field.offset : field.offset + field.bytes]
-            self.views[name] = flat.view(field.dtype).view(field.shape)
-            addresses = [base + field.offset for base in bases]
+            flat = [memory[field.offset : field.offset + field.bytes] for memory in self.memories]
+            self.everywhere[name] = [bytes_.view(field.dtype).view(field.shape) for bytes_ in flat]
+            self.views[name] = self.everywhere[name][workspace.rank]
+            addresses = [bytes_.data_ptr() for bytes_ in flat]
             self.tables[name] = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._flag_offsets = {"entered": 0, "finished": ranks, "returned": 2 * ranks, "arrived": 3 * ranks}
         self._flag_views = {name: self.views["flags"][offset:] for name, offset in self._flag_offsets.items()}
 
-    def _allocate(self, size: int, workspace: Workspace) -> tuple[Tensor, list[int]]:
-        """This rank's zeroed memory, and its address at every rank.  Collective."""
+    def _allocate(self, size: int, workspace: Workspace) -> list[Tensor]:
+        """The zeroed memory of every rank.  Collective."""
         device = workspace.device
         if workspace.group is None or workspace.ep_size == 1:
-            alone = torch.zeros(size, dtype=torch.uint8, device=device)
-            return alone, [alone.data_ptr()]
+            return [torch.zeros(size, dtype=torch.uint8, device=device)]
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
@@ -112,7 +113,9 @@ class Arena:
         handle = symmetric.rendezvous(memory, workspace.group)
         torch.cuda.synchronize(device)
         dist.barrier(workspace.group, device_ids=[device.index])
-        return memory, [int(pointer) for pointer in handle.buffer_ptrs]
+        peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(workspace.ep_size)]
+        peers[workspace.rank] = memory  # which owns it
+        return peers
 
     def flag_offset(self, name: str) -> int:
         """First word of a flag array: entered, finished, returned (one per rank), arrived (one per chunk of slots)."""

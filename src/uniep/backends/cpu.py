@@ -38,7 +38,7 @@ from uniep.backends.protocol import (
     same_forward,
     wanted_anywhere,
 )
-from uniep.errors import ClosedError, PeerTimeoutError, UniEPError
+from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError
 from uniep.numerics import one_thread
 from uniep.routing import RoutingPlan, build_plan
 from uniep.taskflow.check import check
@@ -116,6 +116,10 @@ class CpuBackend:
         self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
         self.schedule = schedule if schedule is not None else DEFAULT_SCHEDULES["cpu"]
         refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
+        if self.schedule.overlap == "pipelined":
+            raise ConfigError(
+                "overlap='pipelined' is for GPUs; on the CPU 'fused' already runs every tile once its rows are there"
+            )
         self.trace: list[TraceEntry] | None = None
         self._workspace = weakref.ref(workspace)
         self._peers: Peers | None = Peers(

@@ -1,14 +1,15 @@
 """The Hopper backend: Triton kernels over torch symmetric memory, one node, peer access over NVLink.
 
-One call: plan (ids exchanged by one-sided stores); gate_up, whose first programs push this rank's tokens and
-whose tiles wait for theirs; the down product, whose epilogue stores each row into its slot at the source rank;
-the fixed-order sum.  The serial schedule runs the same tile bodies with every stage waiting for the one
-before; it is the oracle.  docs/kernels.md has the whole picture.
+One call: plan (ids exchanged by one-sided stores); gate_up, whose tiles wait for their tokens, which copy engines or
+its own first programs send; the down product, whose epilogue stores each row into its slot at the source rank, after
+gate_up or beside it; the fixed-order sum.  The serial schedule runs the same tile bodies with every stage waiting
+for the one before; it is the oracle.  docs/kernels.md has the whole picture.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.kernels.support import why_not
 from uniep.memory import hopper_arrays, pack
 from uniep.routing import RoutingPlan
+from uniep.routing.plan import recv_base
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, Tile, refuse_other_fields
 from uniep.weights import ExpertWeights
 
@@ -32,10 +34,13 @@ if TYPE_CHECKING:
     from uniep.workspace import Workspace
 
 PUSH_BYTES_PER_US = 150_000  # all pushing programs of a rank, beside a GEMM (2x H200)
+COPY_BYTES_PER_US = 350_000  # a copy engine
+COPY_LEAD_US = 40  # from the entry of all ranks to the first tile
 PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
-    "overlap", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens", "push_programs",
+    "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
+    "push_programs", "down_programs",
 )  # fmt: skip
 
 
@@ -68,7 +73,7 @@ class HopperBackend:
         self.planner = Planner(workspace, self.arena, rows)
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
-        self.side = torch.cuda.Stream(device)
+        self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.phases: list[tuple[str, torch.cuda.Event]] | None = None
         self._stay_local = False
 
@@ -146,34 +151,49 @@ class HopperBackend:
 
         cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
         num_tokens, receive = x_TD.shape[0], self.arena.views["receive"]
-        plan = self.planner.plan(inputs.ids_TK, inputs.weights_TK, self._lead(num_tokens))
+        current, side = torch.cuda.current_stream(device), self.side
+        send_all = functools.partial(self._send_all, x_TD) if self._copying else None
+        plan = self.planner.plan(inputs.ids_TK, inputs.weights_TK, self._lead(num_tokens), send_all)
         self.mark("plan")
-        rows, num_rows, peers = plan.rows, plan.num_rows, self._peers(plan)
+        rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         act_NF = torch.empty(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
         h_N2F = torch.empty(num_rows, 2, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
-        self._dispatch(x_TD, peers)
+        self._dispatch(x_TD, plan, peers)
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
-        pushing = x_ND is None and self._fused
+        fused, pipelined = x_ND is None and self._fused, schedule.overlap == "pipelined"
+        pushing = fused and not self._copying
+        down_sms = min(schedule.down_programs, self.sms // 2) if pipelined else 0
+        side.wait_stream(current)
         launch.launch_gate_up(
-            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms, h_N2F, act_NF,
-            push_programs=schedule.push_programs if pushing else 0,
-            push_rounds=self._push_rounds(num_tokens, schedule.gemm1) if pushing else 0,
+            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_N2F, act_NF,
+            fused=fused, push_programs=schedule.push_programs if pushing else 0,
+            push_rounds=self._push_rounds(num_tokens, schedule.gemm1) if pushing else 0, count_tiles=pipelined,
         )  # fmt: skip
         self.mark("gate_up")
         kept = x_ND if x_ND is not None or not save else self._keep(receive)
-        self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts)
+        if pipelined:
+            # On SMs of its own until gate_up is done, then on all.
+            tiles_before = -(-cfg.ffn // (schedule.gemm1.columns // 2))
+            beside = launch.Beside(tiles_before, self.sms * schedule.gemm2.programs_per_sm)
+            with torch.cuda.stream(side):
+                self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, down_sms, beside=beside)
+            sms = self.sms - down_sms
+            self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, sms, beside=beside)
+            current.wait_stream(side)
+        else:
+            self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms)
         y_TD = torch.empty_like(x_TD)
         weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
         launch.launch_combine(self.arena.views["returns"], inputs.ids_TK, weights_TK, peers, self.sms, y_TD, wait=True)
-        torch.cuda.current_stream(device).wait_stream(self.side)
+        current.wait_stream(self.copies)
         self.mark("combine")
         return y_TD, ([*plan.saved(), h_N2F, kept] if h_N2F is not None and kept is not None else [])
 
     def _keep(self, receive: Tensor) -> Tensor:
         """A copy of the receive buffer for the weight gradient, made beside the GEMM that follows."""
         kept = torch.empty_like(receive)
-        self.side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.side):
+        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.copies):
             kept.copy_(receive)
         return kept
 
@@ -185,13 +205,26 @@ class HopperBackend:
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
         plan = self.planner.restore(ids_TK.shape[0], saved[:3])
         h_N2F, kept = saved[3], saved[4]
-        rows, num_rows, peers = plan.rows, plan.num_rows, self._peers(plan)
+        rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         groups = -(-cfg.ffn // COLUMN_GROUP)
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
 
         self.planner.enter(None, None, ids_TK.shape[0])
         self.planner.wait("entered", 1)
-        self._dispatch(dy_TD, peers)
+        if self._copying:
+            self._send_all(dy_TD)
+        current, side, x_ND = torch.cuda.current_stream(device), self.side, kept
+
+        def expand_x() -> None:
+            launch.launch_expand(inputs.x_TD, kept, rows, peers, self.schedule.gemm1.rows, self.sms, x_ND)
+
+        expanding = needs.w13 and self.schedule.operand == "gathered"
+        if expanding:
+            x_ND = torch.empty(num_rows, cfg.hidden, **like)
+            if self._copying:  # while dO travels
+                expand_x()
+                self.mark("expand_x")
+        self._dispatch(dy_TD, plan, peers)
         dy_ND = self._expand(dy_TD, plan, peers)
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=device)
         launch.launch_down_gradient(dy_ND, rows, experts, peers, tile, self.sms, raw_NF)
@@ -207,17 +240,14 @@ class HopperBackend:
 
         # Memory-bound work runs beside the GEMMs: rows for dW13 beside dgrad1, whose results cross the wire,
         # the sum of dX beside the weight gradients.
-        current, side = torch.cuda.current_stream(device), self.side
-        x_ND = kept
         side.wait_stream(current)
-        if needs.w13 and self.schedule.operand == "gathered":
-            x_ND = torch.empty(num_rows, cfg.hidden, **like)
+        if expanding and not self._copying:
             with torch.cuda.stream(side):
-                launch.launch_expand(inputs.x_TD, kept, rows, peers, self.schedule.gemm1.rows, self.sms, x_ND)
+                expand_x()
         x_ready = side.record_event()
         # Results travel whether this rank's x needs its gradient or not: its peers' may.
         dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
-        self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts)
+        self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms)
         dx_TD = torch.empty_like(dy_TD)
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -230,6 +260,7 @@ class HopperBackend:
             current.wait_event(x_ready)
             dw13 = self._weight_gradient_w13(dh_NH, x_ND, experts, plan)
         current.wait_stream(side)
+        current.wait_stream(self.copies)
         self.mark("combine")
         dweights_TK = None
         if needs.weights:
@@ -259,10 +290,14 @@ class HopperBackend:
 
     @property
     def _fused(self) -> bool:
-        return self.num_ranks > 1 and self.schedule.overlap == "fused" and not self._stay_local
+        return self.num_ranks > 1 and self.schedule.overlap != "serial" and not self._stay_local
 
-    def _peers(self, plan: DevicePlan) -> Peers:
-        """What kernels need of the other ranks in this call."""
+    @property
+    def _copying(self) -> bool:
+        return self.num_ranks > 1 and self.schedule.transfer == "copy" and not self._stay_local
+
+    def _peers(self) -> Peers:
+        """What kernels need of the other ranks."""
         from uniep.kernels.launch import Peers
 
         arena, planner = self.arena, self.planner
@@ -283,19 +318,30 @@ class HopperBackend:
             returned_offset=arena.flag_offset("returned") + self.rank,
             push_ticket=self.push_ticket,
             return_ticket=self.return_ticket,
-            send_token_RT=plan.send_token_RT,
-            send_count_R=plan.send_count_R,
-            chunk=self.schedule.chunk_tokens,
+            chunk=self.schedule.chunk_tokens if self.schedule.transfer == "push" else 0,
             receive_block=self.cfg.receive_block,
         )
 
-    def _dispatch(self, x_TD: Tensor, peers: Peers) -> None:
-        """Serial schedule: push all tokens, wait until all have arrived."""
+    def _send_all(self, x_TD: Tensor) -> None:
+        """Queue copies of all tokens to every peer, each with the peer's `finished` flag behind it."""
+        num_tokens = x_TD.shape[0]
+        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.copies):
+            for step in range(1, self.num_ranks):
+                peer = (self.rank + step) % self.num_ranks
+                first = recv_base(self.cfg, self.rank, peer)
+                self.arena.everywhere["receive"][peer][first : first + num_tokens].copy_(x_TD, non_blocking=True)
+                flag = self.arena.flag_offset("finished") + self.rank
+                self.arena.everywhere["flags"][peer][flag : flag + 1].copy_(self.planner.call, non_blocking=True)
+
+    def _dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
+        """Serial schedule: push all tokens (unless copies are under way), wait until all have arrived."""
         from uniep.kernels.launch import launch_push_tokens
 
         if self.num_ranks == 1 or self._fused or self._stay_local:
             return
-        launch_push_tokens(x_TD, peers, self.sms)
+        if not self._copying:
+            launch_push_tokens(x_TD, plan.rows, peers, self.sms)
         self.planner.wait("finished", 2)
         self.mark("dispatch")
 
@@ -304,24 +350,25 @@ class HopperBackend:
         from uniep.kernels.launch import launch_expand
 
         rows_ND = torch.empty(plan.num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
-        pushing = 2 * self.schedule.push_programs if self._fused else 0
+        pushing = 2 * self.schedule.push_programs if self._fused and not self._copying else 0
         launch_expand(
             x_TD, self.arena.views["receive"], plan.rows, peers, self.schedule.gemm1.rows, self.sms, rows_ND,
-            push_programs=pushing,
+            fused=self._fused, push_programs=pushing,
         )  # fmt: skip
         self.mark("expand")
         return rows_ND
 
     def _return_rows(
-        self, product: Callable[..., None], a: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights
-    ) -> None:
-        """a @ B (N, D) by `product`, delivered into the return slots of the rows' source ranks."""
+        self, product: Callable[..., None], a: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights,
+        sms: int, **how: Any,
+    ) -> None:  # fmt: skip
+        """a @ B (N, D) by `product` on `sms`, delivered into the return slots of the rows' source ranks."""
         from uniep.kernels.launch import launch_push_rows
 
         serial = self.schedule.overlap == "serial"
         out_ND = torch.empty(plan.num_rows if serial else 1, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
         tile = self.schedule.gemm2
-        product(a, plan.rows, experts, peers, tile, self.sms, out_ND, slots=self.slots, scatter=not serial)
+        product(a, plan.rows, experts, peers, tile, sms, out_ND, slots=self.slots, scatter=not serial, **how)
         self.mark("return")
         if serial:
             launch_push_rows(out_ND, plan.rows, peers, self.slots, self.sms)
@@ -343,9 +390,14 @@ class HopperBackend:
         """Experts whose local tiles run first: as many as last until the other ranks' tokens are here."""
         if self.schedule.tile_order == "natural" or self.num_ranks == 1:
             return 0
+        if self._copying:
+            sent_bytes = (self.num_ranks - 1) * num_tokens * self.cfg.hidden * self.cfg.dtype.itemsize
+            missing_us = sent_bytes / COPY_BYTES_PER_US - COPY_LEAD_US
+        else:
+            missing_us = self._push_us(num_tokens) + PUSH_LATENCY_US
         rows_per_expert = num_tokens * self.cfg.top_k / self.cfg.num_experts
         flop = 4 * max(rows_per_expert, 1) * self.cfg.ffn * self.cfg.hidden
-        return math.ceil((self._push_us(num_tokens) + PUSH_LATENCY_US) / (flop / (SM_FLOP_PER_US * self.sms)))
+        return max(math.ceil(missing_us / (flop / (SM_FLOP_PER_US * self.sms))), 0)
 
     # ---------------------------------------------------------------- without communication
 

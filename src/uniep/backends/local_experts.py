@@ -189,6 +189,10 @@ class KernelExperts:
             rows_e=plan.counts_RE[:, self.rank * local : (self.rank + 1) * local].sum(0).int(),
             expert_M=torch.repeat_interleave(starts.diff() // tile.rows, output_size=num_tiles).int(),
             order_M=torch.arange(num_tiles, dtype=torch.int32, device=device),
+            progress_M=plan.counts_RE,  # of one launch after the other; not counted
+            cursor=plan.counts_RE,
+            send_token_RT=plan.send_token_RT,
+            send_count_R=plan.send_count_R,
             totals=torch.tensor([plan.num_rows, num_tiles], dtype=torch.int32, device=device),
         )
 

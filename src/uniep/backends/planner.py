@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from uniep.backends.protocol import bad_id_error, decoded, encoded, error_index,
 from uniep.config import ROW_ALIGN
 from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError
 from uniep.kernels import sync
+from uniep.kernels.call import launch
 from uniep.kernels.launch import Rows, power_of_2
 from uniep.memory import EXCHANGE_HEADER, hopper_plan_arrays, hopper_rows, plan_words, with_headroom
 from uniep.routing import RoutingPlan
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 EXCHANGE_PROGRAMS = 32
 STATUS_WORDS = 16
-STAGES = {1: "entry of the call", 2: "arrival of tokens", 3: "return of results"}
+STAGES = {1: "entry of the call", 2: "arrival of tokens", 3: "return of results", 4: "rows of gate and up"}
 TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED = (
     c.value for c in (sync.TIMEOUT, sync.BAD_ID, sync.TOO_MANY_ROWS, sync.REFUSED)
 )
@@ -46,8 +47,7 @@ class DevicePlan:
         self.head, self.rows_2N, self.weight_N = head, rows_2N, weight_N
         parts = head.split(plan_words(arrays))
         view = {n: part[: math.prod(s)].view(s) for (n, s), part in zip(arrays.items(), parts, strict=True)}
-        self.counts_RE, self.send_token_RT = view["counts_RE"], view["send_token_RT"]
-        self.send_count_R, self.recv_count_R = view["send_count_R"], view["recv_count_R"]
+        self.counts_RE, self.recv_count_R = view["counts_RE"], view["recv_count_R"]
         source_N, return_N = rows_2N.unbind()
         self.rows = Rows(
             source_N=source_N,
@@ -57,6 +57,10 @@ class DevicePlan:
             rows_e=view["rows_e"],
             expert_M=view["expert_M"],
             order_M=view["order_M"],
+            progress_M=view["progress_M"],
+            cursor=view["cursor"],
+            send_token_RT=view["send_token_RT"],
+            send_count_R=view["send_count_R"],
             totals=view["totals"],
         )
 
@@ -126,26 +130,21 @@ class Planner:
 
         self.check()
         self.calls_made += 1
-        exchange_kernel[(EXCHANGE_PROGRAMS,)](
-            ids_TK if ids_TK is not None else self.call,
-            weights_TK if weights_TK is not None else self.call,
-            refusal if refusal is not None else self.call,
-            num_tokens,
-            self.allocate,
-            self.arena.tables["exchange"],
-            self.arena.tables["flags"],
-            self.arena.flag_offset("entered"),
-            self.call,
-            self.ticket,
-            self.rank,
-            K=self.cfg.top_k,
-            SLOTS=self.slots,
-            NUM_RANKS=self.num_ranks,
-            BLOCK=1024,
-            HAS_IDS=ids_TK is not None,
-            REFUSE=refusal is not None,
+        launch(
+            exchange_kernel,
+            EXCHANGE_PROGRAMS,
+            (
+                ids_TK if ids_TK is not None else self.call, weights_TK if weights_TK is not None else self.call,
+                refusal if refusal is not None else self.call, num_tokens, self.allocate,
+                self.arena.tables["exchange"], self.arena.tables["flags"], self.arena.flag_offset("entered"),
+                self.call, self.ticket, self.rank,
+            ),
+            {
+                "K": self.cfg.top_k, "SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "BLOCK": 1024,
+                "HAS_IDS": ids_TK is not None, "REFUSE": refusal is not None,
+            },
             num_warps=4,
-        )
+        )  # fmt: skip
 
     def refuse(self, error: UniEPError) -> None:
         """Enter the call that the peers make, with nothing but the reason why this rank does not."""
@@ -157,13 +156,12 @@ class Planner:
         self.wait("entered", 1)
 
     def wait(self, flag: str, stage: int) -> None:
-        """Make the stream wait until `flag` of every rank has reached this call."""
+        """Make the stream wait until `flag` of every other rank has reached this call."""
         from uniep.kernels.plan import barrier_kernel
 
         flags = self.arena.flag_view(flag)
-        barrier_kernel[(1,)](
-            flags, self.call, self.status, self.timeout_ns, NUM_RANKS=self.num_ranks, STAGE=stage, num_warps=1
-        )
+        args = (flags, self.call, self.status, self.timeout_ns, self.rank)
+        launch(barrier_kernel, 1, args, {"NUM_RANKS": self.num_ranks, "STAGE": stage}, num_warps=1)
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
@@ -181,8 +179,14 @@ class Planner:
             like.new_empty((rows,), dtype=torch.float32),
         ]
 
-    def plan(self, ids_TK: Tensor, weights_TK: Tensor, lead: int) -> DevicePlan:
-        """Enter a call and plan it.  lead: experts whose local tiles run first."""
+    def plan(
+        self, ids_TK: Tensor, weights_TK: Tensor, lead: int = 0, send_all: Callable[[], None] | None = None
+    ) -> DevicePlan:
+        """Enter a call and plan it.  lead: experts whose local tiles run first.
+
+        send_all: queues the sending of all tokens of this rank, whatever their ids, once all peers have entered;
+        None: the tokens of the send lists are sent.
+        """
         from uniep.kernels.plan import histogram_kernel, place_kernel, scan_kernel, tiles_kernel
 
         cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
@@ -204,24 +208,50 @@ class Planner:
             "BLOCK_T": block_t,
         }  # fmt: skip
         self.enter(ids_TK, weights_TK, num_tokens)
-        histogram_kernel[(blocks * ranks,)](
-            exchange, self.arena.flag_view("entered"), histogram, self.call, self.status, self.timeout_ns, self.rank,
-            E=cfg.num_experts, EP=max(power_of_2(cfg.num_experts), 16), LOCAL=self.local, **shape, num_warps=4,
+        launch(
+            histogram_kernel,
+            blocks * ranks,
+            (
+                exchange, self.arena.flag_view("entered"), histogram, self.call, self.status, self.timeout_ns,
+                self.rank,
+            ),
+            {"E": cfg.num_experts, "EP": max(power_of_2(cfg.num_experts), 16), "LOCAL": self.local, **shape},
+            num_warps=4,
         )  # fmt: skip
-        scan_kernel[(cfg.num_experts + 1 + ranks,)](
-            histogram, plan.counts_RE, plan.send_count_R, plan.recv_count_R, self.rank, E=cfg.num_experts,
-            NUM_RANKS=ranks, BLOCKS=blocks, BLOCKS_P=power_of_2(blocks), num_warps=4,
+        if send_all is not None:  # the histogram has waited for all peers
+            send_all()
+        launch(
+            scan_kernel,
+            cfg.num_experts + 1 + ranks,
+            (histogram, plan.counts_RE, rows.send_count_R, plan.recv_count_R, self.rank),
+            {"E": cfg.num_experts, "NUM_RANKS": ranks, "BLOCKS": blocks, "BLOCKS_P": power_of_2(blocks)},
+            num_warps=4,
+        )
+        launch(
+            tiles_kernel,
+            1,
+            (
+                exchange, plan.counts_RE, rows.send_count_R, rows.start_e1, rows.rows_e, rows.expert_M, rows.order_M,
+                rows.progress_M, rows.cursor, rows.totals, self._host_totals, self.call, self.status, self.rank, lead,
+            ),
+            {
+                "E": cfg.num_experts, "SLOTS": self.slots, "LOCAL": self.local, "LOCAL_P": power_of_2(self.local),
+                "NUM_RANKS": ranks, "BLOCK_M": self.tile_rows, "ALIGN": ROW_ALIGN, "HOST": cfg.max_rows is None,
+            },
+            num_warps=4,
         )  # fmt: skip
-        tiles_kernel[(1,)](
-            exchange, plan.counts_RE, plan.send_count_R, rows.start_e1, rows.rows_e, rows.expert_M, rows.order_M,
-            rows.totals, self._host_totals, self.call, self.status, self.rank, lead, E=cfg.num_experts,
-            SLOTS=self.slots, LOCAL=self.local, LOCAL_P=power_of_2(self.local), NUM_RANKS=ranks,
-            BLOCK_M=self.tile_rows, ALIGN=ROW_ALIGN, HOST=cfg.max_rows is None, num_warps=4,
-        )  # fmt: skip
-        place_kernel[(blocks * ranks + self.local,)](
-            exchange, histogram, rows.start_e1, plan.counts_RE, rows.totals, rows.source_N, rows.return_N,
-            rows.weight_N, plan.send_token_RT, self.call, self.rank, num_tokens, E=cfg.num_experts, LOCAL=self.local,
-            **shape, RECEIVE_BLOCK=cfg.receive_block, ALIGN=ROW_ALIGN, num_warps=8,
+        launch(
+            place_kernel,
+            blocks * ranks + self.local,
+            (
+                exchange, histogram, rows.start_e1, plan.counts_RE, rows.totals, rows.source_N, rows.return_N,
+                rows.weight_N, rows.send_token_RT, self.call, self.rank, num_tokens,
+            ),
+            {
+                "E": cfg.num_experts, "LOCAL": self.local, **shape, "RECEIVE_BLOCK": cfg.receive_block,
+                "ALIGN": ROW_ALIGN, "DEDUP": send_all is None,
+            },
+            num_warps=8,
         )  # fmt: skip
         return plan
 
@@ -269,12 +299,12 @@ class Planner:
     def routing_plan(self, plan: DevicePlan, num_tokens: int) -> RoutingPlan:
         """The public plan, without what lies behind the counts."""
         rows = int(plan.rows.totals[0])
-        listed = torch.arange(num_tokens, device=self.device) < plan.send_count_R[:, None]
+        listed = torch.arange(num_tokens, device=self.device) < plan.rows.send_count_R[:, None]
         return RoutingPlan(
             counts_RE=plan.counts_RE,
             expert_start_e1=plan.rows.start_e1,
-            send_count_R=plan.send_count_R,
-            send_token_RT=torch.where(listed, plan.send_token_RT, -1),
+            send_count_R=plan.rows.send_count_R,
+            send_token_RT=torch.where(listed, plan.rows.send_token_RT, -1),
             recv_count_R=plan.recv_count_R,
             row_source_N=plan.rows.source_N[:rows],
             row_return_N=plan.rows.return_N[:rows],

@@ -13,9 +13,9 @@ Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
 import triton
 import triton.language as tl
 
-from uniep.kernels.ptx import narrow, sigmoid
+from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, sigmoid
 from uniep.kernels.rows import load_rows, row_pointers, wait_for_rows
-from uniep.kernels.sync import deadline, signal_all
+from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
 
 
@@ -94,6 +94,7 @@ def gate_up_kernel(
     num_tokens,
     push_programs,
     push_rounds,
+    progress_ptr,
     w13_desc,
     h_desc,
     act_desc,
@@ -113,11 +114,14 @@ def gate_up_kernel(
     SAVE_H: tl.constexpr,
     WEIGHTED: tl.constexpr,
     UP_FIRST: tl.constexpr,
+    COUNT_TILES: tl.constexpr,
 ):
     """h = rows @ W13^T, act = swiglu(h) (times the routing weight if WEIGHTED).
 
     GATHERED: rows are read where they lie, local tokens and receive slots; else from rows_desc (N, D).
-    FUSED (and GATHERED): the first `push_programs` programs push this rank's tokens, and tiles wait for theirs.
+    FUSED (and GATHERED): tiles wait for their tokens; where programs push (CHUNK > 0), the first `push_programs`
+    push this rank's before they join.
+    COUNT_TILES: progress (M,) counts the finished tiles of each row tile, for a product that runs beside.
     w13_desc: (e, 2, F, D); a tile multiplies BLOCK_N/2 gate columns and the same up columns.  UP_FIRST:
     the descriptor's first half is the up projection (w1 and w3 apart, w3 at the lower address).
     h_desc: (N, 2, F).  act_desc: (N, F).
@@ -126,7 +130,7 @@ def gate_up_kernel(
     HALF: tl.constexpr = BLOCK_N // 2
     NUM_N: tl.constexpr = (F + HALF - 1) // HALF
     program = tl.program_id(0)
-    if FUSED:
+    if FUSED and CHUNK > 0:
         if program < push_programs:
             push_tokens(
                 x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
@@ -138,6 +142,7 @@ def gate_up_kernel(
     deadline_ns = deadline(status_ptr, timeout_ns)
     alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
     all_here = 0
+    counted = 0  # the row tile of the turn before
     for turn in tl.range(0, count, flatten=not GATHERED):
         step = step_of_turn(turn, alone, shared, program, push_programs)
         position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
@@ -148,8 +153,8 @@ def gate_up_kernel(
             source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
             if FUSED:
                 all_here = wait_for_rows(
-                    source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, NUM_RANKS,
-                    CHUNK, RECEIVE_BLOCK,
+                    source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, BLOCK_M,
+                    NUM_RANKS, CHUNK, RECEIVE_BLOCK,
                 )  # fmt: skip
             a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -165,6 +170,12 @@ def gate_up_kernel(
             up, gate = gate, up
         gate_16 = narrow(gate, dtype)
         up_16 = narrow(up, dtype)
+        if COUNT_TILES:
+            # A turn late, so that nobody waits for stores that are under way.
+            if turn > 0:
+                block_stores_complete()
+                tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
+            counted = m + 0
         if SAVE_H:
             h_desc.store([row, 0, n * HALF], gate_16.reshape(BLOCK_M, 1, HALF))
             h_desc.store([row, 1, n * HALF], up_16.reshape(BLOCK_M, 1, HALF))
@@ -172,9 +183,77 @@ def gate_up_kernel(
         if WEIGHTED:
             act = act * tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))[:, None]
         act_desc.store([row, n * HALF], narrow(act, dtype))
+    if COUNT_TILES:
+        if count > 0:
+            block_stores_complete()
+            tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
 
 
-@triton.jit(do_not_specialize=["flag_offset"])
+@triton.jit
+def product_tile(
+    a_desc,
+    b_desc,
+    out_desc,
+    expert_ptr,
+    return_ptr,
+    returns_table_ptr,
+    m,
+    n,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HALVES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    UP_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCATTER: tl.constexpr,
+):
+    """One tile of `product_kernel`."""
+    dtype: tl.constexpr = out_desc.dtype
+    STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
+    HALF: tl.constexpr = BLOCK_N // 2
+    expert = tl.load(expert_ptr + m)
+    row = m * BLOCK_M
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, HALVES * STEPS):
+        half = k // STEPS
+        depth = k % STEPS * BLOCK_K
+        a = a_desc.load([row, half * DEPTH + depth])
+        if TRANSPOSED:
+            acc = tl.dot(a, b_desc.load([expert, n * BLOCK_N, depth]).reshape(BLOCK_N, BLOCK_K).T, acc)
+        else:
+            part = 1 - half if UP_FIRST else half
+            acc = tl.dot(a, b_desc.load([expert, part, depth, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N), acc)
+    left, right = halves(acc, BLOCK_M, BLOCK_N)
+    if SCATTER:
+        slot = tl.load(return_ptr + row + tl.arange(0, BLOCK_M))
+        base = tl.load(returns_table_ptr + tl.maximum(slot, 0) // SLOTS)
+        address = base + (tl.maximum(slot, 0) % SLOTS).to(tl.int64) * (WIDTH * (dtype.primitive_bitwidth // 8))
+        ptrs = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+        column = n * BLOCK_N + tl.arange(0, HALF)
+        used = (slot >= 0)[:, None]
+        if WIDTH % BLOCK_N == 0:
+            tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used)
+            tl.store(ptrs[:, None] + (column + HALF)[None, :], narrow(right, dtype), mask=used)
+        else:
+            tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used & (column < WIDTH)[None, :])
+            column += HALF
+            tl.store(ptrs[:, None] + column[None, :], narrow(right, dtype), mask=used & (column < WIDTH)[None, :])
+    elif dtype == tl.float32:
+        a, b = halves(left, BLOCK_M, HALF)
+        out_desc.store([row, n * BLOCK_N], a)
+        out_desc.store([row, n * BLOCK_N + HALF // 2], b)
+        a, b = halves(right, BLOCK_M, HALF)
+        out_desc.store([row, n * BLOCK_N + HALF], a)
+        out_desc.store([row, n * BLOCK_N + HALF + HALF // 2], b)
+    else:
+        out_desc.store([row, n * BLOCK_N], narrow(left, dtype))
+        out_desc.store([row, n * BLOCK_N + HALF], narrow(right, dtype))
+
+
+@triton.jit(do_not_specialize=["flag_offset", "programs", "rank", "timeout_ns"])
 def product_kernel(
     a_desc,
     b_desc,
@@ -187,6 +266,13 @@ def product_kernel(
     flag_offset,
     call_ptr,
     ticket_ptr,
+    programs,
+    order_ptr,
+    progress_ptr,
+    cursor_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -199,6 +285,7 @@ def product_kernel(
     GROUP_M: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     SCATTER: tl.constexpr,
+    TILES_BEFORE: tl.constexpr,
 ):
     """out = a @ B, each row stored straight into its slot at the source rank (SCATTER) or in place.
 
@@ -206,53 +293,40 @@ def product_kernel(
     meets zeros of B.  b_desc: (e, WIDTH, DEPTH) if TRANSPOSED (W2 in the forward), else (e, HALVES, DEPTH, WIDTH)
     (W13, and W2 with one half, in the backward).  The contraction runs over gate, then up; UP_FIRST as above.
     out_desc: (N, WIDTH) in the layer's dtype, or fp32 for a product that is not rounded.
+    programs: of all launches that share this product.
+    TILES_BEFORE: 0, or this product runs beside the one that makes `a`, in one or more launches.  A column of
+    GROUP_M row tiles, in the order of `order`, is then claimed at the shared cursor, and begins when `progress` counts
+    TILES_BEFORE finished tiles for each of them.
     """
-    dtype: tl.constexpr = out_desc.dtype
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
-    HALF: tl.constexpr = BLOCK_N // 2
     num_m = tl.load(totals_ptr + 1)
-    for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=True):
-        m, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
-        expert = tl.load(expert_ptr + m)
-        row = m * BLOCK_M
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, HALVES * STEPS):
-            half = k // STEPS
-            depth = k % STEPS * BLOCK_K
-            a = a_desc.load([row, half * DEPTH + depth])
-            if TRANSPOSED:
-                acc = tl.dot(a, b_desc.load([expert, n * BLOCK_N, depth]).reshape(BLOCK_N, BLOCK_K).T, acc)
-            else:
-                part = 1 - half if UP_FIRST else half
-                acc = tl.dot(a, b_desc.load([expert, part, depth, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N), acc)
-        left, right = halves(acc, BLOCK_M, BLOCK_N)
-        if SCATTER:
-            slot = tl.load(return_ptr + row + tl.arange(0, BLOCK_M))
-            base = tl.load(returns_table_ptr + tl.maximum(slot, 0) // SLOTS)
-            address = base + (tl.maximum(slot, 0) % SLOTS).to(tl.int64) * (WIDTH * (dtype.primitive_bitwidth // 8))
-            ptrs = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
-            column = n * BLOCK_N + tl.arange(0, HALF)
-            used = (slot >= 0)[:, None]
-            if WIDTH % BLOCK_N == 0:
-                tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used)
-                tl.store(ptrs[:, None] + (column + HALF)[None, :], narrow(right, dtype), mask=used)
-            else:
-                tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used & (column < WIDTH)[None, :])
-                column += HALF
-                tl.store(ptrs[:, None] + column[None, :], narrow(right, dtype), mask=used & (column < WIDTH)[None, :])
-        elif dtype == tl.float32:
-            a, b = halves(left, BLOCK_M, HALF)
-            out_desc.store([row, n * BLOCK_N], a)
-            out_desc.store([row, n * BLOCK_N + HALF // 2], b)
-            a, b = halves(right, BLOCK_M, HALF)
-            out_desc.store([row, n * BLOCK_N + HALF], a)
-            out_desc.store([row, n * BLOCK_N + HALF + HALF // 2], b)
-        else:
-            out_desc.store([row, n * BLOCK_N], narrow(left, dtype))
-            out_desc.store([row, n * BLOCK_N + HALF], narrow(right, dtype))
+    if TILES_BEFORE == 0:
+        for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=True):
+            m, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
+            product_tile(
+                a_desc, b_desc, out_desc, expert_ptr, return_ptr, returns_table_ptr, m, n, DEPTH, WIDTH, SLOTS, HALVES,
+                TRANSPOSED, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K, SCATTER,
+            )  # fmt: skip
+    else:
+        # Twice the time: whoever makes `a` may wait for its peers as long as that.
+        deadline_ns = deadline(status_ptr, 2 * timeout_ns)
+        num_columns = tl.cdiv(num_m, GROUP_M) * NUM_N
+        column = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
+        while column < num_columns:
+            first = column // NUM_N * GROUP_M
+            height = tl.minimum(num_m - first, GROUP_M)
+            made = tl.load(order_ptr + first + tl.arange(0, WIDE) % height)
+            wait_for(progress_ptr + made, rank, TILES_BEFORE, deadline_ns, status_ptr, STAGE_ROWS)
+            block_loads_follow()
+            for i in tl.range(0, height, flatten=True):
+                m = tl.load(order_ptr + first + i)
+                product_tile(
+                    a_desc, b_desc, out_desc, expert_ptr, return_ptr, returns_table_ptr, m, column % NUM_N, DEPTH,
+                    WIDTH, SLOTS, HALVES, TRANSPOSED, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K, SCATTER,
+                )  # fmt: skip
+            column = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     if SCATTER:
-        signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), NUM_RANKS)
+        signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, programs, NUM_RANKS)
 
 
 @triton.jit

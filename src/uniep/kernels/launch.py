@@ -16,6 +16,7 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.errors import UnsupportedError
+from uniep.kernels.call import Block, launch
 from uniep.kernels.gemm import activation_gradient_kernel, gate_up_kernel, product_kernel, weight_gradient_kernel
 from uniep.kernels.transfer import (
     combine_kernel,
@@ -35,7 +36,9 @@ class Rows:
     """Tables of the rows; all int32 but weight_N (fp32).
 
     start_e1, rows_e: first row and number of rows of each expert.  expert_M: expert of each row tile.
-    order_M: the row tiles as kernels that wait for rows walk them.  totals: (2 or more,), padded rows and row tiles.
+    order_M: the row tiles as kernels that wait for rows walk them.
+    progress_M, cursor: zero; counted up by kernels that run beside each other.
+    send_token_RT, send_count_R: what this rank sends to each.  totals: (2 or more,), padded rows and row tiles.
     """
 
     source_N: Tensor
@@ -45,6 +48,10 @@ class Rows:
     rows_e: Tensor
     expert_M: Tensor
     order_M: Tensor
+    progress_M: Tensor
+    cursor: Tensor
+    send_token_RT: Tensor
+    send_count_R: Tensor
     totals: Tensor
 
 
@@ -68,9 +75,7 @@ class Peers:
     returned_offset: int
     push_ticket: Tensor
     return_ticket: Tensor
-    send_token_RT: Tensor
-    send_count_R: Tensor
-    chunk: int
+    chunk: int  # 0: copy engines send, see kernels/rows.py
     receive_block: int
 
     @classmethod
@@ -79,15 +84,14 @@ class Peers:
         return cls(
             rank=0, num_ranks=1, call=zero, status=zero, timeout_ns=0, arrived=zero, finished=zero, returned=zero,
             receive_table=zero, returns_table=zero, flag_table=zero, arrived_offset=0, finished_offset=0,
-            returned_offset=0, push_ticket=zero, return_ticket=zero, send_token_RT=zero, send_count_R=zero, chunk=1,
-            receive_block=1,
+            returned_offset=0, push_ticket=zero, return_ticket=zero, chunk=1, receive_block=1,
         )  # fmt: skip
 
-    def arguments(self, num_tokens: int) -> tuple[Any, ...]:
+    def arguments(self, num_tokens: int, rows: Rows) -> tuple[Any, ...]:
         """Of kernels that wait for rows and, fused, push tokens first."""
         return (
-            self.arrived, self.finished, self.call, self.status, self.timeout_ns, self.rank, self.send_token_RT,
-            self.send_count_R, self.receive_table, self.flag_table, self.arrived_offset, self.finished_offset,
+            self.arrived, self.finished, self.call, self.status, self.timeout_ns, self.rank, rows.send_token_RT,
+            rows.send_count_R, self.receive_table, self.flag_table, self.arrived_offset, self.finished_offset,
             self.push_ticket, num_tokens,
         )  # fmt: skip
 
@@ -97,6 +101,17 @@ class Peers:
             "NUM_RANKS": self.num_ranks, "CHUNK": self.chunk, "RECEIVE_BLOCK": self.receive_block,
             "PUSH_D": min(power_of_2(width), 1024), "PUSH_ROWS": rows,
         }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """A product that runs beside the one that makes its rows, in several launches.
+
+    tiles_before: tiles of a row tile there.  programs: of all launches together.
+    """
+
+    tiles_before: int
+    programs: int
 
 
 def power_of_2(n: int) -> int:
@@ -109,20 +124,14 @@ def options(tile: Tile) -> dict[str, Any]:
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
 
 
-def descriptor(base: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: list[int]) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(base, list(shape), list(strides), block)
-
-
-def rows_descriptor(matrix: Tensor, block: list[int]) -> Any:
-    """Descriptor of a contiguous matrix."""
-    rows, columns = matrix.shape
-    return descriptor(matrix, (rows, columns), (columns, 1), block)
+def rows_block(matrix: Tensor, rows: int, columns: int) -> Block:
+    """Blocks of a contiguous matrix."""
+    shape = matrix.shape
+    return Block(matrix, (shape[0], shape[1]), (shape[1], 1), (rows, columns))
 
 
-def w13_descriptor(experts: ExpertWeights, block: list[int]) -> tuple[Any, bool]:
-    """(descriptor (e, 2, F, D), whether its first half is the up projection).
+def w13_block(experts: ExpertWeights, *block: int) -> tuple[Block, bool]:
+    """(blocks of (e, 2, F, D), whether its first half is the up projection).
 
     A pair (w1, w3) is one 4-dimensional tensor whose second stride is the distance between the two.
     """
@@ -137,67 +146,85 @@ def w13_descriptor(experts: ExpertWeights, block: list[int]) -> tuple[Any, bool]
         )
     first = gate if distance > 0 else up
     strides = (experts.w13[0].stride(0), abs(distance) // gate.element_size(), gate.stride(0), 1)
-    return descriptor(first, (e, 2, f, d), strides, block), distance < 0
+    return Block(first, (e, 2, f, d), strides, block), distance < 0
 
 
-def w2_descriptor(experts: ExpertWeights, block: list[int]) -> Any:
-    """Descriptor (e, D, F), or (e, 1, D, F) for a 4-dimensional block."""
+def w2_block(experts: ExpertWeights, *block: int) -> Block:
+    """Blocks of (e, D, F), or of (e, 1, D, F) for a 4-dimensional block."""
     w2 = experts.w2[0]
     e, d, f = w2.shape
     if len(block) == 4:
-        return descriptor(w2, (e, 1, d, f), (w2.stride(0), w2.stride(0), w2.stride(1), 1), block)
-    return descriptor(w2, (e, d, f), (w2.stride(0), w2.stride(1), 1), block)
+        return Block(w2, (e, 1, d, f), (w2.stride(0), w2.stride(0), w2.stride(1), 1), block)
+    return Block(w2, (e, d, f), (w2.stride(0), w2.stride(1), 1), block)
 
 
 def launch_expand(
     x_TD: Tensor, receive_MD: Tensor, rows: Rows, peers: Peers, tile_rows: int, multiprocessors: int, out_ND: Tensor,
-    *, push_programs: int = 0,
+    *, fused: bool = False, push_programs: int = 0,
 ) -> None:  # fmt: skip
-    """out (N, D): every row's input, contiguous.  push_programs: of those that push this rank's tokens meanwhile;
-    0: all rows are here."""
-    width, fused = out_ND.shape[1], push_programs > 0
+    """out (N, D): every row's input, contiguous.  fused: rows are waited for, and `push_programs` programs push this
+    rank's tokens meanwhile."""
+    width = out_ND.shape[1]
     warps = 8 if fused else 4  # few registers, to fit beside a GEMM
-    expand_kernel[(multiprocessors * 24 // warps,)](
-        x_TD, receive_MD, out_ND, rows.source_N, rows.order_M, rows.totals, *peers.arguments(x_TD.shape[0]),
-        push_programs, D=width, BLOCK_D=min(power_of_2(width), 1024), ROWS=2 * warps, BLOCK_M=tile_rows,
-        **peers.constants(width, 16), FUSED=fused, num_warps=warps,
+    launch(
+        expand_kernel,
+        multiprocessors * 24 // warps,
+        (
+            x_TD, receive_MD, out_ND, rows.source_N, rows.order_M, rows.totals, *peers.arguments(x_TD.shape[0], rows),
+            push_programs,
+        ),
+        {
+            "D": width, "BLOCK_D": min(power_of_2(width), 1024), "ROWS": 8, "BLOCK_M": tile_rows,
+            **peers.constants(width, 16), "FUSED": fused,
+        },
+        num_warps=warps,
     )  # fmt: skip
 
 
 def launch_gate_up(
     x_TD: Tensor, receive_MD: Tensor, rows_ND: Tensor | None, rows: Rows, experts: ExpertWeights, peers: Peers,
-    cfg: MoEConfig, tile: Tile, multiprocessors: int, h_N2F: Tensor | None, act_NF: Tensor, *, push_programs: int = 0,
-    push_rounds: int = 0,
+    cfg: MoEConfig, tile: Tile, multiprocessors: int, h_N2F: Tensor | None, act_NF: Tensor, *, fused: bool = False,
+    push_programs: int = 0, push_rounds: int = 0, count_tiles: bool = False,
 ) -> None:  # fmt: skip
     """act (N, F) and, unless None, h (N, 2, F) of every row; act times its weight where the config says so.
 
-    rows_ND: the rows' inputs; None: gathered where they lie, and with push_programs dispatched meanwhile.
+    rows_ND: the rows' inputs; None: gathered where they lie, and if `fused` waited for, while `push_programs`
+    programs push this rank's tokens.  count_tiles: in rows.progress_M.
     """
-    num_rows, ffn, half, fused = act_NF.shape[0], cfg.ffn, tile.columns // 2, push_programs > 0
-    w13_desc, up_first = w13_descriptor(experts, [1, 2, half, tile.depth])
-    act_desc = rows_descriptor(act_NF, [tile.rows, half])
-    rows_desc = act_desc if rows_ND is None else rows_descriptor(rows_ND, [tile.rows, tile.depth])
+    num_rows, ffn, half = act_NF.shape[0], cfg.ffn, tile.columns // 2
+    w13_desc, up_first = w13_block(experts, 1, 2, half, tile.depth)
+    act_desc = rows_block(act_NF, tile.rows, half)
+    rows_desc = act_desc if rows_ND is None else rows_block(rows_ND, tile.rows, tile.depth)
     h_desc = act_desc
     if h_N2F is not None:
-        h_desc = descriptor(h_N2F, (num_rows, 2, ffn), (2 * ffn, ffn, 1), [tile.rows, 1, half])
-    gate_up_kernel[(multiprocessors * tile.programs_per_sm,)](
-        x_TD, receive_MD, rows_desc, rows.source_N, rows.weight_N, rows.order_M, rows.expert_M, rows.totals,
-        *peers.arguments(x_TD.shape[0]), push_programs, push_rounds, w13_desc, h_desc, act_desc, D=cfg.hidden, F=ffn,
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP_M=tile.group_rows,
-        **peers.constants(cfg.hidden, 32), GATHERED=rows_ND is None, FUSED=fused, SAVE_H=h_N2F is not None,
-        WEIGHTED=cfg.weight_at == "activation", UP_FIRST=up_first, **options(tile),
+        h_desc = Block(h_N2F, (num_rows, 2, ffn), (2 * ffn, ffn, 1), (tile.rows, 1, half))
+    launch(
+        gate_up_kernel,
+        multiprocessors * tile.programs_per_sm,
+        (
+            x_TD, receive_MD, rows_desc, rows.source_N, rows.weight_N, rows.order_M, rows.expert_M, rows.totals,
+            *peers.arguments(x_TD.shape[0], rows), push_programs, push_rounds, rows.progress_M, w13_desc, h_desc,
+            act_desc,
+        ),
+        {
+            "D": cfg.hidden, "F": ffn, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth,
+            "GROUP_M": tile.group_rows, **peers.constants(cfg.hidden, 32), "GATHERED": rows_ND is None,
+            "FUSED": fused, "SAVE_H": h_N2F is not None, "WEIGHTED": cfg.weight_at == "activation",
+            "UP_FIRST": up_first, "COUNT_TILES": count_tiles,
+        },
+        **options(tile),
     )  # fmt: skip
 
 
 def launch_down(
     act_NF: Tensor, rows: Rows, experts: ExpertWeights, peers: Peers, tile: Tile, multiprocessors: int, out_ND: Tensor,
-    *, slots: int, scatter: bool,
+    *, slots: int, scatter: bool, beside: Beside | None = None,
 ) -> None:  # fmt: skip
     """out (N, D) = act @ W2^T.  scatter: each row into its slot at the source rank; out gives dtype and width."""
-    b_desc = w2_descriptor(experts, [1, tile.columns, tile.depth])
+    b_desc = w2_block(experts, 1, tile.columns, tile.depth)
     _product(
         act_NF, b_desc, out_ND, rows, peers, tile, multiprocessors, parts=1, transposed=True, up_first=False,
-        slots=slots, scatter=scatter,
+        slots=slots, scatter=scatter, beside=beside,
     )  # fmt: skip
 
 
@@ -205,7 +232,7 @@ def launch_down_gradient(
     dy_ND: Tensor, rows: Rows, experts: ExpertWeights, peers: Peers, tile: Tile, multiprocessors: int, raw_NF: Tensor
 ) -> None:
     """raw (N, F) fp32 = dy @ W2."""
-    b_desc = w2_descriptor(experts, [1, 1, tile.depth, tile.columns])
+    b_desc = w2_block(experts, 1, 1, tile.depth, tile.columns)
     _product(
         dy_ND, b_desc, raw_NF, rows, peers, tile, multiprocessors, parts=1, transposed=False, up_first=False, slots=1,
         scatter=False,
@@ -217,7 +244,7 @@ def launch_gate_up_gradient(
     *, slots: int, scatter: bool,
 ) -> None:  # fmt: skip
     """out (N, D) = dh (N, 2F) @ W13.  scatter: as for `launch_down`."""
-    b_desc, up_first = w13_descriptor(experts, [1, 1, tile.depth, tile.columns])
+    b_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     _product(
         dh_NH, b_desc, out_ND, rows, peers, tile, multiprocessors, parts=2, transposed=False, up_first=up_first,
         slots=slots, scatter=scatter,
@@ -226,15 +253,26 @@ def launch_gate_up_gradient(
 
 def _product(
     a: Tensor, b_desc: Any, out: Tensor, rows: Rows, peers: Peers, tile: Tile, multiprocessors: int, *, parts: int,
-    transposed: bool, up_first: bool, slots: int, scatter: bool,
+    transposed: bool, up_first: bool, slots: int, scatter: bool, beside: Beside | None = None,
 ) -> None:  # fmt: skip
     columns = tile.columns // 4 if out.dtype == torch.float32 else tile.columns // 2
-    product_kernel[(multiprocessors * tile.programs_per_sm,)](
-        rows_descriptor(a, [tile.rows, tile.depth]), b_desc, rows_descriptor(out, [tile.rows, columns]), rows.expert_M,
-        rows.totals, rows.return_N, peers.returns_table, peers.flag_table, peers.returned_offset, peers.call,
-        peers.return_ticket, DEPTH=a.shape[1] // parts, WIDTH=out.shape[1], SLOTS=slots, HALVES=parts,
-        TRANSPOSED=transposed, UP_FIRST=up_first, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth,
-        GROUP_M=tile.group_rows, NUM_RANKS=peers.num_ranks, SCATTER=scatter, **options(tile),
+    programs = multiprocessors * tile.programs_per_sm
+    launch(
+        product_kernel,
+        programs,
+        (
+            rows_block(a, tile.rows, tile.depth), b_desc, rows_block(out, tile.rows, columns), rows.expert_M,
+            rows.totals, rows.return_N, peers.returns_table, peers.flag_table, peers.returned_offset, peers.call,
+            peers.return_ticket, beside.programs if beside else programs, rows.order_M, rows.progress_M, rows.cursor,
+            peers.status, peers.timeout_ns, peers.rank,
+        ),
+        {
+            "DEPTH": a.shape[1] // parts, "WIDTH": out.shape[1], "SLOTS": slots, "HALVES": parts,
+            "TRANSPOSED": transposed, "UP_FIRST": up_first, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth, "GROUP_M": tile.group_rows, "NUM_RANKS": peers.num_ranks, "SCATTER": scatter,
+            "TILES_BEFORE": beside.tiles_before if beside else 0,
+        },
+        **options(tile),
     )  # fmt: skip
 
 
@@ -243,18 +281,24 @@ def launch_activation_gradient(
     *, weighted: bool,
 ) -> None:  # fmt: skip
     """dh (N, 2, F), the activation that dW2 contracts (N, F), and the column-group sums of d(weight) (N, G)."""
-    activation_gradient_kernel[(multiprocessors * 4,)](
-        raw_NF, h_N2F, rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG, F=raw_NF.shape[1], ROWS=16, COLUMNS=256,
-        WEIGHTED=weighted, num_warps=8, enable_fp_fusion=False,
+    launch(
+        activation_gradient_kernel,
+        multiprocessors * 4,
+        (raw_NF, h_N2F, rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
+        {"F": raw_NF.shape[1], "ROWS": 16, "COLUMNS": 256, "WEIGHTED": weighted},
+        num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def launch_dweights(groups_NG: Tensor, rows: Rows, dweights_table: Tensor, slots: int, multiprocessors: int) -> None:
     """d(weight) of every row, into its slot of the array whose address `dweights_table` has for the source rank."""
-    dweights_kernel[(multiprocessors * 2,)](
-        groups_NG, rows.return_N, rows.totals, dweights_table, GROUPS=groups_NG.shape[1], SLOTS=slots, ROWS=128,
+    launch(
+        dweights_kernel,
+        multiprocessors * 2,
+        (groups_NG, rows.return_N, rows.totals, dweights_table),
+        {"GROUPS": groups_NG.shape[1], "SLOTS": slots, "ROWS": 128},
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def launch_weight_gradient(
@@ -263,11 +307,19 @@ def launch_weight_gradient(
 ) -> None:  # fmt: skip
     """dW[e] = a[rows of e, first_column :]^T @ b[rows of e].  dw_eHW: (e, H, W).  start, count: of Rows, or a part."""
     local, height, width = dw_eHW.shape
-    weight_gradient_kernel[(multiprocessors * tile.programs_per_sm,)](
-        rows_descriptor(a_NH, [tile.depth, tile.rows]), rows_descriptor(b_NW, [tile.depth, tile.columns]),
-        descriptor(dw_eHW, tuple(dw_eHW.shape), tuple(dw_eHW.stride()), [1, tile.rows, tile.columns // 2]), start,
-        count, first_column, LOCAL=local, HEIGHT=height, WIDTH=width, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        BLOCK_K=tile.depth, GROUP_M=tile.group_rows, **options(tile),
+    launch(
+        weight_gradient_kernel,
+        multiprocessors * tile.programs_per_sm,
+        (
+            rows_block(a_NH, tile.depth, tile.rows), rows_block(b_NW, tile.depth, tile.columns),
+            Block(dw_eHW, (local, height, width), dw_eHW.stride(), (1, tile.rows, tile.columns // 2)), start, count,
+            first_column,
+        ),
+        {
+            "LOCAL": local, "HEIGHT": height, "WIDTH": width, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth, "GROUP_M": tile.group_rows,
+        },
+        **options(tile),
     )  # fmt: skip
 
 
@@ -278,30 +330,52 @@ def launch_combine(
     """The fixed-order sum of the return slots.  wait: for the results of all ranks first."""
     top_k, width = ids_TK.shape[1], out_TD.shape[1]
     block = min(power_of_2(width), 2048)
-    combine_kernel[(multiprocessors * 8,)](
-        returns_SD, ids_TK, weights_TK if weights_TK is not None else peers.call, out_TD, out_TD.shape[0],
-        peers.returned, peers.call, peers.status, peers.timeout_ns, D=width, K=top_k, BLOCK_D=block,
-        NUM_RANKS=peers.num_ranks, WEIGHTED=weights_TK is not None, WAIT=wait, num_warps=max(block // 256, 1),
-        enable_fp_fusion=False,
+    launch(
+        combine_kernel,
+        multiprocessors * 8,
+        (
+            returns_SD, ids_TK, weights_TK if weights_TK is not None else peers.call, out_TD, out_TD.shape[0],
+            peers.returned, peers.call, peers.status, peers.timeout_ns,
+        ),
+        {
+            "D": width, "K": top_k, "BLOCK_D": block, "NUM_RANKS": peers.num_ranks,
+            "WEIGHTED": weights_TK is not None, "WAIT": wait,
+        },
+        num_warps=max(block // 256, 1), enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def launch_push_tokens(x_TD: Tensor, peers: Peers, multiprocessors: int) -> None:
+def launch_push_tokens(x_TD: Tensor, rows: Rows, peers: Peers, multiprocessors: int) -> None:
     """All tokens into the receive buffers of their peers: the dispatch of the serial schedule."""
     width = x_TD.shape[1]
-    push_tokens_kernel[(multiprocessors,)](
-        x_TD, peers.send_token_RT, peers.send_count_R, peers.receive_table, peers.flag_table, peers.arrived_offset,
-        peers.finished_offset, peers.call, peers.push_ticket, x_TD.shape[0], peers.rank, D=width,
-        BLOCK_D=min(power_of_2(width), 1024), ROWS=16, CHUNK=peers.chunk, BLOCK_SLOTS=peers.receive_block,
-        NUM_RANKS=peers.num_ranks, num_warps=8,
+    launch(
+        push_tokens_kernel,
+        multiprocessors,
+        (
+            x_TD, rows.send_token_RT, rows.send_count_R, peers.receive_table, peers.flag_table, peers.arrived_offset,
+            peers.finished_offset, peers.call, peers.push_ticket, x_TD.shape[0], peers.rank,
+        ),
+        {
+            "D": width, "BLOCK_D": min(power_of_2(width), 1024), "ROWS": 16, "CHUNK": peers.chunk,
+            "BLOCK_SLOTS": peers.receive_block, "NUM_RANKS": peers.num_ranks,
+        },
+        num_warps=8,
     )  # fmt: skip
 
 
 def launch_push_rows(out_ND: Tensor, rows: Rows, peers: Peers, slots: int, multiprocessors: int) -> None:
     """Finished rows into their return slots: the combine of the serial schedule."""
     width = out_ND.shape[1]
-    push_rows_kernel[(multiprocessors,)](
-        out_ND, rows.return_N, rows.totals, peers.returns_table, peers.flag_table, peers.returned_offset, peers.call,
-        peers.return_ticket, SLOTS=slots, WIDTH=width, BLOCK_D=min(power_of_2(width), 1024), ROWS=8,
-        NUM_RANKS=peers.num_ranks, num_warps=8,
+    launch(
+        push_rows_kernel,
+        multiprocessors,
+        (
+            out_ND, rows.return_N, rows.totals, peers.returns_table, peers.flag_table, peers.returned_offset,
+            peers.call, peers.return_ticket,
+        ),
+        {
+            "SLOTS": slots, "WIDTH": width, "BLOCK_D": min(power_of_2(width), 1024), "ROWS": 8,
+            "NUM_RANKS": peers.num_ranks,
+        },
+        num_warps=8,
     )  # fmt: skip

@@ -19,7 +19,7 @@ Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M
 import triton
 import triton.language as tl
 
-from uniep.kernels.sync import BAD_ID, REFUSED, STAGE_ENTRY, TOO_MANY_ROWS, deadline, record, wait_for
+from uniep.kernels.sync import BAD_ID, REFUSED, STAGE_ENTRY, TOO_MANY_ROWS, deadline, every_rank, record, wait_for
 from uniep.memory import EXCHANGE_HEADER
 
 HEADER = tl.constexpr(EXCHANGE_HEADER)
@@ -84,11 +84,12 @@ def exchange_kernel(
             tl.atomic_xchg(flags + entered_offset + rank, call, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["timeout_ns"])
-def barrier_kernel(flags_ptr, call_ptr, status_ptr, timeout_ns, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr):
-    """Wait until one flag of every rank has reached this call."""
-    ranks = tl.arange(0, NUM_RANKS)
-    wait_for(flags_ptr + ranks, ranks, tl.load(call_ptr), deadline(status_ptr, timeout_ns), status_ptr, STAGE)
+@triton.jit(do_not_specialize=["timeout_ns", "rank"])
+def barrier_kernel(flags_ptr, call_ptr, status_ptr, timeout_ns, rank, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr):
+    """Wait until one flag of every other rank has reached this call."""
+    ranks = every_rank(NUM_RANKS)
+    flags = tl.where(ranks == rank, call_ptr, flags_ptr + ranks)
+    wait_for(flags, ranks, tl.load(call_ptr), deadline(status_ptr, timeout_ns), status_ptr, STAGE)
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def histogram_kernel(
     """histogram (E + 1 + R, B): rows 0..E-1 slots per expert; row E tokens that this rank receives;
     row E+1+d tokens that this rank sends to d (blocks of this rank only)."""
     call = tl.load(call_ptr)
-    ranks = tl.arange(0, NUM_RANKS)
+    ranks = every_rank(NUM_RANKS)
     wait_for(entered_ptr + ranks, ranks, call, deadline(status_ptr, timeout_ns), status_ptr, STAGE_ENTRY)
     block = tl.program_id(0)
     total: tl.constexpr = BLOCKS * NUM_RANKS
@@ -198,6 +199,8 @@ def tiles_kernel(
     rows_ptr,
     expert_ptr,
     order_ptr,
+    progress_ptr,
+    cursor_ptr,
     totals_ptr,
     host_ptr,
     call_ptr,
@@ -215,7 +218,7 @@ def tiles_kernel(
 ):
     """Segment starts and, per row tile, its expert and its place in the order.  One program.
 
-    totals: [0] padded rows, [1] row tiles.
+    totals: [0] padded rows, [1] row tiles.  progress (M,) and cursor, which count tiles of this call: zero.
     Order: of the first `lead` experts the tiles whose rows are all local; the tiles of all other experts;
     the remaining tiles of the first.  Each part in expert order.  lead = 0 is the natural order; few
     leading experts hide the dispatch at the least cost in L2, which sees their weights twice.
@@ -264,6 +267,7 @@ def tiles_kernel(
     local_before = tl.cumsum(num_local, 0) - num_local
     whole_before = tl.sum(num_local) + tl.cumsum(num_whole, 0) - num_whole
     late_before = tl.sum(num_local) + tl.sum(num_whole) + tl.cumsum(num_late, 0) - num_late
+    tl.store(cursor_ptr, 0)
     tl.store(totals_ptr, tl.where(fits, total, 0))
     tl.store(totals_ptr + 1, tl.where(fits, total // BLOCK_M, 0))
     if fits:
@@ -272,6 +276,7 @@ def tiles_kernel(
             tile = start // BLOCK_M + i
             exists = i < num_tiles
             tl.store(expert_ptr + tile, local, mask=exists)
+            tl.store(progress_ptr + tile, tl.zeros((LOCAL_P,), tl.int32), mask=exists)
             locals_before = tl.minimum(tl.maximum(i - first, 0), num_local)
             is_local = (i >= first) & (i < last)
             leading = tl.where(is_local, local_before + i - first, late_before + i - locals_before)
@@ -307,8 +312,13 @@ def place_kernel(
     BLOCK_T: tl.constexpr,
     RECEIVE_BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
+    DEDUP: tl.constexpr,
 ):
-    """Rows and send lists.  Programs 0..B-1 place their block's slots; B..B+e-1 fill pad rows."""
+    """Rows and send lists.  Programs 0..B-1 place their block's slots; B..B+e-1 fill pad rows.
+
+    DEDUP: a source sends its list, so that a token's receive slot is its place in the list; else it sends all its
+    tokens, and the slot is the token.
+    """
     call = tl.load(call_ptr)
     block = tl.program_id(0)
     total: tl.constexpr = BLOCKS * NUM_RANKS
@@ -345,10 +355,11 @@ def place_kernel(
                     )
                     tl.store(send_token_ptr + peer.to(tl.int64) * num_tokens + at, token, mask=there != 0)
         else:
-            slot = (source - (source > rank)) * RECEIVE_BLOCK + tl.load(
-                histogram_ptr + tl.full((), E, tl.int64) * total + block
-            )
-            value = -(slot + tl.cumsum(any_here, 0) - any_here) - 1
+            slot = token
+            if DEDUP:
+                listed = tl.load(histogram_ptr + tl.full((), E, tl.int64) * total + block)
+                slot = listed + tl.cumsum(any_here, 0) - any_here
+            value = -((source - (source > rank)) * RECEIVE_BLOCK + slot) - 1
         if (tl.max(any_here) != 0) & have_rows:
             entries: tl.constexpr = BLOCK_T * KP
             flat = tl.reshape(tl.where(here, ids, -1), (entries,))

@@ -22,6 +22,14 @@ if INTERPRETED:
         return tl.full((), 0, tl.int64)
 
     @triton.jit
+    def block_stores_complete():
+        """Wait until all block stores (TMA) of this program are visible to it."""
+
+    @triton.jit
+    def block_loads_follow():
+        """Let block loads (TMA) from here on see what this program has acquired."""
+
+    @triton.jit
     def sigmoid(x):
         """1 / (1 + exp(-x)) in fp32."""
         return 1.0 / (1.0 + tl.exp(-x))
@@ -44,6 +52,22 @@ else:
     def nanoseconds():
         """Monotonic clock of the device."""
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+    @triton.jit
+    def block_stores_complete():
+        """Wait until all block stores (TMA) of this program are visible to it."""
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
+
+    @triton.jit
+    def block_loads_follow():
+        """Let block loads (TMA) from here on see what this program has acquired."""
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
 
     @triton.jit
     def sigmoid(x):

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.ptx import load_acquire
-from uniep.kernels.sync import STAGE_DISPATCH, wait_for
+from uniep.kernels.sync import STAGE_DISPATCH, WIDE, every_rank, wait_for
 
 
 @triton.jit
@@ -27,23 +27,33 @@ def wait_for_rows(
     deadline_ns,
     status_ptr,
     rank,
+    ROWS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
     RECEIVE_BLOCK: tl.constexpr,
 ):
-    """Wait for the chunks that hold a tile's received rows; returns 1 once everything has arrived."""
-    slot = -source - 1
-    remote = (slot >= 0) & (slot < (NUM_RANKS - 1) * RECEIVE_BLOCK)
+    """Wait for what `source` (ROWS,) needs of other ranks; returns 1 once everything has arrived.
+
+    CHUNK: tokens under one `arrived` flag; 0: a source's tokens arrive under its `finished` flag alone.
+    """
     if all_here == 0:
+        REPEAT: tl.constexpr = (WIDE + ROWS - 1) // ROWS
+        slot = tl.broadcast_to((-source - 1)[:, None], (ROWS, REPEAT))
+        remote = (slot >= 0) & (slot < (NUM_RANKS - 1) * RECEIVE_BLOCK)
         if tl.max(remote.to(tl.int32)) != 0:
             call = tl.load(call_ptr)
-            if tl.min((load_acquire(finished_ptr + tl.arange(0, NUM_RANKS)) - call >= 0).to(tl.int32)) != 0:
+            ranks = every_rank(NUM_RANKS)
+            missing = (load_acquire(finished_ptr + ranks) - call < 0) & (ranks != rank)
+            if tl.max(missing.to(tl.int32)) == 0:
                 all_here = 1
             else:
                 peer = slot // RECEIVE_BLOCK
                 peer += (peer >= rank).to(tl.int32)
-                flags = tl.where(remote, arrived_ptr + slot // CHUNK, call_ptr)
-                wait_for(flags, peer, call, deadline_ns, status_ptr, STAGE_DISPATCH)
+                if CHUNK > 0:
+                    flags = arrived_ptr + slot // CHUNK
+                else:
+                    flags = finished_ptr + peer
+                wait_for(tl.where(remote, flags, call_ptr), peer, call, deadline_ns, status_ptr, STAGE_DISPATCH)
     return all_here
 
 

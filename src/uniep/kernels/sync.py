@@ -3,6 +3,10 @@
 Flags are int32 words in every rank's symmetric memory that hold the number of the call they belong to:
 they only grow and are never reset.  Every wait is bounded.
 
+Threads poll for themselves and may see a flag at different times, so what a program does next must never hang on
+what one thread saw: threads that part ways at a barrier wait for each other for ever.  Decisions are reductions
+over WIDE elements or more, which end in shared memory, or results of scalar atomics, which one thread hands out.
+
 The status record (int32, device memory) is zero while all is well: [0] code, [1] stage, [2] peer,
 [3] call expected, [4] least seen, [5] and [6] rows needed and available.  Words 8 and 9 hold the address of the
 host's pinned copy, which the host reads without synchronising.
@@ -21,18 +25,20 @@ REFUSED = tl.constexpr(4)
 STAGE_ENTRY = tl.constexpr(1)
 STAGE_DISPATCH = tl.constexpr(2)
 STAGE_COMBINE = tl.constexpr(3)
+STAGE_ROWS = tl.constexpr(4)
+
+WIDE = tl.constexpr(64)  # more elements than a warp has lanes
 
 
 @triton.jit
 def record(status_ptr, code, a, b, c, d):
     """Write a status record here and to the host, the code last.  The first failure stays."""
-    if tl.load(status_ptr) == 0:
+    if tl.atomic_cas(status_ptr, 0, code) == 0:
         host_ptr = tl.load((status_ptr + 8).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
         tl.store(host_ptr + 1, a)
         tl.store(host_ptr + 2, b)
         tl.store(host_ptr + 3, c)
         tl.store(host_ptr + 4, d)
-        tl.store(status_ptr, code)
         tl.debug_barrier()
         tl.atomic_xchg(host_ptr, code, sem="release", scope="sys")
 
@@ -44,17 +50,31 @@ def deadline(status_ptr, timeout_ns):
 
 
 @triton.jit
-def wait_for(flag_ptrs, peers, call, deadline_ns, status_ptr, STAGE: tl.constexpr):
-    """Spin until every flag has reached `call`; after `deadline_ns` record the late peer and give up."""
+def every_rank(NUM_RANKS: tl.constexpr):
+    """Ranks 0 .. NUM_RANKS - 1 over and over, WIDE of them."""
+    return tl.arange(0, WIDE) % NUM_RANKS
+
+
+@triton.jit
+def _lateness(seen, needed, deadline_ns):
+    """0: every flag has reached `needed`; 1: some have not; 2: nor is there time left.  The same in all threads."""
+    return tl.max(tl.where(seen - needed < 0, tl.where(nanoseconds() > deadline_ns, 2, 1), 0))
+
+
+@triton.jit
+def wait_for(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.constexpr):
+    """Spin until every flag has reached `needed`; after `deadline_ns` record the late peer and give up.
+
+    flag_ptrs: WIDE or more.
+    """
     seen = load_acquire(flag_ptrs)
-    late = tl.max((seen - call < 0).to(tl.int32))
-    while late != 0:
+    late = _lateness(seen, needed, deadline_ns)
+    while late == 1:
         seen = load_acquire(flag_ptrs)
-        late = tl.max((seen - call < 0).to(tl.int32))
-        if (nanoseconds() > deadline_ns) & (late != 0):
-            peer = tl.max(tl.where(seen - call < 0, peers, -1))
-            record(status_ptr, TIMEOUT, STAGE, peer, call, tl.min(seen))
-            late = late * 0
+        late = _lateness(seen, needed, deadline_ns)
+    if late == 2:
+        peer = tl.max(tl.where(seen - needed < 0, peers, -1))
+        record(status_ptr, TIMEOUT, STAGE, peer, needed, tl.min(seen))
 
 
 @triton.jit

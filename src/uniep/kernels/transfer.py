@@ -5,7 +5,7 @@ import triton.language as tl
 
 from uniep.kernels.ptx import narrow
 from uniep.kernels.rows import row_pointers, wait_for_rows
-from uniep.kernels.sync import STAGE_COMBINE, deadline, signal_all, wait_for
+from uniep.kernels.sync import STAGE_COMBINE, deadline, every_rank, signal_all, wait_for
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def combine_kernel(
     After a failed call (status not zero) the output is NaN, never half a sum.
     """
     if WAIT:
-        ranks = tl.arange(0, NUM_RANKS)
+        ranks = every_rank(NUM_RANKS)
         wait_for(
             returned_ptr + ranks, ranks, tl.load(call_ptr), deadline(status_ptr, timeout_ns), status_ptr, STAGE_COMBINE
         )
@@ -207,11 +207,11 @@ def expand_kernel(
 ):
     """rows (N, D): every row's input, contiguous; pad rows are zero.
 
-    FUSED: the first `push_programs` programs push this rank's tokens; the others copy rows in tile order,
-    local tiles first, and wait for what has not arrived.
+    FUSED: rows are copied in tile order, and waited for; where programs push (CHUNK > 0), the first
+    `push_programs` push this rank's tokens before they join.
     """
     program = tl.program_id(0)
-    if FUSED:
+    if FUSED and CHUNK > 0:
         if program < push_programs:
             push_tokens(
                 x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
@@ -230,8 +230,8 @@ def expand_kernel(
         source = tl.load(source_ptr + row)
         if FUSED:
             all_here = wait_for_rows(
-                source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, NUM_RANKS, CHUNK,
-                RECEIVE_BLOCK,
+                source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, ROWS, NUM_RANKS,
+                CHUNK, RECEIVE_BLOCK,
             )  # fmt: skip
         ptrs = row_pointers(source, x_ptr, receive_ptr, D)
         out = rows_ptr + row.to(tl.int64) * D

@@ -32,7 +32,11 @@ class Schedule:
     """How one call is executed.
 
     overlap: "serial", every stage waits for the one before (the oracle); "fused", transfers run
-        beside the GEMMs that consume or produce them.
+        beside the GEMMs that consume or produce them; "pipelined", on GPUs, fused, and the down product runs on
+        multiprocessors of its own beside gate and up, so that rows return from the first tile on.
+    transfer: how GPU ranks send tokens.  "push", programs store the deduplicated tokens; "copy", copy engines send
+        every token to every peer: no program is lost to it, and it need not wait for the plan, but tokens travel
+        that no expert of the peer wants.
     tile_order: "natural", tiles in expert order; "local-first", tiles whose rows are all local first,
         then the rest, each class in expert order.
     chunk_tokens: tokens pushed under one arrival signal.
@@ -42,12 +46,14 @@ class Schedule:
     gemm1, gemm2: tiles of the forward GEMMs; gemm2 also serves dgrad1 and dgrad2.  weight_gradient: of dW13 and
         dW2; its rows and columns tile the output.  (The CPU takes gemm1 and gemm2 for the backward, too.)
     push_programs: GPU programs that push tokens before they join the other work.
+    down_programs: multiprocessors of the pipelined down product until gate and up are done.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
     received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
         "again", the tokens are dispatched again (no memory between forward and backward).
     """
 
-    overlap: Literal["serial", "fused"] = "fused"
+    overlap: Literal["serial", "fused", "pipelined"] = "fused"
+    transfer: Literal["push", "copy"] = "push"
     tile_order: Literal["natural", "local-first"] = "local-first"
     operand: Literal["gathered", "expanded"] = "gathered"
     gemm1: Tile = Tile()
@@ -55,6 +61,7 @@ class Schedule:
     chunk_tokens: int = 64
     weight_gradient: Tile = Tile()
     push_programs: int = 16
+    down_programs: int = 32
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
@@ -85,7 +92,11 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         if not ok:
             reasons.append(text)
 
-    need(schedule.overlap in ("serial", "fused"), f"overlap is {schedule.overlap!r}; use 'serial' or 'fused'")
+    need(
+        schedule.overlap in ("serial", "fused", "pipelined"),
+        f"overlap is {schedule.overlap!r}; use 'serial', 'fused' or 'pipelined'",
+    )
+    need(schedule.transfer in ("push", "copy"), f"transfer is {schedule.transfer!r}; use 'push' or 'copy'")
     need(
         schedule.tile_order in ("natural", "local-first"),
         f"tile_order is {schedule.tile_order!r}; use 'natural' or 'local-first'",
@@ -102,7 +113,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
             f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",
         )
-    for name in ("chunk_tokens", "push_programs", "matrix_workers", "vector_workers"):
+    for name in ("chunk_tokens", "push_programs", "down_programs", "matrix_workers", "vector_workers"):
         value = getattr(schedule, name)
         need(value >= 1, f"{name} is {value}; it must be at least 1")
     return reasons

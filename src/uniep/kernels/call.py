@@ -1,0 +1,188 @@
+"""Launching compiled kernels in a few microseconds.
+
+Triton's own launch looks at every argument anew: its type, its alignment, its tensor map.  That takes 40 to 90 us here,
+several times a call.  What it finds is the same every time, so `launch` lets Triton compile and launch once for each
+kernel, constants and types, and from then on hands the arguments to the driver itself.  Where that cannot work (the
+interpreter, no GPU, a kernel whose parameters are not as expected, misaligned memory) Triton launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import re
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("uniep")
+
+_MAP_BYTES, _MAP_ALIGN = 128, 64  # of a CUtensorMap
+_L2_PROMOTION_128B = 2
+_MOST_MAPS = 256  # kept per kernel; activations come and go
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b[^,\[\])]*(?:\[(\d+)\])?")
+
+
+class Block(NamedTuple):
+    """A tensor whose blocks a kernel loads and stores as a whole (a TMA descriptor): shape, strides, block."""
+
+    base: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+
+def launch(
+    kernel: Any, programs: int, args: Sequence[Tensor | int | Block], constants: dict[str, Any], **options: Any
+) -> None:
+    """Run `programs` programs of a kernel.  args: its run-time parameters, in order; integers not specialized.
+
+    options: of Triton, such as num_warps.
+    """
+    first = args[0]
+    device = (first if isinstance(first, Tensor) else first.base).get_device()  # type: ignore[union-attr]
+    kinds = [a.dtype if isinstance(a, Tensor) else a.base.dtype if isinstance(a, Block) else a >> 31 > 0 for a in args]
+    key = (kernel, device, *kinds, *constants.values(), *options.values())
+    known = _known.get(key)
+    if known is None or not known.run(programs, args):
+        given = [_triton_descriptor(a) if isinstance(a, Block) else a for a in args]
+        compiled = kernel[(programs,)](*given, **constants, **options)
+        if known is None:
+            _known[key] = _Compiled.of(compiled, args, device) or _BY_TRITON
+
+
+class _ByTriton:
+    """Of kernels that Triton always launches."""
+
+    def run(self, programs: int, args: Sequence[Tensor | int | Block]) -> bool:
+        return False
+
+
+class _Compiled:
+    """One compiled kernel and the memory of its parameters."""
+
+    def __init__(self, compiled: Any, args: Sequence[Tensor | int | Block], device: int, sizes: list[int]) -> None:
+        self.compiled, self.device = compiled, device  # keeps the code loaded
+        self.function, self.shared = compiled.function, compiled.metadata.shared
+        self.threads = 32 * compiled.metadata.num_warps
+        self.map_facts = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        self.map_facts = {i: next(self.map_facts) for i, a in enumerate(args) if isinstance(a, Block)}
+        self.maps: dict[Any, bytes] = {}
+        places, self.format, end = [], "<", 0
+        for size in sizes:
+            start = _up(end, _MAP_ALIGN if size == _MAP_BYTES else size)
+            self.format += f"{start - end}x" + {_MAP_BYTES: f"{_MAP_BYTES}s", 8: "q", 4: "i"}[size]
+            places.append(start)
+            end = start + size
+        self.memory = ctypes.create_string_buffer(end + _MAP_ALIGN)
+        self.offset = -ctypes.addressof(self.memory) % _MAP_ALIGN
+        base = ctypes.addressof(self.memory) + self.offset
+        self.parameters = (ctypes.c_void_p * len(places))(*(base + place for place in places))
+        self.launch = _driver().cuLaunchKernel
+
+    @classmethod
+    def of(cls, compiled: Any, args: Sequence[Tensor | int | Block], device: int) -> _Compiled | None:
+        """None where the parameters are not as expected."""
+        if device < 0 or not hasattr(compiled, "metadata"):
+            return None
+        entry = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
+        sizes = [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(entry)]
+        at, fits = 0, compiled.metadata.global_scratch_size == compiled.metadata.profile_scratch_size == 0
+        for a in args:
+            if isinstance(a, Block):
+                rank = len(a.shape)
+                want = [_MAP_BYTES, *[4] * rank, *[8] * rank]
+            else:
+                want = [8] if isinstance(a, Tensor) else sizes[at : at + 1]
+            fits = fits and sizes[at : at + len(want)] == want
+            at += len(want)
+        if not fits or sizes[at:] != [8, 8]:  # Triton's two scratch pointers
+            log.warning("kernel %s has unexpected parameters; Triton launches it, slower", compiled.metadata.name)
+            return None
+        return cls(compiled, args, device, sizes)
+
+    def run(self, programs: int, args: Sequence[Tensor | int | Block]) -> bool:
+        """Launch on the current stream, unless memory is aligned worse than the code was compiled for."""
+        values: list[Any] = []
+        bits = 0
+        for i, a in enumerate(args):
+            if isinstance(a, Tensor):
+                address = a.data_ptr()
+                bits |= address
+                values.append(address)
+            elif isinstance(a, Block):
+                values.append(self._map(i, a))
+                values.extend(a.shape)
+                values.extend(a.strides)
+            else:
+                values.append(a)
+        if bits & 15:
+            return False
+        struct.pack_into(self.format, self.memory, self.offset, *values, 0, 0)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        code = self.launch(
+            self.function, programs, 1, 1, self.threads, 1, 1, self.shared, stream, self.parameters, None
+        )
+        if code:
+            raise RuntimeError(f"cuLaunchKernel of {self.compiled.metadata.name} failed with CUDA error {code}")
+        return True
+
+    def _map(self, index: int, block: Block) -> bytes:
+        key = (index, block.base.data_ptr(), block.shape, block.strides)
+        made = self.maps.get(key)
+        if made is None:
+            if len(self.maps) >= _MOST_MAPS:
+                self.maps.clear()
+            made = self.maps[key] = _tensor_map(block, self.map_facts[index])
+        return made
+
+
+_BY_TRITON = _ByTriton()
+_known: dict[Any, _Compiled | _ByTriton] = {}
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _triton_descriptor(block: Block) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(block.base, list(block.shape), list(block.strides), list(block.block))
+
+
+@functools.cache
+def _driver() -> Any:
+    """libcuda with the signatures of what is called here."""
+    library = ctypes.CDLL("libcuda.so.1")
+    word, pointer = ctypes.c_uint, ctypes.c_void_p
+    library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
+    library.cuTensorMapEncodeTiled.argtypes = [pointer, word, word, *[pointer] * 5, word, word, word, word]
+    return library
+
+
+def _tensor_map(block: Block, facts: dict[str, Any]) -> bytes:
+    """The CUtensorMap that Triton would make: innermost dimension first, strides in bytes."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    rank, size = len(block.shape), facts["elem_size"]
+    dims = (ctypes.c_uint64 * rank)(*reversed(block.shape))
+    strides = (ctypes.c_uint64 * rank)(*(size * s for s in reversed(block.strides[:-1])))
+    box = (ctypes.c_uint32 * rank)(*reversed(facts["block_size"]))
+    ones = (ctypes.c_uint32 * rank)(*[1] * rank)
+    memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGN)
+    offset = -ctypes.addressof(memory) % _MAP_ALIGN
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.addressof(memory) + offset, TMA_DTYPE_DEVICE_TO_HOST[facts["elem_type"]], rank, block.base.data_ptr(),
+        dims, strides, box, ones, 0, facts["swizzle"], _L2_PROMOTION_128B, 0,
+    )  # fmt: skip
+    if code:
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled failed with CUDA error {code}: address {block.base.data_ptr():#x}, shape "
+            f"{block.shape}, strides {block.strides}, block {tuple(facts['block_size'])}, {size} bytes an element"
+        )
+    return memory.raw[offset : offset + _MAP_BYTES]
