@@ -21,13 +21,12 @@ import uniep
 from cases import Case
 from peers import Layer
 from uniep.backends.base import Inputs, Needs
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES
+from uniep.taskflow.schedule import default_schedule
 from uniep.weights import ExpertWeights
 
 
-def parse_schedule(text: str, backend: str = "hopper") -> uniep.Schedule:
-    """'overlap=serial+gemm1.columns=128' -> the backend's default with these fields changed.  Raises ValueError."""
-    schedule = DEFAULT_SCHEDULES[backend]
+def parse_schedule(text: str, schedule: uniep.Schedule) -> uniep.Schedule:
+    """'overlap=serial+gemm1.columns=128' -> `schedule` with these fields changed.  Raises ValueError."""
     for part in text.split("+"):
         path, _, value = part.partition("=")
         outer, _, inner = path.partition(".")
@@ -60,7 +59,8 @@ class Workspaces:
             cfg = dataclasses.replace(self.cfg, max_rows=None if default else self.max_rows)
             change = "overlap=serial" if impl == "uniep-serial" else impl.partition("@")[2]
             backend = "hopper" if self.device.type == "cuda" else "cpu"
-            schedule = parse_schedule(change, backend) if change else None
+            usual = default_schedule(backend, cfg, dist.get_world_size(self.group))
+            schedule = parse_schedule(change, usual) if change else None
             self.made[key] = uniep.Workspace(
                 cfg,
                 self.group,

@@ -461,7 +461,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
             parse_shape(name)
         for name in args.impl.split(","):
             if name.startswith("uniep@"):
-                parse_schedule(name.partition("@")[2])
+                parse_schedule(name.partition("@")[2], uniep.Schedule())
             elif name not in IMPLS:
                 raise ValueError(f"implementation {name!r} is unknown; use {', '.join(IMPLS)} or uniep@FIELD=VALUE")
         for option, known in (

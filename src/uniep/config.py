@@ -7,6 +7,7 @@ Everything that changes results lives in `MoEConfig`; everything that only chang
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import torch
@@ -90,6 +91,11 @@ class MoEConfig:
                 f"{ep_size}"
             )
         return self.num_experts // ep_size
+
+    def wanted(self, ep_size: int) -> float:
+        """Part of a rank's tokens that some expert of a given other rank wants, for uniform routing."""
+        others = self.num_experts - self.experts_per_rank(ep_size)
+        return 1 - math.comb(others, self.top_k) / math.comb(self.num_experts, self.top_k)
 
     def check_group(self, ep_size: int) -> None:
         """Raise ConfigError where `ep_size` ranks cannot run this."""

@@ -18,7 +18,7 @@ import torch
 
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
 from uniep.errors import ConfigError
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, num_chunks
+from uniep.taskflow.schedule import Schedule, default_schedule, num_chunks
 
 ALIGN_BYTES = 256
 HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call
@@ -242,7 +242,7 @@ def plan_memory(
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
     if not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")
-    call = _Call(cfg, ep_size, tokens, schedule if schedule is not None else DEFAULT_SCHEDULES[backend])
+    call = _Call(cfg, ep_size, tokens, schedule or default_schedule(backend, cfg, ep_size))
     title = (
         f"{backend}: {cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, "
         f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
@@ -269,10 +269,8 @@ class _Call:
 
     @property
     def received(self) -> int:
-        """Tokens of other ranks, each once.  Of C(E, K) choices of experts, some have none on this rank."""
-        experts, top_k = self.cfg.num_experts, self.cfg.top_k
-        misses = math.comb(experts - self.local, top_k) / math.comb(experts, top_k)
-        return round((self.ep_size - 1) * self.tokens * (1 - misses))
+        """Tokens of other ranks, each once."""
+        return round((self.ep_size - 1) * self.tokens * self.cfg.wanted(self.ep_size))
 
     @property
     def groups(self) -> int:

@@ -157,14 +157,14 @@ def test_tflop_counts_six_flops_per_weight_and_row():
 
 
 def test_schedule_variants_name_fields():
-    schedule = parse_schedule("overlap=serial+chunk_tokens=8+gemm1.columns=128")
-    assert (schedule.overlap, schedule.chunk_tokens, schedule.gemm1.columns) == ("serial", 8, 128)
     default = DEFAULT_SCHEDULES["hopper"]
+    schedule = parse_schedule("overlap=serial+chunk_tokens=8+gemm1.columns=128", default)
+    assert (schedule.overlap, schedule.chunk_tokens, schedule.gemm1.columns) == ("serial", 8, 128)
     same = {"overlap": default.overlap, "chunk_tokens": default.chunk_tokens, "gemm1": default.gemm1}
     assert dataclasses.replace(schedule, **same) == default, "nothing else has changed"
     for bad in ("colour=red", "gemm1.colour=3", "chunk_tokens"):
         with pytest.raises(ValueError, match="names no field"):
-            parse_schedule(bad)
+            parse_schedule(bad, default)
 
 
 @pytest.mark.parametrize(

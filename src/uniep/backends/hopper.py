@@ -25,7 +25,7 @@ from uniep.kernels.support import why_not
 from uniep.memory import hopper_arrays, pack
 from uniep.routing import RoutingPlan
 from uniep.routing.plan import recv_base
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, Tile, refuse_other_fields
+from uniep.taskflow.schedule import Schedule, Tile, default_schedule, refuse_other_fields
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ SCHEDULE_FIELDS = (
 
 
 class HopperBackend:
-    """See the module docstring.  schedule None: DEFAULT_SCHEDULES["hopper"]."""
+    """See the module docstring.  schedule None: `default_schedule`."""
 
     name = "hopper"
 
@@ -56,7 +56,7 @@ class HopperBackend:
 
         self.cfg, self.device = cfg, device
         self.rank, self.num_ranks = workspace.rank, workspace.ep_size
-        self.schedule = schedule if schedule is not None else DEFAULT_SCHEDULES["hopper"]
+        self.schedule = schedule or default_schedule(self.name, cfg, self.num_ranks)
         refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         rows = self.schedule.gemm1.rows
         if rows != self.schedule.gemm2.rows:
@@ -160,14 +160,12 @@ class HopperBackend:
         h_N2F = torch.empty(num_rows, 2, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
         self._dispatch(x_TD, plan, peers)
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
-        fused, pipelined = x_ND is None and self._fused, schedule.overlap == "pipelined"
-        pushing = fused and not self._copying
+        pipelined = schedule.overlap == "pipelined"
         down_sms = min(schedule.down_programs, self.sms // 2) if pipelined else 0
         side.wait_stream(current)
         launch.launch_gate_up(
             x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_N2F, act_NF,
-            fused=fused, push_programs=schedule.push_programs if pushing else 0,
-            push_rounds=self._push_rounds(num_tokens, schedule.gemm1) if pushing else 0, count_tiles=pipelined,
+            count_tiles=pipelined, **self._dispatching(num_tokens, schedule.gemm1, x_ND),
         )  # fmt: skip
         self.mark("gate_up")
         kept = x_ND if x_ND is not None or not save else self._keep(receive)
@@ -213,21 +211,18 @@ class HopperBackend:
         self.planner.wait("entered", 1)
         if self._copying:
             self._send_all(dy_TD)
-        current, side, x_ND = torch.cuda.current_stream(device), self.side, kept
-
-        def expand_x() -> None:
-            launch.launch_expand(inputs.x_TD, kept, rows, peers, self.schedule.gemm1.rows, self.sms, x_ND)
-
-        expanding = needs.w13 and self.schedule.operand == "gathered"
-        if expanding:
+        # Memory-bound work runs beside the GEMMs: rows for the weight gradients, the sum of dX.
+        current, side, receive, x_ND = torch.cuda.current_stream(device), self.side, self.arena.views["receive"], kept
+        side.wait_stream(current)
+        if needs.w13 and self.schedule.operand == "gathered":
             x_ND = torch.empty(num_rows, cfg.hidden, **like)
-            if self._copying:  # while dO travels
-                expand_x()
-                self.mark("expand_x")
+            with torch.cuda.stream(side):
+                launch.launch_expand(inputs.x_TD, kept, rows, peers, tile.rows, self.sms, x_ND)
         self._dispatch(dy_TD, plan, peers)
-        dy_ND = self._expand(dy_TD, plan, peers)
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=device)
-        launch.launch_down_gradient(dy_ND, rows, experts, peers, tile, self.sms, raw_NF)
+        launch.launch_gathered_down_gradient(
+            dy_TD, receive, rows, experts, peers, tile, self.sms, raw_NF, **self._dispatching(ids_TK.shape[0], tile)
+        )
         self.mark("down_gradient")
         dh_N2F, act_NF = torch.empty_like(h_N2F), torch.empty(num_rows, cfg.ffn, **like)
         groups_NG = torch.empty(num_rows, groups, dtype=torch.float32, device=device)
@@ -238,13 +233,12 @@ class HopperBackend:
         if needs.weights:
             launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.slots, self.sms)
 
-        # Memory-bound work runs beside the GEMMs: rows for dW13 beside dgrad1, whose results cross the wire,
-        # the sum of dX beside the weight gradients.
-        side.wait_stream(current)
-        if expanding and not self._copying:
+        if needs.w2:
+            dy_ND = torch.empty(num_rows, cfg.hidden, **like)
+            side.wait_stream(current)
             with torch.cuda.stream(side):
-                expand_x()
-        x_ready = side.record_event()
+                launch.launch_expand(dy_TD, receive, rows, peers, tile.rows, self.sms, dy_ND)
+        expanded = side.record_event()
         # Results travel whether this rank's x needs its gradient or not: its peers' may.
         dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
         self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms)
@@ -253,11 +247,11 @@ class HopperBackend:
         with torch.cuda.stream(side):
             launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD, wait=True)
         dw13 = dw2 = None
+        current.wait_event(expanded)
         if needs.w2:
             dw2 = (torch.empty_like(experts.w2[0], memory_format=torch.contiguous_format),)
             self._weight_gradient(dy_ND, 0, act_NF, dw2[0], plan)
         if needs.w13:
-            current.wait_event(x_ready)
             dw13 = self._weight_gradient_w13(dh_NH, x_ND, experts, plan)
         current.wait_stream(side)
         current.wait_stream(self.copies)
@@ -373,6 +367,17 @@ class HopperBackend:
         if serial:
             launch_push_rows(out_ND, plan.rows, peers, self.slots, self.sms)
             self.mark("push_rows")
+
+    def _dispatching(self, num_tokens: int, tile: Tile, expanded: Tensor | None = None) -> dict[str, Any]:
+        """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""
+        waits = self._fused and expanded is None
+        if not waits or self._copying:
+            return {"fused": waits, "push_programs": 0, "push_rounds": 0}
+        return {
+            "fused": True,
+            "push_programs": self.schedule.push_programs,
+            "push_rounds": self._push_rounds(num_tokens, tile),
+        }
 
     def _push_us(self, num_tokens: int) -> float:
         """How long pushing this rank's tokens takes beside a GEMM, for balanced routing."""

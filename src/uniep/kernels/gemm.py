@@ -189,6 +189,97 @@ def gate_up_kernel(
             tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
 
 
+@triton.jit(
+    do_not_specialize=[
+        "timeout_ns", "rank", "arrived_offset", "finished_offset", "num_tokens", "push_programs", "push_rounds",
+    ]
+)  # fmt: skip
+def gathered_product_kernel(
+    x_ptr,
+    receive_ptr,
+    source_ptr,
+    order_ptr,
+    expert_ptr,
+    totals_ptr,
+    arrived_ptr,
+    finished_ptr,
+    call_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
+    send_token_ptr,
+    send_count_ptr,
+    receive_table_ptr,
+    flag_table_ptr,
+    arrived_offset,
+    finished_offset,
+    ticket_ptr,
+    num_tokens,
+    push_programs,
+    push_rounds,
+    b_desc,
+    out_desc,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+    PUSH_D: tl.constexpr,
+    PUSH_ROWS: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    """out (N, WIDTH) fp32 = rows (N, D) @ B, with rows read where they lie.  b_desc: (e, D, WIDTH).  FUSED: as above."""
+    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    if FUSED and CHUNK > 0:
+        if program < push_programs:
+            push_tokens(
+                x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
+                finished_offset, call_ptr, ticket_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
+                CHUNK, RECEIVE_BLOCK, NUM_RANKS,
+            )  # fmt: skip
+    num_m = tl.load(totals_ptr + 1)
+    deadline_ns = deadline(status_ptr, timeout_ns)
+    alone, shared, count = turns(num_m * NUM_N, program, push_programs, push_rounds)
+    all_here = 0
+    for turn in tl.range(0, count):
+        step = step_of_turn(turn, alone, shared, program, push_programs)
+        position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
+        m = tl.load(order_ptr + position)
+        expert = tl.load(expert_ptr + m)
+        row = m * BLOCK_M
+        source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
+        if FUSED:
+            all_here = wait_for_rows(
+                source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, BLOCK_M,
+                NUM_RANKS, CHUNK, RECEIVE_BLOCK,
+            )  # fmt: skip
+        a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, tl.cdiv(D, BLOCK_K)):
+            a = load_rows(a_ptrs, k, D, BLOCK_K)
+            b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(a, b, acc)
+        store_fp32(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def store_fp32(acc, out_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile in four blocks, which take a quarter of its shared memory."""
+    HALF: tl.constexpr = BLOCK_N // 2
+    left, right = halves(acc, BLOCK_M, BLOCK_N)
+    a, b = halves(left, BLOCK_M, HALF)
+    out_desc.store([row, column], a)
+    out_desc.store([row, column + HALF // 2], b)
+    a, b = halves(right, BLOCK_M, HALF)
+    out_desc.store([row, column + HALF], a)
+    out_desc.store([row, column + HALF + HALF // 2], b)
+
+
 @triton.jit
 def product_tile(
     a_desc,
@@ -226,6 +317,9 @@ def product_tile(
         else:
             part = 1 - half if UP_FIRST else half
             acc = tl.dot(a, b_desc.load([expert, part, depth, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N), acc)
+    if dtype == tl.float32 and not SCATTER:
+        store_fp32(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+        return
     left, right = halves(acc, BLOCK_M, BLOCK_N)
     if SCATTER:
         slot = tl.load(return_ptr + row + tl.arange(0, BLOCK_M))
@@ -241,13 +335,6 @@ def product_tile(
             tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used & (column < WIDTH)[None, :])
             column += HALF
             tl.store(ptrs[:, None] + column[None, :], narrow(right, dtype), mask=used & (column < WIDTH)[None, :])
-    elif dtype == tl.float32:
-        a, b = halves(left, BLOCK_M, HALF)
-        out_desc.store([row, n * BLOCK_N], a)
-        out_desc.store([row, n * BLOCK_N + HALF // 2], b)
-        a, b = halves(right, BLOCK_M, HALF)
-        out_desc.store([row, n * BLOCK_N + HALF], a)
-        out_desc.store([row, n * BLOCK_N + HALF + HALF // 2], b)
     else:
         out_desc.store([row, n * BLOCK_N], narrow(left, dtype))
         out_desc.store([row, n * BLOCK_N + HALF], narrow(right, dtype))

@@ -17,7 +17,13 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.errors import UnsupportedError
 from uniep.kernels.call import Block, launch
-from uniep.kernels.gemm import activation_gradient_kernel, gate_up_kernel, product_kernel, weight_gradient_kernel
+from uniep.kernels.gemm import (
+    activation_gradient_kernel,
+    gate_up_kernel,
+    gathered_product_kernel,
+    product_kernel,
+    weight_gradient_kernel,
+)
 from uniep.kernels.transfer import (
     combine_kernel,
     dweights_kernel,
@@ -239,6 +245,28 @@ def launch_down_gradient(
     )  # fmt: skip
 
 
+def launch_gathered_down_gradient(
+    dy_TD: Tensor, receive_MD: Tensor, rows: Rows, experts: ExpertWeights, peers: Peers, tile: Tile,
+    multiprocessors: int, raw_NF: Tensor, *, fused: bool, push_programs: int, push_rounds: int,
+) -> None:  # fmt: skip
+    """The same with dO gathered where it lies; if `fused` waited for, while `push_programs` push this rank's."""
+    width = dy_TD.shape[1]
+    launch(
+        gathered_product_kernel,
+        multiprocessors * tile.programs_per_sm,
+        (
+            dy_TD, receive_MD, rows.source_N, rows.order_M, rows.expert_M, rows.totals,
+            *peers.arguments(dy_TD.shape[0], rows), push_programs, push_rounds,
+            w2_block(experts, 1, tile.depth, tile.columns), rows_block(raw_NF, tile.rows, tile.columns // 4),
+        ),
+        {
+            "D": width, "WIDTH": raw_NF.shape[1], "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth, "GROUP_M": tile.group_rows, **peers.constants(width, 32), "FUSED": fused,
+        },
+        **options(tile),
+    )  # fmt: skip
+
+
 def launch_gate_up_gradient(
     dh_NH: Tensor, rows: Rows, experts: ExpertWeights, peers: Peers, tile: Tile, multiprocessors: int, out_ND: Tensor,
     *, slots: int, scatter: bool,
@@ -283,10 +311,10 @@ def launch_activation_gradient(
     """dh (N, 2, F), the activation that dW2 contracts (N, F), and the column-group sums of d(weight) (N, G)."""
     launch(
         activation_gradient_kernel,
-        multiprocessors * 4,
+        multiprocessors * 8,
         (raw_NF, h_N2F, rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
         {"F": raw_NF.shape[1], "ROWS": 16, "COLUMNS": 256, "WEIGHTED": weighted},
-        num_warps=8, enable_fp_fusion=False,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -329,10 +357,10 @@ def launch_combine(
 ) -> None:  # fmt: skip
     """The fixed-order sum of the return slots.  wait: for the results of all ranks first."""
     top_k, width = ids_TK.shape[1], out_TD.shape[1]
-    block = min(power_of_2(width), 2048)
+    block = min(power_of_2(width), 1024)
     launch(
         combine_kernel,
-        multiprocessors * 8,
+        multiprocessors * 16,
         (
             returns_SD, ids_TK, weights_TK if weights_TK is not None else peers.call, out_TD, out_TD.shape[0],
             peers.returned, peers.call, peers.status, peers.timeout_ns,

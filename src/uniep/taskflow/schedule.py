@@ -73,10 +73,21 @@ class Schedule:
 
 DEFAULT_SCHEDULES = {
     "cpu": Schedule(),
-    "hopper": Schedule(push_programs=32, chunk_tokens=32),
+    "hopper": Schedule(push_programs=16, chunk_tokens=32),
     "nccl": Schedule(overlap="serial", tile_order="natural"),
 }
-"""What each backend does unless told otherwise: the best measured for most shapes, untuned."""
+"""What each backend starts from unless told otherwise; see `default_schedule`."""
+
+WORTH_COPYING = 0.7
+"""Part of the tokens that a peer must want for copy engines to send them all."""
+
+
+def default_schedule(backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
+    """What a backend does unless told otherwise: the best measured for most shapes, untuned."""
+    schedule = DEFAULT_SCHEDULES[backend]
+    if backend == "hopper" and ep_size > 1 and cfg.wanted(ep_size) >= WORTH_COPYING:
+        schedule = dataclasses.replace(schedule, transfer="copy")
+    return schedule
 
 
 def num_chunks(cfg: MoEConfig, schedule: Schedule) -> int:
