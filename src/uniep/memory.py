@@ -306,9 +306,7 @@ def _hopper(c: _Call) -> list[Buffer]:
     arrays = hopper_arrays(cfg, c.ep_size, c.schedule)
     expanded = c.schedule.operand == "expanded"
     kept = (rows, cfg.hidden) if expanded else arrays["receive"][0]
-    copies = [] if expanded else [("x_rows", "backward: x of every row")]
-    if c.schedule.overlap == "serial":
-        copies.append(("results", "results (and dX) of every row"))
+    copies = [("results", "results (and dX) of every row")] if c.schedule.overlap == "serial" else []
     return [
         *c.shared(arrays),
         Buffer("plan", (plan,), _I32, "saved", "counts, send lists and tile tables, for any number of rows"),
@@ -317,9 +315,9 @@ def _hopper(c: _Call) -> list[Buffer]:
         Buffer("h", (rows, 2, cfg.ffn), dtype, "saved", "gate and up before the activation"),
         Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "the receive buffer, for dW13"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
-        Buffer("dy_rows", (rows, cfg.hidden), dtype, "transient", "backward: dO of every row"),
         Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2"),
         Buffer("dh", (rows, 2, cfg.ffn), dtype, "transient", "backward: gradient of h"),
+        Buffer("address", (2, rows + ROW_ALIGN), _I64, "transient", "backward: where x and dO of every row lie"),
         _groups(c, rows),
         *(Buffer(name, (rows, cfg.hidden), dtype, "transient", why) for name, why in copies),
     ]

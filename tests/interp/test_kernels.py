@@ -20,6 +20,7 @@ from uniep.kernels.transfer import (
     expand_kernel,
     push_rows_kernel,
     push_tokens_kernel,
+    row_addresses_kernel,
 )
 from uniep.numerics import add_ascending, column_group_sums, combine_slots, swiglu, swiglu_backward, widened
 from uniep.routing import build_plan
@@ -350,27 +351,40 @@ def test_activation_gradient_errors(dtype, weight_at):
 @both_tiles
 @both_data
 @both_dtypes
-def test_weight_gradient(dtype, data, tile):
-    """Part of a's columns against b, into rows with a stride; an expert without rows gets zeros."""
+@pytest.mark.parametrize("transposed", [False, True], ids=["dW", "dW transposed"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "addresses"])
+def test_weight_gradient(dtype, data, tile, gathered, transposed):
+    """a against part of b's columns, into rows with a stride; an expert without rows gets zeros."""
     p = problem(dtype, data)
     n, first, used = p.plan.num_rows, F, p.used[:, None]
-    a_NH, b_NW = (made((n, width), dtype, data, seed) * used for width, seed in ((2 * F, 6), (D, 7)))
-    memory = unwritten(LOCAL, F, D + 8, dtype=dtype)
-    dw_eFD = memory[..., :D]
+    b_NW = made((n, 2 * F), dtype, data, 6) * used
+    address_N = torch.empty(2, n + 128, dtype=torch.int64)
+    given = {"a_local_ptr": p.x_TD, "a_receive_ptr": p.receive_MD, "b_local_ptr": p.x_TD, "b_receive_ptr": p.receive_MD}
     launch(
-        weight_gradient_kernel, tile, **p.tables, a_desc=describe(a_NH, tile.depth, tile.rows),
-        b_desc=describe(b_NW, tile.depth, tile.columns), out_desc=describe(dw_eFD, 1, tile.rows, tile.columns // 2),
-        first_column=first, LOCAL=LOCAL, HEIGHT=F, WIDTH=D, rows_ptr=p.plan.counts_RE.sum(0)[:LOCAL].int(),
+        row_addresses_kernel, **p.tables, **given, a_address_ptr=address_N[0], b_address_ptr=address_N[1], WIDTH=D,
+        BLOCK=64,
+    )  # fmt: skip
+    assert torch.equal(address_N[0, :n], address_N[1, :n])
+    height, width = (F, D) if transposed else (D, F)
+    memory = unwritten(LOCAL, height, width + 8, dtype=dtype)
+    dw, half = memory[..., :width], tile.columns // 2
+    launch(
+        weight_gradient_kernel, tile, **p.tables, a_desc=describe(p.x_ND, tile.depth, tile.rows),
+        address_ptr=address_N[0], b_desc=describe(b_NW, tile.depth, tile.columns),
+        out_desc=describe(dw, 1, *((half, tile.rows) if transposed else (tile.rows, half))), first_column=first,
+        LOCAL=LOCAL, HEIGHT=D, WIDTH=F, rows_ptr=p.plan.counts_RE.sum(0)[:LOCAL].int(), GATHERED=gathered,
+        TRANSPOSED=transposed,
     )  # fmt: skip
     for expert in range(LOCAL):
         begin, end = p.plan.expert_start_e1[expert : expert + 2].tolist()
-        a, b = a_NH[begin:end, first:].double(), b_NW[begin:end].double()
+        a, b = p.x_ND[begin:end].double(), b_NW[begin:end, first:].double()
         exact, bound = a.T @ b, (end - begin) * EPS * (a.abs().T @ b.abs())
+        got = dw[expert].T if transposed else dw[expert]
         if data == "integers" or expert == EMPTY:
-            assert torch.equal(dw_eFD[expert], exact.to(dtype))
+            assert torch.equal(got, exact.to(dtype))
         else:
-            assert_within(dw_eFD[expert], exact, bound)
-    assert memory[..., D:].isnan().all()
+            assert_within(got, exact, bound)
+    assert memory[..., width:].isnan().all()
     assert p.plan.expert_start_e1[EMPTY] == p.plan.expert_start_e1[EMPTY + 1]
 
 

@@ -19,7 +19,7 @@ from torch import SymInt, Tensor
 
 from uniep.backends.arena import WAY_OUT, Arena
 from uniep.backends.base import ExpertGradients, Inputs, Needs
-from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.kernels.support import why_not
 from uniep.memory import hopper_arrays, pack
@@ -211,14 +211,8 @@ class HopperBackend:
         self.planner.wait("entered", 1)
         if self._copying:
             self._send_all(dy_TD)
-        # Memory-bound work runs beside the GEMMs: rows for the weight gradients, the sum of dX.
-        current, side, receive, x_ND = torch.cuda.current_stream(device), self.side, self.arena.views["receive"], kept
-        side.wait_stream(current)
-        if needs.w13 and self.schedule.operand == "gathered":
-            x_ND = torch.empty(num_rows, cfg.hidden, **like)
-            with torch.cuda.stream(side):
-                launch.launch_expand(inputs.x_TD, kept, rows, peers, tile.rows, self.sms, x_ND)
         self._dispatch(dy_TD, plan, peers)
+        receive = self.arena.views["receive"]
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=device)
         launch.launch_gathered_down_gradient(
             dy_TD, receive, rows, experts, peers, tile, self.sms, raw_NF, **self._dispatching(ids_TK.shape[0], tile)
@@ -233,26 +227,15 @@ class HopperBackend:
         if needs.weights:
             launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.slots, self.sms)
 
-        if needs.w2:
-            dy_ND = torch.empty(num_rows, cfg.hidden, **like)
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                launch.launch_expand(dy_TD, receive, rows, peers, tile.rows, self.sms, dy_ND)
-        expanded = side.record_event()
         # Results travel whether this rank's x needs its gradient or not: its peers' may.
         dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
         self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms)
         dx_TD = torch.empty_like(dy_TD)
+        current, side = torch.cuda.current_stream(device), self.side  # the sum is memory-bound, what is beside it not
         side.wait_stream(current)
         with torch.cuda.stream(side):
             launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD, wait=True)
-        dw13 = dw2 = None
-        current.wait_event(expanded)
-        if needs.w2:
-            dw2 = (torch.empty_like(experts.w2[0], memory_format=torch.contiguous_format),)
-            self._weight_gradient(dy_ND, 0, act_NF, dw2[0], plan)
-        if needs.w13:
-            dw13 = self._weight_gradient_w13(dh_NH, x_ND, experts, plan)
+        dw13, dw2 = self._weight_gradients((dy_TD, receive), (inputs.x_TD, kept), act_NF, dh_NH, experts, plan, needs)
         current.wait_stream(side)
         current.wait_stream(self.copies)
         self.mark("combine")
@@ -262,23 +245,32 @@ class HopperBackend:
             dweights_TK = torch.where(ids_TK >= 0, got, 0.0)
         return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)
 
-    def _weight_gradient(self, a_NH: Tensor, first_column: int, b_NW: Tensor, dw_eHW: Tensor, plan: DevicePlan) -> None:
-        from uniep.kernels.launch import launch_weight_gradient
+    def _weight_gradients(
+        self, dy: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor,
+        experts: ExpertWeights, plan: DevicePlan, needs: Needs,
+    ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:  # fmt: skip
+        """(dw13, dw2) in the layout of `experts`.  dy, x: tokens (T, D) and what was received."""
+        from uniep.kernels import launch
 
-        tile, rows = self.schedule.weight_gradient, plan.rows
-        launch_weight_gradient(a_NH, first_column, b_NW, dw_eHW, rows.start_e1, rows.rows_e, tile, self.sms)
-        self.mark("weight_gradient")
-
-    def _weight_gradient_w13(
-        self, dh_NH: Tensor, x_ND: Tensor, experts: ExpertWeights, plan: DevicePlan
-    ) -> tuple[Tensor, ...]:
-        grads, ffn = experts.like(), self.cfg.ffn
-        if experts.layout == "split":
-            for part, dw_eFD in enumerate(grads.w13):
-                self._weight_gradient(dh_NH, part * ffn, x_ND, dw_eFD, plan)
-        else:
-            self._weight_gradient(dh_NH, 0, x_ND, grads.w13[0].view(self.planner.local, 2 * ffn, -1), plan)
-        return grads.w13
+        rows, local, ffn = plan.rows, self.planner.local, self.cfg.ffn
+        how = rows.start_e1, rows.rows_e, self.schedule.weight_gradient, self.sms
+        dw13 = dw2 = None
+        if needs.w13 or needs.w2:
+            address_2N = torch.empty(2, plan.num_rows + ROW_ALIGN, dtype=torch.int64, device=self.device)
+            launch.launch_row_addresses(x, dy, rows, self.sms, address_2N)
+            x_address_N, dy_address_N = address_2N.unbind()
+        if needs.w2:
+            dw2 = (torch.empty_like(experts.w2[0], memory_format=torch.contiguous_format),)
+            launch.launch_weight_gradient(dy_address_N, act_NF, 0, dw2[0], *how, transposed=False)
+            self.mark("weight_gradient")
+        if needs.w13:
+            dw13 = experts.like().w13
+            x_N = x[1] if self.schedule.operand == "expanded" else x_address_N
+            for part, dw in enumerate(dw13):  # w1 and w3, or both in one
+                dw_eHD = dw.view(local, -1, self.cfg.hidden)
+                launch.launch_weight_gradient(x_N, dh_NH, part * ffn, dw_eHD, *how, transposed=True)
+                self.mark("weight_gradient")
+        return dw13, dw2
 
     # ---------------------------------------------------------------- stages of both passes
 

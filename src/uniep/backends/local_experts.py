@@ -248,14 +248,14 @@ class KernelExperts:
                     dh_NH, rows, stacked, self.alone, tile, self.sms, dx_ND, slots=1, scatter=False
                 )
             if needs.w2:
-                self._weight_gradients(dy_ND, 0, act_NF, grads.w2, rows)
+                self._weight_gradients(dy_ND, act_NF, 0, grads.w2, rows, transposed=False)
             if needs.w13:
                 x_ND = self._expand(x, rows, tile)
                 if experts.layout == "split":
                     for half, out in enumerate(grads.w13):
-                        self._weight_gradients(dh_NH, half * cfg.ffn, x_ND, (out,), rows)
+                        self._weight_gradients(x_ND, dh_NH, half * cfg.ffn, (out,), rows, transposed=True)
                 else:
-                    self._weight_gradients(dh_NH, 0, x_ND, grads.w13, rows)
+                    self._weight_gradients(x_ND, dh_NH, 0, grads.w13, rows, transposed=True)
         return RowGradients(
             dx_ND if needs.x else None,
             weights_N if needs.weights else None,
@@ -272,18 +272,21 @@ class KernelExperts:
         return found[plan.row_return_N.clamp(min=0)]
 
     def _weight_gradients(
-        self, a_NH: Tensor, first_column: int, b_NW: Tensor, out: tuple[Tensor, ...], rows: Any
+        self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], rows: Any, *, transposed: bool
     ) -> None:
-        """out: one tensor for all experts, or one per expert."""
+        """out: one tensor for all experts, or one per expert; see `launch_weight_gradient`."""
         tile, local = self.schedule.weight_gradient, rows.rows_e.shape[0]
         if out[0].dim() > 2:
-            parts = [(out[0].view(local, -1, b_NW.shape[1]), rows.start_e1, rows.rows_e)]
+            width = (a_NH if transposed else b_NW).shape[1]
+            parts = [(out[0].view(local, -1, width), rows.start_e1, rows.rows_e)]
         else:  # clones are aligned
             parts = [
                 (dw[None], rows.start_e1[e : e + 1].clone(), rows.rows_e[e : e + 1].clone()) for e, dw in enumerate(out)
             ]
         for dw_eHW, start, count in parts:
-            self.launch.launch_weight_gradient(a_NH, first_column, b_NW, dw_eHW, start, count, tile, self.sms)
+            self.launch.launch_weight_gradient(
+                a_NH, b_NW, first_column, dw_eHW, start, count, tile, self.sms, transposed=transposed
+            )
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)

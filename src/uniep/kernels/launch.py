@@ -30,6 +30,7 @@ from uniep.kernels.transfer import (
     expand_kernel,
     push_rows_kernel,
     push_tokens_kernel,
+    row_addresses_kernel,
 )
 from uniep.taskflow.schedule import Tile
 from uniep.weights import ExpertWeights
@@ -329,23 +330,48 @@ def launch_dweights(groups_NG: Tensor, rows: Rows, dweights_table: Tensor, slots
     )
 
 
+def launch_row_addresses(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], rows: Rows, multiprocessors: int, address_2N: Tensor
+) -> None:
+    """Addresses of every row of a and b, each (local (T, D), received (M, D)); address_2N: int64."""
+    of_a, of_b = address_2N.unbind()
+    launch(
+        row_addresses_kernel,
+        multiprocessors,
+        (rows.source_N, rows.totals, *a, of_a, *b, of_b),
+        {"WIDTH": a[0].shape[1], "BLOCK": 512},
+        num_warps=4,
+    )
+
+
 def launch_weight_gradient(
-    a_NH: Tensor, first_column: int, b_NW: Tensor, dw_eHW: Tensor, start: Tensor, count: Tensor, tile: Tile,
-    multiprocessors: int,
+    a: Tensor, b_NW: Tensor, first_column: int, dw: Tensor, start: Tensor, count: Tensor, tile: Tile,
+    multiprocessors: int, *, transposed: bool,
 ) -> None:  # fmt: skip
-    """dW[e] = a[rows of e, first_column :]^T @ b[rows of e].  dw_eHW: (e, H, W).  start, count: of Rows, or a part."""
-    local, height, width = dw_eHW.shape
+    """dW[e] = a[rows of e]^T @ b[rows of e, first_column :].  dw: (e, H, W), or (e, W, H) if transposed.
+
+    a: rows (N, H), or the int64 address of each (N + ROW_ALIGN,).  start, count: of Rows, or a part.
+    """
+    gathered = a.dtype == torch.int64
+    local, height, width = (dw.shape[0], dw.shape[2], dw.shape[1]) if transposed else dw.shape
+    half = tile.columns // 2
+    b_desc = rows_block(b_NW, tile.depth, tile.columns)
+    out_desc = Block(
+        dw,
+        (dw.shape[0], dw.shape[1], dw.shape[2]),
+        dw.stride(),
+        (1, half, tile.rows) if transposed else (1, tile.rows, half),
+    )
     launch(
         weight_gradient_kernel,
         multiprocessors * tile.programs_per_sm,
         (
-            rows_block(a_NH, tile.depth, tile.rows), rows_block(b_NW, tile.depth, tile.columns),
-            Block(dw_eHW, (local, height, width), dw_eHW.stride(), (1, tile.rows, tile.columns // 2)), start, count,
+            b_desc if gathered else rows_block(a, tile.depth, tile.rows), a, b_desc, out_desc, start, count,
             first_column,
         ),
         {
             "LOCAL": local, "HEIGHT": height, "WIDTH": width, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
-            "BLOCK_K": tile.depth, "GROUP_M": tile.group_rows,
+            "BLOCK_K": tile.depth, "GROUP_M": tile.group_rows, "GATHERED": gathered, "TRANSPOSED": transposed,
         },
         **options(tile),
     )  # fmt: skip

@@ -261,3 +261,26 @@ def dweights_kernel(
             total += tl.load(groups_ptr + row.to(tl.int64) * GROUPS + group)
         base = tl.load(dweights_table_ptr + tl.maximum(slot, 0) // SLOTS).to(tl.pointer_type(tl.float32))
         tl.store(base + tl.maximum(slot, 0) % SLOTS, total, mask=slot >= 0)
+
+
+@triton.jit
+def row_addresses_kernel(
+    source_ptr,
+    totals_ptr,
+    a_local_ptr,
+    a_receive_ptr,
+    a_address_ptr,
+    b_local_ptr,
+    b_receive_ptr,
+    b_address_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Addresses (int64) of the rows of two matrices (x and dO), each with its local and its received part."""
+    num_rows = tl.load(totals_ptr)
+    for first in range(tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        mask = row < num_rows
+        source = tl.load(source_ptr + row, mask=mask, other=0)
+        tl.store(a_address_ptr + row, row_pointers(source, a_local_ptr, a_receive_ptr, WIDTH).to(tl.int64), mask=mask)
+        tl.store(b_address_ptr + row, row_pointers(source, b_local_ptr, b_receive_ptr, WIDTH).to(tl.int64), mask=mask)
