@@ -162,7 +162,8 @@ class HopperBackend:
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
         pipelined = schedule.overlap == "pipelined"
         down_sms = min(schedule.down_programs, self.sms // 2) if pipelined else 0
-        side.wait_stream(current)
+        if pipelined:
+            side.wait_stream(current)
         launch.launch_gate_up(
             x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_N2F, act_NF,
             count_tiles=pipelined, **self._dispatching(num_tokens, schedule.gemm1, x_ND),

@@ -157,8 +157,11 @@ def _triton_descriptor(block: Block) -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """libcuda with the signatures of what is called here."""
-    library = ctypes.CDLL("libcuda.so.1")
+    """libcuda with the signatures of what is called here.
+
+    PyDLL keeps the interpreter's lock: other threads launch, too, and the memory of the parameters is shared.
+    """
+    library = ctypes.PyDLL("libcuda.so.1")
     word, pointer = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
     library.cuTensorMapEncodeTiled.argtypes = [pointer, word, word, *[pointer] * 5, word, word, word, word]

@@ -31,6 +31,7 @@ class Report:
     spills: loads and stores of local memory.  dots: matrix products.  slow_dots: those not on Hopper's tensor
     cores (wgmma).  register_dots: those whose left operand comes through registers (seen to give wrong results
     where it was a reshaped block load).  narrow_stores: global stores of 2 bytes or less per thread.
+    divergent_polls: reads of flags on which the threads of several warps branch before they have agreed (sync.py).
     """
 
     registers: int
@@ -41,6 +42,7 @@ class Report:
     slow_dots: int
     register_dots: int
     narrow_stores: int
+    divergent_polls: int
 
     def complaints(self) -> list[str]:
         """Why this kernel should not ship; empty if it may."""
@@ -55,6 +57,8 @@ class Report:
             said.append(f"{self.register_dots} of {self.dots} products read their left operand from registers")
         if self.narrow_stores:
             said.append(f"{self.narrow_stores} global stores of 2 bytes or less")
+        if self.divergent_polls:
+            said.append(f"{self.divergent_polls} reads of flags on which threads branch before they agree")
         return said
 
 
@@ -82,8 +86,22 @@ def inspect(compiled: Any) -> Report:
         dots=len(left) + slow,
         slow_dots=slow,
         register_dots=left.count("tensor"),
+        divergent_polls=_divergent_polls(compiled) if compiled.metadata.num_warps > 1 else 0,
         narrow_stores=len(re.findall(r"\bSTG\.E(?:\.\w+)*?\.[US](?:8|16)\b", sass)),
     )
+
+
+def _divergent_polls(compiled: Any) -> int:
+    """Flag reads that are followed by a conditional branch before a barrier (a warp agrees without one)."""
+    pending = divergent = 0
+    for line in compiled.asm["ptx"].splitlines():
+        if "ld.acquire.sys" in line:
+            pending += 1
+        elif "bar.sync" in line or "barrier.sync" in line:
+            pending = 0
+        elif re.search(r"@!?%p\d+\s+bra\b", line):
+            divergent, pending = divergent + pending, 0
+    return divergent
 
 
 class _Offline:
