@@ -12,9 +12,11 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 
 import uniep
 from uniep import MoEConfig, Schedule, Tile, Workspace
+from uniep.kernels.ptx import nanoseconds
 from uniep.reference import composition
 from uniep.routing import build_plan
 
@@ -25,6 +27,14 @@ if HAVE < 2 or torch.cuda.get_device_capability(0)[0] != 9:
 
 FIELDS = ("y", "dx", "dweights", "dw13", "dw2")
 SERIAL = Schedule(overlap="serial", tile_order="natural")
+SCHEDULES = {
+    "pushed": Schedule(transfer="push"),
+    "pushed, natural": Schedule(transfer="push", tile_order="natural"),
+    "copied": Schedule(transfer="copy"),
+    "copied, serial": Schedule(transfer="copy", overlap="serial"),
+    "pipelined": Schedule(transfer="copy", overlap="pipelined"),
+    "pipelined, pushed": Schedule(transfer="push", overlap="pipelined", down_programs=7),
+}
 SHAPE = {"hidden": 512, "ffn": 264, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 1024}
 
 
@@ -122,9 +132,11 @@ def check_bits(r):
         want = r.once(cfg, data, SERIAL)
         narrow = Tile(columns=128, depth=64, group_rows=4)
         variants = {
-            "fused": (cfg, None),
-            "natural": (cfg, Schedule(tile_order="natural", chunk_tokens=128, push_programs=3)),
+            "default": (cfg, None),
+            **{how: (cfg, schedule) for how, schedule in SCHEDULES.items()},
+            "chunks": (cfg, Schedule(tile_order="natural", chunk_tokens=128, push_programs=3)),
             "expanded": (cfg, Schedule(operand="expanded")),
+            "expanded, copied": (cfg, Schedule(operand="expanded", transfer="copy")),
             "tiles": (cfg, Schedule(gemm1=narrow, gemm2=narrow, weight_gradient=narrow)),
             "sync-free": (dataclasses.replace(cfg, max_rows=8192), None),
         }
@@ -148,19 +160,182 @@ def check_bits(r):
 
 
 def check_repeats(r):
-    """50 repeats with random delays per rank and a competing stream: one set of bits."""
+    """50 repeats of every schedule, with random delays per rank and a competing stream: one set of bits."""
     cfg = MoEConfig(**SHAPE)
     data, chance, other = r.data(cfg, 700, seed=3), random.Random(r.rank), torch.cuda.Stream()
     block = torch.randn(2048, 2048, device=r.device, dtype=torch.bfloat16)
+    want = r.once(cfg, data, SERIAL)
+    for how, schedule in SCHEDULES.items():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            for repeat in range(50):
+                torch.cuda._sleep(chance.randrange(2_000_000))
+                with torch.cuda.stream(other):
+                    for _ in range(chance.randrange(8)):
+                        block @ block
+                wrong = differing(want, r.run(workspace, data))
+                assert not wrong, f"{how}, repeat {repeat}: {wrong}"
+
+
+def check_calls_without_pause(r):
+    """300 forwards back to back, every tenth with a backward, ranks out of step: one set of bits, for each schedule."""
+    cfg = MoEConfig(**SHAPE, max_rows=8192)
+    data = r.data(cfg, 700, seed=4)
+    for how, schedule in SCHEDULES.items():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            want, wrong = r.run(workspace, data), torch.zeros((), dtype=torch.int64, device=r.device)
+            for repeat in range(300):
+                if repeat % 10 == 0:
+                    got = r.run(workspace, data)
+                    wrong += sum((a != b).sum() for a, b in zip(want, got, strict=True))
+                else:
+                    wrong += (uniep.moe(*data[:5], workspace=workspace) != want[0]).sum()
+                if repeat % 7 == r.rank:
+                    torch.cuda._sleep(100_000)
+            assert not int(wrong), f"{how}: {int(wrong)} values differ"
+            workspace.check()
+
+
+def check_streams(r):
+    """On a side stream, x freed after the call and its memory filled with NaN at once: the same bits."""
+    cfg = MoEConfig(**SHAPE, max_rows=8192)
+    data = r.data(cfg, 600, seed=5)
+    side = torch.cuda.Stream()
     with Workspace(cfg, r.group, timeout_s=60) as workspace:
         want = r.run(workspace, data)
-        for repeat in range(50):
-            torch.cuda._sleep(chance.randrange(2_000_000))
-            with torch.cuda.stream(other):
-                for _ in range(chance.randrange(8)):
-                    block @ block
-            wrong = differing(want, r.run(workspace, data))
-            assert not wrong, f"repeat {repeat}: {wrong}"
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            for repeat in range(100):
+                x = data[0].clone()
+                y = uniep.moe(x, *data[1:5], workspace=workspace)
+                del x
+                torch.full_like(data[0], float("nan"))
+                assert torch.equal(y, want[0]), repeat
+                assert not differing(want, r.run(workspace, data)), repeat
+
+
+def check_growth(r):
+    """Random T and routing on three layers of one Workspace: memory in use stays flat after the first steps."""
+    cfg = MoEConfig(**SHAPE)
+    chance, used = random.Random(r.rank), []
+    layers = [r.data(cfg, 1, seed=seed)[3:5] for seed in range(3)]
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        for step in range(60):
+            x, ids, weights, *_ = r.data(cfg, chance.randrange(1025), seed=step)
+            x.requires_grad_()
+            y = x
+            for w13, w2 in layers:
+                y = uniep.moe(y, ids, weights, w13, w2, workspace=workspace)
+            y.sum().backward()
+            del x, y
+            torch.cuda.synchronize()
+            used.append(torch.cuda.memory_allocated())
+        assert max(used[20:]) <= 1.01 * max(used[:20]), used
+
+
+def check_gradient_strides(r):
+    """An expanded, a sliced and a transposed incoming gradient: the bits of a contiguous one."""
+    cfg = MoEConfig(**SHAPE)
+    x, ids, weights, w13, w2, dy = r.data(cfg, 512)
+    like = {"device": r.device, "dtype": cfg.dtype}
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        for given in (
+            torch.ones((), **like).expand(512, cfg.hidden),
+            torch.cat([dy, dy], 1)[:, 1:-511],
+            dy.T.contiguous().T,
+        ):
+            grads = []
+            for gradient in (given, given.contiguous()):
+                leaf = x.clone().requires_grad_()
+                y = uniep.moe(leaf, ids, weights, w13, w2, workspace=workspace)
+                grads.append(torch.autograd.grad(y, leaf, gradient)[0])
+            assert torch.equal(*grads)
+
+
+def check_batch_invariance(r):
+    """A token's result alone and among others is the same, and so is its gradient."""
+    cfg = MoEConfig(**SHAPE)
+    x, ids, weights, w13, w2, dy = r.data(cfg, 1000)
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        want = r.run(workspace, (x, ids, weights, w13, w2, dy))
+        for tokens in (1, 4, 17, 257):
+            got = r.run(workspace, (x[:tokens], ids[:tokens], weights[:tokens], w13, w2, dy[:tokens]))
+            assert all(torch.equal(a[:tokens], b) for a, b in zip(want[:3], got[:3], strict=True)), tokens
+
+
+def check_multiprocessors(r):
+    """Fewer multiprocessors (other cards, caps): the same bits."""
+    cfg = MoEConfig(**SHAPE)
+    data = r.data(cfg, 1000)
+    want = r.once(cfg, data, SERIAL)
+    for schedule in SCHEDULES.values():
+        for count in (78, 114):
+            with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+                workspace.backend.sms = count
+                assert not differing(want, r.run(workspace, data)), f"{count} multiprocessors, {schedule}"
+
+
+@triton.jit
+def hold_kernel(until_ns):
+    start = nanoseconds()
+    now = start
+    while now - start < until_ns:
+        now = nanoseconds()
+
+
+def check_held_multiprocessors(r):
+    """A kernel of another stream holds multiprocessors of one rank: the call ends after it, with the same bits."""
+    cfg = MoEConfig(**SHAPE, max_rows=8192)
+    data, other = r.data(cfg, 1000), torch.cuda.Stream()
+    want = r.once(cfg, data, SERIAL)
+    for how, schedule in SCHEDULES.items():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            r.run(workspace, data)
+            for programs in (8, 64, 131, 264):
+                torch.cuda.synchronize()
+                dist.barrier()
+                if r.rank == 0:
+                    with torch.cuda.stream(other):
+                        hold_kernel[(programs,)](20_000_000, num_warps=32)
+                wrong = differing(want, r.run(workspace, data))
+                assert not wrong, f"{how}, {programs} programs: {wrong}"
+
+
+def check_shapes(r):
+    """Sizes that are no multiples of anything, 512 experts, top 10: within twice torch's error of fp32."""
+    for hidden, ffn, experts, top_k in ((200, 480, 3 * r.size, 3), (72, 136, 512, 10)):
+        cfg = MoEConfig(
+            hidden=hidden, ffn=ffn, num_experts=experts, top_k=top_k, max_tokens_per_rank=333, dtype=torch.float16
+        )
+        data = r.data(cfg, [333, 1, 0, 64][r.rank % 4])
+        got = r.once(cfg, data)
+        joined = [torch.cat(r.gather_ragged(t, -1 if t is data[1] else 0)) for t in data]
+        rows = [len(t) for t in r.gather_ragged(data[1], -1)]
+        mine, local = slice(sum(rows[: r.rank]), sum(rows[: r.rank + 1])), experts // r.size
+        own = slice(r.rank * local, (r.rank + 1) * local)
+        of = {}
+        for dtype in (torch.float32, cfg.dtype):
+            x, ids, weights, w13, w2, dy = joined
+            leaves = [t.to(dtype).requires_grad_() for t in (x, weights.float(), w13, w2)]
+            y = composition(leaves[0], ids, *leaves[1:], "output")
+            grads = torch.autograd.grad(y, leaves, dy.to(dtype))
+            of[dtype] = [y.detach()[mine], grads[0][mine], grads[1][mine], grads[2][own], grads[3][own]]
+        for name, e, t, u in zip(FIELDS, of[torch.float32], of[cfg.dtype], got, strict=True):
+            if e.numel():
+                theirs, ours = (t.float() - e).norm() / e.norm(), (u.float() - e).norm() / e.norm()
+                assert ours <= 2 * theirs, f"D={hidden} {name}: error {ours:.2e}, torch's own {theirs:.2e}"
+
+
+def check_large(r):
+    """304,000 slots of 7168 values a rank (beyond 2**31 in one index, 4 GiB symmetric): sampled tokens have the bits
+    that they have alone."""
+    cfg = MoEConfig(hidden=7168, ffn=64, num_experts=16, top_k=8, max_tokens_per_rank=38000, max_rows=400_000)
+    data = r.data(cfg, 38000, unused=0.0)
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        y, dx, dweights, *_ = r.run(workspace, data)
+        some = torch.tensor([0, 1, 17, 19_000, 37_448, 37_449, 37_999], device=r.device)
+        few = [t[some] if t.shape[0] == 38000 else t for t in data]
+        for whole, part in zip((y, dx, dweights), r.run(workspace, few), strict=False):
+            assert torch.equal(whole[some], part)
 
 
 def check_collapse(r):
