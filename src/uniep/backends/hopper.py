@@ -190,10 +190,11 @@ class HopperBackend:
 
     def _keep(self, receive: Tensor) -> Tensor:
         """A copy of the receive buffer for the weight gradient, made beside the GEMM that follows."""
+        from uniep.kernels.call import copy
+
         kept = torch.empty_like(receive)
         self.copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.copies):
-            kept.copy_(receive)
+        copy(kept, receive, self.copies)
         return kept
 
     # ---------------------------------------------------------------- backward
@@ -311,15 +312,17 @@ class HopperBackend:
 
     def _send_all(self, x_TD: Tensor) -> None:
         """Queue copies of all tokens to every peer, each with the peer's `finished` flag behind it."""
+        from uniep.kernels.call import copy
+
         num_tokens = x_TD.shape[0]
         self.copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.copies):
-            for step in range(1, self.num_ranks):
-                peer = (self.rank + step) % self.num_ranks
+        for step in range(1, self.num_ranks):
+            peer = (self.rank + step) % self.num_ranks
+            if num_tokens:
                 first = recv_base(self.cfg, self.rank, peer)
-                self.arena.everywhere["receive"][peer][first : first + num_tokens].copy_(x_TD, non_blocking=True)
-                flag = self.arena.flag_offset("finished") + self.rank
-                self.arena.everywhere["flags"][peer][flag : flag + 1].copy_(self.planner.call, non_blocking=True)
+                copy(self.arena.everywhere["receive"][peer][first : first + num_tokens], x_TD, self.copies)
+            flag = self.arena.flag_offset("finished") + self.rank
+            copy(self.arena.everywhere["flags"][peer][flag : flag + 1], self.planner.call, self.copies)
 
     def _dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
         """Serial schedule: push all tokens (unless copies are under way), wait until all have arrived."""

@@ -10,7 +10,7 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import SymInt, Tensor
@@ -36,6 +36,13 @@ TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED = (
 )
 
 
+class HeadLayout(NamedTuple):
+    """Of `DevicePlan.head`: words of each part, and (name, shape, size) of the array in it."""
+
+    words: list[int]
+    arrays: list[tuple[str, tuple[int, ...], int]]
+
+
 class DevicePlan:
     """A RoutingPlan on the device, with the tile tables.  All int32 but the routing weights.
 
@@ -43,10 +50,13 @@ class DevicePlan:
     source and return slot of every row; `weight_N`.  The rest are views.
     """
 
-    def __init__(self, arrays: dict[str, Any], head: Tensor, rows_2N: Tensor, weight_N: Tensor) -> None:
+    def __init__(self, layout: HeadLayout, head: Tensor, rows_2N: Tensor, weight_N: Tensor) -> None:
         self.head, self.rows_2N, self.weight_N = head, rows_2N, weight_N
-        parts = head.split(plan_words(arrays))
-        view = {n: part[: math.prod(s)].view(s) for (n, s), part in zip(arrays.items(), parts, strict=True)}
+        parts = head.split(layout.words)
+        view = {
+            name: part.view(shape) if part.numel() == size else part[:size].view(shape)
+            for (name, shape, size), part in zip(layout.arrays, parts, strict=True)
+        }
         self.counts_RE, self.recv_count_R = view["counts_RE"], view["recv_count_R"]
         source_N, return_N = rows_2N.unbind()
         self.rows = Rows(
@@ -85,6 +95,7 @@ class Planner:
         self.most_tiles = self.capacity // tile_rows
         self.timeout_ns = int(workspace.timeout_s * 1e9)
         self.calls_made = 0
+        self._layouts: dict[int, HeadLayout] = {}
         self.call = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         # Pinned memory that kernels write and the host reads without synchronising.
@@ -165,10 +176,20 @@ class Planner:
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
-        return DevicePlan(self._arrays(num_tokens), *saved)
+        return DevicePlan(self._layout(num_tokens), *saved)
 
     def _arrays(self, num_tokens: int | SymInt) -> dict[str, Any]:
         return hopper_plan_arrays(self.cfg, self.num_ranks, self.most_tiles, num_tokens)
+
+    def _layout(self, num_tokens: int) -> HeadLayout:
+        if num_tokens not in self._layouts:
+            if len(self._layouts) > 1000:  # any number of lengths may come
+                self._layouts.clear()
+            arrays = self._arrays(num_tokens)
+            self._layouts[num_tokens] = HeadLayout(
+                plan_words(arrays), [(name, shape, math.prod(shape)) for name, shape in arrays.items()]
+            )
+        return self._layouts[num_tokens]
 
     def fake(self, num_tokens: int | SymInt, rows: int | SymInt, like: Tensor) -> list[Tensor]:
         """Shapes of `DevicePlan.saved`."""
@@ -195,10 +216,10 @@ class Planner:
         blocks = -(-cfg.max_tokens_per_rank // block_t)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         histogram = torch.empty(cfg.num_experts + 1 + ranks, blocks * ranks, **int32)
-        arrays = self._arrays(num_tokens)
+        layout = self._layout(num_tokens)
         plan = DevicePlan(
-            arrays,
-            torch.empty(sum(plan_words(arrays)), **int32),
+            layout,
+            torch.empty(sum(layout.words), **int32),
             torch.empty(2, self.allocate, **int32),
             torch.empty(self.allocate, dtype=torch.float32, device=self.device),
         )

@@ -55,6 +55,16 @@ def launch(
             _known[key] = _Compiled.of(compiled, args, device) or _BY_TRITON
 
 
+def copy(target: Tensor, source: Tensor, stream: Any) -> None:
+    """target = source, both contiguous, behind the work of `stream`; between GPUs by a copy engine."""
+    if not source.is_cuda:
+        target.copy_(source)
+        return
+    code = _driver().cuMemcpyDtoDAsync_v2(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream)
+    if code:
+        raise RuntimeError(f"cuMemcpyDtoDAsync of {source.nbytes} bytes failed with CUDA error {code}")
+
+
 class _ByTriton:
     """Of kernels that Triton always launches."""
 
@@ -164,6 +174,7 @@ def _driver() -> Any:
     library = ctypes.PyDLL("libcuda.so.1")
     word, pointer = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
+    library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
     library.cuTensorMapEncodeTiled.argtypes = [pointer, word, word, *[pointer] * 5, word, word, word, word]
     return library
 
