@@ -26,6 +26,7 @@ EXCHANGE_HEADER = 256  # int32 words ahead of the ids in an exchange slot of the
 TEXT_BYTES = 4096  # of the text of a refusal or failure
 
 Kind = Literal["shared", "saved", "transient"]
+PARTS = FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = "forward", "activation gradient", "weight gradient"
 Arrays = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -43,13 +44,17 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One allocation of a rank: what it holds and why it has this size."""
+    """One allocation of a rank: what it holds and why it has this size.
+
+    during: the parts of a call (`PARTS`) in which a transient one is there; () for all.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: Kind
     why: str
+    during: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -66,6 +71,14 @@ class MemoryPlan:
     def total_bytes(self, kind: Kind | None = None) -> int:
         return sum(b.bytes for b in self.buffers if kind in (None, b.kind))
 
+    def peak_bytes(self) -> int:
+        """Most bytes that one forward and its backward add to what is shared."""
+        at_once = (
+            sum(b.bytes for b in self.buffers if b.kind == "transient" and (not b.during or part in b.during))
+            for part in PARTS
+        )
+        return self.total_bytes("saved") + max(at_once)
+
     def explain(self) -> str:
         """A table: one line per buffer, then the totals."""
         rows: list[tuple[str, ...]] = [
@@ -73,6 +86,7 @@ class MemoryPlan:
             for b in self.buffers
         ]
         rows += [("total", kind, "", "", _size(self.total_bytes(kind)), why) for kind, why in _KINDS.items()]
+        rows.append(("peak", "call", "", "", _size(self.peak_bytes()), "saved, and the transient ones that meet"))
         head = ("kind", "buffer", "shape", "dtype", "size", "why")
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
         lines = [
@@ -282,6 +296,7 @@ class _Call:
 
 _ALIGNED = f"rows of balanced routing, each expert aligned to {ROW_ALIGN}"
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
+_BACKWARD = (ACTIVATION_GRADIENT, WEIGHT_GRADIENT)
 
 
 def _cpu(c: _Call) -> list[Buffer]:
@@ -315,9 +330,11 @@ def _hopper(c: _Call) -> list[Buffer]:
         Buffer("h", (rows, 2, cfg.ffn), dtype, "saved", "gate and up before the activation"),
         Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "the receive buffer, for dW13"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
-        Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2"),
-        Buffer("dh", (rows, 2, cfg.ffn), dtype, "transient", "backward: gradient of h"),
-        Buffer("address", (2, rows + ROW_ALIGN), _I64, "transient", "backward: where x and dO of every row lie"),
+        Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2", (ACTIVATION_GRADIENT,)),
+        Buffer("dh", (rows, 2, cfg.ffn), dtype, "transient", "backward: gradient of h", _BACKWARD),
+        Buffer(
+            "address", (2, rows + ROW_ALIGN), _I64, "transient", "where x and dO of every row lie", (WEIGHT_GRADIENT,)
+        ),
         _groups(c, rows),
         *(Buffer(name, (rows, cfg.hidden), dtype, "transient", why) for name, why in copies),
     ]
@@ -350,14 +367,15 @@ _BUFFERS: dict[str, Callable[[_Call], list[Buffer]]] = {"hopper": _hopper, "cpu"
 
 
 def _groups(c: _Call, rows: int) -> Buffer:
-    return Buffer("dweight_groups", (rows, c.groups), _F32, "transient", f"backward: sums of {COLUMN_GROUP} columns")
+    why = f"backward: sums of {COLUMN_GROUP} columns"
+    return Buffer("dweight_groups", (rows, c.groups), _F32, "transient", why, _BACKWARD)
 
 
 def _results(c: _Call) -> list[Buffer]:
     cfg, why = c.cfg, "backward: gradient; belongs to the caller"
     return [
         Buffer("y", (c.tokens, cfg.hidden), cfg.dtype, "transient", "the result; belongs to the caller"),
-        Buffer("dx", (c.tokens, cfg.hidden), cfg.dtype, "transient", why),
-        Buffer("dw13", (c.local, 2 * cfg.ffn, cfg.hidden), cfg.dtype, "transient", why),
-        Buffer("dw2", (c.local, cfg.hidden, cfg.ffn), cfg.dtype, "transient", why),
+        Buffer("dx", (c.tokens, cfg.hidden), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
+        Buffer("dw13", (c.local, 2 * cfg.ffn, cfg.hidden), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
+        Buffer("dw2", (c.local, cfg.hidden, cfg.ffn), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
     ]

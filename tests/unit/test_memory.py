@@ -74,6 +74,24 @@ def test_the_plan_is_what_the_backend_has(backend, received):
             assert plan.total_bytes("shared") == 0
 
 
+def test_peak_is_what_meets():
+    """Saved tensors, and either the activation's gradient in fp32 or the results of the backward."""
+    cfg = MoEConfig(hidden=64, ffn=128, num_experts=4, top_k=2, max_tokens_per_rank=64)
+    plan = plan_memory(cfg, 1)
+    of = {name: buffer.bytes for name, buffer in by_name(plan).items()}
+    backward = of["act"] + of["dh"] + of["dweight_groups"] + of["y"]
+    results = of["address"] + of["dx"] + of["dw13"] + of["dw2"]
+    assert plan.peak_bytes() == plan.total_bytes("saved") + backward + max(of["raw"], results)
+    assert of["raw"] > results
+    small = plan_memory(dataclasses.replace(cfg, hidden=256, max_tokens_per_rank=1), 1)
+    of = {name: buffer.bytes for name, buffer in by_name(small).items()}
+    results = of["address"] + of["dx"] + of["dw13"] + of["dw2"]
+    assert results > of["raw"]
+    assert small.peak_bytes() == small.total_bytes("saved") + results + sum(
+        of[name] for name in ("act", "dh", "dweight_groups", "y")
+    )
+
+
 def test_explain_names_every_buffer_and_why():
     plan = plan_memory(CFG, ep_size=8)
     text = plan.explain()
