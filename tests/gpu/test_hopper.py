@@ -418,6 +418,29 @@ def check_frozen_and_twice(r):
         assert torch.equal(second, want[1])
 
 
+def check_main_grad(r):
+    """main_grad: overwritten, the fp32 gradient whose one rounding is the usual one; accumulated, the sum with it."""
+    cfg = MoEConfig(**SHAPE)
+    x, ids, weights, w13, w2, dy = data = r.data(cfg, [500, 0, 17, 64][r.rank % 4])
+    found = {}
+    for backend in ("hopper", "nccl"):
+        with Workspace(cfg, r.group, backend=backend, timeout_s=60) as workspace:
+            want = r.run(workspace, data)[3:]
+            parameters = [t.clone().requires_grad_() for t in (w13, w2)]
+            for main_grad, before in (("overwrite", float("nan")), ("accumulate", 0.3)):
+                for t in parameters:
+                    t.main_grad = torch.full(t.shape, before, device=r.device)
+                for _ in range(2):
+                    uniep.moe(x, ids, weights, *parameters, workspace=workspace, main_grad=main_grad).backward(dy)
+                found[backend, main_grad] = [t.main_grad for t in parameters]
+        assert all(t.grad_added_to_main_grad and not t.grad.any() for t in parameters)
+        for finished, added, usual in zip(*(found[backend, m] for m in ("overwrite", "accumulate")), want, strict=True):
+            assert torch.equal(finished.to(cfg.dtype), usual), backend
+            assert torch.equal(added, torch.full_like(finished, 0.3) + finished + finished), backend
+    for ours, theirs in zip(found["hopper", "overwrite"], found["nccl", "overwrite"], strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def check_collective_backend(r):
     """backend="nccl" gives the bits of the hopper backend."""
     cfg = MoEConfig(**SHAPE)

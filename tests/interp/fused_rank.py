@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from uniep.backends.base import Inputs, Needs
+from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
@@ -30,6 +30,7 @@ ROUNDS = (  # overlap, operand, transfer
     ("fused", "expanded", "copy"),
     ("pipelined", "gathered", "push"),
 )
+BEFORE = 1.0  # in main_grads that are added to
 LATE = (  # kernels that a rank starts late, so that its peer has to wait for what they send
     ("exchange_kernel", "product_kernel", "push_rows_kernel"),
     ("gate_up_kernel", "expand_kernel", "push_tokens_kernel"),
@@ -83,6 +84,34 @@ def tensors(case: Case) -> dict[str, Tensor]:
 
 def run(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     """Forward and backward of one rank's share: y, dx, dweights, dw13 (e, 2, F, D), dw2."""
+    inputs, dy_TD = share(case, rank, ranks)
+    y_TD, saved = backend.forward(inputs, save=True)
+    grads = backend.backward(dy_TD, inputs, saved, Needs())
+    dw13 = stacked(case, grads.w13)
+    return {"y": y_TD, "dx": grads.x, "dweights": grads.weights, "dw13": dw13, "dw2": grads.w2[0]}
+
+
+def run_main_grad(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
+    """Likewise with fp32 gradients: written over NaN (w13, w2), and added to `before` (sum13, sum2)."""
+    inputs, dy_TD = share(case, rank, ranks)
+    _, saved = backend.forward(inputs, save=True)
+    found = {}
+    for names, fill, accumulate in ((("w13", "w2"), float("nan"), False), (("sum13", "sum2"), BEFORE, True)):
+        experts = inputs.experts
+        main_grads = [tuple(torch.full(t.shape, fill) for t in ts) for ts in (experts.w13, experts.w2)]
+        got = backend.backward(dy_TD, inputs, saved, Needs(), MainGrads(*main_grads, accumulate))
+        assert got.w13 is None and got.w2 is None
+        found |= dict(zip(names, (stacked(case, main_grads[0]), main_grads[1][0]), strict=True))
+    return found
+
+
+def stacked(case: Case, w13: tuple[Tensor, ...]) -> Tensor:
+    """(e, 2, F, D) of one tensor or two."""
+    return torch.stack(w13, 1) if len(w13) == 2 else w13[0].unflatten(1, (2, case.ffn))
+
+
+def share(case: Case, rank: int, ranks: int) -> tuple[Inputs, Tensor]:
+    """(inputs, dO) of one rank."""
     every, local = tensors(case), case.num_experts // ranks
     tokens = case.tokens if ranks > 1 else (sum(case.tokens),)
     mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
@@ -93,10 +122,7 @@ def run(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     else:
         experts = ExpertWeights((w13.flatten(1, 2).contiguous(),), (w2.contiguous(),), "stacked")
     inputs = Inputs(every["x"][mine].clone(), every["ids"][mine], every["weights"][mine], experts)
-    y_TD, saved = backend.forward(inputs, save=True)
-    grads = backend.backward(every["dy"][mine].clone(), inputs, saved, Needs())
-    dw13 = torch.stack(grads.w13, 1) if case.up_first else grads.w13[0].view(local, 2, case.ffn, case.hidden)
-    return {"y": y_TD, "dx": grads.x, "dweights": grads.weights, "dw13": dw13, "dw2": grads.w2[0]}
+    return inputs, every["dy"][mine].clone()
 
 
 def main(rank: int, folder: Path) -> None:
@@ -128,6 +154,7 @@ def main(rank: int, folder: Path) -> None:
         for overlap, operand, transfer in ROUNDS:
             backend.schedule = dataclasses.replace(SCHEDULE, overlap=overlap, operand=operand, transfer=transfer)
             results.append(run(backend, case, rank, RANKS))
+        results.append(run_main_grad(backend, case, rank, RANKS))
         torch.save(results, folder / f"result-{number}-{rank}")
 
 

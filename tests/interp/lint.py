@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from hopper_on_host import host_backend, install
 
 from cases import SHAPES
-from uniep.backends.base import Inputs, Needs
+from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.kernels.lint import inspect, offline
 from uniep.weights import ExpertWeights
@@ -61,7 +61,8 @@ CASES = (
 
 
 def compile_case(case: Case) -> list[tuple[str, object]]:
-    """(kernel name, compiled kernel) of every launch of a forward without saving, another one, and its backward."""
+    """(kernel name, compiled kernel) of every launch of a forward without saving, another one, and its backwards: with
+    gradients in the layer's dtype, and in fp32 for main_grad."""
     shape, launched = SHAPES[case.shape], []
     cfg = MoEConfig(
         hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
@@ -91,6 +92,9 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         backend.forward(inputs, save=False)
         _, saved = backend.forward(inputs, save=True)
         backend.backward(x_TD, inputs, saved, Needs())
+        main_grads = [tuple(torch.empty(t.shape) for t in ts) for ts in (experts.w13, experts.w2)]
+        for accumulate in (False, True):
+            backend.backward(x_TD, inputs, saved, Needs(), MainGrads(*main_grads, accumulate))
     finally:
         JITFunction.run = run
     return launched

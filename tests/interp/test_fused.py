@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_rank import CASES, RANKS, ROUNDS, SCHEDULE, TIMEOUT_S, run, tensors
+from fused_rank import BEFORE, CASES, RANKS, ROUNDS, SCHEDULE, TIMEOUT_S, run, tensors
 from hopper_on_host import host_backends
 
 from uniep.memory import hopper_arrays, pack, packed_bytes
@@ -35,7 +35,7 @@ def make_memory(folder: Path, number: int, case) -> None:
 
 @pytest.fixture(scope="module")
 def results():
-    """Case -> what both ranks computed in each round, joined: tokens and experts of all ranks."""
+    """Case -> what both ranks computed in each round, joined: tokens and experts of all ranks; then the main_grads."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="uniep-test-") as name:
         folder = Path(name)
         for number, case in enumerate(CASES.values()):
@@ -59,8 +59,8 @@ def results():
         for number, key in enumerate(CASES):
             of_rank = [torch.load(folder / f"result-{number}-{rank}") for rank in range(RANKS)]
             joined[key] = [
-                {n: torch.cat([of_rank[rank][turn][n] for rank in range(RANKS)]) for n in NAMES}
-                for turn in range(len(ROUNDS))
+                {n: torch.cat([of_rank[rank][turn][n] for rank in range(RANKS)]) for n in of_rank[0][turn]}
+                for turn in range(len(ROUNDS) + 1)
             ]
         return joined
 
@@ -88,6 +88,17 @@ def test_fused_equals_serial(results, key):
 def test_two_ranks_equal_one(results, alone, key):
     for name in NAMES:
         assert torch.equal(results[key][1][name], alone[key][name]), name
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_main_grad(results, key):
+    """Overwritten: the fp32 gradient whose one rounding is the usual one.  Accumulated: the sum with it."""
+    *rounds, main_grads = results[key]
+    for part in ("13", "2"):
+        finished = main_grads["w" + part]
+        assert finished.dtype == torch.float32
+        assert torch.equal(finished.to(CASES[key].dtype), rounds[0]["dw" + part])
+        assert torch.equal(main_grads["sum" + part], finished + BEFORE)
 
 
 @pytest.mark.parametrize("key", CASES)

@@ -353,8 +353,11 @@ def test_activation_gradient_errors(dtype, weight_at):
 @both_dtypes
 @pytest.mark.parametrize("transposed", [False, True], ids=["dW", "dW transposed"])
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "addresses"])
-def test_weight_gradient(dtype, data, tile, gathered, transposed):
-    """a against part of b's columns, into rows with a stride; an expert without rows gets zeros."""
+@pytest.mark.parametrize("main_grad", [None, "overwrite", "accumulate"])
+def test_weight_gradient(dtype, data, tile, gathered, transposed, main_grad):
+    """a against part of b's columns, into rows with a stride; an expert without rows gets zeros.
+
+    main_grad: into fp32, or added to what is there: the sum of that and the finished gradient, rounded once."""
     p = problem(dtype, data)
     n, first, used = p.plan.num_rows, F, p.used[:, None]
     b_NW = made((n, 2 * F), dtype, data, 6) * used
@@ -366,22 +369,34 @@ def test_weight_gradient(dtype, data, tile, gathered, transposed):
     )  # fmt: skip
     assert torch.equal(address_N[0, :n], address_N[1, :n])
     height, width = (F, D) if transposed else (D, F)
-    memory = unwritten(LOCAL, height, width + 8, dtype=dtype)
-    dw, half = memory[..., :width], tile.columns // 2
-    launch(
-        weight_gradient_kernel, tile, **p.tables, a_desc=describe(p.x_ND, tile.depth, tile.rows),
-        address_ptr=address_N[0], b_desc=describe(b_NW, tile.depth, tile.columns),
-        out_desc=describe(dw, 1, *((half, tile.rows) if transposed else (tile.rows, half))), first_column=first,
-        LOCAL=LOCAL, HEIGHT=D, WIDTH=F, rows_ptr=p.plan.counts_RE.sum(0)[:LOCAL].int(), GATHERED=gathered,
-        TRANSPOSED=transposed,
-    )  # fmt: skip
+    out_dtype = torch.float32 if main_grad else dtype
+    columns = tile.columns // (4 if out_dtype == torch.float32 else 2)
+
+    def computed(memory: Tensor, accumulate: bool = False) -> Tensor:
+        dw = memory[..., :width]
+        launch(
+            weight_gradient_kernel, tile, **p.tables, a_desc=describe(p.x_ND, tile.depth, tile.rows),
+            address_ptr=address_N[0], b_desc=describe(b_NW, tile.depth, tile.columns),
+            out_desc=describe(dw, 1, *((columns, tile.rows) if transposed else (tile.rows, columns))),
+            first_column=first, LOCAL=LOCAL, HEIGHT=D, WIDTH=F, rows_ptr=p.plan.counts_RE.sum(0)[:LOCAL].int(),
+            GATHERED=gathered, TRANSPOSED=transposed, ACCUMULATE=accumulate,
+        )  # fmt: skip
+        return dw
+
+    memory = unwritten(LOCAL, height, width + 8, dtype=out_dtype)
+    dw = computed(memory)
+    if main_grad == "accumulate":
+        finished, before = dw.clone(), made(dw.shape, torch.float32, data, 7)
+        dw.copy_(before)
+        assert torch.equal(computed(memory, accumulate=True), before + finished)
+        return
     for expert in range(LOCAL):
         begin, end = p.plan.expert_start_e1[expert : expert + 2].tolist()
         a, b = p.x_ND[begin:end].double(), b_NW[begin:end, first:].double()
         exact, bound = a.T @ b, (end - begin) * EPS * (a.abs().T @ b.abs())
         got = dw[expert].T if transposed else dw[expert]
         if data == "integers" or expert == EMPTY:
-            assert torch.equal(got, exact.to(dtype))
+            assert torch.equal(got, exact.to(out_dtype))
         else:
             assert_within(got, exact, bound)
     assert memory[..., width:].isnan().all()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import uniep
-from uniep.backends.base import Inputs, Needs
+from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.backends.local_experts import KernelExperts, Routed, Tokens, TorchExperts
 from uniep.backends.nccl import CollectiveBackend
 from uniep.numerics import one_thread
@@ -56,9 +56,18 @@ def test_bits_of_the_hopper_backend(weight_at):
         for backend in (ours, theirs):
             y, saved = backend.forward(inputs, save=True)
             grads = backend.backward(dy, inputs, saved, Needs())
-            results.append((y, grads.x, grads.weights, *grads.w13, *grads.w2))
-    for name, a, b in zip(("y", "dx", "dweights", "dw13", "dw2"), *results, strict=True):
+            main_grads = MainGrads(*(tuple(torch.ones(t.shape) for t in ts) for ts in (grads.w13, grads.w2)), True)
+            backend.backward(dy, inputs, saved, Needs(), main_grads)
+            results.append((y, grads.x, grads.weights, *grads.w13, *grads.w2, *main_grads.w13, *main_grads.w2))
+    for name, a, b in zip(("y", "dx", "dweights", "dw13", "dw2", "main13", "main2"), *results, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b.view(a.shape)), name
+
+
+def written(local, dy, x, routed, experts, h, accumulate):
+    """main_grads, of ones before, after a backward."""
+    main_grads = MainGrads(*(tuple(torch.ones(t.shape) for t in ts) for ts in (experts.w13, experts.w2)), accumulate)
+    local.backward(dy, x, routed, experts, h, Needs(), main_grads)
+    return *main_grads.w13, *main_grads.w2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -86,6 +95,11 @@ def test_kernels_mean_what_torch_does(rank, layout):
             y, own_h = local.forward(x, routed, experts, True)
             got = local.backward(dy, x, routed, experts, h, Needs())
             found.append((y[used], own_h, got.x_ND[used], got.weights_N[used], *got.w13, *got.w2))
+            finished = written(local, dy, x, routed, experts, h, False)
+            for a, b, grad in zip(
+                finished, written(local, dy, x, routed, experts, h, True), found[-1][4:], strict=True
+            ):
+                assert torch.equal(a.half(), grad) and torch.equal(b, 1 + a)
     for a, b in zip(*found, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         assert (a.float() - b.float()).norm() <= 1e-3 * a.float().norm()

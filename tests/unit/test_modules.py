@@ -106,8 +106,8 @@ def test_results_are_fresh_memory(workspace):
 def test_no_grad_saves_nothing(workspace):
     batch = random_batch(workspace.cfg, (5, 5, 5, 5))
     arguments = (batch.x, batch.ids, batch.weights, [batch.w13], [batch.w2], "stacked", workspace.key)
-    assert len(moe_forward(*arguments, False)) == 1
-    assert len(moe_forward(*arguments, True)) > 1
+    assert len(moe_forward(*arguments, False, [], [], False)) == 1
+    assert len(moe_forward(*arguments, True, [], [], False)) > 1
 
 
 @pytest.mark.parametrize("tokens", [(5, 5, 5, 5), (0, 0, 0, 0)])
@@ -115,7 +115,7 @@ def test_operator_checks(workspace, tokens):
     """72: schema, fake tensors and autograd registration, by torch's own checker."""
     batch = random_batch(workspace.cfg, tokens)
     x, weights, w13, w2 = (case.leaf(t) for t in (batch.x, batch.weights, batch.w13, batch.w2))
-    arguments = (x, batch.ids, weights, [w13], [w2], "stacked", workspace.key, True)
+    arguments = (x, batch.ids, weights, [w13], [w2], "stacked", workspace.key, True, [], [], False)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.uniep.moe_fwd.default, arguments, test_utils=tests)
 

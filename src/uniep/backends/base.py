@@ -12,6 +12,9 @@ from uniep.errors import UniEPError
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights
 
+MAIN_GRAD = "where a call asks for it: fp32, added or written once; else gradients are returned"
+"""The line of every `report`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
@@ -34,8 +37,28 @@ class Needs:
 
 
 @dataclasses.dataclass(frozen=True)
+class MainGrads:
+    """Where backward leaves the fp32 gradients of experts: in the parameters' layout, contiguous and 16-byte aligned.
+
+    accumulate: each finished gradient is added to what is there; else it replaces it.  Parameters whose gradients are
+    not needed are left out, w13 or w2 as a whole.
+    """
+
+    w13: tuple[Tensor, ...]
+    w2: tuple[Tensor, ...]
+    accumulate: bool
+
+    def clear(self) -> None:
+        """Zeros for experts without rows, unless gradients are added."""
+        if not self.accumulate:
+            for t in (*self.w13, *self.w2):
+                t.zero_()
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertGradients:
-    """dx (T, D), dweights (T, K) fp32, experts in the parameters' own layout; None where not needed."""
+    """dx (T, D), dweights (T, K) fp32, experts in the parameters' own layout; None where not needed, and for experts
+    with `MainGrads`."""
 
     x: Tensor | None
     weights: Tensor | None
@@ -57,8 +80,12 @@ class Backend(Protocol):
         """(y (T, D), what backward needs: fresh tensors that own their memory; [] unless `save`)."""
         ...
 
-    def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
-        """Gradients of one earlier forward; `saved` is not modified, so it may run twice."""
+    def backward(
+        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
+    ) -> ExpertGradients:
+        """Gradients of one earlier forward; `saved` is not modified, so it may run twice.
+
+        main_grads: where those of experts go; None: they are returned."""
         ...
 
     def refuse(self, error: UniEPError) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends.base import ExpertGradients, Inputs, Needs
+from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
 from uniep.backends.cpu_peers import Peers
 from uniep.backends.cpu_run import Run, TraceEntry
 from uniep.backends.cpu_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
@@ -157,7 +157,9 @@ class CpuBackend:
         return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
 
     @_collective
-    def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
+    def backward(
+        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
+    ) -> ExpertGradients:
         received_MD, h_NF, fingerprint_1 = saved
         fingerprint = int(fingerprint_1)
         if self.schedule.received == "again":
@@ -173,13 +175,13 @@ class CpuBackend:
             )
             rows = self._rows(call)
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
-            bodies = Backward(rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows)
+            bodies = Backward(rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows, main_grads)
             self._run(call, "backward", graph, bodies)
         return ExpertGradients(
             bodies.dx_TD if needs.x else None,
             bodies.dweights_TK if needs.weights else None,
-            bodies.gradients.w13 if needs.w13 else None,
-            bodies.gradients.w2 if needs.w2 else None,
+            bodies.gradients.w13 if needs.w13 and main_grads is None else None,
+            bodies.gradients.w2 if needs.w2 and main_grads is None else None,
         )
 
     def _dispatch_again(self, inputs: Inputs, fingerprint: int) -> Tensor:
@@ -234,7 +236,7 @@ class CpuBackend:
                 s.received
             ],
             "shared memory": f"{self.peers.bytes} bytes per rank",
-            "main_grad": "not active: the CPU backend returns gradients",
+            "main_grad": MAIN_GRAD,
         }
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from uniep.backends.base import MainGrads
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.numerics import (
     add_ascending,
@@ -182,7 +183,9 @@ class Forward(Dispatch):
 
 
 class Backward(_Bodies):
-    """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for wgrad1."""
+    """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for wgrad1.
+
+    gradients: of experts, in the layer's dtype, or `main_grads`."""
 
     def __init__(
         self,
@@ -193,6 +196,7 @@ class Backward(_Bodies):
         experts: ExpertWeights,
         h_NF: Tensor,
         x_rows: Gather,
+        main_grads: MainGrads | None = None,
     ) -> None:
         super().__init__(rows, shared, dy_TD, ids_TK)
         self.experts, self.h_NF, self.x_rows = experts, h_NF, x_rows
@@ -203,7 +207,12 @@ class Backward(_Bodies):
         self.dh_NF = dy_TD.new_empty(self.num_rows, 2 * self.cfg.ffn)
         self.dx_TD = torch.empty_like(dy_TD)
         self.dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32)
-        self.gradients = experts.like(fill=True)
+        self.accumulate = main_grads is not None and main_grads.accumulate
+        if main_grads is None:
+            self.gradients = experts.like(fill=True)
+        else:
+            self.gradients = ExpertWeights(main_grads.w13, main_grads.w2, experts.layout)
+            main_grads.clear()
 
     def dgrad2(self, block: Block) -> None:
         """Through the second GEMM and the activation: dh, the weighted activation, column groups of d(weight)."""
@@ -240,16 +249,23 @@ class Backward(_Bodies):
         rows, columns = self._segment(block.group), slice(block.column0, block.column1)
         dy = self.dy_rows(rows, slice(block.row0, block.row1))
         out = matmul(dy.T, self.weighted_NF[rows, columns])
-        self.gradients.down(block.group)[block.row0 : block.row1, columns] = out.to(self.cfg.dtype)
+        self._put(self.gradients.down(block.group)[block.row0 : block.row1, columns], out)
 
     def wgrad1(self, block: Block) -> None:
         rows, columns = self._segment(block.group), slice(block.column0, block.column1)
-        out = matmul(self.dh_NF[rows, block.row0 : block.row1].T, self.x_rows(rows, columns)).to(self.cfg.dtype)
+        out = matmul(self.dh_NF[rows, block.row0 : block.row1].T, self.x_rows(rows, columns))
         for number, half in enumerate(self.gradients.halves(block.group)):
             base = number * self.cfg.ffn
             first, last = max(block.row0, base), min(block.row1, base + self.cfg.ffn)
             if first < last:
-                half[first - base : last - base, columns] = out[first - block.row0 : last - block.row0]
+                self._put(half[first - base : last - base, columns], out[first - block.row0 : last - block.row0])
+
+    def _put(self, target: Tensor, value: Tensor) -> None:
+        """A finished fp32 block of a weight gradient to where it belongs."""
+        if self.accumulate:
+            target += value
+        else:
+            target.copy_(value)
 
     def collect(self, block: Block) -> None:
         tokens, top_k = slice(block.row0, block.row1), self.cfg.top_k

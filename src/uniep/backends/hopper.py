@@ -18,7 +18,7 @@ import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.arena import WAY_OUT, Arena
-from uniep.backends.base import ExpertGradients, Inputs, Needs
+from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.kernels.support import why_not
@@ -120,6 +120,7 @@ class HopperBackend:
             "rows": "allocated by the last call's need, read back beside the GPU's work"
             if self.cfg.max_rows is None
             else f"max_rows={self.cfg.max_rows}, no host read",
+            "main_grad": MAIN_GRAD,
         }
 
     def close(self) -> None:
@@ -199,7 +200,9 @@ class HopperBackend:
 
     # ---------------------------------------------------------------- backward
 
-    def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
+    def backward(
+        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
+    ) -> ExpertGradients:
         from uniep.kernels import launch
 
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
@@ -237,7 +240,9 @@ class HopperBackend:
         side.wait_stream(current)
         with torch.cuda.stream(side):
             launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD, wait=True)
-        dw13, dw2 = self._weight_gradients((dy_TD, receive), (inputs.x_TD, kept), act_NF, dh_NH, experts, plan, needs)
+        dw13, dw2 = self._weight_gradients(
+            (dy_TD, receive), (inputs.x_TD, kept), act_NF, dh_NH, experts, plan, needs, main_grads
+        )
         current.wait_stream(side)
         current.wait_stream(self.copies)
         self.mark("combine")
@@ -245,32 +250,41 @@ class HopperBackend:
         if needs.weights:
             got = self.arena.views["dweights"][: ids_TK.numel()].view(ids_TK.shape)
             dweights_TK = torch.where(ids_TK >= 0, got, 0.0)
+        if main_grads is not None:
+            dw13 = dw2 = None
         return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)
 
     def _weight_gradients(
         self, dy: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor,
-        experts: ExpertWeights, plan: DevicePlan, needs: Needs,
+        experts: ExpertWeights, plan: DevicePlan, needs: Needs, main_grads: MainGrads | None,
     ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:  # fmt: skip
-        """(dw13, dw2) in the layout of `experts`.  dy, x: tokens (T, D) and what was received."""
+        """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  dy, x: tokens (T, D) and what was
+        received."""
         from uniep.kernels import launch
 
         rows, local, ffn = plan.rows, self.planner.local, self.cfg.ffn
         how = rows.start_e1, rows.rows_e, self.schedule.weight_gradient, self.sms
+        accumulate = main_grads is not None and main_grads.accumulate
+        fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
         if needs.w13 or needs.w2:
             address_2N = torch.empty(2, plan.num_rows + ROW_ALIGN, dtype=torch.int64, device=self.device)
             launch.launch_row_addresses(x, dy, rows, self.sms, address_2N)
             x_address_N, dy_address_N = address_2N.unbind()
         if needs.w2:
-            dw2 = (torch.empty_like(experts.w2[0], memory_format=torch.contiguous_format),)
-            launch.launch_weight_gradient(dy_address_N, act_NF, 0, dw2[0], *how, transposed=False)
+            dw2 = main_grads.w2 if main_grads else (fresh(experts.w2[0]),)
+            launch.launch_weight_gradient(
+                dy_address_N, act_NF, 0, dw2[0], *how, transposed=False, accumulate=accumulate
+            )
             self.mark("weight_gradient")
         if needs.w13:
-            dw13 = experts.like().w13
+            dw13 = main_grads.w13 if main_grads else tuple(fresh(w) for w in experts.w13)
             x_N = x[1] if self.schedule.operand == "expanded" else x_address_N
             for part, dw in enumerate(dw13):  # w1 and w3, or both in one
                 dw_eHD = dw.view(local, -1, self.cfg.hidden)
-                launch.launch_weight_gradient(x_N, dh_NH, part * ffn, dw_eHD, *how, transposed=True)
+                launch.launch_weight_gradient(
+                    x_N, dh_NH, part * ffn, dw_eHD, *how, transposed=True, accumulate=accumulate
+                )
                 self.mark("weight_gradient")
         return dw13, dw2
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from uniep.backends import cpu_tiles
-from uniep.backends.base import Needs
+from uniep.backends.base import MainGrads, Needs
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.kernels.support import why_not
 from uniep.numerics import combine_slots
@@ -45,7 +45,8 @@ class Routed:
 
 @dataclasses.dataclass(frozen=True)
 class RowGradients:
-    """dx (N, D) and d(weight) (N,) by row, None where not needed; experts in the parameters' own layout."""
+    """dx (N, D) and d(weight) (N,) by row, None where not needed; experts in the parameters' own layout, unless they
+    went to `MainGrads`."""
 
     x_ND: Tensor | None
     weights_N: Tensor | None
@@ -65,8 +66,9 @@ class LocalExperts(Protocol):
         ...
 
     def backward(
-        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs
-    ) -> RowGradients: ...
+        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
+        main_grads: MainGrads | None = None,
+    ) -> RowGradients: ...  # fmt: skip
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         """(T, D): the fixed-order sum over K."""
@@ -129,12 +131,14 @@ class TorchExperts:
         return shared[self.rank].returns, bodies.h_NF if save else None
 
     def backward(
-        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs
-    ) -> RowGradients:
+        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
+        main_grads: MainGrads | None = None,
+    ) -> RowGradients:  # fmt: skip
         cfg, plan = self.cfg, routed.plan
         rows, shared = self._rows(routed), self._shared(dy, routed)
         x_rows = cpu_tiles.Gather(x.local_TD, x.received_MD, rows, compact=True)
-        bodies = cpu_tiles.Backward(rows, shared, dy.local_TD, torch.empty(0, cfg.top_k), experts, h_NF, x_rows)
+        no_ids = torch.empty(0, cfg.top_k)
+        bodies = cpu_tiles.Backward(rows, shared, dy.local_TD, no_ids, experts, h_NF, x_rows, main_grads)
         bodies.dy_rows = cpu_tiles.Gather(dy.local_TD, dy.received_MD, rows, compact=True)
         for block in _segments(plan, cfg.ffn):
             bodies.dgrad2(block)
@@ -150,8 +154,8 @@ class TorchExperts:
         return RowGradients(
             shared[self.rank].returns if needs.x else None,
             shared[self.rank].dweights if needs.weights else None,
-            bodies.gradients.w13 if needs.w13 else None,
-            bodies.gradients.w2 if needs.w2 else None,
+            bodies.gradients.w13 if needs.w13 and main_grads is None else None,
+            bodies.gradients.w2 if needs.w2 and main_grads is None else None,
         )
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
@@ -222,13 +226,20 @@ class KernelExperts:
         return out_ND, h_N2F.view(num_rows, -1) if h_N2F is not None else None
 
     def backward(
-        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs
-    ) -> RowGradients:
+        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
+        main_grads: MainGrads | None = None,
+    ) -> RowGradients:  # fmt: skip
         cfg, tile, plan, dy_TD = self.cfg, self.schedule.gemm2, routed.plan, dy.local_TD
         num_rows = plan.num_rows
         dx_ND = dy_TD.new_empty(num_rows, cfg.hidden)
         weights_N = torch.empty(num_rows, dtype=torch.float32, device=dy_TD.device)
-        grads = experts.like(fill=num_rows == 0)
+        accumulate = main_grads is not None and main_grads.accumulate
+        if main_grads is None:
+            grads = experts.like(fill=num_rows == 0)
+        else:
+            grads = ExpertWeights(main_grads.w13, main_grads.w2, experts.layout)
+            if not num_rows:
+                main_grads.clear()
         if num_rows:
             rows, stacked = self._rows(routed, tile), _stacked(experts)
             dy_ND = self._expand(dy, rows, tile)
@@ -248,19 +259,19 @@ class KernelExperts:
                     dh_NH, rows, stacked, self.alone, tile, self.sms, dx_ND, slots=1, scatter=False
                 )
             if needs.w2:
-                self._weight_gradients(dy_ND, act_NF, 0, grads.w2, rows, transposed=False)
+                self._weight_gradients(dy_ND, act_NF, 0, grads.w2, rows, transposed=False, accumulate=accumulate)
             if needs.w13:
                 x_ND = self._expand(x, rows, tile)
-                if experts.layout == "split":
-                    for half, out in enumerate(grads.w13):
-                        self._weight_gradients(x_ND, dh_NH, half * cfg.ffn, (out,), rows, transposed=True)
-                else:
-                    self._weight_gradients(x_ND, dh_NH, 0, grads.w13, rows, transposed=True)
+                halves = [(out,) for out in grads.w13] if experts.layout == "split" else [grads.w13]
+                for half, out in enumerate(halves):
+                    self._weight_gradients(
+                        x_ND, dh_NH, half * cfg.ffn, out, rows, transposed=True, accumulate=accumulate
+                    )
         return RowGradients(
             dx_ND if needs.x else None,
             weights_N if needs.weights else None,
-            grads.w13 if needs.w13 else None,
-            grads.w2 if needs.w2 else None,
+            grads.w13 if needs.w13 and main_grads is None else None,
+            grads.w2 if needs.w2 and main_grads is None else None,
         )
 
     def _dweights(self, groups_NG: Tensor, plan: RoutingPlan, rows: Any) -> Tensor:
@@ -272,21 +283,19 @@ class KernelExperts:
         return found[plan.row_return_N.clamp(min=0)]
 
     def _weight_gradients(
-        self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], rows: Any, *, transposed: bool
+        self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], rows: Any, **how: bool
     ) -> None:
         """out: one tensor for all experts, or one per expert; see `launch_weight_gradient`."""
         tile, local = self.schedule.weight_gradient, rows.rows_e.shape[0]
         if out[0].dim() > 2:
-            width = (a_NH if transposed else b_NW).shape[1]
+            width = (a_NH if how["transposed"] else b_NW).shape[1]
             parts = [(out[0].view(local, -1, width), rows.start_e1, rows.rows_e)]
         else:  # clones are aligned
             parts = [
                 (dw[None], rows.start_e1[e : e + 1].clone(), rows.rows_e[e : e + 1].clone()) for e, dw in enumerate(out)
             ]
         for dw_eHW, start, count in parts:
-            self.launch.launch_weight_gradient(
-                a_NH, b_NW, first_column, dw_eHW, start, count, tile, self.sms, transposed=transposed
-            )
+            self.launch.launch_weight_gradient(a_NH, b_NW, first_column, dw_eHW, start, count, tile, self.sms, **how)
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)

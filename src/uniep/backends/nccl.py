@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import SymInt, Tensor
 
-from uniep.backends.base import ExpertGradients, Inputs, Needs
+from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
 from uniep.backends.cpu_tiles import Rows
 from uniep.backends.local_experts import KernelExperts, Routed, Tokens, local_experts
 from uniep.backends.protocol import (
@@ -129,7 +129,9 @@ class CollectiveBackend:
             name = torch.tensor([fingerprint])
             return y_TD, [received_MD, h_NF, name, routing.weight_N, *routing.plan.tensors()]
 
-    def backward(self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs) -> ExpertGradients:
+    def backward(
+        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
+    ) -> ExpertGradients:
         received_MD, h_NF, name, weight_N, *plan = saved
         ids_TK, fingerprint = inputs.ids_TK, int(name)
         with self._settings():
@@ -143,7 +145,7 @@ class CollectiveBackend:
                     received_MD = self._dispatch(inputs.x_TD, routing, "dispatch of x again")
                 dy = Tokens(dy_TD, self._dispatch(dy_TD, routing, "dispatch of the gradient"))
                 x = Tokens(inputs.x_TD, received_MD)
-                got = self.experts.backward(dy, x, routing, inputs.experts, h_NF, wanted)
+                got = self.experts.backward(dy, x, routing, inputs.experts, h_NF, wanted, main_grads)
                 dx_TD = dweights_TK = None
                 if got.x_ND is not None:
                     dx_TD = self.experts.combine(self._return(got.x_ND, ids_TK, routing), ids_TK, None)
@@ -201,7 +203,7 @@ class CollectiveBackend:
             "received": {"saved": "kept for backward", "again": "dispatched again in backward"}[self.schedule.received],
             "rows": "allocated exactly; counts are read by the host in every call",
             "CUDA graphs": "not possible: the host reads counts",
-            "main_grad": "not active: gradients are returned",
+            "main_grad": MAIN_GRAD,
         }
 
     def close(self) -> None:

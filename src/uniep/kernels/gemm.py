@@ -477,6 +477,32 @@ def activation_gradient_kernel(
         tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
 
 
+@triton.jit
+def put_gradient(
+    value,
+    out_desc,
+    expert,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """A block of dW[expert], stored or added to what is there."""
+    block = narrow(value, out_desc.dtype)
+    if TRANSPOSED:
+        block = block.T.reshape(1, COLUMNS, ROWS)
+        if ACCUMULATE:
+            block = out_desc.load([expert, column, row]) + block
+        out_desc.store([expert, column, row], block)
+    else:
+        block = block.reshape(1, ROWS, COLUMNS)
+        if ACCUMULATE:
+            block = out_desc.load([expert, row, column]) + block
+        out_desc.store([expert, row, column], block)
+
+
 @triton.jit(do_not_specialize=["first_column"])
 def weight_gradient_kernel(
     a_desc,
@@ -495,14 +521,16 @@ def weight_gradient_kernel(
     GROUP_M: tl.constexpr,
     GATHERED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):
     """dW[e] = a[rows of e]^T @ b[rows of e, first_column :]: the whole segment in one accumulator, from zero.
 
     a_desc: (N, HEIGHT); GATHERED: rows are read where they lie, address (N + BLOCK_K,) int64 says where.
-    b_desc: (N, at least first_column + WIDTH).  out_desc: (e, HEIGHT, WIDTH), or (e, WIDTH, HEIGHT) if TRANSPOSED.
+    b_desc: (N, at least first_column + WIDTH).  out_desc: (e, HEIGHT, WIDTH), or (e, WIDTH, HEIGHT) if TRANSPOSED,
+    in the layer's dtype or fp32; ACCUMULATE: what is there plus the finished dW.
     Experts without rows get exact zeros; steps without rows are left out.
     """
-    dtype: tl.constexpr = out_desc.dtype
+    dtype: tl.constexpr = b_desc.dtype
     NUM_M: tl.constexpr = (HEIGHT + BLOCK_M - 1) // BLOCK_M
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     HALF: tl.constexpr = BLOCK_N // 2
@@ -529,9 +557,16 @@ def weight_gradient_kernel(
             b = b_desc.load([begin + k * BLOCK_K, first_column + n * BLOCK_N])
             acc = tl.dot(a.T, b, acc)
         left, right = halves(acc, BLOCK_M, BLOCK_N)
-        if TRANSPOSED:
-            out_desc.store([expert, n * BLOCK_N, m * BLOCK_M], narrow(left, dtype).T.reshape(1, HALF, BLOCK_M))
-            out_desc.store([expert, n * BLOCK_N + HALF, m * BLOCK_M], narrow(right, dtype).T.reshape(1, HALF, BLOCK_M))
+        row = m * BLOCK_M
+        column = n * BLOCK_N
+        if out_desc.dtype == tl.float32:  # in quarters, as in `store_fp32`
+            a, b = halves(left, BLOCK_M, HALF)
+            put_gradient(a, out_desc, expert, row, column, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+            put_gradient(b, out_desc, expert, row, column + HALF // 2, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+            a, b = halves(right, BLOCK_M, HALF)
+            column += HALF
+            put_gradient(a, out_desc, expert, row, column, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+            put_gradient(b, out_desc, expert, row, column + HALF // 2, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
         else:
-            out_desc.store([expert, m * BLOCK_M, n * BLOCK_N], narrow(left, dtype).reshape(1, BLOCK_M, HALF))
-            out_desc.store([expert, m * BLOCK_M, n * BLOCK_N + HALF], narrow(right, dtype).reshape(1, BLOCK_M, HALF))
+            put_gradient(left, out_desc, expert, row, column, BLOCK_M, HALF, TRANSPOSED, ACCUMULATE)
+            put_gradient(right, out_desc, expert, row, column + HALF, BLOCK_M, HALF, TRANSPOSED, ACCUMULATE)

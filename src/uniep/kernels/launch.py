@@ -346,21 +346,22 @@ def launch_row_addresses(
 
 def launch_weight_gradient(
     a: Tensor, b_NW: Tensor, first_column: int, dw: Tensor, start: Tensor, count: Tensor, tile: Tile,
-    multiprocessors: int, *, transposed: bool,
+    multiprocessors: int, *, transposed: bool, accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """dW[e] = a[rows of e]^T @ b[rows of e, first_column :].  dw: (e, H, W), or (e, W, H) if transposed.
+    """dW[e] = a[rows of e]^T @ b[rows of e, first_column :].  dw: (e, H, W), or (e, W, H) if transposed, of b's dtype
+    or fp32; accumulate: dW is added to it.
 
     a: rows (N, H), or the int64 address of each (N + ROW_ALIGN,).  start, count: of Rows, or a part.
     """
     gathered = a.dtype == torch.int64
     local, height, width = (dw.shape[0], dw.shape[2], dw.shape[1]) if transposed else dw.shape
-    half = tile.columns // 2
+    columns = tile.columns // 4 if dw.dtype == torch.float32 else tile.columns // 2
     b_desc = rows_block(b_NW, tile.depth, tile.columns)
     out_desc = Block(
         dw,
         (dw.shape[0], dw.shape[1], dw.shape[2]),
         dw.stride(),
-        (1, half, tile.rows) if transposed else (1, tile.rows, half),
+        (1, columns, tile.rows) if transposed else (1, tile.rows, columns),
     )
     launch(
         weight_gradient_kernel,
@@ -372,6 +373,7 @@ def launch_weight_gradient(
         {
             "LOCAL": local, "HEIGHT": height, "WIDTH": width, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
             "BLOCK_K": tile.depth, "GROUP_M": tile.group_rows, "GATHERED": gathered, "TRANSPOSED": transposed,
+            "ACCUMULATE": accumulate,
         },
         **options(tile),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,11 +16,21 @@ from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace
 
 Weights = Tensor | Sequence[Tensor]
+MainGrad = Literal["accumulate", "overwrite"]
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weights, *, workspace: Workspace) -> Tensor:
+def moe(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w13: Weights,
+    w2: Weights,
+    *,
+    workspace: Workspace,
+    main_grad: MainGrad | None = None,
+) -> Tensor:
     """Send tokens to their experts, run the experts, bring back the weighted sum.  Differentiable.
 
     Collective over the Workspace's group: every rank calls it equally often, with T=0 if it is idle.
@@ -30,6 +41,11 @@ def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weig
     w13: this rank's e experts: (e, 2F, D) gate rows first, (e, 2, F, D), a pair (w1, w3) of (e, F, D), or a
         list of e tensors (2F, D); never concatenated.
     w2: (e, D, F) or a list of e tensors (D, F).
+    main_grad: None, or where gradients of expert parameters go.  Each of them that requires a gradient has an attribute
+        main_grad then, fp32 and of its shape.  Backward adds its finished fp32 gradient ("accumulate") or writes it
+        there ("overwrite"), not rounded to cfg.dtype; it sets the parameter's grad_added_to_main_grad to True and
+        returns zeros as its gradient, so that hooks run (Megatron's protocol).  On GPUs the first such backward
+        compiles kernels that `prepare` did not.
     Returns y (T, D), fresh memory.  Under torch.autocast the floating inputs are cast to cfg.dtype.
 
     Gradients: x, weights (fp32) and the expert parameters, in their own layout and dtype; experts and
@@ -41,7 +57,7 @@ def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weig
     **Order**: rows of an expert by (source rank, token, slot); slots of a token summed k = 0..K-1 in fp32.
     Bits depend on neither schedule, EP size, nor timing: docs/numerics.md.
     """
-    backend = workspace.backend
+    backend, given = workspace.backend, (w13, w2)
     if torch.is_autocast_enabled(workspace.device.type):
         x_TD = x_TD.to(workspace.cfg.dtype)
         w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (w13, w2))
@@ -56,6 +72,7 @@ def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weig
         named = {"weights": [weights_TK], "w13": experts.w13, "w2": experts.w2}
         _check_devices(named, workspace)
         _refuse_forward_mode({"x": [x_TD], **named})
+        parameters, main_grads = _main_grads(*given, main_grad, workspace)
     except UniEPError as error:
         backend.refuse(error)
         raise
@@ -70,6 +87,9 @@ def moe(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13: Weights, w2: Weig
         experts.layout,
         workspace.key,
         save,
+        parameters,
+        main_grads,
+        main_grad == "accumulate",
     )[0]
 
 
@@ -86,6 +106,39 @@ def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
         backend.refuse(error)
         raise
     return backend.route(ids_TK.contiguous())
+
+
+def _main_grads(
+    w13: Weights, w2: Weights, main_grad: MainGrad | None, workspace: Workspace
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that need a gradient, and their main_grads; none if there is no backward or no main_grad."""
+    if main_grad not in (None, "accumulate", "overwrite"):
+        raise ConfigError(f"main_grad is {main_grad!r}; it must be 'accumulate', 'overwrite' or None")
+    parameters: list[Tensor] = []
+    main_grads: list[Tensor] = []
+    if main_grad is None or not torch.is_grad_enabled():
+        return parameters, main_grads
+    for name, value in (("w13", w13), ("w2", w2)):
+        alone = isinstance(value, Tensor)
+        for number, parameter in enumerate([value] if alone else value):
+            if not parameter.requires_grad:
+                continue
+            label = name if alone else f"{name}[{number}]"
+            shape, found = tuple(parameter.shape), getattr(parameter, "main_grad", None)
+            remedy = (
+                f"make it fp32 of shape {shape} before the call, e.g. torch.zeros(shape, dtype=torch.float32), or pass "
+                "main_grad=None"
+            )
+            if not isinstance(found, Tensor):
+                raise ConfigError(f"{label}.main_grad is {found!r} but main_grad={main_grad!r}; {remedy}")
+            if found.dtype != torch.float32:
+                raise DTypeError(f"{label}.main_grad has dtype {found.dtype}; {remedy}")
+            if tuple(found.shape) != shape:
+                raise ConfigError(f"{label}.main_grad has shape {tuple(found.shape)}; {remedy}")
+            _check_devices({f"{label}.main_grad": [found]}, workspace)
+            parameters.append(parameter)
+            main_grads.append(found)
+    return parameters, main_grads
 
 
 def _cast(value: Weights, dtype: torch.dtype) -> Weights:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
-from uniep.nn.functional import moe
+from uniep.nn.functional import MainGrad, moe
 from uniep.workspace import Workspace
 
 
@@ -21,6 +21,7 @@ class Experts(nn.Module):
     model is the same at every EP size.
 
     workspace: shared with other layers of the same configuration; or `group` and `device` to make an own one.
+    main_grad: as for `uniep.moe`; an attribute, which may be set later.
     A deep copy shares the Workspace.
     """
 
@@ -32,8 +33,10 @@ class Experts(nn.Module):
         workspace: Workspace | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
+        main_grad: MainGrad | None = None,
     ) -> None:
         super().__init__()
+        self.main_grad: MainGrad | None = main_grad
         if workspace is None:
             workspace = Workspace(cfg, group, device=device)
         elif group is not None or device is not None:
@@ -58,7 +61,7 @@ class Experts(nn.Module):
                 weight.copy_(_normal(weight.shape, generator))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return moe(x_TD, ids_TK, weights_TK, self.w13, self.w2, workspace=self.workspace)
+        return moe(x_TD, ids_TK, weights_TK, self.w13, self.w2, workspace=self.workspace, main_grad=self.main_grad)
 
     def extra_repr(self) -> str:
         return f"experts {self.first_expert}..{self.first_expert + self.w13.shape[0] - 1}, {self.cfg}"
@@ -81,6 +84,7 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
         renormalize: bool = True,
         seed: int = 0,
+        main_grad: MainGrad | None = None,
     ) -> None:
         super().__init__()
         if renormalize and cfg.top_k == 1:
@@ -88,7 +92,7 @@ class MoE(nn.Module):
                 "top_k=1 with renormalize=True makes every routing weight 1, so the router never learns; "
                 "pass renormalize=False"
             )
-        self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed)
+        self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed, main_grad=main_grad)
         self.renormalize = renormalize
         generator = torch.Generator().manual_seed(seed)
         value = _normal(torch.Size((cfg.num_experts, cfg.hidden)), generator)

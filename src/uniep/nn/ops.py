@@ -1,7 +1,8 @@
-"""The two custom operators behind `uniep.moe`, and their autograd.
+"""The custom operators behind `uniep.moe`, and their autograd.
 
-Both are functional (they return fresh tensors; the Workspace's memory is never returned) and carry the
-ORDERED effect: torch.compile may neither delete nor reorder them, because peers wait for every call.
+They return fresh tensors, never the Workspace's memory, and carry the ORDERED effect: torch.compile may neither delete
+nor reorder them, because peers wait for every call.  It orders functional operators only; `moe_bwd_main_grad`, which
+writes, is kept in its place by `in_turn` before and after it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniep.backends.base import Inputs, Needs
+from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.errors import ConfigError, UniEPError
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key
@@ -41,8 +42,15 @@ def moe_forward(
     layout: str,
     workspace: str,
     save: bool,
+    parameters: list[Tensor],
+    main_grads: list[Tensor],
+    accumulate: bool,
 ) -> list[Tensor]:
-    """[y, *saved].  x (T, D), ids (T, K), weights (T, K) fp32, experts as in `ExpertWeights`."""
+    """[y, *saved].  x (T, D), ids (T, K), weights (T, K) fp32, experts as in `ExpertWeights`.
+
+    parameters, main_grads, accumulate: for backward, unless empty.  Where the gradients of those of w13, w2 that need
+    one go, in this order, and the parameters that these are of.
+    """
     space = by_key(workspace)
     try:
         check_tokens({"ids": ids, "x": x, "weights": weights}, space)
@@ -55,7 +63,7 @@ def moe_forward(
 
 
 @moe_forward.register_fake
-def _(x, ids, weights, w13, w2, layout, workspace, save):
+def _(x, ids, weights, w13, w2, layout, workspace, save, parameters, main_grads, accumulate):
     y = x.new_empty(x.shape)
     if not save:
         return [y]
@@ -89,12 +97,62 @@ def _(dy, x, ids, weights, w13, w2, saved, layout, workspace, needs):
     return [t.new_empty(t.shape) for part, needed in zip(parts, needs, strict=True) if needed for t in part]
 
 
+@torch.library.custom_op("uniep::moe_bwd_main_grad", mutates_args=("main_w13", "main_w2"))
+def moe_backward_main_grad(
+    dy: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: list[Tensor],
+    w2: list[Tensor],
+    saved: list[Tensor],
+    layout: str,
+    workspace: str,
+    needs: list[bool],
+    main_w13: list[Tensor],
+    main_w2: list[Tensor],
+    accumulate: bool,
+    parameters: list[Tensor],
+    turn: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(dx, dweights), empty where not needed; `MainGrads` are written and the parameters told so."""
+    experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
+    given = [*main_w13, *main_w2]
+    fit = [t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.contiguous().clone() for t in given]
+    main_grads = MainGrads(tuple(fit[: len(main_w13)]), tuple(fit[len(main_w13) :]), accumulate)
+    got = by_key(workspace).backend.backward(dy, Inputs(x, ids, weights, experts), saved, Needs(*needs), main_grads)
+    for theirs, ours in zip(given, fit, strict=True):
+        if theirs is not ours:
+            theirs.copy_(ours)
+    for parameter in parameters:
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    nothing = weights.new_empty(0)
+    return got.x if got.x is not None else x.new_empty(0), got.weights if got.weights is not None else nothing
+
+
+@moe_backward_main_grad.register_fake
+def _(dy, x, ids, weights, w13, w2, saved, layout, workspace, needs, main_w13, main_w2, accumulate, parameters, turn):
+    return tuple(t.new_empty(t.shape if needed else 0) for t, needed in zip((x, weights), needs[:2], strict=True))
+
+
+@torch.library.custom_op("uniep::in_turn", mutates_args=())
+def in_turn(after: Tensor) -> Tensor:
+    """Nothing, (0,): what takes it comes after `after`, in the order of all operators here."""
+    return after.new_empty(0)
+
+
+@in_turn.register_fake
+def _(after):
+    return after.new_empty(0)
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, ids, weights, w13, w2, layout, workspace, _ = inputs
+    x, ids, weights, w13, w2, layout, workspace, _, ctx.parameters, ctx.main_grads, ctx.accumulate = inputs
     ctx.counts = len(w13), len(w2)
     ctx.layout, ctx.workspace = layout, workspace
     ctx.needs = [any(t.requires_grad for t in ts) for ts in ([x], [weights], w13, w2)]
-    ctx.save_for_backward(x, ids, weights, *w13, *w2, *output[1:])
+    ctx.wanted = [t.requires_grad for t in (*w13, *w2)]
+    ctx.save_for_backward(x, ids, weights, *w13, *w2, *output[1:])  # main_grads may change until then
     ctx.set_materialize_grads(False)
 
 
@@ -103,6 +161,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple:
     a, b = ctx.counts
     w13, w2, saved = rest[:a], rest[a : a + b], rest[a + b :]
     dy = torch.zeros_like(x) if grads[0] is None else grads[0].contiguous()
+    if ctx.main_grads:
+        return _backward_main_grad(ctx, dy, x, ids, weights, w13, w2, saved)
     out = moe_backward(dy, x, ids, weights, w13, w2, saved, ctx.layout, ctx.workspace, ctx.needs)
     left = iter(out)
     need_x, need_weights, need_w13, need_w2 = ctx.needs
@@ -110,11 +170,37 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple:
     dweights = next(left) if need_weights else None
     dw13 = [next(left) if need_w13 else None for _ in range(a)]
     dw2 = [next(left) if need_w2 else None for _ in range(b)]
-    return dx, None, dweights, dw13, dw2, None, None, None
+    return dx, None, dweights, dw13, dw2, None, None, None, [], [], None
+
+
+def _backward_main_grad(
+    ctx: Any, dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor],
+    saved: list[Tensor],
+) -> tuple:  # fmt: skip
+    """Zeros in the place of gradients that went elsewhere: hooks of the parameters run, and nothing is added twice."""
+    left, wanted = iter(ctx.main_grads), iter(ctx.wanted)
+    need_x, need_weights, *need_experts = ctx.needs
+    targets: list[list[Tensor]] = []
+    dummies: list[list[Tensor | None]] = []
+    for tensors, needed in zip((w13, w2), need_experts, strict=True):
+        into = [next(left) if next(wanted) else None for _ in tensors]
+        pairs = list(zip(into, tensors, strict=True))
+        dummies.append([None if m is None else t.new_zeros(()).expand(t.shape) for m, t in pairs])
+        # A frozen parameter among others that are not: its gradient is computed and dropped.
+        filled = [torch.zeros_like(t, dtype=torch.float32) if m is None else m for m, t in pairs]
+        targets.append(filled if needed else [])
+    dx, dweights = moe_backward_main_grad(
+        dy, x, ids, weights, w13, w2, saved, ctx.layout, ctx.workspace, ctx.needs, *targets,
+        ctx.accumulate, ctx.parameters, in_turn(dy),
+    )  # fmt: skip
+    in_turn(dx)
+    nothing: list[None] = [None] * len(ctx.main_grads)
+    dx, dweights = dx if need_x else None, dweights if need_weights else None
+    return dx, None, dweights, *dummies, None, None, None, nothing, nothing, None
 
 
 moe_forward.register_autograd(_backward, setup_context=_setup_context)
-for _op in (moe_forward, moe_backward):
+for _op in (moe_forward, moe_backward, in_turn):
     _op.register_effect(torch.library.EffectType.ORDERED)
 
 SAVE_OPS = (torch.ops.uniep.moe_fwd.default,)
