@@ -187,8 +187,13 @@ def hopper_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
     return {
         **_row_arrays(cfg, ep_size),
         "exchange": ((2, ep_size, EXCHANGE_HEADER + 2 * slots), torch.int32),
-        "flags": ((3 * ep_size + chunks,), torch.int32),
+        "flags": ((3 * flag_step(ep_size) + chunks,), torch.int32),
     }
+
+
+def flag_step(ep_size: int) -> int:
+    """Words from one kind of the hopper backend's flags to the next, which begins at 16 bytes."""
+    return -(-ep_size // 4) * 4
 
 
 def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: int | torch.SymInt) -> dict[str, Any]:
@@ -203,6 +208,7 @@ def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: in
         "send_token_RT": (ep_size, tokens),
         "expert_M": (most_tiles,),
         "order_M": (most_tiles,),
+        "backward_order_M": (most_tiles,),
         "progress_M": (most_tiles,),
         "cursor": (1,),
         "totals": (2,),  # padded rows, row tiles

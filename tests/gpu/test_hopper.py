@@ -338,6 +338,25 @@ def check_large(r):
             assert torch.equal(whole[some], part)
 
 
+def check_memory(r):
+    """Peak memory of a forward and its backward is what `plan_memory` says, within 5 %."""
+    cfg = MoEConfig(hidden=2048, ffn=768, num_experts=16, top_k=8, max_tokens_per_rank=8192, max_rows=66_000)
+    x, ids, weights, w13, w2, dy = r.data(cfg, 8192, unused=0.0)
+    planned = uniep.plan_memory(cfg, r.size).peak_bytes()
+    leaves = [t.requires_grad_() for t in (x, weights, w13, w2)]
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        for _ in range(2):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            y = uniep.moe(leaves[0], ids, *leaves[1:], workspace=workspace)
+            grads = torch.autograd.grad(y, leaves, dy)
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            del y, grads
+    assert abs(peak - planned) <= 0.05 * planned, f"peak {peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} MiB"
+
+
 def check_collapse(r):
     """All tokens on one expert, on another the next call: exact allocation follows, nothing is dropped."""
     cfg = MoEConfig(**SHAPE)

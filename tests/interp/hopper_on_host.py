@@ -7,6 +7,7 @@ call it in a process of its own.
 
 import builtins
 import contextlib
+import dataclasses
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from uniep.backends import hopper, planner
 from uniep.config import MoEConfig
 from uniep.kernels import gemm, plan, sync, transfer
-from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.schedule import Schedule, default_schedule
 
 
 class Nothing:
@@ -99,7 +100,9 @@ def host_backend(
         failures=[],
     )
     workspace.fail = workspace.failures.append
-    return hopper.HopperBackend(workspace, schedule)
+    schedule = schedule or default_schedule("hopper", cfg, ep_size)
+    pushing = min(schedule.push_programs, torch.cuda.get_device_properties().multi_processor_count // 2)
+    return hopper.HopperBackend(workspace, dataclasses.replace(schedule, push_programs=pushing))
 
 
 def host_backends(

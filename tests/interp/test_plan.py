@@ -71,9 +71,9 @@ def attempt(planners, ids_of_rank, weights_of_rank, lead=0):
     for planner, ids, weights in ranks:
         planner.enter = enter_and_stop(planner.enter)
         with pytest.raises(EnteredError):
-            planner.plan(ids, weights, lead)
+            planner.plan(ids, weights, (lead, lead + 1))
         planner.enter = lambda *args: None
-    made = [planner.plan(ids, weights, lead) for planner, ids, weights in ranks]
+    made = [planner.plan(ids, weights, (lead, lead + 1)) for planner, ids, weights in ranks]
     for planner in planners:
         del planner.enter
     return made
@@ -136,7 +136,8 @@ def check(planners, ids_of_rank, cfg: MoEConfig, lead: int = 0) -> None:
         starts = want.expert_start_e1
         expert = torch.searchsorted(starts, torch.arange(tiles, dtype=torch.int32) * height, right=True) - 1
         assert tables.expert_M[:tiles].tolist() == expert.tolist()
-        assert tables.order_M[:tiles].tolist() == expected_order(want, rank, cfg, height, lead)
+        for lead_of, order in ((lead, tables.order_M), (lead + 1, tables.backward_order_M)):
+            assert order[:tiles].tolist() == expected_order(want, rank, cfg, height, lead_of)
 
 
 def random_ids(tokens: int, top_k: int, num_experts: int, seed: int) -> torch.Tensor:
@@ -259,7 +260,7 @@ def test_a_refusal_reaches_every_rank():
     second.wait = lambda *args: None  # in one process nobody may wait for a later rank
     second.refuse(DTypeError("rank 1: x has dtype torch.float64"))
     del second.wait
-    plan = first.plan(ids_of_rank[0], torch.zeros(80, 2), 0)
+    plan = first.plan(ids_of_rank[0], torch.zeros(80, 2))
     assert plan.rows.totals.tolist() == [0, 0]
     with pytest.raises(DTypeError, match=r"^rank 1: x has dtype torch.float64$"):
         first.fits()
@@ -284,7 +285,7 @@ def test_a_peer_that_does_not_come():
     planner = host_planners(cfg, 2, make_schedule(), timeout_s=0.05)[0]
     ids = random_ids(16, 2, 8, seed=1)
     with pytest.raises(PeerTimeoutError, match=r"rank 0, call 1: rank 1 did not come.*entry"):
-        planner.plan(ids, torch.zeros(ids.shape), 0)
+        planner.plan(ids, torch.zeros(ids.shape))
         planner.fits()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from uniep.errors import UnsupportedError
-from uniep.memory import Field, packed_bytes
+from uniep.memory import Field, flag_step, packed_bytes
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
@@ -91,7 +91,8 @@ class Arena:
             self.views[name] = self.everywhere[name][workspace.rank]
             addresses = [bytes_.data_ptr() for bytes_ in flat]
             self.tables[name] = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._flag_offsets = {"entered": 0, "finished": ranks, "returned": 2 * ranks, "arrived": 3 * ranks}
+        step = flag_step(ranks)
+        self._flag_offsets = {"entered": 0, "finished": step, "returned": 2 * step, "arrived": 3 * step}
         self._flag_views = {name: self.views["flags"][offset:] for name, offset in self._flag_offsets.items()}
 
     def _allocate(self, size: int, workspace: Workspace) -> list[Tensor]:

@@ -9,10 +9,12 @@ for the one before; it is the oracle.  docs/kernels.md has the whole picture.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import SymInt, Tensor
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from uniep.kernels.launch import Peers
     from uniep.workspace import Workspace
 
+_T = TypeVar("_T")
+
 PUSH_BYTES_PER_US = 150_000  # all pushing programs of a rank, beside a GEMM (2x H200)
 COPY_BYTES_PER_US = 350_000  # a copy engine
 COPY_LEAD_US = 40  # from the entry of all ranks to the first tile
@@ -42,6 +46,28 @@ SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
     "push_programs", "down_programs",
 )  # fmt: skip
+
+
+def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
+    """A call: threads take turns, on the Workspace's device, behind the call before, whichever stream that was on.
+
+    What it starts on other streams is joined at its end, after an exception, too: memory goes back to the allocator.
+    """
+
+    @functools.wraps(method)
+    def call(self: HopperBackend, *args: Any, **kwargs: Any) -> _T:
+        elsewhere = self.device.type == "cuda" and torch.cuda.current_device() != self.device.index
+        with self._turn, torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext():
+            current = torch.cuda.current_stream(self.device)
+            if current != self._stream and not torch.cuda.is_current_stream_capturing():
+                current.wait_stream(self._stream)
+            self._stream = current
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._join()
+
+    return call
 
 
 class HopperBackend:
@@ -73,19 +99,35 @@ class HopperBackend:
         self.planner = Planner(workspace, self.arena, rows)
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
+        self._check_push()
         self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._stream = torch.cuda.current_stream(device)  # of the last call
+        self._forked: set[torch.cuda.Stream] = set()
+        self._turn = threading.RLock()
         self.phases: list[tuple[str, torch.cuda.Event]] | None = None
         self._stay_local = False
 
+    def _check_push(self) -> None:
+        """Somebody must be left to compute while tokens are pushed."""
+        s = self.schedule
+        reserved = s.down_programs if s.overlap == "pipelined" else 0
+        programs = (self.sms - min(reserved, self.sms // 2)) * min(s.gemm1.programs_per_sm, s.gemm2.programs_per_sm)
+        if self.num_ranks > 1 and s.transfer == "push" and s.push_programs >= programs:
+            raise ConfigError(
+                f"push_programs is {s.push_programs}, but kernels that push have {programs} programs here; lower it"
+            )
+
     # ---------------------------------------------------------------- what every backend has
 
+    @_collective
     def route(self, ids_TK: Tensor) -> RoutingPlan:
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=ids_TK.device)
         while True:
-            plan = self.planner.plan(ids_TK, weights_TK, 0)
+            plan = self.planner.plan(ids_TK, weights_TK)
             if self.planner.fits():
                 return self.planner.routing_plan(plan, ids_TK.shape[0])
 
+    @_collective
     def refuse(self, error: UniEPError) -> None:
         if self.num_ranks > 1:
             self.planner.refuse(type(error)(f"rank {self.rank}: {error}"))
@@ -136,12 +178,14 @@ class HopperBackend:
 
     # ---------------------------------------------------------------- forward
 
+    @_collective
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
-        if inputs.experts.layout == "list" or inputs.experts.w2[0].dim() != 3:
-            raise UnsupportedError(
-                "the hopper backend takes w13 and w2 as stacked tensors, or w13 as a pair (w1, w3), not as lists of "
-                "experts; allocate the experts as views of one tensor and pass that"
-            )
+        try:
+            _check_experts(inputs.experts)
+        except UniEPError as error:
+            self.refuse(error)
+            raise
+        inputs = dataclasses.replace(inputs, x_TD=_aligned(inputs.x_TD))
         while True:
             result = self._forward(inputs, save)
             if self.planner.fits():
@@ -152,9 +196,9 @@ class HopperBackend:
 
         cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
         num_tokens, receive = x_TD.shape[0], self.arena.views["receive"]
-        current, side = torch.cuda.current_stream(device), self.side
+        current, side = self._stream, self.side
         send_all = functools.partial(self._send_all, x_TD) if self._copying else None
-        plan = self.planner.plan(inputs.ids_TK, inputs.weights_TK, self._lead(num_tokens), send_all)
+        plan = self.planner.plan(inputs.ids_TK, inputs.weights_TK, self._leads(num_tokens), send_all)
         self.mark("plan")
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         act_NF = torch.empty(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
@@ -164,7 +208,7 @@ class HopperBackend:
         pipelined = schedule.overlap == "pipelined"
         down_sms = min(schedule.down_programs, self.sms // 2) if pipelined else 0
         if pipelined:
-            side.wait_stream(current)
+            self._fork(side)
         launch.launch_gate_up(
             x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_N2F, act_NF,
             count_tiles=pipelined, **self._dispatching(num_tokens, schedule.gemm1, x_ND),
@@ -185,7 +229,6 @@ class HopperBackend:
         y_TD = torch.empty_like(x_TD)
         weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
         launch.launch_combine(self.arena.views["returns"], inputs.ids_TK, weights_TK, peers, self.sms, y_TD, wait=True)
-        current.wait_stream(self.copies)
         self.mark("combine")
         return y_TD, ([*plan.saved(), h_N2F, kept] if h_N2F is not None and kept is not None else [])
 
@@ -194,18 +237,20 @@ class HopperBackend:
         from uniep.kernels.call import copy
 
         kept = torch.empty_like(receive)
-        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        self._fork(self.copies)
         copy(kept, receive, self.copies)
         return kept
 
     # ---------------------------------------------------------------- backward
 
+    @_collective
     def backward(
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
     ) -> ExpertGradients:
         from uniep.kernels import launch
 
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
+        x_TD, dy_TD = _aligned(inputs.x_TD), _aligned(dy_TD)
         plan = self.planner.restore(ids_TK.shape[0], saved[:3])
         h_N2F, kept = saved[3], saved[4]
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
@@ -229,22 +274,20 @@ class HopperBackend:
         launch.launch_activation_gradient(raw_NF, h_N2F, rows, self.sms, dh_N2F, act_NF, groups_NG, weighted=weighted)
         self.mark("activation_gradient")
         del raw_NF
-        if needs.weights:
-            launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.slots, self.sms)
+        launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.slots, self.sms)
 
-        # Results travel whether this rank's x needs its gradient or not: its peers' may.
+        # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
         dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
         self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms)
         dx_TD = torch.empty_like(dy_TD)
-        current, side = torch.cuda.current_stream(device), self.side  # the sum is memory-bound, what is beside it not
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD, wait=True)
+        self._fork(self.side)  # the sum is memory-bound, what is beside it not
+        with torch.cuda.stream(self.side):
+            self.planner.wait("returned", 3)  # one program, where a sum that waits would hold all multiprocessors
+            launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD, wait=False)
         dw13, dw2 = self._weight_gradients(
-            (dy_TD, receive), (inputs.x_TD, kept), act_NF, dh_NH, experts, plan, needs, main_grads
+            (dy_TD, receive), (x_TD, kept), act_NF, dh_NH, experts, plan, needs, main_grads
         )
-        current.wait_stream(side)
-        current.wait_stream(self.copies)
+        self._join()
         self.mark("combine")
         dweights_TK = None
         if needs.weights:
@@ -263,7 +306,7 @@ class HopperBackend:
         from uniep.kernels import launch
 
         rows, local, ffn = plan.rows, self.planner.local, self.cfg.ffn
-        how = rows.start_e1, rows.rows_e, self.schedule.weight_gradient, self.sms
+        how = rows.start_e1, rows.rows_e, self.planner.status, self.schedule.weight_gradient, self.sms
         accumulate = main_grads is not None and main_grads.accumulate
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
@@ -289,6 +332,16 @@ class HopperBackend:
         return dw13, dw2
 
     # ---------------------------------------------------------------- stages of both passes
+
+    def _fork(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` go on from here, beside this call's own."""
+        stream.wait_stream(self._stream)
+        self._forked.add(stream)
+
+    def _join(self) -> None:
+        """Wait for what was forked."""
+        while self._forked:
+            self._stream.wait_stream(self._forked.pop())
 
     @property
     def _fused(self) -> bool:
@@ -329,7 +382,7 @@ class HopperBackend:
         from uniep.kernels.call import copy
 
         num_tokens = x_TD.shape[0]
-        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        self._fork(self.copies)
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
             if num_tokens:
@@ -392,8 +445,8 @@ class HopperBackend:
     def _push_us(self, num_tokens: int) -> float:
         """How long pushing this rank's tokens takes beside a GEMM, for balanced routing."""
         cfg = self.cfg
-        misses = (1 - 1 / self.num_ranks) ** cfg.top_k
-        sent_bytes = (self.num_ranks - 1) * num_tokens * (1 - misses) * cfg.hidden * cfg.dtype.itemsize
+        wanted = cfg.wanted(self.num_ranks)
+        sent_bytes = (self.num_ranks - 1) * num_tokens * wanted * cfg.hidden * cfg.dtype.itemsize
         return sent_bytes / PUSH_BYTES_PER_US
 
     def _push_rounds(self, num_tokens: int, tile: Tile) -> int:
@@ -401,18 +454,21 @@ class HopperBackend:
         tile_us = 2 * tile.rows * tile.columns * self.cfg.hidden / SM_FLOP_PER_US
         return math.ceil(self._push_us(num_tokens) / tile_us)
 
-    def _lead(self, num_tokens: int) -> int:
-        """Experts whose local tiles run first: as many as last until the other ranks' tokens are here."""
+    def _leads(self, num_tokens: int) -> tuple[int, int]:
+        """Experts whose local tiles run first, in the forward and the backward: as many as last until the other
+        ranks' tokens are here.  Copies of x travel while the forward is planned."""
+        cfg = self.cfg
         if self.schedule.tile_order == "natural" or self.num_ranks == 1:
-            return 0
+            return 0, 0
         if self._copying:
-            sent_bytes = (self.num_ranks - 1) * num_tokens * self.cfg.hidden * self.cfg.dtype.itemsize
-            missing_us = sent_bytes / COPY_BYTES_PER_US - COPY_LEAD_US
+            travel_us = (self.num_ranks - 1) * num_tokens * cfg.hidden * cfg.dtype.itemsize / COPY_BYTES_PER_US
+            forward_us, backward_us = travel_us - COPY_LEAD_US, travel_us
         else:
-            missing_us = self._push_us(num_tokens) + PUSH_LATENCY_US
-        rows_per_expert = num_tokens * self.cfg.top_k / self.cfg.num_experts
-        flop = 4 * max(rows_per_expert, 1) * self.cfg.ffn * self.cfg.hidden
-        return max(math.ceil(missing_us / (flop / (SM_FLOP_PER_US * self.sms))), 0)
+            forward_us = backward_us = self._push_us(num_tokens) + PUSH_LATENCY_US
+        flop = 2 * max(num_tokens * cfg.top_k / cfg.num_experts, 1) * cfg.ffn * cfg.hidden  # of an expert's local rows
+        expert_us = flop / (SM_FLOP_PER_US * self.sms)
+        forward, backward = math.ceil(forward_us / (2 * expert_us)), math.ceil(backward_us / expert_us)
+        return max(forward, 0), max(backward, 0)
 
     # ---------------------------------------------------------------- without communication
 
@@ -440,6 +496,31 @@ class HopperBackend:
         """The backward's kernels likewise."""
         with self._without_communication():
             return self.backward(dy_TD, inputs, saved, needs)
+
+
+def _check_experts(experts: ExpertWeights) -> None:
+    """Raise UnsupportedError for weights that block loads cannot read."""
+    from uniep.kernels.launch import w13_block
+
+    if experts.layout == "list" or experts.w2[0].dim() != 3:
+        raise UnsupportedError(
+            "the hopper backend takes w13 and w2 as stacked tensors, or w13 as a pair (w1, w3), not as lists of "
+            "experts; allocate the experts as views of one tensor and pass that"
+        )
+    for name, tensors in (("w13", experts.w13), ("w2", experts.w2)):
+        for t in tensors:
+            places = [t.data_ptr(), *(t.element_size() * stride for stride in t.stride()[:-1])]
+            if t.stride(-1) != 1 or any(place % 16 for place in places):
+                raise UnsupportedError(
+                    f"{name} has strides {t.stride()} at address {t.data_ptr():#x}; rows must be consecutive values "
+                    f"that begin at multiples of 16 bytes; pass a contiguous, aligned {name}"
+                )
+    w13_block(experts, 1, 2, 8, 8)  # of w1 and w3, the distance
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """`matrix`, at a multiple of 16 bytes: kernels copy 16 bytes at once."""
+    return matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()
 
 
 def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:

@@ -193,6 +193,7 @@ class KernelExperts:
             rows_e=plan.counts_RE[:, self.rank * local : (self.rank + 1) * local].sum(0).int(),
             expert_M=torch.repeat_interleave(starts.diff() // tile.rows, output_size=num_tiles).int(),
             order_M=torch.arange(num_tiles, dtype=torch.int32, device=device),
+            backward_order_M=plan.counts_RE,  # of gathering kernels, which are not used here
             progress_M=plan.counts_RE,  # of one launch after the other; not counted
             cursor=plan.counts_RE,
             send_token_RT=plan.send_token_RT,
@@ -295,7 +296,9 @@ class KernelExperts:
                 (dw[None], rows.start_e1[e : e + 1].clone(), rows.rows_e[e : e + 1].clone()) for e, dw in enumerate(out)
             ]
         for dw_eHW, start, count in parts:
-            self.launch.launch_weight_gradient(a_NH, b_NW, first_column, dw_eHW, start, count, tile, self.sms, **how)
+            self.launch.launch_weight_gradient(
+                a_NH, b_NW, first_column, dw_eHW, start, count, self.alone.status, tile, self.sms, **how
+            )
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)

@@ -67,6 +67,7 @@ class DevicePlan:
             rows_e=view["rows_e"],
             expert_M=view["expert_M"],
             order_M=view["order_M"],
+            backward_order_M=view["backward_order_M"],
             progress_M=view["progress_M"],
             cursor=view["cursor"],
             send_token_RT=view["send_token_RT"],
@@ -201,9 +202,13 @@ class Planner:
         ]
 
     def plan(
-        self, ids_TK: Tensor, weights_TK: Tensor, lead: int = 0, send_all: Callable[[], None] | None = None
+        self,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        leads: tuple[int, int] = (0, 0),
+        send_all: Callable[[], None] | None = None,
     ) -> DevicePlan:
-        """Enter a call and plan it.  lead: experts whose local tiles run first.
+        """Enter a call and plan it.  leads: experts whose local tiles run first, in the forward and the backward.
 
         send_all: queues the sending of all tokens of this rank, whatever their ids, once all peers have entered;
         None: the tokens of the send lists are sent.
@@ -229,18 +234,19 @@ class Planner:
             "BLOCK_T": block_t,
         }  # fmt: skip
         self.enter(ids_TK, weights_TK, num_tokens)
+        # One program waits for late ranks, so that others' kernels find multiprocessors meanwhile.
+        self.wait("entered", 1)
+        if send_all is not None:
+            send_all()
         launch(
             histogram_kernel,
             blocks * ranks,
             (
-                exchange, self.arena.flag_view("entered"), histogram, self.call, self.status, self.timeout_ns,
-                self.rank,
+                exchange, histogram, self.call, self.status, self.rank,
             ),
             {"E": cfg.num_experts, "EP": max(power_of_2(cfg.num_experts), 16), "LOCAL": self.local, **shape},
             num_warps=4,
         )  # fmt: skip
-        if send_all is not None:  # the histogram has waited for all peers
-            send_all()
         launch(
             scan_kernel,
             cfg.num_experts + 1 + ranks,
@@ -253,7 +259,8 @@ class Planner:
             1,
             (
                 exchange, plan.counts_RE, rows.send_count_R, rows.start_e1, rows.rows_e, rows.expert_M, rows.order_M,
-                rows.progress_M, rows.cursor, rows.totals, self._host_totals, self.call, self.status, self.rank, lead,
+                rows.backward_order_M, rows.progress_M, rows.cursor, rows.totals, self._host_totals, self.call,
+                self.status, self.rank, *leads,
             ),
             {
                 "E": cfg.num_experts, "SLOTS": self.slots, "LOCAL": self.local, "LOCAL_P": power_of_2(self.local),

@@ -25,17 +25,22 @@ TILE_ORDERS: tuple[Literal["natural", "local-first"], ...] = ("natural", "local-
 
 
 def schedules(backend: str) -> list[uniep.Schedule]:
-    """serial and fused, each in natural and local-first tile order, as far as `backend` knows them.
+    """serial and fused, each in natural and local-first tile order, and where there are copy engines tokens that they
+    send, as far as `backend` knows them.
 
     The first is the oracle.
     """
     default = DEFAULT_SCHEDULES[backend]
     known = importlib.import_module(f"uniep.backends.{backend}").SCHEDULE_FIELDS
-    return [
+    found = [
         dataclasses.replace(default, overlap=overlap, tile_order=order)
         for overlap in (OVERLAPS if "overlap" in known else (default.overlap,))
         for order in (TILE_ORDERS if "tile_order" in known else (default.tile_order,))
     ]
+    if "transfer" in known:
+        copied = dataclasses.replace(default, transfer="copy")
+        found += [copied, dataclasses.replace(copied, overlap="pipelined")]
+    return found
 
 
 def prove(

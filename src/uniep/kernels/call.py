@@ -13,6 +13,7 @@ import functools
 import logging
 import re
 import struct
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ class _Compiled:
         self.offset = -ctypes.addressof(self.memory) % _MAP_ALIGN
         base = ctypes.addressof(self.memory) + self.offset
         self.parameters = (ctypes.c_void_p * len(places))(*(base + place for place in places))
-        self.launch = _driver().cuLaunchKernel
+        self.launch, self.lock = _driver().cuLaunchKernel, threading.Lock()
 
     @classmethod
     def of(cls, compiled: Any, args: Sequence[Tensor | int | Block], device: int) -> _Compiled | None:
@@ -132,11 +133,12 @@ class _Compiled:
                 values.append(a)
         if bits & 15:
             return False
-        struct.pack_into(self.format, self.memory, self.offset, *values, 0, 0)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        code = self.launch(
-            self.function, programs, 1, 1, self.threads, 1, 1, self.shared, stream, self.parameters, None
-        )
+        with self.lock:  # backward launches from another thread
+            struct.pack_into(self.format, self.memory, self.offset, *values, 0, 0)
+            code = self.launch(
+                self.function, programs, 1, 1, self.threads, 1, 1, self.shared, stream, self.parameters, None
+            )
         if code:
             raise RuntimeError(f"cuLaunchKernel of {self.compiled.metadata.name} failed with CUDA error {code}")
         return True
@@ -167,10 +169,8 @@ def _triton_descriptor(block: Block) -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """libcuda with the signatures of what is called here.
-
-    PyDLL keeps the interpreter's lock: other threads launch, too, and the memory of the parameters is shared.
-    """
+    """libcuda with the signatures of what is called here.  The calls are short: PyDLL does not hand over the
+    interpreter's lock for them."""
     library = ctypes.PyDLL("libcuda.so.1")
     word, pointer = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, sigmoid
 from uniep.kernels.rows import load_rows, row_pointers, wait_for_rows
-from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, signal_all, wait_for
+from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
 
 
@@ -134,7 +134,7 @@ def gate_up_kernel(
         if program < push_programs:
             push_tokens(
                 x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
-                finished_offset, call_ptr, ticket_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
+                finished_offset, call_ptr, ticket_ptr, status_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
                 CHUNK, RECEIVE_BLOCK, NUM_RANKS,
             )  # fmt: skip
     num_m = tl.load(totals_ptr + 1)
@@ -239,7 +239,7 @@ def gathered_product_kernel(
         if program < push_programs:
             push_tokens(
                 x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
-                finished_offset, call_ptr, ticket_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
+                finished_offset, call_ptr, ticket_ptr, status_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
                 CHUNK, RECEIVE_BLOCK, NUM_RANKS,
             )  # fmt: skip
     num_m = tl.load(totals_ptr + 1)
@@ -387,6 +387,8 @@ def product_kernel(
     """
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     num_m = tl.load(totals_ptr + 1)
+    if SCATTER:
+        num_m = tl.where(failed(status_ptr), 0, num_m)  # a late peer may still read what an earlier call returned
     if TILES_BEFORE == 0:
         for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=True):
             m, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
@@ -396,7 +398,7 @@ def product_kernel(
             )  # fmt: skip
     else:
         # Twice the time: whoever makes `a` may wait for its peers as long as that.
-        deadline_ns = deadline(status_ptr, 2 * timeout_ns)
+        deadline_ns = deadline(status_ptr, timeout_ns.to(tl.int64) * 2)
         num_columns = tl.cdiv(num_m, GROUP_M) * NUM_N
         column = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
         while column < num_columns:
@@ -413,7 +415,7 @@ def product_kernel(
                 )  # fmt: skip
             column = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     if SCATTER:
-        signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, programs, NUM_RANKS)
+        signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, programs, status_ptr, NUM_RANKS)
 
 
 @triton.jit
@@ -511,6 +513,7 @@ def weight_gradient_kernel(
     out_desc,
     start_ptr,
     rows_ptr,
+    status_ptr,
     first_column,
     LOCAL: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -528,7 +531,7 @@ def weight_gradient_kernel(
     a_desc: (N, HEIGHT); GATHERED: rows are read where they lie, address (N + BLOCK_K,) int64 says where.
     b_desc: (N, at least first_column + WIDTH).  out_desc: (e, HEIGHT, WIDTH), or (e, WIDTH, HEIGHT) if TRANSPOSED,
     in the layer's dtype or fp32; ACCUMULATE: what is there plus the finished dW.
-    Experts without rows get exact zeros; steps without rows are left out.
+    Experts without rows get exact zeros; steps without rows are left out.  After a failed call dW is NaN.
     """
     dtype: tl.constexpr = b_desc.dtype
     NUM_M: tl.constexpr = (HEIGHT + BLOCK_M - 1) // BLOCK_M
@@ -538,6 +541,7 @@ def weight_gradient_kernel(
         expert = step // (NUM_M * NUM_N)
         m, n = tile_coordinates(step % (NUM_M * NUM_N), NUM_M, NUM_N, GROUP_M)
         begin = tl.load(start_ptr + expert)
+        is_lost = tl.load(status_ptr) != 0
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if GATHERED:
             column = (m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
@@ -556,6 +560,7 @@ def weight_gradient_kernel(
                 a = a_desc.load([begin + k * BLOCK_K, m * BLOCK_M])
             b = b_desc.load([begin + k * BLOCK_K, first_column + n * BLOCK_N])
             acc = tl.dot(a.T, b, acc)
+        acc = tl.where(is_lost, float("nan"), acc)
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         row = m * BLOCK_M
         column = n * BLOCK_N

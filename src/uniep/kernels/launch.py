@@ -43,7 +43,7 @@ class Rows:
     """Tables of the rows; all int32 but weight_N (fp32).
 
     start_e1, rows_e: first row and number of rows of each expert.  expert_M: expert of each row tile.
-    order_M: the row tiles as kernels that wait for rows walk them.
+    order_M, backward_order_M: the row tiles as kernels that wait for rows walk them.
     progress_M, cursor: zero; counted up by kernels that run beside each other.
     send_token_RT, send_count_R: what this rank sends to each.  totals: (2 or more,), padded rows and row tiles.
     """
@@ -55,6 +55,7 @@ class Rows:
     rows_e: Tensor
     expert_M: Tensor
     order_M: Tensor
+    backward_order_M: Tensor
     progress_M: Tensor
     cursor: Tensor
     send_token_RT: Tensor
@@ -256,7 +257,7 @@ def launch_gathered_down_gradient(
         gathered_product_kernel,
         multiprocessors * tile.programs_per_sm,
         (
-            dy_TD, receive_MD, rows.source_N, rows.order_M, rows.expert_M, rows.totals,
+            dy_TD, receive_MD, rows.source_N, rows.backward_order_M, rows.expert_M, rows.totals,
             *peers.arguments(dy_TD.shape[0], rows), push_programs, push_rounds,
             w2_block(experts, 1, tile.depth, tile.columns), rows_block(raw_NF, tile.rows, tile.columns // 4),
         ),
@@ -345,7 +346,7 @@ def launch_row_addresses(
 
 
 def launch_weight_gradient(
-    a: Tensor, b_NW: Tensor, first_column: int, dw: Tensor, start: Tensor, count: Tensor, tile: Tile,
+    a: Tensor, b_NW: Tensor, first_column: int, dw: Tensor, start: Tensor, count: Tensor, status: Tensor, tile: Tile,
     multiprocessors: int, *, transposed: bool, accumulate: bool = False,
 ) -> None:  # fmt: skip
     """dW[e] = a[rows of e]^T @ b[rows of e, first_column :].  dw: (e, H, W), or (e, W, H) if transposed, of b's dtype
@@ -368,7 +369,7 @@ def launch_weight_gradient(
         multiprocessors * tile.programs_per_sm,
         (
             b_desc if gathered else rows_block(a, tile.depth, tile.rows), a, b_desc, out_desc, start, count,
-            first_column,
+            status, first_column,
         ),
         {
             "LOCAL": local, "HEIGHT": height, "WIDTH": width, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
@@ -409,7 +410,7 @@ def launch_push_tokens(x_TD: Tensor, rows: Rows, peers: Peers, multiprocessors: 
         multiprocessors,
         (
             x_TD, rows.send_token_RT, rows.send_count_R, peers.receive_table, peers.flag_table, peers.arrived_offset,
-            peers.finished_offset, peers.call, peers.push_ticket, x_TD.shape[0], peers.rank,
+            peers.finished_offset, peers.call, peers.push_ticket, peers.status, x_TD.shape[0], peers.rank,
         ),
         {
             "D": width, "BLOCK_D": min(power_of_2(width), 1024), "ROWS": 16, "CHUNK": peers.chunk,
@@ -427,7 +428,7 @@ def launch_push_rows(out_ND: Tensor, rows: Rows, peers: Peers, slots: int, multi
         multiprocessors,
         (
             out_ND, rows.return_N, rows.totals, peers.returns_table, peers.flag_table, peers.returned_offset,
-            peers.call, peers.return_ticket,
+            peers.call, peers.return_ticket, peers.status,
         ),
         {
             "SLOTS": slots, "WIDTH": width, "BLOCK_D": min(power_of_2(width), 1024), "ROWS": 8,

@@ -19,7 +19,7 @@ Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M
 import triton
 import triton.language as tl
 
-from uniep.kernels.sync import BAD_ID, REFUSED, STAGE_ENTRY, TOO_MANY_ROWS, deadline, every_rank, record, wait_for
+from uniep.kernels.sync import BAD_ID, REFUSED, TOO_MANY_ROWS, deadline, every_rank, record, wait_for
 from uniep.memory import EXCHANGE_HEADER
 
 HEADER = tl.constexpr(EXCHANGE_HEADER)
@@ -106,14 +106,12 @@ def _block_ids(exchange_ptr, call, block, BLOCKS, K, KP: tl.constexpr, SLOTS, NU
     return source, first, num_tokens, base, ids
 
 
-@triton.jit(do_not_specialize=["timeout_ns", "rank"])
+@triton.jit(do_not_specialize=["rank"])
 def histogram_kernel(
     exchange_ptr,
-    entered_ptr,
     histogram_ptr,
     call_ptr,
     status_ptr,
-    timeout_ns,
     rank,
     E: tl.constexpr,
     EP: tl.constexpr,
@@ -128,8 +126,6 @@ def histogram_kernel(
     """histogram (E + 1 + R, B): rows 0..E-1 slots per expert; row E tokens that this rank receives;
     row E+1+d tokens that this rank sends to d (blocks of this rank only)."""
     call = tl.load(call_ptr)
-    ranks = every_rank(NUM_RANKS)
-    wait_for(entered_ptr + ranks, ranks, call, deadline(status_ptr, timeout_ns), status_ptr, STAGE_ENTRY)
     block = tl.program_id(0)
     total: tl.constexpr = BLOCKS * NUM_RANKS
     source, first, num_tokens, base, ids = _block_ids(
@@ -190,7 +186,23 @@ def scan_kernel(
     tl.store(at, before, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rank", "lead"])
+@triton.jit
+def _store_order(order_ptr, leads, start, num_tiles, first, last):
+    """The order of the row tiles, for experts that lead or not; see `tiles_kernel`."""
+    num_local = tl.where(leads, tl.maximum(last - first, 0), 0)
+    num_whole = tl.where(leads, 0, num_tiles)
+    num_late = tl.where(leads, num_tiles - num_local, 0)
+    local_before = tl.cumsum(num_local, 0) - num_local
+    whole_before = tl.sum(num_local) + tl.cumsum(num_whole, 0) - num_whole
+    late_before = tl.sum(num_local) + tl.sum(num_whole) + tl.cumsum(num_late, 0) - num_late
+    for i in range(0, tl.max(num_tiles)):
+        locals_before = tl.minimum(tl.maximum(i - first, 0), num_local)
+        is_local = (i >= first) & (i < last)
+        leading = tl.where(is_local, local_before + i - first, late_before + i - locals_before)
+        tl.store(order_ptr + tl.where(leads, leading, whole_before + i), start + i, mask=i < num_tiles)
+
+
+@triton.jit(do_not_specialize=["rank", "lead", "backward_lead"])
 def tiles_kernel(
     exchange_ptr,
     counts_ptr,
@@ -199,6 +211,7 @@ def tiles_kernel(
     rows_ptr,
     expert_ptr,
     order_ptr,
+    backward_order_ptr,
     progress_ptr,
     cursor_ptr,
     totals_ptr,
@@ -207,6 +220,7 @@ def tiles_kernel(
     status_ptr,
     rank,
     lead,
+    backward_lead,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -221,7 +235,8 @@ def tiles_kernel(
     totals: [0] padded rows, [1] row tiles.  progress (M,) and cursor, which count tiles of this call: zero.
     Order: of the first `lead` experts the tiles whose rows are all local; the tiles of all other experts;
     the remaining tiles of the first.  Each part in expert order.  lead = 0 is the natural order; few
-    leading experts hide the dispatch at the least cost in L2, which sees their weights twice.
+    leading experts hide the dispatch at the least cost in L2, which sees their weights twice.  The backward has an
+    order of its own: other tiles, which nothing precedes.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
     HOST (exact allocation): the host reads [call, padded rows, whether they fit] and tries again with
@@ -251,36 +266,26 @@ def tiles_kernel(
             fits = fits & False
     if not fits:
         tl.store(send_count_ptr + source, tl.zeros((NUM_RANKS,), tl.int32))
-    tl.store(start_ptr + local, start, mask=local < LOCAL)
-    tl.store(rows_ptr + local, rows, mask=local < LOCAL)
-    tl.store(start_ptr + LOCAL, total)
+    tl.store(start_ptr + local, tl.where(fits, start, 0), mask=local < LOCAL)
+    tl.store(rows_ptr + local, tl.where(fits, rows, 0), mask=local < LOCAL)
+    tl.store(start_ptr + LOCAL, tl.where(fits, total, 0))
 
     # Tiles [first, last) of a segment hold this rank's rows only: from the tile after the last foreign row
     # in front, to the tile before the first foreign row behind (pad rows are local).
     first = (ahead + BLOCK_M - 1) // BLOCK_M
     last = tl.where(ahead + own == rows, padded // BLOCK_M, (ahead + own) // BLOCK_M)
     num_tiles = padded // BLOCK_M
-    leads = local < lead
-    num_local = tl.where(leads, tl.maximum(last - first, 0), 0)
-    num_whole = tl.where(leads, 0, num_tiles)
-    num_late = tl.where(leads, num_tiles - num_local, 0)
-    local_before = tl.cumsum(num_local, 0) - num_local
-    whole_before = tl.sum(num_local) + tl.cumsum(num_whole, 0) - num_whole
-    late_before = tl.sum(num_local) + tl.sum(num_whole) + tl.cumsum(num_late, 0) - num_late
     tl.store(cursor_ptr, 0)
     tl.store(totals_ptr, tl.where(fits, total, 0))
     tl.store(totals_ptr + 1, tl.where(fits, total // BLOCK_M, 0))
     if fits:
-        most = tl.max(num_tiles)
-        for i in range(0, most):
+        for i in range(0, tl.max(num_tiles)):
             tile = start // BLOCK_M + i
             exists = i < num_tiles
             tl.store(expert_ptr + tile, local, mask=exists)
             tl.store(progress_ptr + tile, tl.zeros((LOCAL_P,), tl.int32), mask=exists)
-            locals_before = tl.minimum(tl.maximum(i - first, 0), num_local)
-            is_local = (i >= first) & (i < last)
-            leading = tl.where(is_local, local_before + i - first, late_before + i - locals_before)
-            tl.store(order_ptr + tl.where(leads, leading, whole_before + i), tile, mask=exists)
+        _store_order(order_ptr, local < lead, start // BLOCK_M, num_tiles, first, last)
+        _store_order(backward_order_ptr, local < backward_lead, start // BLOCK_M, num_tiles, first, last)
     if HOST:
         tl.store(host_ptr + 1, total)
         tl.store(host_ptr + 2, fits.to(tl.int32))

@@ -78,8 +78,15 @@ def wait_for(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.conste
 
 
 @triton.jit
-def signal_all(flag_table_ptr, offset, call, ticket_ptr, num_programs, NUM_RANKS: tl.constexpr):
-    """The last of `num_programs` programs stores `call` into flag `offset` of every rank.
+def failed(status_ptr):
+    """Whether this call has failed on this rank; the same in all threads."""
+    return tl.atomic_add(status_ptr, 0, sem="relaxed") != 0
+
+
+@triton.jit
+def signal_all(flag_table_ptr, offset, call, ticket_ptr, num_programs, status_ptr, NUM_RANKS: tl.constexpr):
+    """The last of `num_programs` programs stores `call` into flag `offset` of every rank, unless this rank has failed:
+    a peer that comes late must not take what was never sent for a result.
 
     Each program's own stores are released at system scope by its ticket; the last ticket acquires them
     all before it signals.  The ticket counter returns to zero for the next launch.
@@ -88,6 +95,7 @@ def signal_all(flag_table_ptr, offset, call, ticket_ptr, num_programs, NUM_RANKS
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
     if ticket == num_programs - 1:
         tl.store(ticket_ptr, 0)
+    if (ticket == num_programs - 1) & (not failed(status_ptr)):
         for rank in range(NUM_RANKS):
             flags = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(flags + offset, call, sem="release", scope="sys")

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from uniep.kernels.ptx import narrow
 from uniep.kernels.rows import row_pointers, wait_for_rows
-from uniep.kernels.sync import STAGE_COMBINE, deadline, every_rank, signal_all, wait_for
+from uniep.kernels.sync import STAGE_COMBINE, deadline, every_rank, failed, signal_all, wait_for
 
 
 @triton.jit
@@ -19,6 +19,7 @@ def push_tokens(
     finished_offset,
     call_ptr,
     ticket_ptr,
+    status_ptr,
     num_tokens,
     rank,
     program,
@@ -36,7 +37,7 @@ def push_tokens(
     peer.  BLOCK_SLOTS: receive slots per source.  The last program sets this rank's `finished` flags.
     """
     call = tl.load(call_ptr)
-    num_chunks = tl.cdiv(num_tokens, CHUNK)
+    num_chunks = tl.where(failed(status_ptr), 0, tl.cdiv(num_tokens, CHUNK))
     for item in range(program, num_chunks * (NUM_RANKS - 1), num_programs):
         chunk = item // (NUM_RANKS - 1)
         peer = (rank + 1 + item % (NUM_RANKS - 1)) % NUM_RANKS
@@ -59,7 +60,7 @@ def push_tokens(
             tl.debug_barrier()
             flags = tl.load(flag_table_ptr + peer).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(flags + arrived_offset + block // CHUNK + chunk, call, sem="release", scope="sys")
-    signal_all(flag_table_ptr, finished_offset + rank, call, ticket_ptr, num_programs, NUM_RANKS)
+    signal_all(flag_table_ptr, finished_offset + rank, call, ticket_ptr, num_programs, status_ptr, NUM_RANKS)
 
 
 @triton.jit(do_not_specialize=["arrived_offset", "finished_offset", "num_tokens", "rank"])
@@ -73,6 +74,7 @@ def push_tokens_kernel(
     finished_offset,
     call_ptr,
     ticket_ptr,
+    status_ptr,
     num_tokens,
     rank,
     D: tl.constexpr,
@@ -85,7 +87,7 @@ def push_tokens_kernel(
     """`push_tokens` as a launch of its own: the dispatch of the serial schedule."""
     push_tokens(
         x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset, call_ptr,
-        ticket_ptr, num_tokens, rank, tl.program_id(0), tl.num_programs(0), D, BLOCK_D, ROWS, CHUNK, BLOCK_SLOTS, NUM_RANKS,
+        ticket_ptr, status_ptr, num_tokens, rank, tl.program_id(0), tl.num_programs(0), D, BLOCK_D, ROWS, CHUNK, BLOCK_SLOTS, NUM_RANKS,
     )  # fmt: skip
 
 
@@ -99,6 +101,7 @@ def push_rows_kernel(
     flag_offset,
     call_ptr,
     ticket_ptr,
+    status_ptr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -106,7 +109,7 @@ def push_rows_kernel(
     NUM_RANKS: tl.constexpr,
 ):
     """Store finished rows (N, WIDTH) into their return slots: the combine of the serial schedule."""
-    num_rows = tl.load(num_rows_ptr)
+    num_rows = tl.where(failed(status_ptr), 0, tl.load(num_rows_ptr))
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         slot = tl.load(return_ptr + row, mask=row < num_rows, other=-1)
@@ -117,7 +120,7 @@ def push_rows_kernel(
             mask = (slot >= 0)[:, None] & (column < WIDTH)[None, :]
             value = tl.load(rows_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask)
             tl.store(out[:, None] + column[None, :], value, mask=mask)
-    signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), NUM_RANKS)
+    signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), status_ptr, NUM_RANKS)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "timeout_ns"])
@@ -147,7 +150,7 @@ def combine_kernel(
         wait_for(
             returned_ptr + ranks, ranks, tl.load(call_ptr), deadline(status_ptr, timeout_ns), status_ptr, STAGE_COMBINE
         )
-    failed = tl.load(status_ptr) != 0
+    is_lost = failed(status_ptr)
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     for item in range(tl.program_id(0), num_tokens * blocks, tl.num_programs(0)):
         token = (item // blocks).to(tl.int64)
@@ -162,7 +165,7 @@ def combine_kernel(
                 acc = tl.where(used, tl.fma(value, tl.full((BLOCK_D,), 1.0, tl.float32) * weight, acc), acc)
             else:
                 acc = tl.where(used, acc + value, acc)
-        if failed:
+        if is_lost:
             acc = acc * float("nan")
         tl.store(out_ptr + token * D + column, narrow(acc, out_ptr.dtype.element_ty), mask=inside)
 
@@ -215,7 +218,7 @@ def expand_kernel(
         if program < push_programs:
             push_tokens(
                 x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
-                finished_offset, call_ptr, ticket_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
+                finished_offset, call_ptr, ticket_ptr, status_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
                 CHUNK, RECEIVE_BLOCK, NUM_RANKS,
             )  # fmt: skip
     deadline_ns = deadline(status_ptr, timeout_ns)

@@ -68,7 +68,8 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        return f"{self.overlap}/{self.tile_order}"
+        copied = "/copy" if self.transfer == "copy" else ""
+        return f"{self.overlap}/{self.tile_order}{copied}"
 
 
 DEFAULT_SCHEDULES = {
@@ -120,6 +121,11 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             tile.rows in (64, 128) and ROW_ALIGN % tile.rows == 0,
             f"{name}.rows is {tile.rows}; it must be 64 or 128 (segments are aligned to {ROW_ALIGN})",
         )
+        need(
+            tile.depth >= 16 and ROW_ALIGN % tile.depth == 0,
+            f"{name}.depth is {tile.depth}; it must be 16, 32, 64 or 128 (segments are walked in such steps)",
+        )
+        need(1 <= tile.group_rows <= 64, f"{name}.group_rows is {tile.group_rows}; it must be 1 to 64")
         need(
             tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
             f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",

@@ -1,0 +1,130 @@
+"""What goes wrong around a call, on the real backend, interpreted: late ranks, overflow, memory in bad places."""
+
+import dataclasses
+
+import pytest
+import torch
+from fused_rank import SCHEDULE
+from hopper_on_host import host_backends
+
+from uniep.backends.base import Inputs, Needs
+from uniep.config import MoEConfig
+from uniep.errors import CapacityError, ConfigError, PeerTimeoutError, UnsupportedError
+from uniep.taskflow.schedule import Tile, is_valid
+from uniep.weights import ExpertWeights
+
+SHAPE = {"hidden": 72, "ffn": 136, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 40, "dtype": torch.float16}
+RUN_AHEAD = 0x7000_0000_0000_0010  # an address that nobody has
+
+
+def inputs(cfg: MoEConfig, rank: int, ranks: int) -> Inputs:
+    generator = torch.Generator().manual_seed(rank)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(cfg.dtype)
+
+    tokens, local = cfg.max_tokens_per_rank, cfg.num_experts // ranks
+    w13, w2 = normal(local, 2 * cfg.ffn, cfg.hidden), normal(local, cfg.hidden, cfg.ffn)
+    ids_TK = torch.randint(0, cfg.num_experts, (tokens, cfg.top_k), generator=generator)
+    weights_TK = torch.rand(tokens, cfg.top_k, generator=generator)
+    return Inputs(normal(tokens, cfg.hidden), ids_TK, weights_TK, ExpertWeights((w13,), (w2,), "stacked"))
+
+
+@pytest.mark.parametrize("transfer", ["push", "copy"])
+def test_a_rank_that_comes_after_its_peer_gave_up_gets_an_error(transfer):
+    """Never a sum of what the peer did not send."""
+    cfg = MoEConfig(**SHAPE)
+    backends = host_backends(cfg, 2, dataclasses.replace(SCHEDULE, transfer=transfer), timeout_s=0.3)
+    for rank, backend in enumerate(backends):
+        with pytest.raises(PeerTimeoutError):
+            backend.forward(inputs(cfg, rank, 2), save=False)
+            backend.check()
+
+
+def test_overflow_seen_late_reads_nothing():
+    """The host queues the backward before it sees that rows did not fit: no address of no row is followed."""
+    cfg = MoEConfig(**SHAPE | {"max_rows": 20, "num_experts": 2, "max_tokens_per_rank": 400})
+    backend = host_backends(cfg, 1, SCHEDULE)[0]
+    given, check, empty = inputs(cfg, 0, 1), backend.planner.check, torch.empty
+    backend.planner.check = lambda: None
+    y_TD, saved = backend.forward(given, save=True)
+    assert y_TD.isnan().all()
+
+    def filled(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(RUN_AHEAD) if made.dtype == torch.int64 else made
+
+    torch.empty = filled
+    try:
+        grads = backend.backward(torch.ones_like(y_TD), given, saved, Needs())
+    finally:
+        torch.empty = empty
+    assert all(gradient.isnan().all() for gradient in (grads.x, *grads.w13, *grads.w2))
+    with pytest.raises(CapacityError, match="max_rows=20"):
+        check()
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 1.5, 3.0])
+def test_pipelined_waits_as_long_as_it_is_told(timeout_s):
+    """Twice the timeout in nanoseconds does not fit 32 bits from 1.07 s on."""
+    cfg = MoEConfig(**SHAPE)
+    backend = host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap="pipelined"), timeout_s=timeout_s)[0]
+    backend.forward(inputs(cfg, 0, 1), save=False)
+    backend.check()
+
+
+@pytest.mark.parametrize("which", ["transposed", "every other value", "odd address"])
+def test_weights_that_block_loads_cannot_read_are_refused_before_anything_moves(which):
+    cfg = MoEConfig(**SHAPE)
+    backend, given = host_backends(cfg, 1, SCHEDULE)[0], inputs(cfg, 0, 1)
+    w2 = given.experts.w2[0]
+    if which == "transposed":
+        bad = w2.transpose(1, 2).contiguous().transpose(1, 2)
+    elif which == "every other value":
+        bad = torch.zeros(*w2.shape[:2], 2 * w2.shape[2], dtype=w2.dtype)[..., ::2]
+    else:
+        bad = torch.zeros(w2.numel() + 1, dtype=w2.dtype)[1:].view(w2.shape)
+    experts = ExpertWeights(given.experts.w13, (bad,), "stacked")
+    with pytest.raises(UnsupportedError, match="w2 has strides"):
+        backend.forward(dataclasses.replace(given, experts=experts), save=False)
+    assert backend.planner.calls_made == 0
+
+
+def test_x_and_gradients_at_odd_addresses():
+    cfg = MoEConfig(**SHAPE)
+    backend, given = host_backends(cfg, 1, SCHEDULE)[0], inputs(cfg, 0, 1)
+    dy_TD = torch.randn(given.x_TD.shape).to(cfg.dtype)
+
+    def odd(matrix: torch.Tensor) -> torch.Tensor:
+        moved = torch.empty(matrix.numel() + 1, dtype=matrix.dtype)[1:].view(matrix.shape)
+        assert moved.data_ptr() % 16
+        return moved.copy_(matrix)
+
+    results = []
+    for x, dy in ((given.x_TD, dy_TD), (odd(given.x_TD), odd(dy_TD))):
+        moved = dataclasses.replace(given, x_TD=x)
+        y_TD, saved = backend.forward(moved, save=True)
+        got = backend.backward(dy, moved, saved, Needs())
+        results.append((y_TD, got.x, got.w13[0], got.w2[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_programs_that_would_all_push_are_refused():
+    import hopper_on_host
+
+    cfg, schedule = MoEConfig(**SHAPE), dataclasses.replace(SCHEDULE, transfer="push")
+    backend = host_backends(cfg, 2, schedule)[0]
+    backend.schedule = dataclasses.replace(schedule, push_programs=backend.sms)
+    with pytest.raises(ConfigError, match=f"push_programs is {backend.sms}"):
+        hopper_on_host.hopper.HopperBackend._check_push(backend)
+
+
+def test_tiles_that_would_read_other_segments_are_refused():
+    for name, tile in (
+        ("weight_gradient", Tile(depth=256)),
+        ("gemm2", Tile(group_rows=65)),
+        ("gemm1", Tile(group_rows=0)),
+    ):
+        assert any(
+            name in reason for reason in is_valid(dataclasses.replace(SCHEDULE, **{name: tile}), MoEConfig(**SHAPE))
+        )
