@@ -326,7 +326,8 @@ def _hopper(c: _Call) -> list[Buffer]:
     plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, capacity // c.schedule.gemm1.rows, c.tokens)))
     arrays = hopper_arrays(cfg, c.ep_size, c.schedule)
     expanded = c.schedule.operand == "expanded"
-    kept = (rows, cfg.hidden) if expanded else arrays["receive"][0]
+    received = arrays["receive"][0] if c.schedule.received == "saved" else (0, cfg.hidden)
+    kept = (rows, cfg.hidden) if expanded else received
     copies = [("results", "results (and dX) of every row")] if c.schedule.overlap == "serial" else []
     return [
         *c.shared(arrays),

@@ -34,6 +34,8 @@ SCHEDULES = {
     "copied, serial": Schedule(transfer="copy", overlap="serial"),
     "pipelined": Schedule(transfer="copy", overlap="pipelined"),
     "pipelined, pushed": Schedule(transfer="push", overlap="pipelined", down_programs=7),
+    "copied again": Schedule(transfer="copy", received="again"),
+    "pushed again": Schedule(transfer="push", received="again"),
 }
 SHAPE = {"hidden": 512, "ffn": 264, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 1024}
 
@@ -466,6 +468,27 @@ def check_collective_backend(r):
     data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
     wrong = differing(r.once(cfg, data, SERIAL), r.once(cfg, data, backend="nccl"))
     assert not wrong, wrong
+
+
+def check_graph(r):
+    """A captured sync-free forward, replayed with other tokens: the bits of a call."""
+    cfg = MoEConfig(**SHAPE, max_rows=8192)
+    x, ids, weights, w13, w2, _ = r.data(cfg, 700)
+    for how in ("copied", "pushed", "pipelined"):
+        with Workspace(cfg, r.group, schedule=SCHEDULES[how], timeout_s=10) as workspace:
+            for _ in range(2):
+                uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                y = uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+            for seed in range(3):
+                x.copy_(r.data(cfg, 700, seed=seed)[0])
+                graph.replay()
+                torch.cuda.synchronize()
+                workspace.check()
+                replayed = y.clone()
+                assert torch.equal(uniep.moe(x, ids, weights, w13, w2, workspace=workspace), replayed), f"{how}, {seed}"
 
 
 def check_timeout(r):

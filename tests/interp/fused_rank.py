@@ -21,14 +21,15 @@ RANKS = 2
 TIMEOUT_S = 150
 SMALL = Tile(rows=64, columns=128, depth=64)
 SCHEDULE = Schedule(gemm1=SMALL, gemm2=SMALL, weight_gradient=SMALL, chunk_tokens=32)
-ROUNDS = (  # overlap, operand, transfer
-    ("serial", "gathered", "push"),
-    ("fused", "gathered", "push"),
-    ("fused", "expanded", "push"),
-    ("serial", "expanded", "copy"),
-    ("pipelined", "gathered", "copy"),
-    ("fused", "expanded", "copy"),
-    ("pipelined", "gathered", "push"),
+ROUNDS = (  # overlap, operand, transfer, received
+    ("serial", "gathered", "push", "saved"),
+    ("fused", "gathered", "push", "saved"),
+    ("fused", "expanded", "push", "saved"),
+    ("serial", "expanded", "copy", "saved"),
+    ("pipelined", "gathered", "copy", "saved"),
+    ("fused", "expanded", "copy", "saved"),
+    ("pipelined", "gathered", "push", "again"),
+    ("fused", "gathered", "copy", "again"),
 )
 BEFORE = 1.0  # in main_grads that are added to
 LATE = (  # kernels that a rank starts late, so that its peer has to wait for what they send
@@ -82,13 +83,14 @@ def tensors(case: Case) -> dict[str, Tensor]:
     }
 
 
-def run(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
+def run(backend, case: Case, rank: int, ranks: int, needs: Needs | None = None) -> dict[str, Tensor | None]:
     """Forward and backward of one rank's share: y, dx, dweights, dw13 (e, 2, F, D), dw2."""
     inputs, dy_TD = share(case, rank, ranks)
     y_TD, saved = backend.forward(inputs, save=True)
-    grads = backend.backward(dy_TD, inputs, saved, Needs())
-    dw13 = stacked(case, grads.w13)
-    return {"y": y_TD, "dx": grads.x, "dweights": grads.weights, "dw13": dw13, "dw2": grads.w2[0]}
+    grads = backend.backward(dy_TD, inputs, saved, needs or Needs())
+    dw13 = stacked(case, grads.w13) if grads.w13 else None
+    dw2 = grads.w2[0] if grads.w2 else None
+    return {"y": y_TD, "dx": grads.x, "dweights": grads.weights, "dw13": dw13, "dw2": dw2}
 
 
 def run_main_grad(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
@@ -151,9 +153,15 @@ def main(rank: int, folder: Path) -> None:
 
         backend = hopper_on_host.host_backend(case.config(max(case.tokens)), rank, RANKS, memories, SCHEDULE)
         results = []
-        for overlap, operand, transfer in ROUNDS:
-            backend.schedule = dataclasses.replace(SCHEDULE, overlap=overlap, operand=operand, transfer=transfer)
+        for overlap, operand, transfer, received in ROUNDS:
+            backend.schedule = dataclasses.replace(
+                SCHEDULE, overlap=overlap, operand=operand, transfer=transfer, received=received
+            )
             results.append(run(backend, case, rank, RANKS))
+        # What one rank needs, another may not.
+        part = run(backend, case, rank, RANKS, Needs(rank == 0, rank == 1, rank == 1, rank == 0))
+        for name, value in part.items():
+            assert value is None or torch.equal(value, results[0][name]), f"{name}, needed by rank {rank} only"
         results.append(run_main_grad(backend, case, rank, RANKS))
         torch.save(results, folder / f"result-{number}-{rank}")
 

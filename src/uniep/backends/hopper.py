@@ -44,7 +44,7 @@ PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
-    "push_programs", "down_programs",
+    "push_programs", "down_programs", "received",
 )  # fmt: skip
 
 
@@ -89,6 +89,8 @@ class HopperBackend:
             raise ConfigError(
                 f"gemm1.rows is {rows} and gemm2.rows {self.schedule.gemm2.rows}; on GPUs both walk one tile table"
             )
+        if (self.schedule.operand, self.schedule.received) == ("expanded", "again"):
+            raise ConfigError("operand='expanded' keeps every row's input, so that nothing can be received='again'")
         self.slots = cfg.max_tokens_per_rank * cfg.top_k
         chunk = self.schedule.chunk_tokens
         if cfg.receive_block % chunk:
@@ -152,6 +154,8 @@ class HopperBackend:
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
         rows = self.planner.capacity if self.cfg.max_rows is not None else new_size()
         kept = rows if self.schedule.operand == "expanded" else self.arena.views["receive"].shape[0]
+        if self.schedule.received == "again":
+            kept = 0
         h, inputs = (rows, 2, self.cfg.ffn), (kept, self.cfg.hidden)
         return [*self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(inputs)]
 
@@ -233,9 +237,11 @@ class HopperBackend:
         return y_TD, ([*plan.saved(), h_N2F, kept] if h_N2F is not None and kept is not None else [])
 
     def _keep(self, receive: Tensor) -> Tensor:
-        """A copy of the receive buffer for the weight gradient, made beside the GEMM that follows."""
+        """A copy of the receive buffer for the weight gradient, made beside the GEMM that follows; or nothing."""
         from uniep.kernels.call import copy
 
+        if self.schedule.received == "again":
+            return receive[:0].clone()
         kept = torch.empty_like(receive)
         self._fork(self.copies)
         copy(kept, receive, self.copies)
@@ -310,6 +316,9 @@ class HopperBackend:
         accumulate = main_grads is not None and main_grads.accumulate
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
+        again = self.schedule.received == "again"
+        if again:
+            x = x[0], dy[1]  # where it will be
         if needs.w13 or needs.w2:
             address_2N = torch.empty(2, plan.num_rows + ROW_ALIGN, dtype=torch.int64, device=self.device)
             launch.launch_row_addresses(x, dy, rows, self.sms, address_2N)
@@ -320,6 +329,8 @@ class HopperBackend:
                 dy_address_N, act_NF, 0, dw2[0], *how, transposed=False, accumulate=accumulate
             )
             self.mark("weight_gradient")
+        if again:
+            self._dispatch_again(x[0], plan)
         if needs.w13:
             dw13 = main_grads.w13 if main_grads else tuple(fresh(w) for w in experts.w13)
             x_N = x[1] if self.schedule.operand == "expanded" else x_address_N
@@ -393,14 +404,28 @@ class HopperBackend:
 
     def _dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
         """Serial schedule: push all tokens (unless copies are under way), wait until all have arrived."""
-        from uniep.kernels.launch import launch_push_tokens
-
         if self.num_ranks == 1 or self._fused or self._stay_local:
             return
+        self._send_listed(x_TD, plan, peers)
+
+    def _send_listed(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
+        from uniep.kernels.launch import launch_push_tokens
+
         if not self._copying:
             launch_push_tokens(x_TD, plan.rows, peers, self.sms)
         self.planner.wait("finished", 2)
         self.mark("dispatch")
+
+    def _dispatch_again(self, x_TD: Tensor, plan: DevicePlan) -> None:
+        """In the backward, when nobody reads dO any more: all tokens, once more."""
+        if self.num_ranks == 1 or self._stay_local:
+            return
+        self._join()  # what reads the number of this call
+        self.planner.enter(None, None, x_TD.shape[0])
+        self.planner.wait("entered", 1)
+        if self._copying:
+            self._send_all(x_TD)
+        self._send_listed(x_TD, plan, self._peers())
 
     def _expand(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> Tensor:
         """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
