@@ -23,8 +23,11 @@ from hopper_on_host import host_backend, install
 
 from cases import SHAPES
 from uniep.backends.base import Inputs, MainGrads, Needs
+from uniep.backends.local_experts import KernelExperts, Routed, Tokens
 from uniep.config import MoEConfig
 from uniep.kernels.lint import inspect, offline
+from uniep.routing import build_plan
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES
 from uniep.weights import ExpertWeights
 
 TOKENS = 8192
@@ -95,9 +98,22 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         main_grads = [tuple(torch.empty(t.shape) for t in ts) for ts in (experts.w13, experts.w2)]
         for accumulate in (False, True):
             backend.backward(x_TD, inputs, saved, Needs(), MainGrads(*main_grads, accumulate))
+        run_collective(cfg, case.ep_size, inputs)
     finally:
         JITFunction.run = run
     return launched
+
+
+def run_collective(cfg: MoEConfig, ep_size: int, inputs: Inputs) -> None:
+    """What the collective backend launches, with few tokens: their number is no constant."""
+    x_TD, ids_TK = inputs.x_TD[:64], inputs.ids_TK[:64]
+    plan = build_plan([ids_TK, *[ids_TK[:0]] * (ep_size - 1)], 0, cfg)
+    local = KernelExperts(cfg, 0, DEFAULT_SCHEDULES["nccl"], torch.device("cpu"))
+    tokens, routed = Tokens(x_TD, x_TD[:1]), Routed(plan, torch.zeros(plan.num_rows))
+    _, h_NF = local.forward(tokens, routed, inputs.experts, True)
+    local.backward(tokens, tokens, routed, inputs.experts, h_NF, Needs())
+    returns_TKD = x_TD[:, None].expand(-1, cfg.top_k, -1)
+    local.combine(returns_TKD, ids_TK, inputs.weights_TK[:64] if cfg.weight_at == "output" else None)
 
 
 def every_case() -> list[Case]:

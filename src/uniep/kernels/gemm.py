@@ -317,11 +317,8 @@ def product_tile(
         else:
             part = 1 - half if UP_FIRST else half
             acc = tl.dot(a, b_desc.load([expert, part, depth, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N), acc)
-    if dtype == tl.float32 and not SCATTER:
-        store_fp32(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
-        return
-    left, right = halves(acc, BLOCK_M, BLOCK_N)
     if SCATTER:
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
         slot = tl.load(return_ptr + row + tl.arange(0, BLOCK_M))
         base = tl.load(returns_table_ptr + tl.maximum(slot, 0) // SLOTS)
         address = base + (tl.maximum(slot, 0) % SLOTS).to(tl.int64) * (WIDTH * (dtype.primitive_bitwidth // 8))
@@ -335,7 +332,10 @@ def product_tile(
             tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used & (column < WIDTH)[None, :])
             column += HALF
             tl.store(ptrs[:, None] + column[None, :], narrow(right, dtype), mask=used & (column < WIDTH)[None, :])
+    elif dtype == tl.float32:
+        store_fp32(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
     else:
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
         out_desc.store([row, n * BLOCK_N], narrow(left, dtype))
         out_desc.store([row, n * BLOCK_N + HALF], narrow(right, dtype))
 
