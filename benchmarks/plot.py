@@ -1,6 +1,6 @@
 """A picture of uniep's speedup over the best peer of the same run, for each shape.
 
-python benchmarks/plot.py benchmarks/results/h200x2_*.json --out docs/speedup.png
+python benchmarks/plot.py benchmarks/results/h200x2_layer.json --out docs/images/speedup.png
 """
 
 from __future__ import annotations
@@ -27,43 +27,52 @@ def bound(timing: Timing) -> float | None:
 
 
 def draw(timings: list[Timing], out: Path) -> None:
-    """One bar per shape and direction; `timings` are of one machine, token count, routing and load."""
-    shapes = list(dict.fromkeys(timing.shape for timing in timings))
-    directions = [d for d in DIRECTIONS if any(timing.direction == d for timing in timings)]
-    width = 0.76 / len(directions)
+    """One bar per shape and direction, one panel per machine; `timings` are of one token count, routing and load."""
+    machines = list(dict.fromkeys(timing.machine for timing in timings))
+    widest = max(len({t.shape for t in timings if t.machine == machine}) for machine in machines)
     with plt.rc_context({"font.size": 11, "axes.edgecolor": GRID, "text.color": INK, "axes.labelcolor": INK}):
-        figure, axes = plt.subplots(figsize=(1.7 + 1.75 * len(shapes), 4.8), dpi=160)
-        top = 1.0
-        for number, direction in enumerate(directions):
-            label: str | None = DIRECTIONS[direction]
-            for timing in timings:
-                if timing.direction != direction or timing.speedup is None:
-                    continue
-                x = shapes.index(timing.shape) + (number - (len(directions) - 1) / 2) * width
-                axes.bar(x, timing.speedup, width * 0.92, color=COLORS[direction], label=label, zorder=2)
-                label = None
-                _annotate(axes, x, timing, width)
-                top = max(top, timing.speedup, bound(timing) or 0)
-        axes.axhline(1, color=INK, linewidth=1.2, zorder=3)
-        axes.plot([], [], color=INK, linewidth=2, linestyle=(0, (2, 1)), label="peers with all communication hidden")
-        axes.set_xticks(range(len(shapes)), shapes)
-        axes.set_ylim(0, top * 1.25)
-        axes.set_ylabel("speedup over the best peer")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-        axes.grid(axis="y", color=GRID, zorder=0)
-        axes.tick_params(length=0, colors=INK)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
-        axes.legend(frameon=False, ncols=3, loc="upper right", fontsize=9.5)
-        first = timings[0]
-        axes.set_title("uniep: one expert-parallel MoE layer", loc="left", fontsize=14, fontweight="bold", pad=28)
-        detail = f"{first.machine}, {first.tokens} tokens per GPU, {first.routing} routing, load: {first.load}"
-        axes.text(0, 1.03, detail, transform=axes.transAxes, color="#6b7280", fontsize=10)
-        source = f"commit {first.meta['commit']}, {first.meta['date'][:10]}"
-        figure.text(0.995, 0.01, source, ha="right", color="#9aa1ac", fontsize=8)
+        size = (1.7 + 1.75 * widest, 4.8 * len(machines))
+        figure, panels = plt.subplots(len(machines), figsize=size, dpi=160, squeeze=False)
+        for axes, machine in zip(panels[:, 0], machines, strict=True):
+            _panel(axes, [timing for timing in timings if timing.machine == machine])
+        sources = {f"commit {t.meta['commit']}, {t.meta['date'][:10]}": None for t in timings}
+        figure.text(0.995, 0.005, "; ".join(sources), ha="right", color="#9aa1ac", fontsize=8)
         figure.tight_layout()
         figure.savefig(out)
         plt.close(figure)
+
+
+def _panel(axes: Any, timings: list[Timing]) -> None:
+    shapes = list(dict.fromkeys(timing.shape for timing in timings))
+    directions = [d for d in DIRECTIONS if any(timing.direction == d for timing in timings)]
+    width = 0.76 / len(directions)
+    top = 1.0
+    for number, direction in enumerate(directions):
+        label: str | None = DIRECTIONS[direction]
+        for timing in timings:
+            if timing.direction != direction or timing.speedup is None:
+                continue
+            x = shapes.index(timing.shape) + (number - (len(directions) - 1) / 2) * width
+            axes.bar(x, timing.speedup, width * 0.92, color=COLORS[direction], label=label, zorder=2)
+            label = None
+            _annotate(axes, x, timing, width)
+            top = max(top, timing.speedup, bound(timing) or 0)
+    axes.axhline(1, color=INK, linewidth=1.2, zorder=3)
+    if any(bound(timing) for timing in timings):
+        axes.plot([], [], color=INK, linewidth=2, linestyle=(0, (2, 1)), label="peers with all communication hidden")
+    axes.set_xticks(range(len(shapes)), shapes)
+    axes.set_ylim(0, top * 1.25)
+    axes.set_ylabel("speedup over the best peer")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.grid(axis="y", color=GRID, zorder=0)
+    axes.tick_params(length=0, colors=INK)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, ncols=3, loc="upper right", fontsize=9.5)
+    first = timings[0]
+    axes.set_title("uniep: one expert-parallel MoE layer", loc="left", fontsize=14, fontweight="bold", pad=28)
+    detail = f"{first.machine}, {first.tokens} tokens per GPU, {first.routing} routing, load: {first.load}"
+    axes.text(0, 1.03, detail, transform=axes.transAxes, color="#6b7280", fontsize=10)
 
 
 def _annotate(axes: Any, x: float, timing: Timing, width: float) -> None:
