@@ -53,7 +53,8 @@ def launch(
         given = [_triton_descriptor(a) if isinstance(a, Block) else a for a in args]
         compiled = kernel[(programs,)](*given, **constants, **options)
         if known is None:
-            _known[key] = _Compiled.of(compiled, args, device) or _BY_TRITON
+            sizes = parameter_sizes(kernel, compiled, args) if device >= 0 else None
+            _known[key] = _Compiled(compiled, args, device, sizes) if sizes else _BY_TRITON
 
 
 def copy(target: Tensor, source: Tensor, stream: Any) -> None:
@@ -64,6 +65,31 @@ def copy(target: Tensor, source: Tensor, stream: Any) -> None:
     code = _driver().cuMemcpyDtoDAsync_v2(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream)
     if code:
         raise RuntimeError(f"cuMemcpyDtoDAsync of {source.nbytes} bytes failed with CUDA error {code}")
+
+
+def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Tensor | int | Block]) -> list[int] | None:
+    """Bytes of each parameter of the code; None where they are not what `args` become, and Triton has to launch.
+
+    Integers must not be specialized: the code would hold for the first call's values only.
+    """
+    entry = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
+    sizes = [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(entry)]
+    at, fits = 0, compiled.metadata.global_scratch_size == compiled.metadata.profile_scratch_size == 0
+    for a, parameter in zip(args, kernel.params, strict=False):
+        if isinstance(a, Block):
+            rank = len(a.shape)
+            want = [_MAP_BYTES, *[4] * rank, *[8] * rank]
+        elif isinstance(a, Tensor):
+            want = [8]
+        else:
+            want = sizes[at : at + 1]
+            fits = fits and parameter.do_not_specialize
+        fits = fits and sizes[at : at + len(want)] == want
+        at += len(want)
+    if not fits or sizes[at:] != [8, 8]:  # Triton's two scratch pointers
+        log.warning("kernel %s has unexpected parameters; Triton launches it, slower", compiled.metadata.name)
+        return None
+    return sizes
 
 
 class _ByTriton:
@@ -94,27 +120,6 @@ class _Compiled:
         base = ctypes.addressof(self.memory) + self.offset
         self.parameters = (ctypes.c_void_p * len(places))(*(base + place for place in places))
         self.launch, self.lock = _driver().cuLaunchKernel, threading.Lock()
-
-    @classmethod
-    def of(cls, compiled: Any, args: Sequence[Tensor | int | Block], device: int) -> _Compiled | None:
-        """None where the parameters are not as expected."""
-        if device < 0 or not hasattr(compiled, "metadata"):
-            return None
-        entry = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
-        sizes = [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(entry)]
-        at, fits = 0, compiled.metadata.global_scratch_size == compiled.metadata.profile_scratch_size == 0
-        for a in args:
-            if isinstance(a, Block):
-                rank = len(a.shape)
-                want = [_MAP_BYTES, *[4] * rank, *[8] * rank]
-            else:
-                want = [8] if isinstance(a, Tensor) else sizes[at : at + 1]
-            fits = fits and sizes[at : at + len(want)] == want
-            at += len(want)
-        if not fits or sizes[at:] != [8, 8]:  # Triton's two scratch pointers
-            log.warning("kernel %s has unexpected parameters; Triton launches it, slower", compiled.metadata.name)
-            return None
-        return cls(compiled, args, device, sizes)
 
     def run(self, programs: int, args: Sequence[Tensor | int | Block]) -> bool:
         """Launch on the current stream, unless memory is aligned worse than the code was compiled for."""
