@@ -33,7 +33,7 @@ SCHEDULES = {
     "copied": Schedule(transfer="copy"),
     "copied, serial": Schedule(transfer="copy", overlap="serial"),
     "pipelined": Schedule(transfer="copy", overlap="pipelined"),
-    "pipelined, pushed": Schedule(transfer="push", overlap="pipelined", down_programs=7),
+    "pipelined, pushed": Schedule(transfer="push", overlap="pipelined", down_sms=7),
     "copied again": Schedule(transfer="copy", received="again"),
     "pushed again": Schedule(transfer="push", received="again"),
 }

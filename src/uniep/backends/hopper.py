@@ -44,7 +44,7 @@ PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
-    "push_programs", "down_programs", "received",
+    "push_programs", "down_sms", "received",
 )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ class HopperBackend:
     def _check_push(self) -> None:
         """Somebody must be left to compute while tokens are pushed."""
         s = self.schedule
-        reserved = s.down_programs if s.overlap == "pipelined" else 0
+        reserved = s.down_sms if s.overlap == "pipelined" else 0
         programs = (self.sms - min(reserved, self.sms // 2)) * min(s.gemm1.programs_per_sm, s.gemm2.programs_per_sm)
         if self.num_ranks > 1 and s.transfer == "push" and s.push_programs >= programs:
             raise ConfigError(
@@ -210,7 +210,7 @@ class HopperBackend:
         self._dispatch(x_TD, plan, peers)
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
         pipelined = schedule.overlap == "pipelined"
-        down_sms = min(schedule.down_programs, self.sms // 2) if pipelined else 0
+        down_sms = min(schedule.down_sms, self.sms // 2) if pipelined else 0
         if pipelined:
             self._fork(side)
         launch.launch_gate_up(
@@ -233,6 +233,7 @@ class HopperBackend:
         y_TD = torch.empty_like(x_TD)
         weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
         launch.launch_combine(self.arena.views["returns"], inputs.ids_TK, weights_TK, peers, self.sms, y_TD, wait=True)
+        self._join()
         self.mark("combine")
         return y_TD, ([*plan.saved(), h_N2F, kept] if h_N2F is not None and kept is not None else [])
 

@@ -46,7 +46,7 @@ class Schedule:
     gemm1, gemm2: tiles of the forward GEMMs; gemm2 also serves dgrad1 and dgrad2.  weight_gradient: of dW13 and
         dW2; its rows and columns tile the output.  (The CPU takes gemm1 and gemm2 for the backward, too.)
     push_programs: GPU programs that push tokens before they join the other work.
-    down_programs: multiprocessors of the pipelined down product until gate and up are done.
+    down_sms: multiprocessors of the pipelined down product until gate and up are done.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
     received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
         "again", the tokens are dispatched again (no memory between forward and backward).
@@ -61,7 +61,7 @@ class Schedule:
     chunk_tokens: int = 64
     weight_gradient: Tile = Tile()
     push_programs: int = 16
-    down_programs: int = 32
+    down_sms: int = 32
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
@@ -130,7 +130,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
             f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",
         )
-    for name in ("chunk_tokens", "push_programs", "down_programs", "matrix_workers", "vector_workers"):
+    for name in ("chunk_tokens", "push_programs", "down_sms", "matrix_workers", "vector_workers"):
         value = getattr(schedule, name)
         need(value >= 1, f"{name} is {value}; it must be at least 1")
     return reasons

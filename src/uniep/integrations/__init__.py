@@ -1,0 +1,1 @@
+"""Thin adapters to training frameworks, each imported on demand: `from uniep.integrations import hf`."""

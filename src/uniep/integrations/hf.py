@@ -1,0 +1,317 @@
+"""Hugging Face transformers: its MoE models with their experts run by uniep.
+
+    from uniep.integrations import hf
+
+    hf.register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="uniep")  # one device
+    model = AutoModelForCausalLM.from_pretrained(                                       # under torchrun
+        name, distributed_config=DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="uniep"))
+    print(hf.status(model))
+
+The model keeps its modules and parameters (gate_up_proj (e, 2F, D), gate rows first, and down_proj (e, D, F)), so
+checkpoints, optimizers and FSDP2 see what they saw before; uniep reads the parameters where they lie.  Routing stays the
+model's own.  What uniep would compute differently is refused with UnsupportedError, never approximated: `status` says
+which layers those are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import fnmatch
+import functools
+import importlib.metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from uniep.config import DTYPES, MoEConfig, align_rows
+from uniep.errors import ConfigError, UnsupportedError
+from uniep.nn.functional import moe
+from uniep.workspace import Workspace
+
+__all__ = ["LayerStatus", "Registration", "Status", "register", "status"]
+
+NAME = "uniep"
+NEEDED = "5.23"
+"""First version of transformers with a registry of expert-parallel implementations."""
+
+_MARK = "_uniep_ep_size"
+"""Attribute of experts modules that exchange tokens through uniep."""
+
+
+class Registration:
+    """What `register` made: the Workspaces of all layers, one per group and shape, and their options.
+
+    options: keywords of `Workspace`.
+    max_tokens_per_rank: None, or T for all Workspaces.
+    """
+
+    def __init__(self, max_tokens_per_rank: int | None, max_rows: int | None, options: dict[str, Any]) -> None:
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.max_rows = max_rows
+        self.options = options
+        self._made: dict[tuple, list[Workspace]] = {}
+
+    @property
+    def workspaces(self) -> list[Workspace]:
+        """All that are open."""
+        return [workspace for made in self._made.values() for workspace in made]
+
+    def free(self) -> None:
+        """Close all Workspaces: before `destroy_process_group`, or to have the memory back.  Not collective.
+
+        Graphs that wait for their backward are lost.  Later calls make new Workspaces, all ranks together.
+        """
+        for workspace in self.workspaces:
+            workspace.close()
+        self._made.clear()
+
+    def run(self, experts: nn.Module, group: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """`uniep.moe` on the parameters of `experts`.  Collective over `group`."""
+        w13, w2 = experts.gate_up_proj, experts.down_proj
+        if reason := _refused_tensors(w13, w2):
+            raise UnsupportedError(f"uniep cannot run {_name(experts)}: {reason}")
+        device = x_TD.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        shape = MoEConfig(
+            hidden=w13.shape[2],
+            ffn=w2.shape[2],
+            num_experts=w13.shape[0] * (1 if group is None else dist.get_world_size(group)),
+            top_k=ids_TK.shape[1],
+            max_tokens_per_rank=self.max_tokens_per_rank or 1,
+            max_rows=self.max_rows,
+            dtype=autocast or w13.dtype,
+        )
+        workspace = self._workspace(shape, group, x_TD)
+        y_TD = moe(x_TD.to(shape.dtype), ids_TK, weights_TK, w13, w2, workspace=workspace)
+        return y_TD.to(x_TD.dtype)
+
+    def _workspace(self, shape: MoEConfig, group: Any, x_TD: Tensor) -> Workspace:
+        """The newest of its kind.  Without a given max_tokens_per_rank it is one that takes every rank's tokens.
+
+        Smaller ones stay open, because graphs may go back through them; sizes at least double, so that all of them
+        together are smaller than the newest.
+        """
+        made = self._made.setdefault((group, x_TD.device, shape), [])
+        if self.max_tokens_per_rank is not None:
+            if not made:
+                made.append(Workspace(shape, group, device=x_TD.device, **self.options))
+            return made[-1]
+        needed = len(x_TD)
+        if group is not None:
+            most = torch.tensor(needed, device=x_TD.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            needed = int(most)
+        room = made[-1].cfg.max_tokens_per_rank if made else 0
+        if needed > room or not made:
+            cfg = dataclasses.replace(shape, max_tokens_per_rank=max(align_rows(needed), 2 * room, 1))
+            made.append(Workspace(cfg, group, device=x_TD.device, **self.options))
+        return made[-1]
+
+
+class _OneDevice:
+    """An experts function, as transformers' ExpertsInterface calls it."""
+
+    def __init__(self, registration: Registration) -> None:
+        self.registration = registration
+
+    def __call__(self, experts: nn.Module, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        _refuse(experts)
+        unused = ids_TK >= experts.gate_up_proj.shape[0]  # experts of other devices
+        return self.registration.run(experts, None, x_TD, ids_TK.masked_fill(unused, -1), weights_TK)
+
+
+class _ExpertParallel:
+    """An expert-parallel implementation, as transformers' EPImplementationInterface makes one per experts module."""
+
+    def __init__(self, registration: Registration, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        _refuse(experts)
+        self.registration, self.experts = registration, experts
+        self.group = ep_mesh.get_group()
+        self.tp_mesh = tp_mesh
+        setattr(experts, _MARK, ep_mesh.size())
+
+    def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self.tp_mesh.size() == 1:
+            return self.registration.run(self.experts, self.group, x_TD, ids_TK, weights_TK)
+        # Ranks of a tensor-parallel group hold the same tokens: each sends a slice, and all get all results.
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        whole, sliced = [Replicate()], [Shard(0)]
+        parts = [
+            DTensor.from_local(t, self.tp_mesh, whole, run_check=False).redistribute(self.tp_mesh, sliced).to_local()
+            for t in (x_TD, ids_TK, weights_TK)
+        ]
+        y = self.registration.run(self.experts, self.group, *parts)
+        return DTensor.from_local(y, self.tp_mesh, sliced, shape=x_TD.shape, stride=(x_TD.shape[1], 1)).full_tensor()
+
+
+def register(
+    *,
+    max_tokens_per_rank: int | None = None,
+    max_rows: int | None = None,
+    backend: str = "auto",
+    schedule: Any = None,
+    timeout_s: float | None = None,
+) -> Registration:
+    """Make "uniep" known to transformers, as experts_implementation and as ep_implementation.
+
+    max_tokens_per_rank: most tokens a rank passes to a layer in one call.  None: Workspaces grow with the calls, and
+        with expert parallelism every call asks all ranks for their number of tokens first, which the host waits for.
+    max_rows, backend, schedule, timeout_s: as for `MoEConfig` and `Workspace`.
+    Returns the Registration that owns the Workspaces; they are freed by its `free`, or at exit.
+    Called again, it counts for models loaded from then on, and for all models on one device.
+
+    Raises UnsupportedError where transformers is missing or older than 5.23.
+    """
+    implementations, functions, _ = _seams()
+    made = Registration(
+        max_tokens_per_rank, max_rows, {"backend": backend, "schedule": schedule, "timeout_s": timeout_s}
+    )
+    atexit.register(made.free)
+    implementations.register(NAME, functools.partial(_ExpertParallel, made))
+    functions.register(NAME, _OneDevice(made))
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStatus:
+    """One MoE layer.  how: what runs it.  why: why that is not uniep; empty if it is."""
+
+    name: str
+    how: str
+    why: str
+
+    @property
+    def active(self) -> bool:
+        """Whether uniep runs it."""
+        return not self.why
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """All MoE layers that `status` was asked for; str() is a table."""
+
+    layers: tuple[LayerStatus, ...]
+
+    @property
+    def num_active(self) -> int:
+        return sum(layer.active for layer in self.layers)
+
+    def __str__(self) -> str:
+        lines = [f"uniep runs {self.num_active} of {len(self.layers)} MoE layers"]
+        for layer in self.layers:
+            lines.append(f"  {layer.name}: {layer.how}" + (f"; not uniep: {layer.why}" if layer.why else ""))
+        return "\n".join(lines)
+
+
+def status(model: nn.Module, pattern: str = "*") -> Status:
+    """Which MoE layers uniep runs, and why not the others.
+
+    pattern: of names of experts modules, as for fnmatch, e.g. "model.layers.3.*".
+
+    Raises ConfigError if no MoE layer of the model matches.
+    """
+    experts = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    found = {name: module for name, module in experts.items() if fnmatch.fnmatchcase(name, pattern)}
+    if not found:
+        some = ", ".join(list(experts)[:3]) or "none"
+        raise ConfigError(
+            f"pattern {pattern!r} matches none of the {len(experts)} MoE layers of {type(model).__name__} "
+            f"(first names: {some}); pass a pattern that does"
+        )
+    return Status(tuple(LayerStatus(name, *_layer(module)) for name, module in found.items()))
+
+
+def _layer(experts: nn.Module) -> tuple[str, str]:
+    """How it runs, and why not through uniep."""
+    if ep_size := getattr(experts, _MARK, 0):
+        return f"uniep, expert parallel over {ep_size} ranks", ""
+    if reason := _refused(experts):
+        return "transformers", reason
+    chosen = experts.config._experts_implementation or "eager"
+    ours = chosen == NAME
+    if getattr(experts, "_is_expert_parallel", False):
+        if ours:
+            return "uniep on this rank's experts, tokens exchanged by transformers", ""
+        return f"transformers, {chosen!r}", "ep_implementation is another one; pass ep_implementation='uniep'"
+    if ours:
+        return "uniep on one device", ""
+    return (
+        f"transformers, {chosen!r}",
+        f"experts_implementation is {chosen!r} and no expert parallelism was applied (that takes ep_size > 1); pass "
+        "experts_implementation='uniep', or a DistributedConfig with ep_size and ep_implementation='uniep'",
+    )
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Experts that transformers lets others run, and those it does not (by their names)."""
+    return hasattr(module, "is_concatenated") or type(module).__name__.endswith("Experts")
+
+
+def _refuse(experts: nn.Module) -> None:
+    if reason := _refused(experts):
+        raise UnsupportedError(
+            f"uniep cannot run {_name(experts)}: {reason}; load the model with another experts_implementation and "
+            "ep_implementation, e.g. 'grouped_mm' and 'auto'"
+        )
+
+
+def _name(experts: nn.Module) -> str:
+    kind = getattr(getattr(experts, "config", None), "model_type", "unknown")
+    return f"{type(experts).__name__} of model type {kind!r}"
+
+
+def _refused(experts: nn.Module) -> str:
+    """Why uniep would not compute what these experts compute; empty if it would."""
+    if not hasattr(experts, "is_concatenated"):
+        return "its class is not made with transformers' use_experts_implementation"
+    wanted = {
+        "has_bias": (False, "experts have biases"),
+        "has_gate": (True, "experts have no gate"),
+        "has_post_expert_norm": (False, "a norm follows each expert"),
+        "is_transposed": (False, "weights are stored transposed"),
+        "is_concatenated": (True, "gate and up rows are interleaved"),
+    }
+    for flag, (value, meaning) in wanted.items():
+        if (found := getattr(experts, flag)) != value:
+            return f"{flag} is {found}: {meaning}"
+    _, _, default_gate = _seams()
+    if type(experts)._apply_gate is not default_gate:
+        return "_apply_gate is its own; supported: silu(gate) * up"
+    activation = getattr(experts, "act_fn", None)
+    label = getattr(activation, "__name__", type(activation).__name__)
+    if label not in ("SiLU", "SiLUActivation", "silu"):
+        return f"act_fn is {label}; supported: silu"
+    for name in ("gate_up_proj", "down_proj"):
+        if not isinstance(getattr(experts, name, None), Tensor):
+            return f"it has no tensor {name}"
+    return ""
+
+
+def _refused_tensors(w13: Tensor, w2: Tensor) -> str:
+    for name, tensor in (("gate_up_proj", w13), ("down_proj", w2)):
+        if tensor.dtype not in DTYPES:
+            return f"{name} has dtype {tensor.dtype}; supported: {', '.join(map(str, DTYPES))}"
+        if hasattr(tensor, "full_tensor"):
+            return f"{name} is a DTensor here; its module must run on local tensors (ep_plan 'ep_dispatch_experts')"
+    return ""
+
+
+def _seams() -> tuple[Any, Any, Any]:
+    """(EPImplementationInterface, ExpertsInterface, the gate function that uniep computes)."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+        from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+    except ImportError as cause:
+        try:
+            found = f"transformers {importlib.metadata.version('transformers')} is installed"
+        except importlib.metadata.PackageNotFoundError:
+            found = "transformers is not installed"
+        raise UnsupportedError(
+            f"{found}; uniep.integrations.hf needs transformers >= {NEEDED}, < 6: pip install 'uniep[hf]' ({cause})"
+        ) from cause
+    return EPImplementationInterface, ExpertsInterface, _default_apply_gate
