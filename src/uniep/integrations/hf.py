@@ -9,9 +9,9 @@
     print(hf.status(model))
 
 The model keeps its modules and parameters (gate_up_proj (e, 2F, D), gate rows first, and down_proj (e, D, F)), so
-checkpoints, optimizers and FSDP2 see what they saw before; uniep reads the parameters where they lie.  Routing stays the
-model's own.  What uniep would compute differently is refused with UnsupportedError, never approximated: `status` says
-which layers those are.
+checkpoints, optimizers and FSDP2 see what they saw before; uniep reads the parameters where they lie.  Routing stays
+the model's own.  What uniep would compute differently is refused with UnsupportedError, never approximated: `status`
+says which layers those are.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Registration:
             workspace.close()
         self._made.clear()
 
-    def run(self, experts: nn.Module, group: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def run(self, experts: Any, group: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """`uniep.moe` on the parameters of `experts`.  Collective over `group`."""
         w13, w2 = experts.gate_up_proj, experts.down_proj
         if reason := _refused_tensors(w13, w2):
@@ -118,7 +118,7 @@ class _OneDevice:
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
 
-    def __call__(self, experts: nn.Module, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(self, experts: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         _refuse(experts)
         unused = ids_TK >= experts.gate_up_proj.shape[0]  # experts of other devices
         return self.registration.run(experts, None, x_TD, ids_TK.masked_fill(unused, -1), weights_TK)
@@ -127,7 +127,7 @@ class _OneDevice:
 class _ExpertParallel:
     """An expert-parallel implementation, as transformers' EPImplementationInterface makes one per experts module."""
 
-    def __init__(self, registration: Registration, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+    def __init__(self, registration: Registration, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         _refuse(experts)
         self.registration, self.experts = registration, experts
         self.group = ep_mesh.get_group()
@@ -226,7 +226,7 @@ def status(model: nn.Module, pattern: str = "*") -> Status:
     return Status(tuple(LayerStatus(name, *_layer(module)) for name, module in found.items()))
 
 
-def _layer(experts: nn.Module) -> tuple[str, str]:
+def _layer(experts: Any) -> tuple[str, str]:
     """How it runs, and why not through uniep."""
     if ep_size := getattr(experts, _MARK, 0):
         return f"uniep, expert parallel over {ep_size} ranks", ""
@@ -252,7 +252,7 @@ def _is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_concatenated") or type(module).__name__.endswith("Experts")
 
 
-def _refuse(experts: nn.Module) -> None:
+def _refuse(experts: Any) -> None:
     if reason := _refused(experts):
         raise UnsupportedError(
             f"uniep cannot run {_name(experts)}: {reason}; load the model with another experts_implementation and "
@@ -260,12 +260,12 @@ def _refuse(experts: nn.Module) -> None:
         )
 
 
-def _name(experts: nn.Module) -> str:
+def _name(experts: Any) -> str:
     kind = getattr(getattr(experts, "config", None), "model_type", "unknown")
     return f"{type(experts).__name__} of model type {kind!r}"
 
 
-def _refused(experts: nn.Module) -> str:
+def _refused(experts: Any) -> str:
     """Why uniep would not compute what these experts compute; empty if it would."""
     if not hasattr(experts, "is_concatenated"):
         return "its class is not made with transformers' use_experts_implementation"

@@ -1,0 +1,30 @@
+"""The last lines of a run say, per framework, its version and what ran."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+FRAMEWORKS = {"test_hf.py": "transformers", "test_torch.py": "torch"}
+"""Test file -> distribution it is about."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("integrations")
+    for file, package in FRAMEWORKS.items():
+        if not (Path(__file__).parent / file).exists():
+            continue
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        counts = {}
+        for outcome in ("passed", "failed", "error", "skipped"):
+            reports = terminalreporter.stats.get(outcome, [])
+            counts[outcome] = [r for r in reports if file in r.nodeid and r.when in (None, "call", "setup", "collect")]
+        ran = ", ".join(f"{len(found)} {outcome}" for outcome, found in counts.items() if found) or "nothing ran"
+        reasons = {r.longrepr[2].removeprefix("Skipped: ") for r in counts["skipped"] if isinstance(r.longrepr, tuple)}
+        terminalreporter.write_line(
+            f"{package} {version}: {ran}" + "".join(f"; {reason}" for reason in sorted(reasons))
+        )

@@ -1,0 +1,502 @@
+"""uniep inside Hugging Face transformers: tiny random models against transformers' own experts.
+
+Numbers: a tensor may be as far from fp64 as twice transformers' own result, or one rounding.
+"""
+
+import importlib.metadata
+import os
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'uniep[hf]'")
+
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
+from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+
+import uniep  # noqa: E402
+from uniep.integrations import hf  # noqa: E402
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+}
+OWN = {
+    "Qwen3Moe": {
+        "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "head_dim": 16,
+    },
+    "Mixtral": {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {
+        "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+    },
+    "Olmoe": {"intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3},
+}  # fmt: skip
+MODELS = list(OWN)
+EP2 = {"fsdp_size": 2, "ep_size": 2}
+
+
+def build(kind: str, **changes) -> nn.Module:
+    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **OWN[kind], **changes})
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def batch(rank: int = 0) -> Tensor:
+    """Ranks have different numbers of tokens."""
+    return torch.randint(64, (2, 9 + 4 * rank), generator=torch.Generator().manual_seed(rank))
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated")}
+
+
+def run(model: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
+    """Loss (mean over batches), its gradients, and logits of the first batch."""
+    model.zero_grad()
+    outs = [model(ids, labels=ids) for ids in batches]
+    loss = sum(out.loss for out in outs) / len(outs)
+    loss.backward()
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "logits": outs[0].logits.detach(), **gradients}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def distance(tensor: Tensor, true: Tensor) -> float:
+    return float((tensor.double() - true).norm() / true.norm().clamp_min(1e-30))
+
+
+def check(ours: dict[str, Tensor], theirs: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys() == truth.keys()
+    for name, true in truth.items():
+        error, allowed = distance(ours[name], true), distance(theirs[name], true)
+        if name == "loss":  # a single number may be exact by luck
+            allowed = max(allowed, distance(theirs["logits"], truth["logits"]))
+        rounding = torch.finfo(ours[name].dtype).eps
+        assert error <= 2 * allowed + rounding, f"{name}: {error:.2e}, transformers' own {allowed:.2e}"
+
+
+@pytest.fixture
+def registration():
+    made = hf.register()
+    yield made
+    made.free()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two processes, the whole world of the models they load."""
+    from pool import Pool
+
+    made = Pool(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folder of a model, as from_pretrained reads it."""
+    made: dict[str, str] = {}
+
+    def save(kind: str) -> str:
+        if kind not in made:
+            made[kind] = str(tmp_path_factory.mktemp(kind))
+            build(kind).save_pretrained(made[kind])
+        return made[kind]
+
+    return save
+
+
+def load(world, folder: str, sizes: dict, ep: str | None = None, experts: str | None = None) -> nn.Module:
+    os.environ.update(RANK=str(world.rank), LOCAL_RANK=str(world.rank), WORLD_SIZE=str(world.size))
+    distributed = DistributedConfig(**sizes, **({"ep_implementation": ep} if ep else {}))
+    chosen = {"experts_implementation": experts} if experts else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=distributed, dtype=torch.float32, **chosen
+    )
+
+
+# One device.
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_device(kind, registration):
+    model = build(kind)
+    truth = run(build(kind, experts_implementation="eager").double(), batch())
+    results, tokens = {}, {}
+    for name in ("eager", "grouped_mm", "uniep"):
+        model.set_experts_implementation(name)
+        results[name] = run(model, batch())
+        tokens[name] = model.generate(batch()[:, :5], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    check(results["uniep"], results["grouped_mm"], truth)
+    assert torch.equal(tokens["uniep"], tokens["eager"])
+    found = hf.status(model)
+    assert found.num_active == len(found.layers) == len(experts_of(model)) > 0
+    assert len(registration.workspaces) == 1  # shared by all layers and by generation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_layer_in_each_dtype(dtype, registration):
+    """Experts alone, so that no routing depends on the rounding; one slot is a sentinel."""
+    model = build("Qwen3Moe")
+    experts = experts_of(model)["model.layers.0.mlp.experts"].to(dtype)
+    experts._is_expert_parallel = True
+    x, dy = torch.randn(2, 33, 64).to(dtype)
+    weights = torch.rand(33, 2)
+    ids = torch.randint(8, (33, 2))
+    ids[3, 1], weights[3, 1] = 8, 0.0
+    results = {}
+    for name, cast in (("eager", torch.float64), ("grouped_mm", dtype), ("uniep", dtype)):
+        experts = experts.to(cast)
+        model.set_experts_implementation(name)
+        leaves = [t.to(cast).requires_grad_() for t in (x, weights)]
+        y = experts(leaves[0], ids, leaves[1])
+        inputs = [*leaves, *experts.parameters()]
+        got = torch.autograd.grad(y, inputs, dy.to(cast))
+        results[name] = dict(zip(("y", "x", "weights", "gate_up", "down"), (y.detach(), *got), strict=True))
+    check(results["uniep"], results["grouped_mm"], results["eager"])
+    assert results["uniep"]["y"].dtype == dtype
+
+
+@pytest.mark.parametrize("train_x", [True, False])
+@pytest.mark.parametrize("train_down", [True, False])
+@pytest.mark.parametrize("train_gate_up", [True, False])
+def test_frozen(train_gate_up, train_down, train_x, registration):
+    """Gradients exist where they are required and nowhere else."""
+    model = build("Qwen3Moe", experts_implementation="uniep")
+    experts = experts_of(model)["model.layers.0.mlp.experts"]
+    experts.gate_up_proj.requires_grad_(train_gate_up)
+    experts.down_proj.requires_grad_(train_down)
+    x = torch.randn(7, 64, requires_grad=train_x)
+    y = experts(x, torch.randint(8, (7, 2)), torch.rand(7, 2))
+    if train_gate_up or train_down or train_x:
+        y.sum().backward()
+    leaves = {experts.gate_up_proj: train_gate_up, experts.down_proj: train_down, x: train_x}
+    assert all((leaf.grad is not None) == wanted for leaf, wanted in leaves.items())
+
+
+def test_adapters_on_experts(registration):
+    """A low-rank parametrisation of gate_up_proj trains."""
+
+    class LowRank(nn.Module):
+        def __init__(self, like: Tensor) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(like.shape[0], like.shape[1], 2))
+            self.b = nn.Parameter(torch.randn(like.shape[0], 2, like.shape[2]))
+
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight + self.a @ self.b
+
+    gradients = []
+    for name in ("grouped_mm", "uniep"):
+        model = build("Qwen3Moe", experts_implementation=name)
+        experts = experts_of(model)["model.layers.1.mlp.experts"]
+        experts.gate_up_proj.requires_grad_(False)
+        torch.manual_seed(1)
+        nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", LowRank(experts.gate_up_proj))
+        assert hf.status(model).num_active == (2 if name == "uniep" else 0)
+        gradients.append({n: g for n, g in run(model, batch()).items() if "parametrizations" in n})
+    assert len(gradients[0]) == 2
+    for name, theirs in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], theirs)
+
+
+def test_autocast(registration):
+    """Computes in autocast's dtype, gives x's back."""
+    experts = experts_of(build("Qwen3Moe", experts_implementation="uniep"))["model.layers.0.mlp.experts"]
+    x = torch.randn(7, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = experts(x, torch.randint(8, (7, 2)), torch.rand(7, 2))
+    assert y.dtype == torch.float32
+    assert registration.workspaces[0].cfg.dtype == torch.bfloat16
+    y.sum().backward()
+    assert experts.gate_up_proj.grad.dtype == torch.float32
+
+
+# Workspaces.
+
+
+def call(experts: nn.Module, tokens: int) -> Tensor:
+    return experts(torch.randn(tokens, 64), torch.randint(8, (tokens, 2)), torch.rand(tokens, 2))
+
+
+def test_workspaces_grow_and_are_freed(registration):
+    experts = experts_of(build("Qwen3Moe", experts_implementation="uniep"))["model.layers.0.mlp.experts"]
+    small = call(experts, 7)
+    large = call(experts, 200)
+    assert [w.cfg.max_tokens_per_rank for w in registration.workspaces] == [128, 256]
+    call(experts, 0)
+    assert len(registration.workspaces) == 2
+    (small.sum() + large.sum()).backward()  # also through the one that was outgrown
+    old = registration.workspaces
+    registration.free()
+    with pytest.raises(uniep.ClosedError):
+        old[0].check()
+    call(experts, 300)
+    assert [w.cfg.max_tokens_per_rank for w in registration.workspaces] == [384]
+
+
+def test_given_max_tokens_per_rank():
+    made = hf.register(max_tokens_per_rank=16, backend="cpu", timeout_s=60)
+    experts = experts_of(build("Qwen3Moe", experts_implementation="uniep"))["model.layers.0.mlp.experts"]
+    call(experts, 16)
+    assert made.workspaces[0].timeout_s == 60
+    with pytest.raises(uniep.ConfigError, match="17 tokens but max_tokens_per_rank is 16"):
+        call(experts, 17)
+    made.free()
+
+
+# What is refused, and who says so.
+
+FLAGS = {
+    "has_bias": True,
+    "has_gate": False,
+    "has_post_expert_norm": True,
+    "is_transposed": True,
+    "is_concatenated": False,
+}
+
+
+def experts_like(activation: str = "silu", own_gate: bool = False, **flags) -> nn.Module:
+    class PlainExperts(nn.Module):
+        def __init__(self, config) -> None:
+            super().__init__()
+            self.num_experts = 8
+            self.gate_up_proj = nn.Parameter(torch.randn(8, 64, 64))
+            self.down_proj = nn.Parameter(torch.randn(8, 64, 32))
+            self.act_fn = transformers.activations.ACT2FN[activation]
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            raise NotImplementedError
+
+    if own_gate:
+        PlainExperts._apply_gate = lambda self, gate_up: gate_up
+    made = use_experts_implementation(**flags)(PlainExperts)
+    config = transformers.Qwen3MoeConfig(experts_implementation="uniep")
+    config._experts_implementation = "uniep"
+    return made(config)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_refused_flags(flag, registration):
+    experts = experts_like(**{flag: FLAGS[flag]})
+    with pytest.raises(
+        uniep.UnsupportedError, match=f"PlainExperts of model type 'qwen3_moe': {flag} is {FLAGS[flag]}"
+    ):
+        call(experts, 3)
+    (layer,) = hf.status(nn.ModuleDict({"mlp": experts})).layers
+    assert not layer.active and flag in layer.why and "not uniep" in str(hf.status(nn.ModuleDict({"mlp": experts})))
+
+
+def test_refused_gates_and_dtypes(registration):
+    with pytest.raises(uniep.UnsupportedError, match=r"act_fn is GELU\w*; supported: silu"):
+        call(experts_like("gelu"), 3)
+    with pytest.raises(uniep.UnsupportedError, match="_apply_gate is its own"):
+        call(experts_like(own_gate=True), 3)
+    with pytest.raises(
+        uniep.UnsupportedError, match=r"gate_up_proj has dtype torch.float64; supported: torch.bfloat16"
+    ):
+        call(experts_like().double(), 3)
+    assert call(experts_like(), 3).shape == (3, 64)
+
+
+def test_status(registration):
+    model = build("Qwen3Moe")
+    model.model.layers[1].mlp.experts.act_fn = nn.GELU()
+    assert hf.status(model).num_active == 0
+    assert "experts_implementation is 'grouped_mm'" in hf.status(model).layers[0].why
+    model.set_experts_implementation("uniep")
+    first, second = hf.status(model).layers
+    assert first == hf.LayerStatus("model.layers.0.mlp.experts", "uniep on one device", "")
+    assert second.name == "model.layers.1.mlp.experts" and second.why == "act_fn is GELU; supported: silu"
+    assert str(hf.status(model)).startswith("uniep runs 1 of 2 MoE layers\n")
+    assert hf.status(model, "*.0.mlp.experts").layers == (first,)
+    with pytest.raises(
+        uniep.ConfigError, match=r"'\*.block.\*' matches none of the 2 MoE layers of Qwen3MoeForCausalLM"
+    ):
+        hf.status(model, "*.block.*")
+    with pytest.raises(uniep.ConfigError, match="none of the 0 MoE layers"):
+        hf.status(nn.Linear(2, 2))
+
+
+def test_version(monkeypatch):
+    monkeypatch.setitem(os.sys.modules, "transformers.distributed.expert_parallel", None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.17.0")
+    with pytest.raises(
+        uniep.UnsupportedError, match=r"transformers 5.17.0 is installed; .* needs transformers >= 5.23"
+    ):
+        hf.register()
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(uniep.UnsupportedError, match="transformers is not installed"):
+        hf.register()
+
+
+# Two processes.
+
+
+def train_pair(world, folder: str, kind: str) -> dict:
+    made = hf.register()
+    ids, got = batch(world.rank), {}
+    for name in ("all_to_all", "uniep"):
+        model = load(world, folder, EP2, ep=name)
+        got[name] = run(model, ids)
+        got[f"{name} status"] = str(hf.status(model))
+        if name == "uniep":
+            model.activation_checkpointing_enable()
+            got["checkpointed"] = run(model.train(), ids)
+            model.activation_checkpointing_disable()
+        got[f"{name} tokens"] = model.eval().generate(batch()[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    one = build(kind, experts_implementation="uniep")
+    with torch.no_grad():
+        got["one device logits"] = one(ids).logits
+    got["one device tokens"] = one.generate(batch()[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    made.free()
+    return got
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_expert_parallel(kind, pair, saved):
+    """EP 2 equals transformers' own EP 2 within rounding, and one device in every bit of the logits."""
+    ranks = pair.run(train_pair, saved(kind), kind, timeout=90)
+    reference = build(kind, experts_implementation="eager").double()
+    for rank, got in enumerate(ranks):
+        mean = run(reference, batch(0), batch(1))  # FSDP averages gradients
+        alone = run(reference, batch(rank))
+        truth = {**mean, "loss": alone["loss"], "logits": alone["logits"]}
+        check(got["uniep"], got["all_to_all"], truth)
+        assert got["uniep"].keys() == got["checkpointed"].keys()
+        assert all(torch.equal(got["uniep"][name], value) for name, value in got["checkpointed"].items())
+        assert torch.equal(got["uniep"]["logits"], got["one device logits"])
+        assert torch.equal(got["uniep tokens"], got["all_to_all tokens"])
+        assert torch.equal(got["uniep tokens"], got["one device tokens"])
+        layers = len(experts_of(reference))
+        assert f"uniep runs {layers} of {layers}" in got["uniep status"]
+        assert "uniep, expert parallel over 2 ranks" in got["uniep status"]
+        assert f"uniep runs 0 of {layers}" in got["all_to_all status"]
+        assert "ep_implementation is another one" in got["all_to_all status"]
+
+
+def save_pair(world, folder: str, target: str) -> dict:
+    """Train a step with frozen experts in layer 0, save; and load what was saved."""
+    made = hf.register()
+    model = load(world, folder, EP2, ep="uniep")
+    for parameter in model.model.layers[0].mlp.experts.parameters():
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    got = {"with gradient": set(run(model, batch(world.rank))) - {"loss", "logits"}}
+    optimizer.step()
+    got["parameters"] = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    model.save_pretrained(target)
+    dist.barrier()
+    again = load(world, target, EP2, ep="uniep")
+    with torch.no_grad():
+        got["logits"], got["logits again"] = (m(batch(world.rank)).logits for m in (model, again))
+    made.free()
+    return got
+
+
+def test_save_and_load(pair, saved, registration, tmp_path):
+    """Saved at EP 2, every expert's bytes are found at EP 1 and 2, under its own name; frozen ones did not move."""
+    ranks = pair.run(save_pair, saved("Qwen3Moe"), str(tmp_path), timeout=90)
+    one = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), experts_implementation="uniep")
+    before = dict(build("Qwen3Moe").named_parameters())
+    frozen = {f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+    for rank, got in enumerate(ranks):
+        assert got["with gradient"] == before.keys() - frozen
+        for name, parameter in one.named_parameters():
+            assert torch.equal(parameter, got["parameters"][name]), name
+            assert torch.equal(parameter, before[name]) == (name in frozen), name
+        with torch.no_grad():
+            assert torch.equal(one(batch(rank)).logits, got["logits"])
+        assert torch.equal(got["logits"], got["logits again"])
+
+
+def ragged_pair(world, folder: str) -> list:
+    """Only rank 1's batch outgrows the Workspace; then a rank has no tokens for an expert layer."""
+    made = hf.register()
+    model = load(world, folder, EP2, ep="uniep")
+    first = model(batch(0)).logits
+    large = torch.randint(64, (4, 50), generator=torch.Generator().manual_seed(5))
+    second = model(large if world.rank else batch(0)).logits
+    sizes = [w.cfg.max_tokens_per_rank for w in made.workspaces]
+    (first.sum() + second.sum()).backward()
+    experts = model.model.layers[0].mlp.experts
+    experts.zero_grad()
+    tokens = 5 * world.rank
+    call(experts, tokens).sum().backward()
+    gradient = whole(experts.gate_up_proj.grad)
+    made.free()
+    return [sizes, bool(gradient.any()), len(made.workspaces)]
+
+
+def test_ragged(pair, saved):
+    assert pair.run(ragged_pair, saved("Qwen3Moe")) == [[[128, 256], True, 0]] * 2
+
+
+def refused_pair(world, folder: str) -> str:
+    hf.register()
+    try:
+        load(world, folder, EP2, ep="uniep")
+    except uniep.UnsupportedError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_expert_parallel_refused(pair, tmp_path):
+    config = transformers.GptOssConfig(**COMMON, head_dim=16, intermediate_size=32, num_local_experts=4)
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
+    for text in pair.run(refused_pair, str(tmp_path)):
+        assert "uniep cannot run GptOssExperts of model type 'gpt_oss': has_bias is True" in text
+
+
+def layouts(world, folder: str, sizes: dict, batches: list[int], experts: bool) -> dict:
+    """A layout's own result and uniep's."""
+    made = hf.register()
+    got = {}
+    for name in ("theirs", "uniep"):
+        if experts:
+            model = load(world, folder, sizes, experts={"theirs": "grouped_mm"}.get(name, name))
+        else:
+            model = load(world, folder, sizes, ep={"theirs": "all_to_all"}.get(name, name))
+        got[name] = run(model, batch(batches[world.rank]))
+    assert hf.status(model).num_active == 2
+    made.free()
+    return got
+
+
+LAYOUTS = {
+    "fsdp-ep1": ({"fsdp_size": 2}, [0, 1]),
+    "tp-ep1": ({"tp_size": 2}, [0, 0]),
+    "tp-ep": ({"tp_size": 2, "ep_size": 2}, [0, 0]),
+    "efsdp": ({"fsdp_size": 4, "ep_size": 2}, [0, 1, 2, 3]),
+    "mixed": ({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, [0, 0, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, request, saved):
+    """Experts whole on each device, cut or copied by transformers; tokens shared by a tensor-parallel group."""
+    sizes, batches = LAYOUTS[layout]
+    processes = request.getfixturevalue("pair" if len(batches) == 2 else "pool")
+    ranks = processes.run(layouts, saved("Qwen3Moe"), sizes, batches, "ep_size" not in sizes, timeout=90)
+    reference = build("Qwen3Moe", experts_implementation="eager").double()
+    mean = run(reference, *(batch(b) for b in sorted(set(batches))))
+    for number, got in zip(batches, ranks, strict=True):
+        alone = run(reference, batch(number))
+        check(got["uniep"], got["theirs"], {**mean, "loss": alone["loss"], "logits": alone["logits"]})
