@@ -1,5 +1,6 @@
 # `make demo` and `make test` need nothing but Python >= 3.11: each sets up .venv on its first run and
-# whenever pyproject.toml changes.
+# whenever pyproject.toml changes.  `make integrations`, a part of `make test`, runs uniep inside other frameworks;
+# its last lines say which versions of them.  One that pip cannot find is skipped, with the reason.
 #
 #   PYTHON  interpreter for .venv            (default: the first of the list below that is >= 3.11)
 #   TORCH   what to give pip for PyTorch     (default: torch==2.13.0)
@@ -15,17 +16,21 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 LINT := .venv/triton36/.ready
+HF := .venv/.transformers
 
-.PHONY: demo test clean
+.PHONY: demo test integrations clean
 
 demo: $(READY)
 	$(BIN)/uniep demo $(ARGS)
 
-test: $(READY) $(LINT)
+test: $(READY) $(LINT) $(HF)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+integrations: $(READY) $(HF)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
 
 # PyTorch first and alone, so that nothing else chooses its build. The stamp comes last and set-up begins with an
 # empty .venv: one that was interrupted, or had another Python, starts again.
@@ -44,6 +49,11 @@ $(READY): pyproject.toml
 $(LINT): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton36 "triton==3.6.0; sys_platform == 'linux'"
 	@mkdir -p .venv/triton36 && touch $@
+
+# Without it the tests say so; the next `make` tries again.
+$(HF): $(READY)
+	@$(BIN)/python -m pip install --quiet --retries 1 "transformers==5.24.0" "accelerate==1.15.0" && touch $@ || \
+		echo "transformers could not be installed: its tests are skipped" >&2
 
 clean:
 	rm -rf .venv out
