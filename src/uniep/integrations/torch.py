@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from uniep.errors import ConfigError, UnsupportedError
+from uniep.nn import Experts
 
 __all__ = [
     "TrainState",
@@ -34,11 +40,12 @@ __all__ = [
     "split_parameters",
 ]
 
+Change = Callable[[Any, int], Any]
+
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(dense, experts): the parameters of `model`, each once.
+    """(dense, experts): the parameters of `model`, each once, in the model's order.
 
-    Optimizers want them as two groups: foreach kernels cannot mix DTensors of different meshes.
     Raises ConfigError if there is no `Experts` in the model.
     """
     experts = {p: None for _, module in _experts(model) for p in module.parameters()}
@@ -66,18 +73,24 @@ def data_parallel(
             f"the mesh has {mesh.size()} ranks but the job {dist.get_world_size()}; DDP averages over all of them. "
             "Use fully_shard_experts with parallelism beyond EP and DP"
         )
+    if isinstance(model, Experts):
+        raise ConfigError("the model is itself an Experts; pass the module around it")
     if "process_group" in options:
         raise ConfigError("process_group is decided by the mesh; leave it out")
     parts, group = mesh[ep].size(), mesh[dp].get_group()
+    wrapped: dict[nn.Module, DistributedDataParallel] = {}
     for fqn, module in found.items():
         if any(isinstance(p, DTensor) for p in module.parameters()):
             raise UnsupportedError(f"{fqn} holds DTensors, which DDP does not take; use fully_shard_experts")
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(lambda grad: grad / parts)
-        if any(p.requires_grad for p in module.parameters()):
-            parent, _, name = fqn.rpartition(".")
-            setattr(model.get_submodule(parent), name, DistributedDataParallel(module, process_group=group, **options))
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.register_hook(lambda grad: grad / parts)
+        if trained:
+            wrapped[module] = DistributedDataParallel(module, process_group=group, **options)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in wrapped and not isinstance(parent, DistributedDataParallel):
+                setattr(parent, name, wrapped[child])
     experts = {p for module in found.values() for p in module.parameters()}
     ignored = [name for name, p in model.named_parameters() if p in experts]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
@@ -90,8 +103,8 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
     w13 then says that it is (E, 2F, D), rank r holding experts r*e .. r*e + e-1, so that FSDP2, optimizers and
     checkpoints know one expert from another.  Before the optimizer is made.
     """
-    for _, module in _experts(model):
-        _check_group(module, ep_mesh)
+    for fqn, module in _experts(model):
+        _check_group(module, fqn, ep_mesh)
         for name, parameter in list(module.named_parameters()):
             if not isinstance(parameter, DTensor):
                 whole = DTensor.from_local(parameter.detach(), ep_mesh, [Shard(0)], run_check=False)
@@ -126,9 +139,9 @@ def fully_shard_experts(
         by = Shard(0) if local % mesh[dp].size() == 0 else Shard(1)
         chosen = {"shard_placement_fn": lambda _, by=by: by} | options
         sharded = fully_shard(module, mesh=mesh[dp], mp_policy=policy, **chosen)
-        # Sums are divided afterwards: gloo cannot do both at once, and NCCL's bits are then the same as its.
         sharded.set_gradient_divide_factor(float(mesh.size()))
-        sharded.set_force_sum_reduction_for_comms(True)
+        # gloo cannot sum and divide at once.  A group of one must not be told so: torch 2.13 then divides twice.
+        sharded.set_force_sum_reduction_for_comms(mesh[dp].size() > 1)
 
 
 @torch.no_grad()
@@ -149,9 +162,9 @@ def clip_grad_norm_(
     dense, experts: tensors or DTensors; a gradient that is None counts as zeros.
     ep_group: the experts' EP group or one-dimensional mesh; None where all experts are here.
 
-    **Order**: the fp32 norm of each parameter's part on this rank; over the parts of each parameter in rank order of
-    each mesh dimension it is split over, the last first, EP as its own or before all others; then over all
-    parameters, dense ones first, in the order given.  Reruns give the same bits.
+    **Order**: the fp32 norm of each parameter's part on this rank; of these norms over the ranks of each mesh dimension
+    that the parameter is split over, in the mesh's order, and over `ep_group` last if it is not among them; of these
+    over all parameters, dense ones first, in the order given.  Reruns give the same bits.
 
     Raises ConfigError for max_norm or norm_type below 0; UnsupportedError for gradients that are partial sums;
     RuntimeError if the norm is not finite and error_if_nonfinite.
@@ -170,17 +183,14 @@ def clip_grad_norm_(
         else torch.linalg.vector_norm(g, norm_type, dtype=torch.float32)
         for p, g in zip(parameters, grads, strict=True)
     ]
-    split: dict[tuple[str, ...], list[int]] = {}
-    by_name: dict[str, dist.ProcessGroup] = {}
+    together: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for number, parameter in enumerate(parameters):
-        groups = _groups(parameter, group if number >= len(dense) else None)
-        by_name |= {g.group_name: g for g in groups}
-        split.setdefault(tuple(g.group_name for g in groups), []).append(number)
-    for names, numbers in split.items():
+        together.setdefault(_split_over(parameter, group if number >= len(dense) else None), []).append(number)
+    for groups, numbers in together.items():
         here = torch.stack([norms[n] for n in numbers])
-        for name in names:
-            parts = [torch.empty_like(here) for _ in range(by_name[name].size())]
-            dist.all_gather(parts, here, group=by_name[name])
+        for over in groups:
+            parts = [torch.empty_like(here) for _ in range(over.size())]
+            dist.all_gather(parts, here, group=over)
             here = torch.linalg.vector_norm(torch.stack(parts), norm_type, dim=0)
         for n, norm in zip(numbers, here, strict=True):
             norms[n] = norm
@@ -210,16 +220,109 @@ class TrainState(Stateful):
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ep_mesh: DeviceMesh) -> None:
-        self.model, self.optimizers, self.ep_mesh = model, () if optimizer is None else (optimizer,), ep_mesh
-        self.names = set()
+        self.model, self.optimizer, self.ep_mesh = model, optimizer, ep_mesh
+        self.plain: dict[str, int] = {}  # names of expert parameters that are no DTensors, with their first dimension
         for fqn, module in _experts(model):
-            _check_group(module, ep_mesh)
-            self.names |= {f"{_unwrapped(model, fqn)}{name}" for name, _ in module.named_parameters()}
+            _check_group(module, fqn, ep_mesh)
+            for name, parameter in module.named_parameters():
+                if not isinstance(parameter, DTensor):
+                    self.plain[f"{fqn}.{name}".lstrip(".")] = len(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizers)
-        return {"model": self._spread(model), "optimizer": self._spread(optimizer)}
+        if self.optimizer is None:
+            return {"model": self._map(get_model_state_dict(self.model), self._spread)}
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": self._map(model, self._spread), "optimizer": self._map_states(optimizer, self._spread)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        model, optimizer = (self._gather_in(state_dict[name]) for name in ("model", "optimizer"))
-        set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optimizer)
+        model = self._map(state_dict["model"], self._local)
+        if self.optimizer is None:
+            set_model_state_dict(self.model, model)
+            return
+        optimizer = self._map_states(state_dict["optimizer"], self._local)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def _map_states(self, optimizer: Any, change: Change) -> dict[str, Any]:
+        states = {fqn: self._map(state, change, fqn) for fqn, state in optimizer["state"].items()}
+        return {**optimizer, "state": states}
+
+    def _map(self, tensors: dict[str, Any], change: Change, fqn: str | None = None) -> dict[str, Any]:
+        """`change` of all tensors of plain expert parameters: those of `fqn`, or the parameters themselves."""
+        return {
+            name: change(value, self.plain[fqn or name]) if (fqn or name) in self.plain else value
+            for name, value in tensors.items()
+        }
+
+    def _spread(self, value: Any, local: int) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != local:
+            return value  # such as the optimizer's count of steps
+        return DTensor.from_local(value, self.ep_mesh, [Shard(0)], run_check=False)
+
+    def _local(self, value: Any, local: int) -> Any:
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """(fqn, module) of each `Experts`; names as if DDP, torch.compile and checkpoint_wrapper were not there."""
+    seen = set()
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            seen.add(path)
+            yield ".".join(_names(model, path)), module
+    if not seen:
+        raise ConfigError(f"there is no uniep.nn.Experts in this {type(model).__name__}; build the model with uniep.nn")
+
+
+def _names(model: nn.Module, path: str) -> Iterator[str]:
+    module: Any = model
+    for name in path.split(".") if path else ():
+        wraps = isinstance(module, DistributedDataParallel) or name in ("_orig_mod", "_checkpoint_wrapped_module")
+        module = getattr(module, name)
+        if not wraps:
+            yield name
+
+
+def _checked(model: nn.Module, mesh: DeviceMesh, dp: str, ep: str) -> dict[str, Experts]:
+    names = mesh.mesh_dim_names or ()
+    if dp not in names or ep not in names:
+        raise ConfigError(f"the mesh has dimensions {names}; it needs {dp!r} and {ep!r}")
+    found = dict(_experts(model))
+    for fqn, module in found.items():
+        _check_group(module, fqn, mesh[ep])
+        if module.main_grad is not None:
+            raise UnsupportedError(
+                f"{fqn} has main_grad={module.main_grad!r}, which PyTorch's wrappers would not reduce over {dp!r}; set "
+                "it to None (FSDP2 reduces in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
+    return found
+
+
+def _check_group(module: Experts, fqn: str, ep_mesh: DeviceMesh) -> None:
+    group = module.workspace.group
+    ours = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    theirs = dist.get_process_group_ranks(ep_mesh.get_group())
+    if ours != theirs:
+        raise ConfigError(
+            f"{fqn} works with ranks {ours} but the mesh's expert-parallel ranks are {theirs}; make both one"
+        )
+
+
+def _part(t: Tensor) -> Tensor:
+    """What of it lies here."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _split_over(parameter: Tensor, ep_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, ...]:
+    """The groups whose ranks hold different parts of the parameter."""
+    groups = []
+    if isinstance(parameter, DTensor):
+        for dimension, placement in enumerate(parameter.placements):
+            if placement.is_partial():
+                raise UnsupportedError(f"a parameter is a partial sum ({parameter.placements}); reduce it first")
+            if not placement.is_replicate():
+                groups.append(parameter.device_mesh.get_group(dimension))
+    if ep_group is not None:
+        ranks = [dist.get_process_group_ranks(g) for g in groups]
+        if dist.get_process_group_ranks(ep_group) not in ranks:
+            groups.append(ep_group)
+    return tuple(groups)

@@ -16,9 +16,9 @@ from uniep.workspace import Workspace
 class Experts(nn.Module):
     """This rank's e = E / EP experts.  forward(x_TD, ids_TK, weights_TK) -> y_TD.
 
-    Parameters: w13 (e, 2F, D), gate rows first, and w2 (e, D, F).  Their global expert ids are
-    `first_expert .. first_expert + e - 1`.  Initialised per global expert id from `seed`, so the whole
-    model is the same at every EP size.
+    Parameters: w13 (e, 2F, D), gate rows first, and w2 (e, D, F), or DTensors of which this is the local part.
+    Their global expert ids are `first_expert .. first_expert + e - 1`.  Initialised per global expert id from
+    `seed`, so the whole model is the same at every EP size.
 
     workspace: shared with other layers of the same configuration; or `group` and `device` to make an own one.
     main_grad: as for `uniep.moe`; an attribute, which may be set later.
@@ -45,7 +45,7 @@ class Experts(nn.Module):
             raise ConfigError(f"the layer is {cfg} but its Workspace computes {workspace.cfg}; make a Workspace for it")
         self.workspace = workspace
         self.cfg = cfg
-        local = cfg.experts_per_rank(self.workspace.ep_size)
+        self.num_local = local = cfg.experts_per_rank(self.workspace.ep_size)
         self.first_expert = self.workspace.rank * local
         make: dict[str, Any] = {"dtype": cfg.dtype, "device": self.workspace.device}
         self.w13 = nn.Parameter(torch.empty(local, 2 * cfg.ffn, cfg.hidden, **make))
@@ -55,16 +55,24 @@ class Experts(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
         """Normal with std 1/sqrt(fan-in), each expert from its own generator."""
-        for local in range(self.w13.shape[0]):
+        w13, w2 = self._local()
+        if tuple(w13.shape) != (self.num_local, 2 * self.cfg.ffn, self.cfg.hidden):
+            raise ConfigError(f"this rank has {tuple(w13.shape)} of w13, not whole experts; initialise before sharding")
+        for local in range(self.num_local):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + self.first_expert + local)
-            for weight in (self.w13[local], self.w2[local]):
+            for weight in (w13[local], w2[local]):
                 weight.copy_(_normal(weight.shape, generator))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return moe(x_TD, ids_TK, weights_TK, self.w13, self.w2, workspace=self.workspace, main_grad=self.main_grad)
+        w13, w2 = self._local()
+        return moe(x_TD, ids_TK, weights_TK, w13, w2, workspace=self.workspace, main_grad=self.main_grad)
+
+    def _local(self) -> tuple[Tensor, Tensor]:
+        """w13 and w2 as plain tensors, differentiable.  DTensor is not imported here: that takes half a second."""
+        return tuple(w.to_local() if hasattr(w, "to_local") else w for w in (self.w13, self.w2))  # type: ignore
 
     def extra_repr(self) -> str:
-        return f"experts {self.first_expert}..{self.first_expert + self.w13.shape[0] - 1}, {self.cfg}"
+        return f"experts {self.first_expert}..{self.first_expert + self.num_local - 1}, {self.cfg}"
 
 
 class MoE(nn.Module):
@@ -93,6 +101,7 @@ class MoE(nn.Module):
                 "pass renormalize=False"
             )
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed, main_grad=main_grad)
+        self.workspace, self.cfg = self.experts.workspace, cfg  # `experts` may be wrapped, such as in a DDP
         self.renormalize = renormalize
         generator = torch.Generator().manual_seed(seed)
         value = _normal(torch.Size((cfg.num_experts, cfg.hidden)), generator)
@@ -100,19 +109,19 @@ class MoE(nn.Module):
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(ids (T, K) int64, weights (T, K) fp32).  NaN logits give valid ids and NaN weights."""
-        with torch.autocast(self.experts.workspace.device.type, enabled=False):
+        with torch.autocast(self.workspace.device.type, enabled=False):
             probabilities = torch.softmax(x_TD.float() @ self.router.float().T, dim=-1)
         order = torch.nan_to_num(probabilities.detach(), nan=0.0).sort(dim=-1, descending=True, stable=True)
-        ids_TK = order.indices[:, : self.experts.cfg.top_k]
+        ids_TK = order.indices[:, : self.cfg.top_k]
         weights_TK = probabilities.gather(1, ids_TK)
         if self.renormalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return ids_TK, weights_TK
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1:] != (self.experts.cfg.hidden,):
-            error = ConfigError(f"x has shape {tuple(x.shape)}; it must be (..., hidden={self.experts.cfg.hidden})")
-            self.experts.workspace.backend.refuse(error)
+        if x.shape[-1:] != (self.cfg.hidden,):
+            error = ConfigError(f"x has shape {tuple(x.shape)}; it must be (..., hidden={self.cfg.hidden})")
+            self.workspace.backend.refuse(error)
             raise error
         x_TD = x.reshape(-1, x.shape[-1])
         ids_TK, weights_TK = self.route(x_TD)
