@@ -254,6 +254,7 @@ class HopperBackend:
     def backward(
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
     ) -> ExpertGradients:
+        from uniep.backends.planner import BACKWARD
         from uniep.kernels import launch
 
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
@@ -265,7 +266,7 @@ class HopperBackend:
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
 
         self.planner.enter(None, None, ids_TK.shape[0])
-        self.planner.wait("entered", 1)
+        self.planner.wait_entered(BACKWARD)
         if self._copying:
             self._send_all(dy_TD)
         self._dispatch(dy_TD, plan, peers)
@@ -419,11 +420,13 @@ class HopperBackend:
 
     def _dispatch_again(self, x_TD: Tensor, plan: DevicePlan) -> None:
         """In the backward, when nobody reads dO any more: all tokens, once more."""
+        from uniep.backends.planner import BACKWARD
+
         if self.num_ranks == 1 or self._stay_local:
             return
         self._join()  # what reads the number of this call
         self.planner.enter(None, None, x_TD.shape[0])
-        self.planner.wait("entered", 1)
+        self.planner.wait_entered(BACKWARD)
         if self._copying:
             self._send_all(x_TD)
         self._send_listed(x_TD, plan, self._peers())

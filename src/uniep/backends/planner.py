@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 EXCHANGE_PROGRAMS = 32
 STATUS_WORDS = 16
 STAGES = {1: "entry of the call", 2: "arrival of tokens", 3: "return of results", 4: "rows of gate and up"}
-TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED = (
-    c.value for c in (sync.TIMEOUT, sync.BAD_ID, sync.TOO_MANY_ROWS, sync.REFUSED)
+TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED, OTHER_CALL = (
+    c.value for c in (sync.TIMEOUT, sync.BAD_ID, sync.TOO_MANY_ROWS, sync.REFUSED, sync.OTHER_CALL)
 )
+FORWARD, BACKWARD = 0, 2  # kinds of a call, as kernels/plan.py names them
 
 
 class HeadLayout(NamedTuple):
@@ -129,6 +130,13 @@ class Planner:
             )
         elif code == BAD_ID:
             message = f"routing ids outside -1 .. {self.cfg.num_experts - 1} came from rank {a}, entry {b}"
+        elif code == OTHER_CALL:
+            error = UniEPError
+            theirs, ours = ("a backward", "a forward") if b == FORWARD else ("something else", "a backward")
+            message = (
+                f"rank {a} entered {theirs} where rank {self.rank} entered {ours}; every rank must make the same calls "
+                "in the same order"
+            )
         else:
             message = f"rank {a} refused its inputs; the error it raised says why"
         self.ws.fail(message)
@@ -167,13 +175,19 @@ class Planner:
         self.enter(None, None, 0, words.to(self.device))
         self.wait("entered", 1)
 
-    def wait(self, flag: str, stage: int) -> None:
+    def wait_entered(self, kind: int) -> None:
+        """Wait until every rank has entered this call, of this kind."""
+        self.wait("entered", 1, kind)
+
+    def wait(self, flag: str, stage: int, kind: int = -1) -> None:
         """Make the stream wait until `flag` of every other rank has reached this call."""
         from uniep.kernels.plan import barrier_kernel
 
-        flags = self.arena.flag_view(flag)
-        args = (flags, self.call, self.status, self.timeout_ns, self.rank)
-        launch(barrier_kernel, 1, args, {"NUM_RANKS": self.num_ranks, "STAGE": stage}, num_warps=1)
+        args = (
+            self.arena.flag_view(flag), self.arena.views["exchange"], self.call, self.status, self.timeout_ns, self.rank
+        )  # fmt: skip
+        constants = {"SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "STAGE": stage, "KIND": kind}
+        launch(barrier_kernel, 1, args, constants, num_warps=1)
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
@@ -235,7 +249,7 @@ class Planner:
         }  # fmt: skip
         self.enter(ids_TK, weights_TK, num_tokens)
         # One program waits for late ranks, so that others' kernels find multiprocessors meanwhile.
-        self.wait("entered", 1)
+        self.wait_entered(FORWARD)
         if send_all is not None:
             send_all()
         launch(

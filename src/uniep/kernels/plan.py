@@ -9,8 +9,8 @@ place      each slot computes its row: start of its expert + slots before its bl
 No atomic decides a position.  Blocks are BLOCK_T tokens of one source; their entries are flattened as
 (token, slot), which is the canonical order inside a source.
 
-The exchange slot of source s (parity p) holds HEADER words (0: T, 1: rows allocated, 2: whether s refuses
-its inputs, then why, see `exchange_kernel`), then T_max*K ids, then T_max*K weights as fp32 bits.  It has two
+The exchange slot of source s (parity p) holds HEADER words (0: T, 1: rows allocated, 2: a forward, a backward, or a
+refusal of s's inputs, then why, see `exchange_kernel`), then T_max*K ids, then T_max*K weights as fp32 bits.  It has two
 parities because a peer may enter the next call while this rank reads.
 
 Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M row tiles.
@@ -19,10 +19,11 @@ Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M
 import triton
 import triton.language as tl
 
-from uniep.kernels.sync import BAD_ID, REFUSED, TOO_MANY_ROWS, deadline, every_rank, record, wait_for
+from uniep.kernels.sync import BAD_ID, OTHER_CALL, REFUSED, TOO_MANY_ROWS, deadline, every_rank, record, wait_for
 from uniep.memory import EXCHANGE_HEADER
 
 HEADER = tl.constexpr(EXCHANGE_HEADER)
+IS_FORWARD, IS_REFUSED, IS_BACKWARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "capacity", "entered_offset", "rank"])
@@ -73,7 +74,7 @@ def exchange_kernel(
             if REFUSE:
                 word = tl.arange(0, HEADER)
                 tl.store(slot + word, tl.load(refusal_ptr + word), mask=word > 2)
-            tl.store(slot + 2, 1 if REFUSE else 0)
+            tl.store(slot + 2, IS_REFUSED if REFUSE else (IS_FORWARD if HAS_IDS else IS_BACKWARD))
     tl.debug_barrier()
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
     if ticket == tl.num_programs(0) - 1:
@@ -85,11 +86,34 @@ def exchange_kernel(
 
 
 @triton.jit(do_not_specialize=["timeout_ns", "rank"])
-def barrier_kernel(flags_ptr, call_ptr, status_ptr, timeout_ns, rank, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr):
-    """Wait until one flag of every other rank has reached this call."""
+def barrier_kernel(
+    flags_ptr,
+    exchange_ptr,
+    call_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    STAGE: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Wait until one flag of every other rank has reached this call.  One warp.
+
+    KIND: of the call, where it is entered: what another rank enters instead is recorded; -1 elsewhere.
+    """
     ranks = every_rank(NUM_RANKS)
+    call = tl.load(call_ptr)
     flags = tl.where(ranks == rank, call_ptr, flags_ptr + ranks)
-    wait_for(flags, ranks, tl.load(call_ptr), deadline(status_ptr, timeout_ns), status_ptr, STAGE)
+    wait_for(flags, ranks, call, deadline(status_ptr, timeout_ns), status_ptr, STAGE)
+    if KIND >= 0:
+        stride: tl.constexpr = HEADER + 2 * SLOTS
+        kind = tl.load(exchange_ptr + ((call % 2) * NUM_RANKS + ranks).to(tl.int64) * stride + 2)
+        other = kind != KIND
+        if KIND == IS_FORWARD:
+            other = kind == IS_BACKWARD  # refusals have an error of their own
+        if tl.max(other.to(tl.int32)) != 0:
+            record(status_ptr, OTHER_CALL, tl.max(tl.where(other, ranks, -1)), KIND, 0, 0)
 
 
 @triton.jit
@@ -131,7 +155,7 @@ def histogram_kernel(
     source, first, num_tokens, base, ids = _block_ids(
         exchange_ptr, call, block, BLOCKS, K, KP, SLOTS, NUM_RANKS, BLOCK_T
     )
-    if tl.load(base + 2) != 0:
+    if tl.load(base + 2) == IS_REFUSED:
         record(status_ptr, REFUSED, source, 0, 0, 0)
     bad = (ids >= E) | (ids < -1)
     if tl.max(bad.to(tl.int32)) != 0:

@@ -21,6 +21,7 @@ TIMEOUT = tl.constexpr(1)
 BAD_ID = tl.constexpr(2)
 TOO_MANY_ROWS = tl.constexpr(3)
 REFUSED = tl.constexpr(4)
+OTHER_CALL = tl.constexpr(5)
 
 STAGE_ENTRY = tl.constexpr(1)
 STAGE_DISPATCH = tl.constexpr(2)
