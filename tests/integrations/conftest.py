@@ -9,6 +9,13 @@ FRAMEWORKS = {"test_hf.py": "transformers", "test_torch.py": "torch"}
 """Test file -> distribution it is about."""
 
 
+def pytest_sessionfinish(session, exitstatus):
+    """Nothing but missing frameworks is no failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and reporter and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.OK
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter):
     terminalreporter.section("integrations")

@@ -225,6 +225,20 @@ def test_autocast(registration):
     assert experts.gate_up_proj.grad.dtype == torch.float32
 
 
+def test_compiled(registration, monkeypatch):
+    """One graph, the same bits."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    experts = experts_of(build("Qwen3Moe", experts_implementation="uniep"))["model.layers.0.mlp.experts"]
+    x, ids, weights = torch.randn(7, 64), torch.randint(8, (7, 2)), torch.rand(7, 2)
+    results = []
+    for function in (experts, torch.compile(experts, backend="aot_eager", fullgraph=True)):
+        experts.zero_grad()
+        y = function(x, ids, weights)
+        y.sum().backward()
+        results.append((y, experts.gate_up_proj.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # Workspaces.
 
 
