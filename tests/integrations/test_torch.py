@@ -3,7 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import case
 import pytest
@@ -23,6 +27,8 @@ from uniep.integrations import torch as uniep_torch
 
 TOKENS = ((9, 5, 4, 7), (6, 0, 11, 3), (2, 8, 8, 2))
 """Per step and rank; rank 1 idles in the second step."""
+
+CPU_ONLY = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 class Block(nn.Module):
@@ -131,6 +137,7 @@ class Run:
     synchronize: bool = True
     recompute: bool = False
     num_experts: int = 8
+    replicas: int = 1
 
 
 RUNS = {
@@ -144,6 +151,7 @@ RUNS = {
     "fsdp2, kept after forward": Run("fsdp2", 2, {"reshard_after_forward": False}),
     "fsdp2, ep 4": Run("fsdp2", 4),
     "fsdp2, ep 1": Run("fsdp2", 1),
+    "fsdp2, two replicas of the dense": Run("fsdp2", 2, replicas=2),
     "fsdp2, recomputed": Run("fsdp2", 2, recompute=True),
     "fsdp2, accumulated": Run("fsdp2", 2, micro_batches=2),
     "fsdp2, accumulated without synchronizing": Run("fsdp2", 2, micro_batches=3, synchronize=False),
@@ -157,6 +165,8 @@ def trained(world, name):
     run = RUNS[name]
     cfg = config(num_experts=run.num_experts)
     mesh, world_mesh = meshes(world, run.ep)
+    if run.replicas > 1:
+        world_mesh = init_device_mesh("cpu", (run.replicas, world.size // run.replicas), mesh_dim_names=("r", "s"))
     with uniep.Workspace(cfg, mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
         model = wrapped(run.how, Model(workspace, recompute=run.recompute), mesh, world_mesh, **run.options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -376,6 +386,20 @@ def test_78_what_a_checkpoint_lacks(pool, tmp_path):
         assert complete == ""
         assert re.search(r"Size mismatch.*\[8, .*\[16, ", experts, re.S), experts
         assert re.search(r"Missing key.*train\.model\.blocks\.1\.", layer), layer
+
+
+def test_example(tmp_path):
+    """The example trains with 2 processes, and goes on with one."""
+    example = Path(__file__).parents[2] / "examples/fsdp2_train.py"
+    losses = []
+    for ranks, arguments in ((2, ["--steps", "20", "--save"]), (1, ["--steps", "0", "--ep", "1", "--load"])):
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
+        command = [*run, "--layers", "1", *arguments, str(tmp_path / "checkpoint")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=CPU_ONLY)
+        assert done.returncode == 0, done.stderr
+        losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    before, after, later = losses
+    assert before > 5 and after < 3.5 and later < 3.5, losses
 
 
 def refused(world):

@@ -303,7 +303,8 @@ def _check_group(module: Experts, fqn: str, ep_mesh: DeviceMesh) -> None:
     theirs = dist.get_process_group_ranks(ep_mesh.get_group())
     if ours != theirs:
         raise ConfigError(
-            f"{fqn} works with ranks {ours} but the mesh's expert-parallel ranks are {theirs}; make both one"
+            f"{fqn} exchanges tokens among ranks {ours} but the mesh's expert-parallel ranks are {theirs}; give its "
+            "Workspace that dimension of the mesh"
         )
 
 
