@@ -299,8 +299,10 @@ class HopperBackend:
         self.mark("combine")
         dweights_TK = None
         if needs.weights:
-            got = self.arena.views["dweights"][: ids_TK.numel()].view(ids_TK.shape)
-            dweights_TK = torch.where(ids_TK >= 0, got, 0.0)
+            dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device)
+            launch.launch_used_dweights(
+                self.arena.views["dweights"], ids_TK, self.planner.status, self.sms, dweights_TK
+            )
         if main_grads is not None:
             dw13 = dw2 = None
         return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)

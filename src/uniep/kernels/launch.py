@@ -31,6 +31,7 @@ from uniep.kernels.transfer import (
     push_rows_kernel,
     push_tokens_kernel,
     row_addresses_kernel,
+    used_dweights_kernel,
 )
 from uniep.taskflow.schedule import Tile
 from uniep.weights import ExpertWeights
@@ -327,6 +328,19 @@ def launch_dweights(groups_NG: Tensor, rows: Rows, dweights_table: Tensor, slots
         multiprocessors * 2,
         (groups_NG, rows.return_N, rows.totals, dweights_table),
         {"GROUPS": groups_NG.shape[1], "SLOTS": slots, "ROWS": 128},
+        num_warps=4,
+    )
+
+
+def launch_used_dweights(
+    dweights_S: Tensor, ids_TK: Tensor, status: Tensor, multiprocessors: int, out_TK: Tensor
+) -> None:
+    """d(weight) of this rank's slots, out of the array that all ranks have stored into."""
+    launch(
+        used_dweights_kernel,
+        multiprocessors,
+        (dweights_S, ids_TK, status, out_TK, ids_TK.numel()),
+        {"BLOCK": 512},
         num_warps=4,
     )
 

@@ -287,3 +287,15 @@ def row_addresses_kernel(
         source = tl.load(source_ptr + row, mask=mask, other=0)
         tl.store(a_address_ptr + row, row_pointers(source, a_local_ptr, a_receive_ptr, WIDTH).to(tl.int64), mask=mask)
         tl.store(b_address_ptr + row, row_pointers(source, b_local_ptr, b_receive_ptr, WIDTH).to(tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def used_dweights_kernel(dweights_ptr, ids_ptr, status_ptr, out_ptr, num_slots, BLOCK: tl.constexpr):
+    """d(weight) of this rank's slots, as their experts' ranks stored it; 0 where unused, NaN after a failed call."""
+    is_lost = failed(status_ptr)
+    for first in range(tl.program_id(0) * BLOCK, num_slots, tl.num_programs(0) * BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        mask = slot < num_slots
+        used = tl.load(ids_ptr + slot, mask=mask, other=-1) >= 0
+        value = tl.load(dweights_ptr + slot, mask=used, other=0.0)
+        tl.store(out_ptr + slot, tl.where(is_lost, float("nan"), value), mask=mask)
