@@ -215,6 +215,20 @@ def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: in
     }
 
 
+PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at
+
+
+def hopper_histogram(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
+    """Shape of the int32 array that a plan counts in: experts and ranks by blocks of tokens of all ranks."""
+    tokens = max(PLAN_ENTRIES // power_of_2(cfg.top_k), 1)
+    return cfg.num_experts + 1 + ep_size, ep_size * -(-cfg.max_tokens_per_rank // tokens)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def plan_words(arrays: Mapping[str, Any]) -> list[Any]:
     """Words of each array of `hopper_plan_arrays`, padded to 16 bytes."""
     return [-(-math.prod(shape) // 4) * 4 for shape in arrays.values()]
@@ -332,6 +346,7 @@ def _hopper(c: _Call) -> list[Buffer]:
     return [
         *c.shared(arrays),
         Buffer("plan", (plan,), _I32, "saved", "counts, send lists and tile tables, for any number of rows"),
+        Buffer("histogram", hopper_histogram(cfg, c.ep_size), _I32, "transient", "what the plan counts", (FORWARD,)),
         Buffer("rows", (2, rows), _I32, "saved", f"source and return slot of every row; {rows_why}"),
         Buffer("row_weight", (rows,), _F32, "saved", "routing weight of every row"),
         Buffer("h", (rows, 2, cfg.ffn), dtype, "saved", "gate and up before the activation"),

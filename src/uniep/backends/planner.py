@@ -21,8 +21,17 @@ from uniep.config import ROW_ALIGN
 from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError
 from uniep.kernels import sync
 from uniep.kernels.call import launch
-from uniep.kernels.launch import Rows, power_of_2
-from uniep.memory import EXCHANGE_HEADER, hopper_plan_arrays, hopper_rows, plan_words, with_headroom
+from uniep.kernels.launch import Rows
+from uniep.memory import (
+    EXCHANGE_HEADER,
+    PLAN_ENTRIES,
+    hopper_histogram,
+    hopper_plan_arrays,
+    hopper_rows,
+    plan_words,
+    power_of_2,
+    with_headroom,
+)
 from uniep.routing import RoutingPlan
 
 if TYPE_CHECKING:
@@ -231,10 +240,10 @@ class Planner:
 
         cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
         slots_p = power_of_2(cfg.top_k)
-        block_t = max(128 // slots_p, 1)
+        block_t = max(PLAN_ENTRIES // slots_p, 1)
         blocks = -(-cfg.max_tokens_per_rank // block_t)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        histogram = torch.empty(cfg.num_experts + 1 + ranks, blocks * ranks, **int32)
+        histogram = torch.empty(hopper_histogram(cfg, ranks), **int32)
         layout = self._layout(num_tokens)
         plan = DevicePlan(
             layout,

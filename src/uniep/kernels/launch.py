@@ -33,6 +33,7 @@ from uniep.kernels.transfer import (
     row_addresses_kernel,
     used_dweights_kernel,
 )
+from uniep.memory import power_of_2
 from uniep.taskflow.schedule import Tile
 from uniep.weights import ExpertWeights
 
@@ -121,11 +122,6 @@ class Beside:
 
     tiles_before: int
     programs: int
-
-
-def power_of_2(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def options(tile: Tile) -> dict[str, Any]:
