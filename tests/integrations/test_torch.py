@@ -136,6 +136,7 @@ class Run:
     micro_batches: int = 1
     synchronize: bool = True
     recompute: bool = False
+    compiled: bool = False
     num_experts: int = 8
     replicas: int = 1
 
@@ -153,6 +154,7 @@ RUNS = {
     "fsdp2, ep 1": Run("fsdp2", 1),
     "fsdp2, two replicas of the dense": Run("fsdp2", 2, replicas=2),
     "fsdp2, recomputed": Run("fsdp2", 2, recompute=True),
+    "fsdp2, compiled": Run("fsdp2", 2, compiled=True),
     "fsdp2, accumulated": Run("fsdp2", 2, micro_batches=2),
     "fsdp2, accumulated without synchronizing": Run("fsdp2", 2, micro_batches=3, synchronize=False),
     "fsdp2, experts do not divide": Run("fsdp2", 1, num_experts=6),
@@ -168,7 +170,11 @@ def trained(world, name):
     if run.replicas > 1:
         world_mesh = init_device_mesh("cpu", (run.replicas, world.size // run.replicas), mesh_dim_names=("r", "s"))
     with uniep.Workspace(cfg, mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
-        model = wrapped(run.how, Model(workspace, recompute=run.recompute), mesh, world_mesh, **run.options)
+        model = Model(workspace, recompute=run.recompute)
+        if run.compiled:
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        model = wrapped(run.how, model, mesh, world_mesh, **run.options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         calls = []
         for p in model.parameters():
@@ -429,6 +435,8 @@ def refused(world):
         attempt("clip: negative", uniep_torch.clip_grad_norm_, dense, experts, -1.0, mesh["ep"])
         attempt("clip: nothing", uniep_torch.clip_grad_norm_, iter([]), [], 1.0, mesh["ep"])
         attempt("ddp: a group", uniep_torch.data_parallel, model, mesh, process_group=None)
+        third = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
+        attempt("ddp: few ranks", uniep_torch.data_parallel, model, third["dp", "ep"])
         uniep_torch.fully_shard_experts(model, mesh)
         attempt("ddp: sharded", uniep_torch.data_parallel, model, mesh)
         attempt("reset: sharded", model.blocks[0].moe.experts.reset_parameters)
@@ -445,6 +453,7 @@ def test_refusals(pool):
         "negative": "max_norm is -1.0",
         "nothing": "no parameters to clip",
         "itself": "is itself an Experts",
+        "few ranks": "the mesh has 2 ranks but the job 4",
         "a group": "process_group is decided by the mesh",
         "sharded": "fully_shard_experts|before sharding",
     }

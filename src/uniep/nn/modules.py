@@ -68,8 +68,13 @@ class Experts(nn.Module):
         return moe(x_TD, ids_TK, weights_TK, w13, w2, workspace=self.workspace, main_grad=self.main_grad)
 
     def _local(self) -> tuple[Tensor, Tensor]:
-        """w13 and w2 as plain tensors, differentiable.  DTensor is not imported here: that takes half a second."""
-        return tuple(w.to_local() if hasattr(w, "to_local") else w for w in (self.w13, self.w2))  # type: ignore
+        """w13 and w2 as plain tensors, differentiable."""
+        if type(self.w13) is nn.Parameter and type(self.w2) is nn.Parameter:
+            return self.w13, self.w2
+        from torch.distributed.tensor import DTensor  # takes half a second, and whoever has one has paid that
+
+        w13, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13, self.w2))
+        return w13, w2
 
     def extra_repr(self) -> str:
         return f"experts {self.first_expert}..{self.first_expert + self.num_local - 1}, {self.cfg}"
