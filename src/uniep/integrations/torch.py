@@ -78,10 +78,11 @@ def data_parallel(
     if "process_group" in options:
         raise ConfigError("process_group is decided by the mesh; leave it out")
     parts, group = mesh[ep].size(), mesh[dp].get_group()
-    wrapped: dict[nn.Module, DistributedDataParallel] = {}
     for fqn, module in found.items():
         if any(isinstance(p, DTensor) for p in module.parameters()):
             raise UnsupportedError(f"{fqn} holds DTensors, which DDP does not take; use fully_shard_experts")
+    wrapped: dict[nn.Module, DistributedDataParallel] = {}
+    for module in found.values():
         trained = [p for p in module.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.register_hook(lambda grad: grad / parts)
