@@ -23,6 +23,7 @@ from uniep.backends.arena import WAY_OUT, Arena
 from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
+from uniep.kernels.call import copy
 from uniep.kernels.support import why_not
 from uniep.memory import hopper_arrays, pack
 from uniep.routing import RoutingPlan
@@ -112,8 +113,7 @@ class HopperBackend:
     def _check_push(self) -> None:
         """Somebody must be left to compute while tokens are pushed."""
         s = self.schedule
-        reserved = s.down_sms if s.overlap == "pipelined" else 0
-        programs = (self.sms - min(reserved, self.sms // 2)) * min(s.gemm1.programs_per_sm, s.gemm2.programs_per_sm)
+        programs = (self.sms - self._down_sms) * min(s.gemm1.programs_per_sm, s.gemm2.programs_per_sm)
         if self.num_ranks > 1 and s.transfer == "push" and s.push_programs >= programs:
             raise ConfigError(
                 f"push_programs is {s.push_programs}, but kernels that push have {programs} programs here; lower it"
@@ -209,8 +209,8 @@ class HopperBackend:
         h_N2F = torch.empty(num_rows, 2, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
         self._dispatch(x_TD, plan, peers)
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
-        pipelined = schedule.overlap == "pipelined"
-        down_sms = min(schedule.down_sms, self.sms // 2) if pipelined else 0
+        down_sms = self._down_sms
+        pipelined = down_sms > 0
         if pipelined:
             self._fork(side)
         launch.launch_gate_up(
@@ -239,8 +239,6 @@ class HopperBackend:
 
     def _keep(self, receive: Tensor) -> Tensor:
         """A copy of the receive buffer for the weight gradient, made beside the GEMM that follows; or nothing."""
-        from uniep.kernels.call import copy
-
         if self.schedule.received == "again":
             return receive[:0].clone()
         kept = torch.empty_like(receive)
@@ -254,7 +252,6 @@ class HopperBackend:
     def backward(
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
     ) -> ExpertGradients:
-        from uniep.backends.planner import BACKWARD
         from uniep.kernels import launch
 
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
@@ -265,10 +262,7 @@ class HopperBackend:
         groups = -(-cfg.ffn // COLUMN_GROUP)
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
 
-        self.planner.enter(None, None, ids_TK.shape[0])
-        self.planner.wait_entered(BACKWARD)
-        if self._copying:
-            self._send_all(dy_TD)
+        self._enter_backward(dy_TD)
         self._dispatch(dy_TD, plan, peers)
         receive = self.arena.views["receive"]
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=device)
@@ -290,10 +284,11 @@ class HopperBackend:
         dx_TD = torch.empty_like(dy_TD)
         self._fork(self.side)  # the sum is memory-bound, what is beside it not
         with torch.cuda.stream(self.side):
-            self.planner.wait("returned", 3)  # one program, where a sum that waits would hold all multiprocessors
+            self.planner.wait("returned")  # one program, where a sum that waits would hold all multiprocessors
             launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD, wait=False)
+        received = receive if self.schedule.received == "again" else kept
         dw13, dw2 = self._weight_gradients(
-            (dy_TD, receive), (x_TD, kept), act_NF, dh_NH, experts, plan, needs, main_grads
+            (dy_TD, receive), (x_TD, received), act_NF, dh_NH, experts, plan, needs, main_grads
         )
         self._join()
         self.mark("combine")
@@ -311,8 +306,8 @@ class HopperBackend:
         self, dy: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor,
         experts: ExpertWeights, plan: DevicePlan, needs: Needs, main_grads: MainGrads | None,
     ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:  # fmt: skip
-        """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  dy, x: tokens (T, D) and what was
-        received."""
+        """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  dy, x: tokens (T, D) and where the
+        received ones are, or will be."""
         from uniep.kernels import launch
 
         rows, local, ffn = plan.rows, self.planner.local, self.cfg.ffn
@@ -320,9 +315,6 @@ class HopperBackend:
         accumulate = main_grads is not None and main_grads.accumulate
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
-        again = self.schedule.received == "again"
-        if again:
-            x = x[0], dy[1]  # where it will be
         if needs.w13 or needs.w2:
             address_2N = torch.empty(2, plan.num_rows + ROW_ALIGN, dtype=torch.int64, device=self.device)
             launch.launch_row_addresses(x, dy, rows, self.sms, address_2N)
@@ -333,7 +325,7 @@ class HopperBackend:
                 dy_address_N, act_NF, 0, dw2[0], *how, transposed=False, accumulate=accumulate
             )
             self.mark("weight_gradient")
-        if again:
+        if self.schedule.received == "again":
             self._dispatch_again(x[0], plan)
         if needs.w13:
             dw13 = main_grads.w13 if main_grads else tuple(fresh(w) for w in experts.w13)
@@ -357,6 +349,11 @@ class HopperBackend:
         """Wait for what was forked."""
         while self._forked:
             self._stream.wait_stream(self._forked.pop())
+
+    @property
+    def _down_sms(self) -> int:
+        """Multiprocessors of the down product beside gate_up; 0: it runs after it."""
+        return min(self.schedule.down_sms, self.sms // 2) if self.schedule.overlap == "pipelined" else 0
 
     @property
     def _fused(self) -> bool:
@@ -394,8 +391,6 @@ class HopperBackend:
 
     def _send_all(self, x_TD: Tensor) -> None:
         """Queue copies of all tokens to every peer, each with the peer's `finished` flag behind it."""
-        from uniep.kernels.call import copy
-
         num_tokens = x_TD.shape[0]
         self._fork(self.copies)
         for step in range(1, self.num_ranks):
@@ -405,6 +400,15 @@ class HopperBackend:
                 copy(self.arena.everywhere["receive"][peer][first : first + num_tokens], x_TD, self.copies)
             flag = self.arena.flag_offset("finished") + self.rank
             copy(self.arena.everywhere["flags"][peer][flag : flag + 1], self.planner.call, self.copies)
+
+    def _enter_backward(self, sent_TD: Tensor) -> None:
+        """Enter a call that knows its plan, and queue the copies of what it sends."""
+        from uniep.backends.planner import BACKWARD
+
+        self.planner.enter(None, None, sent_TD.shape[0])
+        self.planner.wait_entered(BACKWARD)
+        if self._copying:
+            self._send_all(sent_TD)
 
     def _dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
         """Serial schedule: push all tokens (unless copies are under way), wait until all have arrived."""
@@ -417,20 +421,15 @@ class HopperBackend:
 
         if not self._copying:
             launch_push_tokens(x_TD, plan.rows, peers, self.sms)
-        self.planner.wait("finished", 2)
+        self.planner.wait("finished")
         self.mark("dispatch")
 
     def _dispatch_again(self, x_TD: Tensor, plan: DevicePlan) -> None:
         """In the backward, when nobody reads dO any more: all tokens, once more."""
-        from uniep.backends.planner import BACKWARD
-
         if self.num_ranks == 1 or self._stay_local:
             return
         self._join()  # what reads the number of this call
-        self.planner.enter(None, None, x_TD.shape[0])
-        self.planner.wait_entered(BACKWARD)
-        if self._copying:
-            self._send_all(x_TD)
+        self._enter_backward(x_TD)
         self._send_listed(x_TD, plan, self._peers())
 
     def _expand(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> Tensor:

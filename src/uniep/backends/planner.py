@@ -39,11 +39,19 @@ if TYPE_CHECKING:
 
 EXCHANGE_PROGRAMS = 32
 STATUS_WORDS = 16
-STAGES = {1: "entry of the call", 2: "arrival of tokens", 3: "return of results", 4: "rows of gate and up"}
+STAGE_OF_FLAG = {
+    "entered": sync.STAGE_ENTRY.value, "finished": sync.STAGE_DISPATCH.value, "returned": sync.STAGE_COMBINE.value,
+}  # fmt: skip
+STAGES = {
+    sync.STAGE_ENTRY.value: "entry of the call",
+    sync.STAGE_DISPATCH.value: "arrival of tokens",
+    sync.STAGE_COMBINE.value: "return of results",
+    sync.STAGE_ROWS.value: "rows of gate and up",
+}
 TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED, OTHER_CALL = (
     c.value for c in (sync.TIMEOUT, sync.BAD_ID, sync.TOO_MANY_ROWS, sync.REFUSED, sync.OTHER_CALL)
 )
-FORWARD, BACKWARD = 0, 2  # kinds of a call, as kernels/plan.py names them
+FORWARD, BACKWARD = sync.IS_FORWARD.value, sync.IS_BACKWARD.value
 
 
 class HeadLayout(NamedTuple):
@@ -182,20 +190,20 @@ class Planner:
         text = encoded(str(error), 4 * (EXCHANGE_HEADER - 4) - 1)
         words.view(torch.uint8)[16 : 16 + len(text)] = text
         self.enter(None, None, 0, words.to(self.device))
-        self.wait("entered", 1)
+        self.wait("entered")
 
     def wait_entered(self, kind: int) -> None:
         """Wait until every rank has entered this call, of this kind."""
-        self.wait("entered", 1, kind)
+        self.wait("entered", kind)
 
-    def wait(self, flag: str, stage: int, kind: int = -1) -> None:
+    def wait(self, flag: str, kind: int = -1) -> None:
         """Make the stream wait until `flag` of every other rank has reached this call."""
         from uniep.kernels.plan import barrier_kernel
 
         args = (
             self.arena.flag_view(flag), self.arena.views["exchange"], self.call, self.status, self.timeout_ns, self.rank
         )  # fmt: skip
-        constants = {"SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "STAGE": stage, "KIND": kind}
+        constants = {"SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "STAGE": STAGE_OF_FLAG[flag], "KIND": kind}
         launch(barrier_kernel, 1, args, constants, num_warps=1)
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:

@@ -49,12 +49,13 @@ def launch(
     kinds = [a.dtype if isinstance(a, Tensor) else a.base.dtype if isinstance(a, Block) else a >> 31 > 0 for a in args]
     key = (kernel, device, *kinds, *constants.values(), *options.values())
     known = _known.get(key)
-    if known is None or not known.run(programs, args):
-        given = [_triton_descriptor(a) if isinstance(a, Block) else a for a in args]
-        compiled = kernel[(programs,)](*given, **constants, **options)
-        if known is None:
-            sizes = parameter_sizes(kernel, compiled, args) if device >= 0 else None
-            _known[key] = _Compiled(compiled, args, device, sizes) if sizes else _BY_TRITON
+    if known is not None and known.run(programs, args):
+        return
+    given = [_triton_descriptor(a) if isinstance(a, Block) else a for a in args]
+    compiled = kernel[(programs,)](*given, **constants, **options)
+    if key not in _known:
+        sizes = parameter_sizes(kernel, compiled, args) if device >= 0 else None
+        _known[key] = _Compiled(compiled, args, device, sizes) if sizes else None
 
 
 def copy(target: Tensor, source: Tensor, stream: Any) -> None:
@@ -92,13 +93,6 @@ def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Tensor | int | Bl
     return sizes
 
 
-class _ByTriton:
-    """Of kernels that Triton always launches."""
-
-    def run(self, programs: int, args: Sequence[Tensor | int | Block]) -> bool:
-        return False
-
-
 class _Compiled:
     """One compiled kernel and the memory of its parameters."""
 
@@ -106,8 +100,8 @@ class _Compiled:
         self.compiled, self.device = compiled, device  # keeps the code loaded
         self.function, self.shared = compiled.function, compiled.metadata.shared
         self.threads = 32 * compiled.metadata.num_warps
-        self.map_facts = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        self.map_facts = {i: next(self.map_facts) for i, a in enumerate(args) if isinstance(a, Block)}
+        facts = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        self.map_facts = {i: next(facts) for i, a in enumerate(args) if isinstance(a, Block)}
         self.maps: dict[Any, bytes] = {}
         places, self.format, end = [], "<", 0
         for size in sizes:
@@ -158,8 +152,7 @@ class _Compiled:
         return made
 
 
-_BY_TRITON = _ByTriton()
-_known: dict[Any, _Compiled | _ByTriton] = {}
+_known: dict[Any, _Compiled | None] = {}  # None: Triton launches
 
 
 def _up(value: int, multiple: int) -> int:

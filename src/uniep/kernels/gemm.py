@@ -134,8 +134,8 @@ def gate_up_kernel(
         if program < push_programs:
             push_tokens(
                 x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
-                finished_offset, call_ptr, ticket_ptr, status_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
-                CHUNK, RECEIVE_BLOCK, NUM_RANKS,
+                finished_offset, call_ptr, ticket_ptr, status_ptr, num_tokens, rank, program, push_programs, D,
+                PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
             )  # fmt: skip
     num_m = tl.load(totals_ptr + 1)
     num_steps = num_m * NUM_N
@@ -232,15 +232,15 @@ def gathered_product_kernel(
     PUSH_ROWS: tl.constexpr,
     FUSED: tl.constexpr,
 ):
-    """out (N, WIDTH) fp32 = rows (N, D) @ B, with rows read where they lie.  b_desc: (e, D, WIDTH).  FUSED: as above."""
+    """out (N, WIDTH) fp32 = rows (N, D) @ B, rows read where they lie.  b_desc: (e, D, WIDTH).  FUSED: as above."""
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     if FUSED and CHUNK > 0:
         if program < push_programs:
             push_tokens(
                 x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
-                finished_offset, call_ptr, ticket_ptr, status_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
-                CHUNK, RECEIVE_BLOCK, NUM_RANKS,
+                finished_offset, call_ptr, ticket_ptr, status_ptr, num_tokens, rank, program, push_programs, D,
+                PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
             )  # fmt: skip
     num_m = tl.load(totals_ptr + 1)
     deadline_ns = deadline(status_ptr, timeout_ns)
@@ -270,14 +270,14 @@ def gathered_product_kernel(
 @triton.jit
 def store_fp32(acc, out_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile in four blocks, which take a quarter of its shared memory."""
-    HALF: tl.constexpr = BLOCK_N // 2
+    QUARTER: tl.constexpr = BLOCK_N // 4
     left, right = halves(acc, BLOCK_M, BLOCK_N)
-    a, b = halves(left, BLOCK_M, HALF)
+    a, b = halves(left, BLOCK_M, 2 * QUARTER)
     out_desc.store([row, column], a)
-    out_desc.store([row, column + HALF // 2], b)
-    a, b = halves(right, BLOCK_M, HALF)
-    out_desc.store([row, column + HALF], a)
-    out_desc.store([row, column + HALF + HALF // 2], b)
+    out_desc.store([row, column + QUARTER], b)
+    a, b = halves(right, BLOCK_M, 2 * QUARTER)
+    out_desc.store([row, column + 2 * QUARTER], a)
+    out_desc.store([row, column + 3 * QUARTER], b)
 
 
 @triton.jit

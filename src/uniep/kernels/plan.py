@@ -9,7 +9,7 @@ place      each slot computes its row: start of its expert + slots before its bl
 No atomic decides a position.  Blocks are BLOCK_T tokens of one source; their entries are flattened as
 (token, slot), which is the canonical order inside a source.
 
-The exchange slot of source s (parity p) holds HEADER words (0: T, 1: rows allocated, 2: a forward, a backward, or a
+The exchange slot of source s (parity p) holds HEADER words (0: T, 1: rows allocated, 2: a forward, a backward or a
 refusal of s's inputs, then why, see `exchange_kernel`), then T_max*K ids, then T_max*K weights as fp32 bits.  It has two
 parities because a peer may enter the next call while this rank reads.
 
@@ -19,11 +19,22 @@ Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M
 import triton
 import triton.language as tl
 
-from uniep.kernels.sync import BAD_ID, OTHER_CALL, REFUSED, TOO_MANY_ROWS, deadline, every_rank, record, wait_for
+from uniep.kernels.sync import (
+    BAD_ID,
+    IS_BACKWARD,
+    IS_FORWARD,
+    IS_REFUSED,
+    OTHER_CALL,
+    REFUSED,
+    TOO_MANY_ROWS,
+    deadline,
+    every_rank,
+    record,
+    wait_for,
+)
 from uniep.memory import EXCHANGE_HEADER
 
 HEADER = tl.constexpr(EXCHANGE_HEADER)
-IS_FORWARD, IS_REFUSED, IS_BACKWARD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "capacity", "entered_offset", "rank"])

@@ -28,6 +28,11 @@ STAGE_DISPATCH = tl.constexpr(2)
 STAGE_COMBINE = tl.constexpr(3)
 STAGE_ROWS = tl.constexpr(4)
 
+# What a rank enters.
+IS_FORWARD = tl.constexpr(0)
+IS_REFUSED = tl.constexpr(1)
+IS_BACKWARD = tl.constexpr(2)
+
 WIDE = tl.constexpr(64)  # more elements than a warp has lanes
 
 

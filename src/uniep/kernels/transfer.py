@@ -86,8 +86,9 @@ def push_tokens_kernel(
 ):
     """`push_tokens` as a launch of its own: the dispatch of the serial schedule."""
     push_tokens(
-        x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset, call_ptr,
-        ticket_ptr, status_ptr, num_tokens, rank, tl.program_id(0), tl.num_programs(0), D, BLOCK_D, ROWS, CHUNK, BLOCK_SLOTS, NUM_RANKS,
+        x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
+        call_ptr, ticket_ptr, status_ptr, num_tokens, rank, tl.program_id(0), tl.num_programs(0), D, BLOCK_D, ROWS,
+        CHUNK, BLOCK_SLOTS, NUM_RANKS,
     )  # fmt: skip
 
 
@@ -218,8 +219,8 @@ def expand_kernel(
         if program < push_programs:
             push_tokens(
                 x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset,
-                finished_offset, call_ptr, ticket_ptr, status_ptr, num_tokens, rank, program, push_programs, D, PUSH_D, PUSH_ROWS,
-                CHUNK, RECEIVE_BLOCK, NUM_RANKS,
+                finished_offset, call_ptr, ticket_ptr, status_ptr, num_tokens, rank, program, push_programs, D,
+                PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
             )  # fmt: skip
     deadline_ns = deadline(status_ptr, timeout_ns)
     PER_TILE: tl.constexpr = BLOCK_M // ROWS

@@ -118,7 +118,10 @@ def moe_backward_main_grad(
     """(dx, dweights), empty where not needed; `MainGrads` are written and the parameters told so."""
     experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
     given = [*main_w13, *main_w2]
-    fit = [t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.contiguous().clone() for t in given]
+    fit = [
+        t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+        for t in given
+    ]
     main_grads = MainGrads(tuple(fit[: len(main_w13)]), tuple(fit[len(main_w13) :]), accumulate)
     got = by_key(workspace).backend.backward(dy, Inputs(x, ids, weights, experts), saved, Needs(*needs), main_grads)
     for theirs, ours in zip(given, fit, strict=True):
