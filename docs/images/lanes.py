@@ -3,7 +3,7 @@
 python docs/images/lanes.py
 
 Times are phases measured on two GPUs (qwen3-30b, T=8192, balanced): the forward on H200, the backward on H100;
-docs/log.md, 2026-11-28.  Transfers are drawn where they must lie between kernels, not measured one by one.
+benchmarks/results/2026-11-28.txt (copies; weight_gradient.group_rows=4).  Transfers are drawn where they must lie between kernels, not measured one by one.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ FORWARD = [
 BACKWARD = [
     *chain(
         "multiprocessors", ("gathered product: dO W2", 0.526, "matrix"), ("dSwiGLU", 0.263, "vector"),
-        ("product: dh W13, scattered", 0.653, "matrix"), ("dW2, gathers dO", 0.505, "matrix"),
-        ("dW13, gathers x", 0.761, "matrix"),
+        ("product: dh W13, scattered", 0.653, "matrix"), ("dW2, gathers dO", 0.537, "matrix"),
+        ("dW13, gathers x", 0.774, "matrix"),
     ),
     Bar("copy engine", 0.01, 0.12, "wire", "dO to peers"),
     Bar("NVLink out", 0.01, 0.12, "wire", ""),
