@@ -3,7 +3,8 @@
 python docs/images/lanes.py
 
 Times are phases measured on two GPUs (qwen3-30b, T=8192, balanced): the forward on H200, the backward on H100;
-benchmarks/results/2026-11-28.txt (copies; weight_gradient.group_rows=4).  Transfers are drawn where they must lie between kernels, not measured one by one.
+benchmarks/results/2026-11-28.txt (copies; weight_gradient.group_rows=4).  Transfers are drawn where they must lie
+between kernels, not measured one by one.
 """
 
 from __future__ import annotations
