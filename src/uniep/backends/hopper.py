@@ -156,7 +156,7 @@ class HopperBackend:
         kept = rows if self.schedule.operand == "expanded" else self.arena.views["receive"].shape[0]
         if self.schedule.received == "again":
             kept = 0
-        h, inputs = (rows, 2, self.cfg.ffn), (kept, self.cfg.hidden)
+        h, inputs = (2, rows, self.cfg.ffn), (kept, self.cfg.hidden)
         return [*self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(inputs)]
 
     def report(self) -> dict[str, str]:
@@ -206,7 +206,7 @@ class HopperBackend:
         self.mark("plan")
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         act_NF = torch.empty(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
-        h_N2F = torch.empty(num_rows, 2, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
+        h_2NF = torch.empty(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
         self._dispatch(x_TD, plan, peers)
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
         down_sms = self._down_sms
@@ -214,7 +214,7 @@ class HopperBackend:
         if pipelined:
             self._fork(side)
         launch.launch_gate_up(
-            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_N2F, act_NF,
+            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_2NF, act_NF,
             count_tiles=pipelined, **self._dispatching(num_tokens, schedule.gemm1, x_ND),
         )  # fmt: skip
         self.mark("gate_up")
@@ -232,10 +232,11 @@ class HopperBackend:
             self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms)
         y_TD = torch.empty_like(x_TD)
         weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
-        launch.launch_combine(self.arena.views["returns"], inputs.ids_TK, weights_TK, peers, self.sms, y_TD, wait=True)
+        self.planner.wait("returned")
+        launch.launch_combine(self.arena.views["returns"], inputs.ids_TK, weights_TK, peers, self.sms, y_TD)
         self._join()
         self.mark("combine")
-        return y_TD, ([*plan.saved(), h_N2F, kept] if h_N2F is not None and kept is not None else [])
+        return y_TD, ([*plan.saved(), h_2NF, kept] if h_2NF is not None and kept is not None else [])
 
     def _keep(self, receive: Tensor) -> Tensor:
         """A copy of the receive buffer for the weight gradient, made beside the GEMM that follows; or nothing."""
@@ -257,7 +258,7 @@ class HopperBackend:
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
         x_TD, dy_TD = _aligned(inputs.x_TD), _aligned(dy_TD)
         plan = self.planner.restore(ids_TK.shape[0], saved[:3])
-        h_N2F, kept = saved[3], saved[4]
+        h_2NF, kept = saved[3], saved[4]
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         groups = -(-cfg.ffn // COLUMN_GROUP)
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
@@ -270,10 +271,10 @@ class HopperBackend:
             dy_TD, receive, rows, experts, peers, tile, self.sms, raw_NF, **self._dispatching(ids_TK.shape[0], tile)
         )
         self.mark("down_gradient")
-        dh_N2F, act_NF = torch.empty_like(h_N2F), torch.empty(num_rows, cfg.ffn, **like)
+        dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
         groups_NG = torch.empty(num_rows, groups, dtype=torch.float32, device=device)
         weighted = cfg.weight_at == "activation"
-        launch.launch_activation_gradient(raw_NF, h_N2F, rows, self.sms, dh_N2F, act_NF, groups_NG, weighted=weighted)
+        launch.launch_activation_gradient(raw_NF, h_2NF, rows, self.sms, dh_N2F, act_NF, groups_NG, weighted=weighted)
         self.mark("activation_gradient")
         del raw_NF
         launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.slots, self.sms)
@@ -284,8 +285,8 @@ class HopperBackend:
         dx_TD = torch.empty_like(dy_TD)
         self._fork(self.side)  # the sum is memory-bound, what is beside it not
         with torch.cuda.stream(self.side):
-            self.planner.wait("returned")  # one program, where a sum that waits would hold all multiprocessors
-            launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD, wait=False)
+            self.planner.wait("returned")
+            launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD)
         received = receive if self.schedule.received == "again" else kept
         dw13, dw2 = self._weight_gradients(
             (dy_TD, receive), (x_TD, received), act_NF, dh_NH, experts, plan, needs, main_grads
@@ -316,7 +317,7 @@ class HopperBackend:
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
         if needs.w13 or needs.w2:
-            address_2N = torch.empty(2, plan.num_rows + ROW_ALIGN, dtype=torch.int64, device=self.device)
+            address_2N = torch.empty(2, plan.num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=self.device)
             launch.launch_row_addresses(x, dy, rows, self.sms, address_2N)
             x_address_N, dy_address_N = address_2N.unbind()
         if needs.w2:

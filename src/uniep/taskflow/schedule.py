@@ -56,8 +56,8 @@ class Schedule:
     transfer: Literal["push", "copy"] = "push"
     tile_order: Literal["natural", "local-first"] = "local-first"
     operand: Literal["gathered", "expanded"] = "gathered"
-    gemm1: Tile = Tile()
-    gemm2: Tile = Tile()
+    gemm1: Tile = Tile(stages=4)
+    gemm2: Tile = Tile(stages=4)
     chunk_tokens: int = 64
     weight_gradient: Tile = Tile()
     push_programs: int = 16
