@@ -49,9 +49,9 @@ def test_received_tokens():
 def test_rows_follow_tokens_and_max_rows():
     for tokens, rows in ((0, 0), (1, 32 * 128)):  # each expert's segment is aligned
         assert by_name(plan_memory(CFG, 2, backend="cpu", tokens=tokens))["h"].shape == (rows, 4096)
-        assert by_name(plan_memory(CFG, 2, tokens=tokens))["h"].shape == (rows + (256 if rows else 128), 2, 2048)
+        assert by_name(plan_memory(CFG, 2, tokens=tokens))["h"].shape == (2, rows + (256 if rows else 128), 2048)
     bounded = MoEConfig(**{**vars(CFG), "max_rows": 1000})
-    assert by_name(plan_memory(bounded, 2))["h"].shape == ((1000 + 32 * 127 + 127) // 128 * 128, 2, 2048)
+    assert by_name(plan_memory(bounded, 2))["h"].shape == (2, (1000 + 32 * 127 + 127) // 128 * 128, 2048)
 
 
 @pytest.mark.parametrize("received", ["saved", "again"])

@@ -83,11 +83,23 @@ WORTH_COPYING = 0.7
 """Part of the tokens that a peer must want for copy engines to send them all."""
 
 
+FLOP_PER_WIRE_BYTE = 2074
+"""What a GPU's grouped GEMM computes while NVLink takes a byte away (726 TFLOP/s, 350 GB/s: 2x H200)."""
+
+WORTH_PIPELINING = 1.7
+"""Time that results take on the wire, over the time of the down product, from which they should start under gate_up."""
+
+
 def default_schedule(backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
     """What a backend does unless told otherwise: the best measured for most shapes, untuned."""
     schedule = DEFAULT_SCHEDULES[backend]
-    if backend == "hopper" and ep_size > 1 and cfg.wanted(ep_size) >= WORTH_COPYING:
+    if backend != "hopper" or ep_size == 1:
+        return schedule
+    if cfg.wanted(ep_size) >= WORTH_COPYING:
         schedule = dataclasses.replace(schedule, transfer="copy")
+    sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
+    if sent_bytes * FLOP_PER_WIRE_BYTE >= WORTH_PIPELINING * flop:
+        schedule = dataclasses.replace(schedule, overlap="pipelined")
     return schedule
 
 
