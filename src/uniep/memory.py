@@ -354,7 +354,7 @@ def _hopper(c: _Call) -> list[Buffer]:
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
         Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2", (ACTIVATION_GRADIENT,)),
         Buffer("dh", (rows, 2, cfg.ffn), dtype, "transient", "backward: gradient of h", _BACKWARD),
-        Buffer("address", (2, rows + 2 * ROW_ALIGN), _I64, "transient", "of rows of x and dO", (WEIGHT_GRADIENT,)),
+        Buffer("address", (2, rows + 2 * ROW_ALIGN), _I64, "transient", "of rows of x and dO", _BACKWARD),
         _groups(c, rows),
         *(Buffer(name, (rows, cfg.hidden), dtype, "transient", why) for name, why in copies),
     ]

@@ -45,7 +45,7 @@ PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
-    "push_programs", "down_sms", "received",
+    "push_programs", "down_sms", "pipelined_from", "received",
 )  # fmt: skip
 
 
@@ -113,7 +113,9 @@ class HopperBackend:
     def _check_push(self) -> None:
         """Somebody must be left to compute while tokens are pushed."""
         s = self.schedule
-        programs = (self.sms - self._down_sms) * min(s.gemm1.programs_per_sm, s.gemm2.programs_per_sm)
+        programs = (self.sms - self._down_sms(self.cfg.max_tokens_per_rank)) * min(
+            s.gemm1.programs_per_sm, s.gemm2.programs_per_sm
+        )
         if self.num_ranks > 1 and s.transfer == "push" and s.push_programs >= programs:
             raise ConfigError(
                 f"push_programs is {s.push_programs}, but kernels that push have {programs} programs here; lower it"
@@ -209,7 +211,7 @@ class HopperBackend:
         h_2NF = torch.empty(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
         self._dispatch(x_TD, plan, peers)
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
-        down_sms = self._down_sms
+        down_sms = self._down_sms(num_tokens)
         pipelined = down_sms > 0
         if pipelined:
             self._fork(side)
@@ -262,10 +264,14 @@ class HopperBackend:
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         groups = -(-cfg.ffn // COLUMN_GROUP)
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
-
-        self._enter_backward(dy_TD)
-        self._dispatch(dy_TD, plan, peers)
         receive = self.arena.views["receive"]
+        address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
+        where_x = x_TD, receive if self.schedule.received == "again" else kept
+
+        self._enter_backward(
+            dy_TD, lambda: launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.sms, address_2N)
+        )
+        self._dispatch(dy_TD, plan, peers)
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=device)
         launch.launch_gathered_down_gradient(
             dy_TD, receive, rows, experts, peers, tile, self.sms, raw_NF, **self._dispatching(ids_TK.shape[0], tile)
@@ -283,32 +289,27 @@ class HopperBackend:
         dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
         self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms)
         dx_TD = torch.empty_like(dy_TD)
-        self._fork(self.side)  # the sum is memory-bound, what is beside it not
+        dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device)
+        self._fork(self.side)  # the sums are memory-bound, what is beside them not
         with torch.cuda.stream(self.side):
             self.planner.wait("returned")
             launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD)
-        received = receive if self.schedule.received == "again" else kept
-        dw13, dw2 = self._weight_gradients(
-            (dy_TD, receive), (x_TD, received), act_NF, dh_NH, experts, plan, needs, main_grads
-        )
-        self._join()
-        self.mark("combine")
-        dweights_TK = None
-        if needs.weights:
-            dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device)
             launch.launch_used_dweights(
                 self.arena.views["dweights"], ids_TK, self.planner.status, self.sms, dweights_TK
             )
+        dw13, dw2 = self._weight_gradients(address_2N, where_x, act_NF, dh_NH, experts, plan, needs, main_grads)
+        self._join()
+        self.mark("combine")
         if main_grads is not None:
             dw13 = dw2 = None
-        return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)
+        return ExpertGradients(dx_TD if needs.x else None, dweights_TK if needs.weights else None, dw13, dw2)
 
     def _weight_gradients(
-        self, dy: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor,
-        experts: ExpertWeights, plan: DevicePlan, needs: Needs, main_grads: MainGrads | None,
+        self, address_2N: Tensor, x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor, experts: ExpertWeights,
+        plan: DevicePlan, needs: Needs, main_grads: MainGrads | None,
     ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:  # fmt: skip
-        """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  dy, x: tokens (T, D) and where the
-        received ones are, or will be."""
+        """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  address_2N: of the rows of x and dO.
+        x: tokens (T, D) and where the received ones are, or will be."""
         from uniep.kernels import launch
 
         rows, local, ffn = plan.rows, self.planner.local, self.cfg.ffn
@@ -316,10 +317,7 @@ class HopperBackend:
         accumulate = main_grads is not None and main_grads.accumulate
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
-        if needs.w13 or needs.w2:
-            address_2N = torch.empty(2, plan.num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=self.device)
-            launch.launch_row_addresses(x, dy, rows, self.sms, address_2N)
-            x_address_N, dy_address_N = address_2N.unbind()
+        x_address_N, dy_address_N = address_2N.unbind()
         if needs.w2:
             dw2 = main_grads.w2 if main_grads else (fresh(experts.w2[0]),)
             launch.launch_weight_gradient(
@@ -351,10 +349,10 @@ class HopperBackend:
         while self._forked:
             self._stream.wait_stream(self._forked.pop())
 
-    @property
-    def _down_sms(self) -> int:
+    def _down_sms(self, num_tokens: int) -> int:
         """Multiprocessors of the down product beside gate_up; 0: it runs after it."""
-        return min(self.schedule.down_sms, self.sms // 2) if self.schedule.overlap == "pipelined" else 0
+        s = self.schedule
+        return min(s.down_sms, self.sms // 2) if s.overlap == "pipelined" and num_tokens >= s.pipelined_from else 0
 
     @property
     def _fused(self) -> bool:
@@ -402,11 +400,12 @@ class HopperBackend:
             flag = self.arena.flag_offset("finished") + self.rank
             copy(self.arena.everywhere["flags"][peer][flag : flag + 1], self.planner.call, self.copies)
 
-    def _enter_backward(self, sent_TD: Tensor) -> None:
-        """Enter a call that knows its plan, and queue the copies of what it sends."""
+    def _enter_backward(self, sent_TD: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Enter a call that knows its plan, and queue the copies of what it sends.  meanwhile: until all entered."""
         from uniep.backends.planner import BACKWARD
 
         self.planner.enter(None, None, sent_TD.shape[0])
+        meanwhile()
         self.planner.wait_entered(BACKWARD)
         if self._copying:
             self._send_all(sent_TD)
