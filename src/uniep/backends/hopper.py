@@ -557,5 +557,7 @@ def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:
     """Raise for what this backend cannot run, with the way out."""
     if (error := why_not(cfg, device)) is not None:
         raise type(error)(f"{error}; or {WAY_OUT}")
+    if cfg.combine_groups is not None:
+        raise UnsupportedError(f"combine_groups={cfg.combine_groups} does not run on the hopper backend yet; {WAY_OUT}")
     if ep_size & (ep_size - 1):
         raise ConfigError(f"the EP group has {ep_size} ranks; the hopper backend needs a power of two; or {WAY_OUT}")
