@@ -215,6 +215,12 @@ def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: in
     }
 
 
+def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the int32 arrays that say which rows combine groups add; one allocation, see kernels/groups.py."""
+    lines = (ep_size * cfg.max_tokens_per_rank, cfg.top_k)
+    return {"row_LK": lines, "slot_LK": lines, "used_TW": (cfg.max_tokens_per_rank, cfg.return_slots)}
+
+
 PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at
 
 
@@ -324,6 +330,7 @@ _RESULTS = "results (and dX) of every row"
 _ALIGNED = f"rows of balanced routing, each expert aligned to {ROW_ALIGN}"
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 _BACKWARD = (ACTIVATION_GRADIENT, WEIGHT_GRADIENT)
+_RETURNING = (FORWARD, WEIGHT_GRADIENT)
 
 
 def _cpu(c: _Call) -> list[Buffer]:
@@ -350,13 +357,18 @@ def _hopper(c: _Call) -> list[Buffer]:
     expanded = c.schedule.operand == "expanded"
     received = arrays["receive"][0] if c.schedule.received == "saved" else (0, cfg.hidden)
     kept = (rows, cfg.hidden) if expanded else received
-    copies = [("results", _RESULTS)] if c.schedule.overlap == "serial" or cfg.combine_groups else []
+    parts = []
+    if cfg.combine_groups:
+        words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
+        parts = [Buffer("parts", (words,), _I32, "saved", "which rows combine groups add, and where sums go")]
+    in_place = c.schedule.overlap == "serial" or cfg.combine_groups is not None
     return [
         *c.shared(arrays),
         Buffer("plan", (plan,), _I32, "saved", "counts, send lists and tile tables, for any number of rows"),
         Buffer("histogram", hopper_histogram(cfg, c.ep_size), _I32, "transient", "what the plan counts", (FORWARD,)),
         Buffer("rows", (2, rows), _I32, "saved", f"source and return slot of every row; {rows_why}"),
         Buffer("row_weight", (rows,), _F32, "saved", "routing weight of every row"),
+        *parts,
         Buffer("h", (rows, 2, cfg.ffn), dtype, "saved", "gate and up before the activation"),
         Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "the receive buffer, for dW13"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
@@ -366,7 +378,7 @@ def _hopper(c: _Call) -> list[Buffer]:
             "address", (2, rows + ROW_ALIGN), _I64, "transient", "where x and dO of every row lie", (WEIGHT_GRADIENT,)
         ),
         _groups(c, rows),
-        *(Buffer(name, (rows, cfg.hidden), dtype, "transient", why) for name, why in copies),
+        *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS, _RETURNING)] if in_place else []),
     ]
 
 
@@ -398,10 +410,10 @@ def _nccl_returns(c: _Call) -> list[Buffer]:
     if not cfg.combine_groups:
         shape = (3, c.tokens * cfg.top_k, cfg.hidden)
         return [Buffer("slots", shape, dtype, "transient", "results sorted, arrived, by slot")]
-    slots = c.tokens * cfg.return_slots
+    rows = 2 * c.parts + c.tokens * cfg.return_slots
     return [
-        Buffer("parts", (c.parts, cfg.top_k, cfg.hidden), dtype, "transient", "results by combine group and slot"),
-        Buffer("slots", (2 * c.parts + slots, cfg.hidden), dtype, "transient", "sums made, arrived, by slot"),
+        Buffer("parts", (c.parts, cfg.top_k), _I64, "transient", "which rows combine groups add"),
+        Buffer("slots", (rows, cfg.hidden), dtype, "transient", "sums of groups made, arrived, by slot"),
     ]
 
 

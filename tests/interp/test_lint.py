@@ -18,7 +18,7 @@ ALWAYS = {  # kernels that any forward and backward over several ranks launches
     "exchange_kernel", "histogram_kernel", "scan_kernel", "tiles_kernel", "place_kernel", "gate_up_kernel",
     "product_kernel", "gathered_product_kernel", "row_addresses_kernel", "combine_kernel", "activation_gradient_kernel",
     "weight_gradient_kernel", "expand_kernel",
-    "dweights_kernel", "push_tokens_kernel", "push_rows_kernel",
+    "dweights_kernel", "push_tokens_kernel", "push_rows_kernel", "parts_kernel", "group_sum_kernel",
 }  # fmt: skip
 PRODUCTS = {"gate_up_kernel", "product_kernel", "gathered_product_kernel", "weight_gradient_kernel"}
 TIMEOUT_S = 600

@@ -34,6 +34,7 @@ from uniep.weights import ExpertWeights
 if TYPE_CHECKING:
     from uniep.backends.planner import DevicePlan
     from uniep.kernels.launch import Peers
+    from uniep.kernels.launch_groups import Lines
     from uniep.workspace import Workspace
 
 _T = TypeVar("_T")
@@ -167,6 +168,9 @@ class HopperBackend:
             if self.cfg.max_rows is None
             else f"max_rows={self.cfg.max_rows}, no host read",
             "main_grad": MAIN_GRAD,
+            "combine": "one sum over a token's slots"
+            if self.cfg.combine_groups is None
+            else f"sums of {self.cfg.combine_groups} groups on the experts' ranks, added by a pass over their rows",
         }
 
     def close(self) -> None:
@@ -211,6 +215,7 @@ class HopperBackend:
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
         down_sms = self._down_sms
         pipelined = down_sms > 0
+        results_ND = self._results(plan)
         if pipelined:
             self._fork(side)
         launch.launch_gate_up(
@@ -223,16 +228,19 @@ class HopperBackend:
             # On SMs of its own until gate_up is done, then on all.
             tiles_before = -(-cfg.ffn // (schedule.gemm1.columns // 2))
             beside = launch.Beside(tiles_before, self.sms * schedule.gemm2.programs_per_sm)
+            down = functools.partial(self._return_rows, launch.launch_down, act_NF, plan, peers, inputs.experts)
             with torch.cuda.stream(side):
-                self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, down_sms, beside=beside)
-            sms = self.sms - down_sms
-            self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, sms, beside=beside)
+                down(down_sms, results_ND, beside=beside)
+            down(self.sms - down_sms, results_ND, beside=beside)
             current.wait_stream(side)
         else:
-            self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms)
+            self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms, results_ND)
         y_TD = torch.empty_like(x_TD)
-        weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
-        launch.launch_combine(self.arena.views["returns"], inputs.ids_TK, weights_TK, peers, self.sms, y_TD, wait=True)
+        weighted = cfg.weight_at == "output"
+        if plan.lines is not None:
+            self._add_groups(results_ND, plan.lines, plan, peers, weighted=weighted)
+            self.mark("group_sum")
+        self._combine(inputs.ids_TK, inputs.weights_TK if weighted else None, plan, peers, y_TD, wait=True)
         self._join()
         self.mark("combine")
         return y_TD, ([*plan.saved(), h_N2F, kept] if h_N2F is not None and kept is not None else [])
@@ -256,8 +264,8 @@ class HopperBackend:
 
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
         x_TD, dy_TD = _aligned(inputs.x_TD), _aligned(dy_TD)
-        plan = self.planner.restore(ids_TK.shape[0], saved[:3])
-        h_N2F, kept = saved[3], saved[4]
+        *of_plan, h_N2F, kept = saved
+        plan = self.planner.restore(ids_TK.shape[0], of_plan)
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         groups = -(-cfg.ffn // COLUMN_GROUP)
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
@@ -280,12 +288,15 @@ class HopperBackend:
 
         # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
         dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
-        self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms)
+        results_ND = self._results(plan)  # kept until the other stream has joined
+        self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms, results_ND)
         dx_TD = torch.empty_like(dy_TD)
-        self._fork(self.side)  # the sum is memory-bound, what is beside it not
+        self._fork(self.side)  # sums are memory-bound, what is beside them not
         with torch.cuda.stream(self.side):
+            if plan.lines is not None:
+                self._add_groups(results_ND, plan.lines, plan, peers, weighted=False)
             self.planner.wait("returned")  # one program, where a sum that waits would hold all multiprocessors
-            launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD, wait=False)
+            self._combine(ids_TK, None, plan, peers, dx_TD, wait=False)
         received = receive if self.schedule.received == "again" else kept
         dw13, dw2 = self._weight_gradients(
             (dy_TD, receive), (x_TD, received), act_NF, dh_NH, experts, plan, needs, main_grads
@@ -445,21 +456,47 @@ class HopperBackend:
         self.mark("expand")
         return rows_ND
 
+    def _results(self, plan: DevicePlan) -> Tensor:
+        """Memory for the rows (N, D) of a product that are to be added by groups, or pushed later; else one row."""
+        in_place = plan.lines is not None or self.schedule.overlap == "serial"
+        num_rows = plan.num_rows if in_place else 1
+        return torch.empty(num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
+
     def _return_rows(
         self, product: Callable[..., None], a: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights,
-        sms: int, **how: Any,
+        sms: int, out_ND: Tensor, **how: Any,
     ) -> None:  # fmt: skip
-        """a @ B (N, D) by `product` on `sms`, delivered into the return slots of the rows' source ranks."""
+        """a @ B (N, D) by `product` on `sms`, delivered into the return slots of the rows' source ranks, or, where
+        groups of rows are to be added first, into `out`."""
         from uniep.kernels.launch import launch_push_rows
 
-        serial = self.schedule.overlap == "serial"
-        out_ND = torch.empty(plan.num_rows if serial else 1, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
-        tile = self.schedule.gemm2
-        product(a, plan.rows, experts, peers, tile, sms, out_ND, slots=self.slots, scatter=not serial, **how)
+        serial, tile = self.schedule.overlap == "serial", self.schedule.gemm2
+        scatter = not serial and plan.lines is None
+        product(a, plan.rows, experts, peers, tile, sms, out_ND, slots=self.slots, scatter=scatter, **how)
         self.mark("return")
-        if serial:
+        if serial and plan.lines is None:
             launch_push_rows(out_ND, plan.rows, peers, self.slots, self.sms)
             self.mark("push_rows")
+
+    def _add_groups(self, results_ND: Tensor, lines: Lines, plan: DevicePlan, peers: Peers, *, weighted: bool) -> None:
+        """The sums of combine groups, into the return slots of the source ranks.  weighted: by routing weight."""
+        from uniep.kernels.launch_groups import launch_group_sum
+
+        weight_N = plan.weight_N if weighted else None
+        launch_group_sum(
+            results_ND, weight_N, lines.row_LK, lines.slot_LK, peers, lines.used_TW.numel(), self.sms,
+            one_group=self.cfg.combine_groups == self.num_ranks, signal=True,
+        )  # fmt: skip
+
+    def _combine(
+        self, ids_TK: Tensor, weights_TK: Tensor | None, plan: DevicePlan, peers: Peers, out_TD: Tensor, *, wait: bool
+    ) -> None:
+        """The fixed-order sum of what has returned: rows by slot, or, with combine groups, sums that are weighted."""
+        from uniep.kernels.launch import launch_combine
+
+        if plan.lines is not None:
+            ids_TK, weights_TK = plan.lines.used_TW[: out_TD.shape[0]], None
+        launch_combine(self.arena.views["returns"], ids_TK, weights_TK, peers, self.sms, out_TD, wait=wait)
 
     def _dispatching(self, num_tokens: int, tile: Tile, expanded: Tensor | None = None) -> dict[str, Any]:
         """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""
@@ -557,7 +594,5 @@ def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:
     """Raise for what this backend cannot run, with the way out."""
     if (error := why_not(cfg, device)) is not None:
         raise type(error)(f"{error}; or {WAY_OUT}")
-    if cfg.combine_groups is not None:
-        raise UnsupportedError(f"combine_groups={cfg.combine_groups} does not run on the hopper backend yet; {WAY_OUT}")
     if ep_size & (ep_size - 1):
         raise ConfigError(f"the EP group has {ep_size} ranks; the hopper backend needs a power of two; or {WAY_OUT}")

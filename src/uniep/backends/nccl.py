@@ -321,9 +321,8 @@ class CollectiveBackend:
         parts, cfg = routing.parts, self.cfg
         if parts is None:
             return self.experts.combine(self._return(rows_ND, ids_TK, routing), ids_TK, weights_TK)
-        index_PK = parts.row_PK.clamp(min=0)
-        weight_PK = routing.weight_N[index_PK] if weights_TK is not None else None
-        sums_PD = self.experts.combine(rows_ND[index_PK], parts.row_PK, weight_PK)
+        weight_N = routing.weight_N if weights_TK is not None else None
+        sums_PD = self.experts.add_parts(rows_ND, parts.row_PK, weight_N)
         group_TW = token_groups(ids_TK, cfg)
         owner_TW = self._owner(group_TW, cfg.num_experts // cfg.experts_per_group // self.ep_size)
         counts = [torch.bincount(t, minlength=self.ep_size) for t in (parts.source_P, owner_TW[group_TW >= 0])]
