@@ -218,7 +218,8 @@ def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: in
 def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the int32 arrays that say which rows combine groups add; one allocation, see kernels/groups.py."""
     lines = (ep_size * cfg.max_tokens_per_rank, cfg.top_k)
-    return {"row_LK": lines, "slot_LK": lines, "used_TW": (cfg.max_tokens_per_rank, cfg.return_slots)}
+    used = (cfg.max_tokens_per_rank, cfg.return_slots)
+    return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "counters": (2,)}
 
 
 PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at

@@ -161,7 +161,12 @@ def check_bits(r):
                 assert ours <= 2 * theirs, f"{name}: error {ours:.2e}, torch's own {theirs:.2e}"
 
 
-GROUP_SCHEDULES = {"serial": SERIAL, **SCHEDULES}
+BESIDE = {
+    "beside": Schedule(transfer="copy", group_sum="beside"),
+    "beside, pushed, few": Schedule(transfer="push", group_sum="beside", sum_programs=3),
+    "beside, many": Schedule(transfer="copy", group_sum="beside", sum_programs=1000),
+}
+GROUP_SCHEDULES = {"serial": SERIAL, **SCHEDULES, **BESIDE}
 
 
 def check_combine_groups(r):
@@ -193,6 +198,32 @@ def check_combine_groups(r):
                 if e.numel():
                     ratio = float((ours.float() - e).norm() / (usual.float() - e).norm())
                     assert ratio <= 1.5, f"{groups} groups, {name}: error {ratio:.2f} times that without groups"
+
+
+def check_combine_groups_held(r):
+    """Sums beside the product while another stream holds multiprocessors, and with fewer of them: the same bits."""
+    cfg = MoEConfig(**SHAPE, max_rows=8192, combine_groups=8)
+    data, other = r.data(cfg, 1000), torch.cuda.Stream()
+    want = r.once(cfg, data, SERIAL)
+    for how, schedule in BESIDE.items():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            r.run(workspace, data)
+            for programs in (8, 131, 264):
+                torch.cuda.synchronize()
+                dist.barrier()
+                if r.rank == 0:
+                    with torch.cuda.stream(other):
+                        hold_kernel[(programs,)](20_000_000, num_warps=32)
+                wrong = differing(want, r.run(workspace, data))
+                assert not wrong, f"{how}, {programs} programs: {wrong}"
+            for count in (78, 114):
+                workspace.backend.sms = count
+                assert not differing(want, r.run(workspace, data)), f"{how}, {count} multiprocessors"
+            for repeat in range(200):
+                y = uniep.moe(*data[:5], workspace=workspace)
+                if repeat % 7 == r.rank:
+                    torch.cuda._sleep(100_000)
+            assert torch.equal(y, want[0]), how
 
 
 def check_repeats(r):
@@ -510,8 +541,10 @@ def check_graph(r):
     """A captured sync-free forward, replayed with other tokens: the bits of a call."""
     cfg = MoEConfig(**SHAPE, max_rows=8192)
     x, ids, weights, w13, w2, _ = r.data(cfg, 700)
-    for how in ("copied", "pushed", "pipelined"):
-        with Workspace(cfg, r.group, schedule=SCHEDULES[how], timeout_s=10) as workspace:
+    ways = {how: (cfg, SCHEDULES[how]) for how in ("copied", "pushed", "pipelined")}
+    ways["beside"] = dataclasses.replace(cfg, combine_groups=8), BESIDE["beside"]
+    for how, (cfg, schedule) in ways.items():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=10) as workspace:
             for _ in range(2):
                 uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
             torch.cuda.synchronize()

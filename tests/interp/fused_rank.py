@@ -67,7 +67,9 @@ GROUPED_CASES = {
     "a group on each rank": Case(torch.float16, "output", False, (50, 35), 4, 3, combine_groups=2),
     "fp32, two groups on each rank": Case(torch.float32, "activation", True, (40, 0), 4, 3, combine_groups=4),
 }
-GROUPED_ROUNDS = (ROUNDS[0], ROUNDS[1], ROUNDS[4])
+GROUPED_ROUNDS = (
+    (*ROUNDS[0], "after"), (*ROUNDS[1], "after"), (*ROUNDS[1], "beside"), (*ROUNDS[4], "after"),
+)  # fmt: skip
 SUITES = {"usual": (CASES, ROUNDS), "grouped": (GROUPED_CASES, GROUPED_ROUNDS)}
 
 
@@ -162,10 +164,9 @@ def main(rank: int, folder: Path, suite: str) -> None:
 
         backend = hopper_on_host.host_backend(case.config(max(case.tokens)), rank, RANKS, memories, SCHEDULE)
         results = []
-        for overlap, operand, transfer, received in rounds:
-            backend.schedule = dataclasses.replace(
-                SCHEDULE, overlap=overlap, operand=operand, transfer=transfer, received=received
-            )
+        for how in rounds:
+            fields = ("overlap", "operand", "transfer", "received", "group_sum")
+            backend.schedule = dataclasses.replace(SCHEDULE, **dict(zip(fields, how, strict=False)))
             results.append(run(backend, case, rank, RANKS))
         # What one rank needs, another may not.
         part = run(backend, case, rank, RANKS, Needs(rank == 0, rank == 1, rank == 1, rank == 0))

@@ -49,10 +49,12 @@ class Case:
     operand: str = "gathered"
     transfer: str = "push"
     combine_groups: int | None = None
+    group_sum: str = "after"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, groups {self.combine_groups}"
+        groups = f"groups {self.combine_groups} {self.group_sum}"
+        how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}"
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
 
@@ -64,7 +66,7 @@ CASES = (
     Case("deepseek-v3", FP16, "output", 8, "fused", "stacked"),
     Case("mixtral-8x7b", BF16, "output", 1, "fused", "split", "expanded"),
     Case("deepseek-v3-256", FP16, "output", 8, "serial", "split"),
-    Case("qwen3-30b", BF16, "output", 8, combine_groups=8),
+    Case("qwen3-30b", BF16, "output", 8, combine_groups=8, group_sum="beside"),
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8),
 )
 
@@ -79,8 +81,9 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
     backend.schedule = dataclasses.replace(
-        backend.schedule, overlap=case.overlap, operand=case.operand, transfer=case.transfer
-    )
+        backend.schedule, overlap=case.overlap, operand=case.operand, transfer=case.transfer,
+        group_sum=case.group_sum,
+    )  # fmt: skip
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
     w13 = torch.empty(2, local, cfg.ffn, cfg.hidden, **like)

@@ -1,14 +1,24 @@
 """The kernels of combine groups, interpreted: tables of lines against `build_parts`, sums against `combine_slots`."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from uniep.config import MoEConfig
 from uniep.kernels.launch import Peers, Rows
-from uniep.kernels.launch_groups import Lines, launch_group_sum, launch_parts
+from uniep.kernels.launch_groups import (
+    Lines,
+    Sums,
+    launch_claimed_sum,
+    launch_group_sum,
+    launch_parts,
+    launch_return_order,
+)
 from uniep.memory import EXCHANGE_HEADER, hopper_parts_arrays, plan_words
 from uniep.numerics import combine_slots
 from uniep.routing import build_parts, build_plan, return_slots, token_groups
+from uniep.taskflow.schedule import Tile
 
 D, PROGRAMS, CALL = 136, 2, 7
 CASES = {  # tokens of each rank, experts, slots, groups
@@ -44,11 +54,14 @@ class Problem:
             exchange[CALL % 2, source, EXCHANGE_HEADER : EXCHANGE_HEADER + ids.numel()] = ids.flatten()
         zero = int32(0)
         totals = int32(self.plan.num_rows, 0)
-        rows = Rows(zero, self.plan.row_return_N, *[zero] * 10, totals)
+        self._rows = Rows(zero, self.plan.row_return_N, *[zero] * 10, totals)
         flat = torch.full((sum(plan_words(hopper_parts_arrays(cfg, self.ranks))),), -1, dtype=torch.int32)
         self.lines = Lines.of(flat, cfg, self.ranks)
-        arguments = (rows, self.lines, int32(CALL), rank, self.ranks, tokens[rank], cfg, PROGRAMS)
+        arguments = (self.rows(), self.lines, int32(CALL), rank, self.ranks, tokens[rank], cfg, PROGRAMS)
         launch_parts(exchange, *arguments)
+
+    def rows(self, **changes: torch.Tensor) -> Rows:
+        return dataclasses.replace(self._rows, **changes)
 
     @property
     def return_slots(self) -> int:
@@ -88,28 +101,87 @@ def test_sums(name, dtype, weighted):
     rows_ND = torch.randn(p.plan.num_rows, D, generator=generator).to(dtype)
     # Products by powers of two are exact: the interpreter's fma rounds twice.
     weight_N = 2.0 ** torch.randint(-2, 3, (p.plan.num_rows,), generator=generator)
-    returns = [torch.full((p.return_slots, D), float("nan"), dtype=dtype) for _ in range(p.ranks)]
-    flags = [torch.zeros(4, dtype=torch.int32) for _ in range(p.ranks)]
-    address = lambda ts: torch.tensor([t.data_ptr() for t in ts], dtype=torch.int64)  # noqa: E731
-    status, ticket = torch.zeros(16, dtype=torch.int32), int32(0)
-    zero = int32(0)
-    peers = Peers(
-        rank=rank, num_ranks=p.ranks, call=int32(CALL), status=status, timeout_ns=0, arrived=zero, finished=zero,
-        returned=zero, receive_table=zero, returns_table=address(returns), flag_table=address(flags), arrived_offset=0,
-        finished_offset=0, returned_offset=2, push_ticket=zero, return_ticket=ticket, chunk=1, receive_block=1,
+    box = Box(p, dtype)
+    sums = Sums(
+        rows_ND, weight_N if weighted else None, p.lines.row_LK, p.lines.slot_LK, p.return_slots,
+        p.cfg.combine_groups == p.ranks,
     )  # fmt: skip
-    arguments = (rows_ND, weight_N if weighted else None, p.lines.row_LK, p.lines.slot_LK, peers, p.return_slots)
-    how = {"one_group": p.cfg.combine_groups == p.ranks, "signal": True}
-    status[0] = 1
-    launch_group_sum(*arguments, PROGRAMS, **how)
-    assert all(t.isnan().all() for t in returns), "after a failure nothing is sent"
-    assert not any(f.any() for f in flags)
-    status[0] = 0
-    launch_group_sum(*arguments, PROGRAMS, **how)
     index = p.parts.row_PK.clamp(min=0)
-    sums = combine_slots(rows_ND[index], p.parts.row_PK, weight_N[index] if weighted else None).to(dtype)
-    want = torch.full((p.ranks * p.return_slots, D), float("nan"), dtype=dtype)
-    want[p.targets()] = sums
-    assert torch.equal(torch.cat(returns).nan_to_num(12345.0), want.nan_to_num(12345.0))
-    assert [f.tolist() for f in flags] == [[0, 0, CALL, 0]] * p.ranks
-    assert ticket.item() == 0
+    want = combine_slots(rows_ND[index], p.parts.row_PK, weight_N[index] if weighted else None).to(dtype)
+
+    box.peers.status[0] = 1
+    launch_group_sum(sums, box.peers, PROGRAMS, signal=True)
+    box.assert_untouched()  # after a failure nothing is sent
+    box.peers.status[0] = 0
+    launch_group_sum(sums, box.peers, PROGRAMS, signal=True)
+    box.assert_holds(want)
+
+    # By claims, beside a product of three programs and behind it.
+    tile, products, progress = Tile(rows=64, columns=64), 3, 3  # D needs three columns of tiles
+    for started in (products - 1, products):  # not all: beside it nobody waits, so that all is done behind it
+        box = Box(p, dtype)
+        p.lines.counters.copy_(int32(0, started))
+        rows = p.rows(progress_M=torch.full((p.plan.num_rows // 64,), progress, dtype=torch.int32))
+        how = sums, rows, p.lines, box.peers, tile, products, (PROGRAMS, PROGRAMS)
+        launch_claimed_sum(*how, beside=True)
+        if started < products:
+            box.assert_untouched()
+        launch_claimed_sum(*how, beside=False)
+        box.assert_holds(want)
+
+
+class Box:
+    """Return slots and flags of all ranks, and the arguments that address them."""
+
+    def __init__(self, p: Problem, dtype: torch.dtype) -> None:
+        self.p, zero = p, int32(0)
+        self.returns = [torch.full((p.return_slots, D), float("nan"), dtype=dtype) for _ in range(p.ranks)]
+        self.flags = [torch.zeros(4, dtype=torch.int32) for _ in range(p.ranks)]
+        returns_table, flag_table = (
+            torch.tensor([t.data_ptr() for t in ts], dtype=torch.int64) for ts in (self.returns, self.flags)
+        )
+        self.peers = Peers(
+            rank=p.rank, num_ranks=p.ranks, call=int32(CALL), status=torch.zeros(16, dtype=torch.int32), timeout_ns=0,
+            arrived=zero, finished=zero, returned=zero, receive_table=zero, returns_table=returns_table,
+            flag_table=flag_table, arrived_offset=0, finished_offset=0, returned_offset=2, push_ticket=zero,
+            return_ticket=int32(0), chunk=1, receive_block=1,
+        )  # fmt: skip
+
+    def assert_untouched(self) -> None:
+        assert all(t.isnan().all() for t in self.returns)
+        assert not any(f.any() for f in self.flags)
+
+    def assert_holds(self, sums_PD: torch.Tensor) -> None:
+        """Every sum lies in its slot, no other slot was touched, all ranks were told."""
+        want = torch.full((self.p.ranks * self.p.return_slots, D), float("nan"), dtype=sums_PD.dtype)
+        want[self.p.targets()] = sums_PD
+        assert torch.equal(torch.cat(self.returns).nan_to_num(12345.0), want.nan_to_num(12345.0))
+        assert [f.tolist() for f in self.flags] == [[0, 0, CALL, 0]] * self.p.ranks
+        assert self.peers.return_ticket.item() == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_return_order(ranks):
+    """Every tile once, by the source rank that it counts to, in the order in which sums travel; inside by expert."""
+    generator, height, local = torch.Generator().manual_seed(ranks), 64, 3
+    for rank in range(ranks):
+        counts = torch.randint(0, 150, (ranks, ranks * local), generator=generator).int()
+        counts[torch.rand(counts.shape, generator=generator) < 0.2] = 0
+        mine = counts[:, rank * local : (rank + 1) * local]
+        padded = -(-mine.sum(0) // 128) * 128
+        start = torch.cat([padded.new_zeros(1), padded.cumsum(0)]).int()
+        keys = []
+        for expert in range(local):
+            sources = torch.arange(ranks).repeat_interleave(mine[:, expert]).tolist()
+            higher = sum(s <= rank for s in sources) // height  # the tile in which rows of higher ranks begin
+            for number in range(int(padded[expert]) // height):
+                of_tile = sources[number * height : (number + 1) * height] or [ranks - 1]
+                source = of_tile[0]
+                if rank + 1 < ranks and number >= higher:
+                    source = max(source, rank + 1)
+                keys.append(((source - rank - 1) % ranks, len(keys)))
+        order = torch.full((len(keys) + 2,), -1, dtype=torch.int32)
+        zero = int32(0)
+        rows = Rows(*[zero] * 3, start, mine.sum(0).int(), *[zero] * 7, int32(int(start[-1]), len(keys)))
+        launch_return_order(counts, rows, rank, height, order)
+        assert order.tolist() == [number for _, number in sorted(keys)] + [-1, -1]

@@ -34,7 +34,7 @@ from uniep.weights import ExpertWeights
 if TYPE_CHECKING:
     from uniep.backends.planner import DevicePlan
     from uniep.kernels.launch import Peers
-    from uniep.kernels.launch_groups import Lines
+    from uniep.kernels.launch_groups import Lines, Sums
     from uniep.workspace import Workspace
 
 _T = TypeVar("_T")
@@ -46,7 +46,7 @@ PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
-    "push_programs", "down_sms", "received",
+    "push_programs", "down_sms", "received", "group_sum", "sum_programs",
 )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ class HopperBackend:
             "main_grad": MAIN_GRAD,
             "combine": "one sum over a token's slots"
             if self.cfg.combine_groups is None
-            else f"sums of {self.cfg.combine_groups} groups on the experts' ranks, added by a pass over their rows",
+            else f"sums of {self.cfg.combine_groups} groups, made {self.schedule.group_sum} the down product",
         }
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class HopperBackend:
                 return result
 
     def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
-        from uniep.kernels import launch
+        from uniep.kernels import launch, launch_groups
 
         cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
         num_tokens, receive = x_TD.shape[0], self.arena.views["receive"]
@@ -215,7 +215,7 @@ class HopperBackend:
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
         down_sms = self._down_sms
         pipelined = down_sms > 0
-        results_ND = self._results(plan)
+        results_ND, weighted = self._results(plan), cfg.weight_at == "output"
         if pipelined:
             self._fork(side)
         launch.launch_gate_up(
@@ -233,12 +233,15 @@ class HopperBackend:
                 down(down_sms, results_ND, beside=beside)
             down(self.sms - down_sms, results_ND, beside=beside)
             current.wait_stream(side)
+        elif plan.lines is not None and schedule.group_sum == "beside":
+            sums = self._sums(results_ND, plan.lines, plan, weighted=weighted)
+            self._down_and_sums(act_NF, plan.lines, plan, peers, inputs.experts, sums)
         else:
             self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms, results_ND)
         y_TD = torch.empty_like(x_TD)
-        weighted = cfg.weight_at == "output"
-        if plan.lines is not None:
-            self._add_groups(results_ND, plan.lines, plan, peers, weighted=weighted)
+        if plan.lines is not None and schedule.group_sum == "after":
+            sums = self._sums(results_ND, plan.lines, plan, weighted=weighted)
+            launch_groups.launch_group_sum(sums, peers, self.sms, signal=True)
             self.mark("group_sum")
         self._combine(inputs.ids_TK, inputs.weights_TK if weighted else None, plan, peers, y_TD, wait=True)
         self._join()
@@ -260,7 +263,7 @@ class HopperBackend:
     def backward(
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
     ) -> ExpertGradients:
-        from uniep.kernels import launch
+        from uniep.kernels import launch, launch_groups
 
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
         x_TD, dy_TD = _aligned(inputs.x_TD), _aligned(dy_TD)
@@ -294,7 +297,8 @@ class HopperBackend:
         self._fork(self.side)  # sums are memory-bound, what is beside them not
         with torch.cuda.stream(self.side):
             if plan.lines is not None:
-                self._add_groups(results_ND, plan.lines, plan, peers, weighted=False)
+                sums = self._sums(results_ND, plan.lines, plan, weighted=False)
+                launch_groups.launch_group_sum(sums, peers, self.sms, signal=True)
             self.planner.wait("returned")  # one program, where a sum that waits would hold all multiprocessors
             self._combine(ids_TK, None, plan, peers, dx_TD, wait=False)
         received = receive if self.schedule.received == "again" else kept
@@ -478,15 +482,33 @@ class HopperBackend:
             launch_push_rows(out_ND, plan.rows, peers, self.slots, self.sms)
             self.mark("push_rows")
 
-    def _add_groups(self, results_ND: Tensor, lines: Lines, plan: DevicePlan, peers: Peers, *, weighted: bool) -> None:
-        """The sums of combine groups, into the return slots of the source ranks.  weighted: by routing weight."""
-        from uniep.kernels.launch_groups import launch_group_sum
+    def _sums(self, results_ND: Tensor, lines: Lines, plan: DevicePlan, *, weighted: bool) -> Sums:
+        """What combine groups add to what.  weighted: rows by their routing weight."""
+        from uniep.kernels.launch_groups import Sums
 
         weight_N = plan.weight_N if weighted else None
-        launch_group_sum(
-            results_ND, weight_N, lines.row_LK, lines.slot_LK, peers, lines.used_TW.numel(), self.sms,
-            one_group=self.cfg.combine_groups == self.num_ranks, signal=True,
-        )  # fmt: skip
+        one_group = self.cfg.combine_groups == self.num_ranks
+        return Sums(results_ND, weight_N, lines.row_LK, lines.slot_LK, lines.used_TW.numel(), one_group)
+
+    def _down_and_sums(
+        self, act_NF: Tensor, lines: Lines, plan: DevicePlan, peers: Peers, experts: ExpertWeights, sums: Sums
+    ) -> None:
+        """The down product, its rows added by groups beside it as their tiles are done; what is left, behind it."""
+        from uniep.kernels import launch_groups
+
+        tile, rows = self.schedule.gemm2, plan.rows
+        order_M = torch.empty_like(rows.order_M)
+        launch_groups.launch_return_order(plan.counts_RE, rows, self.rank, tile.rows, order_M)
+        self._fork(self.side)
+        launch_groups.launch_counted_down(act_NF, rows, order_M, lines, experts, tile, self.sms, sums.rows_ND)
+        products = self.sms * tile.programs_per_sm
+        how = sums, rows, lines, peers, tile, products, (self.schedule.sum_programs, self.sms * 6)
+        with torch.cuda.stream(self.side):
+            launch_groups.launch_claimed_sum(*how, beside=True)
+        self.mark("return")
+        launch_groups.launch_claimed_sum(*how, beside=False)
+        self._stream.wait_stream(self.side)  # whose programs are counted before anybody waits for this rank's sums
+        self.mark("group_sum")
 
     def _combine(
         self, ids_TK: Tensor, weights_TK: Tensor | None, plan: DevicePlan, peers: Peers, out_TD: Tensor, *, wait: bool

@@ -309,17 +309,15 @@ class KernelExperts:
             )
 
     def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
-        from uniep.kernels.launch_groups import launch_group_sum
+        from uniep.kernels.launch_groups import Sums, launch_group_sum
 
         num_parts, device = len(row_PK), rows_ND.device
         out_PD = rows_ND.new_empty(num_parts, rows_ND.shape[1])
         if num_parts:
             here = torch.full((1,), out_PD.data_ptr(), dtype=torch.int64, device=device)
             number_PK = torch.arange(num_parts, dtype=torch.int32, device=device)[:, None].expand(row_PK.shape)
-            launch_group_sum(
-                rows_ND, weight_N, row_PK.int(), number_PK.contiguous(),
-                dataclasses.replace(self.alone, returns_table=here), num_parts, self.sms, one_group=True, signal=False,
-            )  # fmt: skip
+            sums = Sums(rows_ND, weight_N, row_PK.int(), number_PK.contiguous(), num_parts, one_group=True)
+            launch_group_sum(sums, dataclasses.replace(self.alone, returns_table=here), self.sms, signal=False)
         return out_PD
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:

@@ -10,11 +10,13 @@ Suffixes: L lines (R ranks of T_max tokens), K slots, W return slots of a token,
 import triton
 import triton.language as tl
 
+from uniep.kernels.gemm import halves, store_fp32, tile_coordinates
 from uniep.kernels.plan import HEADER
-from uniep.kernels.ptx import narrow
-from uniep.kernels.sync import failed, signal_all
+from uniep.kernels.ptx import flat_block_stores_complete, nanoseconds, narrow
+from uniep.kernels.sync import STAGE_SUM, WIDE, deadline, failed, has_reached, signal_all, wait_for
 
 NO_GROUP = tl.constexpr(2**30)  # of unused slots, behind all others
+PATIENCE_NS = tl.constexpr(100_000)  # for a product to start that sums run beside
 
 
 @triton.jit
@@ -46,6 +48,7 @@ def parts_kernel(
     row_ptr,
     slot_ptr,
     used_ptr,
+    counters_ptr,
     call_ptr,
     rank,
     num_tokens,
@@ -62,12 +65,15 @@ def parts_kernel(
     """The tables of lines, from the plan and the exchanged ids; `row` is full of -1 before.
 
     GROUP: experts of a group.  used (T, W): 0 for the return slots that each token of this rank has, -1 for others.
+    counters (2 or more,): zero, see `claimed_sum_kernel`.
     Each row finds its place by itself: it counts the slots of its token that come before it.
     """
     call = tl.load(call_ptr)
     num_rows = tl.load(totals_ptr)
     column = tl.arange(0, KP)[None, :]
     lowest = rank * LOCAL // GROUP
+    if tl.program_id(0) == 0:
+        tl.store(counters_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         back = tl.load(return_ptr + row)
@@ -195,3 +201,178 @@ def group_sum_kernel(
         signal_all(
             flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), status_ptr, NUM_RANKS
         )
+
+
+@triton.jit
+def _first_tile(counts, source, at: tl.constexpr, rank, num_tiles, NUM_RANKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(experts,): where the tiles of source rank `at` begin, see `return_order_kernel`; num_tiles behind the last rank."""
+    if at == NUM_RANKS:
+        first = num_tiles
+    else:
+        first = (tl.sum(tl.where(source < at, counts, 0), 0) + BLOCK_M - 1) // BLOCK_M
+        higher = tl.sum(tl.where(source <= rank, counts, 0), 0) // BLOCK_M  # the tile in which higher ranks' rows begin
+        if rank + 1 < NUM_RANKS:
+            if at == rank + 1:
+                first = higher
+            elif at <= rank:
+                first = tl.minimum(first, higher)
+    return first
+
+
+@triton.jit(do_not_specialize=["rank"])
+def return_order_kernel(
+    counts_ptr,
+    start_ptr,
+    totals_ptr,
+    order_ptr,
+    rank,
+    E: tl.constexpr,
+    LOCAL: tl.constexpr,
+    LOCAL_P: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The row tiles by source rank, the next rank's first and this rank's own last, inside in expert order.  One program.
+
+    Whole lines finish early so, and those that travel first.  A tile with rows of several ranks counts to the lowest, or
+    to the next rank if some are higher than this one.
+    """
+    local = tl.arange(0, LOCAL_P)
+    source = tl.arange(0, NUM_RANKS)[:, None]
+    mask = local < LOCAL
+    counts = tl.load(counts_ptr + source * E + rank * LOCAL + local[None, :], mask=mask[None, :], other=0)
+    start = tl.load(start_ptr + local, mask=mask, other=0) // BLOCK_M
+    num_tiles = tl.load(start_ptr + local + 1, mask=mask, other=0) // BLOCK_M - start
+    placed = 0
+    if tl.load(totals_ptr) > 0:
+        for turn in range(2):  # ranks above this one, then the others
+            for at in tl.static_range(NUM_RANKS):
+                if (at > rank) == (turn == 0):
+                    first = _first_tile(counts, source, at, rank, num_tiles, NUM_RANKS, BLOCK_M)
+                    count = _first_tile(counts, source, at + 1, rank, num_tiles, NUM_RANKS, BLOCK_M) - first
+                    position = placed + tl.cumsum(count, 0) - count
+                    for i in range(0, tl.max(count)):
+                        tl.store(order_ptr + position + i, start + first + i, mask=i < count)
+                    placed += tl.sum(count)
+
+
+@triton.jit
+def counted_product_kernel(
+    a_desc,
+    b_desc,
+    out_desc,
+    expert_ptr,
+    totals_ptr,
+    order_ptr,
+    progress_ptr,
+    counters_ptr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`; progress (M,) counts the finished tiles
+    of each row tile, and counters[1] the programs that have started.  b_desc: (e, WIDTH, DEPTH)."""
+    dtype: tl.constexpr = out_desc.dtype
+    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
+    num_m = tl.load(totals_ptr + 1)
+    num_steps = num_m * NUM_N
+    counted = 0  # the row tile of the turn before
+    for step in tl.range(program, num_steps, tl.num_programs(0), flatten=True):
+        position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
+        m = tl.load(order_ptr + position)
+        expert = tl.load(expert_ptr + m)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, tl.cdiv(DEPTH, BLOCK_K)):
+            a = a_desc.load([m * BLOCK_M, k * BLOCK_K])
+            b = b_desc.load([expert, n * BLOCK_N, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
+            acc = tl.dot(a, b.T, acc)
+        # A turn late, so that nobody waits for stores that are under way.
+        if step > program:
+            flat_block_stores_complete()
+            tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
+        counted = m + 0
+        if dtype == tl.float32:
+            store_fp32(acc, out_desc, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N)
+        else:
+            left, right = halves(acc, BLOCK_M, BLOCK_N)
+            out_desc.store([m * BLOCK_M, n * BLOCK_N], narrow(left, dtype))
+            out_desc.store([m * BLOCK_M, n * BLOCK_N + BLOCK_N // 2], narrow(right, dtype))
+    if program < num_steps:
+        flat_block_stores_complete()
+        tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["num_lines", "first_line", "flag_offset", "products", "programs", "timeout_ns", "rank"])
+def claimed_sum_kernel(
+    rows_ptr,
+    weight_ptr,
+    row_ptr,
+    slot_ptr,
+    returns_table_ptr,
+    flag_table_ptr,
+    flag_offset,
+    call_ptr,
+    ticket_ptr,
+    status_ptr,
+    num_lines,
+    first_line,
+    progress_ptr,
+    counters_ptr,
+    products,
+    programs,
+    timeout_ns,
+    rank,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr,
+    ITEM_L: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    BESIDE: tl.constexpr,
+):
+    """As `group_sum_kernel`, in two launches that claim ITEM_L lines at a time at a shared cursor, counters[0]: one beside
+    the product (BESIDE), which waits for the tiles of its lines, one behind it for what is left.
+
+    A program waits only once all `products` programs of the product have started: then they will finish, whatever
+    multiprocessors this kernel holds.  If they do not in time, it leaves its work to the launch behind.
+    TILES: of a row tile of BLOCK_M rows.  programs: of both launches.
+    """
+    deadline_ns = deadline(status_ptr, timeout_ns)
+    num_items = tl.where(failed(status_ptr), 0, tl.cdiv(num_lines, ITEM_L))
+    item = num_items
+    if BESIDE:
+        flags = counters_ptr + 1 + tl.arange(0, WIDE) * 0
+        if has_reached(flags, products, nanoseconds() + PATIENCE_NS):
+            item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
+    else:
+        item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
+    while item < num_items:
+        if BESIDE:
+            all_lines = item * ITEM_L + tl.arange(0, ITEM_L)
+            slot = tl.arange(0, KP)[None, :]
+            at = ((first_line + all_lines) % num_lines).to(tl.int64)[:, None] * K + slot
+            row = tl.load(row_ptr + at, mask=(all_lines < num_lines)[:, None] & (slot < K), other=-1)
+            highest = tl.max(row)
+            if highest >= 0:
+                tile = tl.where(row >= 0, row, highest) // BLOCK_M
+                wait_for(progress_ptr + tile, rank, TILES, deadline_ns, status_ptr, STAGE_SUM)
+        for i in range(0, ITEM_L, BLOCK_L):
+            number = item * ITEM_L + i + tl.arange(0, BLOCK_L)
+            line = (first_line + number) % num_lines
+            add_lines(
+                rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, line, number < num_lines, D, K, SLOTS,
+                BLOCK_D, WEIGHTED, ONE_GROUP,
+            )  # fmt: skip
+        item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
+    signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, programs, status_ptr, NUM_RANKS)
