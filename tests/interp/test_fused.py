@@ -34,8 +34,8 @@ def make_memory(folder: Path, number: int, case) -> None:
 
 
 def run_ranks(suite: str) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """Case -> what both ranks computed in each round, joined: tokens and experts of all ranks; then the main_grads."""
-    cases, rounds = SUITES[suite]
+    """Case -> what both ranks computed in each round, joined: tokens and experts of all ranks; then any main_grads."""
+    cases, _ = SUITES[suite]
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="uniep-test-") as name:
         folder = Path(name)
         for number, case in enumerate(cases.values()):
@@ -61,7 +61,7 @@ def run_ranks(suite: str) -> dict[str, list[dict[str, torch.Tensor]]]:
             of_rank = [torch.load(folder / f"result-{number}-{rank}") for rank in range(RANKS)]
             joined[key] = [
                 {n: torch.cat([of_rank[rank][turn][n] for rank in range(RANKS)]) for n in of_rank[0][turn]}
-                for turn in range(len(rounds) + 1)
+                for turn in range(len(of_rank[0]))
             ]
         return joined
 

@@ -1,11 +1,15 @@
 """The kernels of combine groups, interpreted: tables of lines against `build_parts`, sums against `combine_slots`."""
 
 import dataclasses
+import threading
+import time
 
 import pytest
 import torch
+import triton.language as tl
 
 from uniep.config import MoEConfig
+from uniep.kernels import groups
 from uniep.kernels.launch import Peers, Rows
 from uniep.kernels.launch_groups import (
     Lines,
@@ -90,8 +94,7 @@ def test_lines(name):
         assert torch.equal(p.lines.used_TW[: len(used)] >= 0, used)
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("dtype", "weighted"), [(torch.float16, False), (torch.float32, True)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_sums(name, dtype, weighted):
     """Every sum has the bits of its definition and lies in its slot, at its rank; nothing else is touched."""
@@ -130,6 +133,40 @@ def test_sums(name, dtype, weighted):
         box.assert_holds(want)
 
 
+def test_sums_wait_for_their_tiles():
+    """Rows and counts that come while the kernel runs: no line is added before all of its tiles are counted."""
+    p = Problem("four groups on each rank", 0)
+    rows_ND = torch.full((p.plan.num_rows, D), float("nan"), dtype=torch.float16)
+    values_ND = torch.randn(rows_ND.shape, generator=torch.Generator().manual_seed(1)).half()
+    box, tile, columns = Box(p, rows_ND.dtype), Tile(rows=64, columns=64), 3
+    progress_M = torch.zeros(p.plan.num_rows // 64, dtype=torch.int32)
+    p.lines.counters.copy_(int32(0, 0))
+
+    def product() -> None:
+        time.sleep(0.05)
+        p.lines.counters[1] = 1  # has started
+        for number in torch.randperm(len(progress_M)).tolist():
+            for column in range(columns):
+                time.sleep(0.01)
+                part = slice(64 * number, 64 * number + 64), slice(64 * column, 64 * column + 64)
+                rows_ND[part] = values_ND[part]
+                progress_M[number] += 1
+
+    sums = Sums(rows_ND, None, p.lines.row_LK, p.lines.slot_LK, p.return_slots, False)
+    how = sums, p.rows(progress_M=progress_M), p.lines, box.peers, tile, 1, (PROGRAMS, PROGRAMS)
+    groups.PATIENCE_NS, usual = tl.constexpr(10_000_000_000), groups.PATIENCE_NS
+    thread = threading.Thread(target=product)
+    thread.start()
+    try:
+        launch_claimed_sum(*how, beside=True)
+        assert p.lines.counters[0] * 16 >= len(p.lines.row_LK), "all was added beside"
+    finally:
+        thread.join()
+        groups.PATIENCE_NS = usual
+    launch_claimed_sum(*how, beside=False)
+    box.assert_holds(combine_slots(values_ND[p.parts.row_PK.clamp(min=0)], p.parts.row_PK, None).half())
+
+
 class Box:
     """Return slots and flags of all ranks, and the arguments that address them."""
 
@@ -141,7 +178,8 @@ class Box:
             torch.tensor([t.data_ptr() for t in ts], dtype=torch.int64) for ts in (self.returns, self.flags)
         )
         self.peers = Peers(
-            rank=p.rank, num_ranks=p.ranks, call=int32(CALL), status=torch.zeros(16, dtype=torch.int32), timeout_ns=0,
+            rank=p.rank, num_ranks=p.ranks, call=int32(CALL), status=torch.zeros(16, dtype=torch.int32),
+            timeout_ns=20_000_000_000,
             arrived=zero, finished=zero, returned=zero, receive_table=zero, returns_table=returns_table,
             flag_table=flag_table, arrived_offset=0, finished_offset=0, returned_offset=2, push_ticket=zero,
             return_ticket=int32(0), chunk=1, receive_block=1,

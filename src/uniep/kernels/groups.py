@@ -12,7 +12,7 @@ import triton.language as tl
 
 from uniep.kernels.gemm import halves, store_fp32, tile_coordinates
 from uniep.kernels.plan import HEADER
-from uniep.kernels.ptx import flat_block_stores_complete, nanoseconds, narrow
+from uniep.kernels.ptx import flat_block_stores_complete, narrow
 from uniep.kernels.sync import STAGE_SUM, WIDE, deadline, failed, has_reached, signal_all, wait_for
 
 NO_GROUP = tl.constexpr(2**30)  # of unused slots, behind all others
@@ -353,7 +353,7 @@ def claimed_sum_kernel(
     item = num_items
     if BESIDE:
         flags = counters_ptr + 1 + tl.arange(0, WIDE) * 0
-        if has_reached(flags, products, nanoseconds() + PATIENCE_NS):
+        if has_reached(flags, products, PATIENCE_NS):
             item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
     else:
         item = tl.atomic_add(counters_ptr, 1, sem="relaxed")

@@ -85,8 +85,9 @@ def wait_for(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.conste
 
 
 @triton.jit
-def has_reached(flag_ptrs, needed, deadline_ns):
-    """Whether every flag reaches `needed` before `deadline_ns`; the same in all threads.  flag_ptrs: WIDE or more."""
+def has_reached(flag_ptrs, needed, patience_ns):
+    """Whether every flag reaches `needed` within `patience_ns`; the same in all threads.  flag_ptrs: WIDE or more."""
+    deadline_ns = nanoseconds() + patience_ns
     late = _lateness(load_acquire(flag_ptrs), needed, deadline_ns)
     while late == 1:
         late = _lateness(load_acquire(flag_ptrs), needed, deadline_ns)
