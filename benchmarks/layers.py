@@ -6,6 +6,8 @@ uniep-serial   sync-free, every stage waits for the one before.
 uniep-nccl     the explicit collective backend.
 uniep-compute  own kernels with communication removed; needs a backend that offers it.
 uniep@FIELD=VALUE+FIELD=VALUE  sync-free with these fields of Schedule, e.g. uniep@gemm1.columns=128.
+uniep-groups   sync-free, with combine_groups = the number of ranks (other roundings, fewer rows on the wire);
+               uniep-groups8: 8 groups; both take fields of Schedule behind an @, too.
 """
 
 from __future__ import annotations
@@ -41,6 +43,17 @@ def parse_schedule(text: str, schedule: uniep.Schedule) -> uniep.Schedule:
     return schedule
 
 
+def parse_groups(impl: str, ranks: int) -> int | None:
+    """combine_groups of 'uniep-groups', 'uniep-groups8', either with '@...'; None for other variants."""
+    name = impl.partition("@")[0]
+    if not name.startswith("uniep-groups"):
+        return None
+    count = name.removeprefix("uniep-groups")
+    if count and not count.isdecimal():
+        raise ValueError(f"{name!r} names no number of groups; write uniep-groups, or uniep-groups8")
+    return int(count or ranks)
+
+
 class Workspaces:
     """Makes each Workspace of one configuration once, and closes them together."""
 
@@ -56,7 +69,8 @@ class Workspaces:
         key = "uniep" if impl == "uniep-compute" else impl
         if key not in self.made:
             default = impl in ("uniep-default", "uniep-nccl")
-            cfg = dataclasses.replace(self.cfg, max_rows=None if default else self.max_rows)
+            groups = parse_groups(impl, dist.get_world_size(self.group))
+            cfg = dataclasses.replace(self.cfg, max_rows=None if default else self.max_rows, combine_groups=groups)
             change = "overlap=serial" if impl == "uniep-serial" else impl.partition("@")[2]
             backend = "hopper" if self.device.type == "cuda" else "cpu"
             usual = default_schedule(backend, cfg, dist.get_world_size(self.group))

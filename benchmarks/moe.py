@@ -36,14 +36,14 @@ from torch import Tensor
 import timing
 import uniep
 from cases import ROUTINGS, Case, Shape, make_case, make_weights, parse_shape
-from layers import UniEPCompute, UniEPLayer, Workspaces, parse_schedule
+from layers import UniEPCompute, UniEPLayer, Workspaces, parse_groups, parse_schedule
 from peers import DeepEp, DeepEpLayer, Layer, NcclLayer, PeerCompute
 from results import best_peer
 from uniep.reference import composition
 
 DEFAULT_SHAPES = "qwen3-30b,dsv2-lite,qwen3-235b,deepseek-v3,mixtral-8x7b"
 IMPLS = (
-    "uniep", "uniep-default", "uniep-serial", "uniep-nccl", "uniep-compute",
+    "uniep", "uniep-default", "uniep-serial", "uniep-nccl", "uniep-compute", "uniep-groups",
     "nccl", "deepep", "deepep-nowait", "peer-compute",
 )  # fmt: skip
 OUTPUTS = ("y", "dx", "dweights", "dw13", "dw2")
@@ -460,9 +460,10 @@ def options(argv: list[str] | None) -> argparse.Namespace:
         for name in args.shapes.split(","):
             parse_shape(name)
         for name in args.impl.split(","):
-            if name.startswith("uniep@"):
-                parse_schedule(name.partition("@")[2], uniep.Schedule())
-            elif name not in IMPLS:
+            base, _, fields = name.partition("@")
+            if fields and (base == "uniep" or parse_groups(base, 1)):
+                parse_schedule(fields, uniep.Schedule())
+            elif name not in IMPLS and not parse_groups(name, 1):
                 raise ValueError(f"implementation {name!r} is unknown; use {', '.join(IMPLS)} or uniep@FIELD=VALUE")
         for option, known in (
             ("routing", ROUTINGS),

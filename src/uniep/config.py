@@ -38,6 +38,9 @@ class MoEConfig:
     weight_at: where the routing weight acts.  "output": on the expert's result, in fp32, on the
         token's own rank (HF, torchtitan).  "activation": on the activation before the second GEMM
         (Megatron).  The two round differently.
+    combine_groups: None: a token's K results are added in one sum on its own rank.  G: the experts form G contiguous
+        groups, and the results of one group are added, and rounded, on the experts' rank: fewer rows travel back.
+        Other roundings, and so another function; the same for every EP size that divides G, refused for others.
     max_rows: most routed rows (not counting alignment) one rank may receive in one call.  None: rows
         are allocated exactly, after one host read per call.  A number: no host read (CUDA graphs);
         more rows end in `CapacityError`, never in dropped tokens.
@@ -53,12 +56,13 @@ class MoEConfig:
     activation: Literal["swiglu"] = "swiglu"
     dtype: torch.dtype = torch.bfloat16
     weight_at: Literal["output", "activation"] = "output"
+    combine_groups: int | None = None
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "ffn", "num_experts", "top_k", "max_tokens_per_rank", "max_rows"):
+        for name in ("hidden", "ffn", "num_experts", "top_k", "max_tokens_per_rank", "combine_groups", "max_rows"):
             value = getattr(self, name)
-            if name == "max_rows" and value is None:
+            if name in ("combine_groups", "max_rows") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"MoEConfig.{name} is {value!r}; it must be an integer of at least 1")
@@ -77,6 +81,12 @@ class MoEConfig:
             raise ConfigError(f"MoEConfig.dtype is {self.dtype!r}; supported: {names}")
         if self.weight_at not in ("output", "activation"):
             raise ConfigError(f"MoEConfig.weight_at is {self.weight_at!r}; it must be 'output' or 'activation'")
+        if self.combine_groups is not None and self.num_experts % self.combine_groups:
+            fits = ", ".join(str(g) for g in range(1, self.num_experts + 1) if self.num_experts % g == 0)
+            raise ConfigError(
+                f"MoEConfig.combine_groups is {self.combine_groups}, which does not divide num_experts="
+                f"{self.num_experts}; use one of {fits}, or None for one sum over all of a token's slots"
+            )
 
     def experts_per_rank(self, ep_size: int) -> int:
         """e = E / R.  Raises ConfigError when R does not divide E."""
@@ -100,12 +110,30 @@ class MoEConfig:
     def check_group(self, ep_size: int) -> None:
         """Raise ConfigError where `ep_size` ranks cannot run this."""
         self.experts_per_rank(ep_size)
+        groups = self.combine_groups
+        if groups is not None and groups % ep_size:
+            fits = ", ".join(str(r) for r in range(1, groups + 1) if groups % r == 0)
+            raise ConfigError(
+                f"combine_groups={groups} cannot be split evenly over {ep_size} ranks, and a group that lies on two "
+                f"ranks would be another sum; use an EP group of {fits} ranks, or combine_groups a multiple of "
+                f"{ep_size} that divides num_experts={self.num_experts}"
+            )
         slots = ep_size * self.max_tokens_per_rank * self.top_k
         if slots > MAX_INDEX:
             raise ConfigError(
                 f"{ep_size} ranks * max_tokens_per_rank={self.max_tokens_per_rank} * top_k={self.top_k} are {slots} "
                 f"slots; plans count up to {MAX_INDEX}. Lower max_tokens_per_rank"
             )
+
+    @property
+    def return_slots(self) -> int:
+        """Rows that come back to a token at most: one for each of its slots, or for each group that it can have."""
+        return self.top_k if self.combine_groups is None else min(self.top_k, self.combine_groups)
+
+    @property
+    def experts_per_group(self) -> int:
+        """Consecutive experts whose results are added together before they travel."""
+        return self.num_experts // (self.combine_groups or self.num_experts)
 
     @property
     def receive_block(self) -> int:

@@ -133,7 +133,7 @@ def packed_bytes(layout: Mapping[str, Field]) -> int:
 
 _SHARED_WHY = {
     "receive": "tokens of the other ranks, each once per rank, and one zero row that pad rows read",
-    "returns": "one row per slot: experts write results (and dX) straight into the token's rank",
+    "returns": "a row per slot (or combine group) of a token: experts' ranks write results (and dX) straight into it",
     "dweights": "one fp32 gradient per routing weight, written by the expert's rank",
     "exchange": "T, routing ids, weights and refusals of every rank; two parities",
     "exchange_header": "call number, operation, T and refusals of every rank; two parities",
@@ -150,7 +150,7 @@ def _row_arrays(cfg: MoEConfig, ep_size: int) -> Arrays:
     slots = cfg.max_tokens_per_rank * cfg.top_k
     return {
         "receive": ((cfg.receive_slots(ep_size) + 1, cfg.hidden), cfg.dtype),
-        "returns": ((slots, cfg.hidden), cfg.dtype),
+        "returns": ((cfg.max_tokens_per_rank * cfg.return_slots, cfg.hidden), cfg.dtype),
         "dweights": ((slots,), torch.float32),
     }
 
@@ -213,6 +213,13 @@ def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: in
         "cursor": (1,),
         "totals": (2,),  # padded rows, row tiles
     }
+
+
+def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the int32 arrays that say which rows combine groups add; one allocation, see kernels/groups.py."""
+    lines = (ep_size * cfg.max_tokens_per_rank, cfg.top_k)
+    used = (cfg.max_tokens_per_rank, cfg.return_slots)
+    return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "counters": (2,)}
 
 
 PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at
@@ -307,16 +314,24 @@ class _Call:
         return round((self.ep_size - 1) * self.tokens * self.cfg.wanted(self.ep_size))
 
     @property
-    def groups(self) -> int:
+    def column_groups(self) -> int:
         return -(-self.cfg.ffn // COLUMN_GROUP)
+
+    @property
+    def parts(self) -> int:
+        """Sums of combine groups: as many leave this rank as come to it."""
+        groups = self.cfg.combine_groups or 0
+        return round(self.tokens * groups * self.cfg.wanted(groups)) if groups else 0
 
     def shared(self, arrays: Arrays) -> list[Buffer]:
         return [Buffer(name, *array, "shared", _SHARED_WHY[name]) for name, array in arrays.items()]
 
 
+_RESULTS = "results (and dX) of every row"
 _ALIGNED = f"rows of balanced routing, each expert aligned to {ROW_ALIGN}"
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 _BACKWARD = (ACTIVATION_GRADIENT, WEIGHT_GRADIENT)
+_RETURNING = (FORWARD, WEIGHT_GRADIENT)
 
 
 def _cpu(c: _Call) -> list[Buffer]:
@@ -329,6 +344,7 @@ def _cpu(c: _Call) -> list[Buffer]:
         Buffer("fingerprint", (1,), _I64, "saved", "names the forward that a backward belongs to"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
         Buffer("dh", (rows, 2 * cfg.ffn), dtype, "transient", "backward: gradient of h"),
+        *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS)] if cfg.combine_groups else []),
         _groups(c, rows),
     ]
 
@@ -342,13 +358,18 @@ def _hopper(c: _Call) -> list[Buffer]:
     expanded = c.schedule.operand == "expanded"
     received = arrays["receive"][0] if c.schedule.received == "saved" else (0, cfg.hidden)
     kept = (rows, cfg.hidden) if expanded else received
-    copies = [("results", "results (and dX) of every row")] if c.schedule.overlap == "serial" else []
+    parts = []
+    if cfg.combine_groups:
+        words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
+        parts = [Buffer("parts", (words,), _I32, "saved", "which rows combine groups add, and where sums go")]
+    in_place = c.schedule.overlap == "serial" or cfg.combine_groups is not None
     return [
         *c.shared(arrays),
         Buffer("plan", (plan,), _I32, "saved", "counts, send lists and tile tables, for any number of rows"),
         Buffer("histogram", hopper_histogram(cfg, c.ep_size), _I32, "transient", "what the plan counts", (FORWARD,)),
         Buffer("rows", (2, rows), _I32, "saved", f"source and return slot of every row; {rows_why}"),
         Buffer("row_weight", (rows,), _F32, "saved", "routing weight of every row"),
+        *parts,
         Buffer("h", (2, rows, cfg.ffn), dtype, "saved", "gate and up before the activation"),
         Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "the receive buffer, for dW13"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
@@ -356,7 +377,7 @@ def _hopper(c: _Call) -> list[Buffer]:
         Buffer("dh", (rows, 2, cfg.ffn), dtype, "transient", "backward: gradient of h", _BACKWARD),
         Buffer("address", (2, rows + 2 * ROW_ALIGN), _I64, "transient", "of rows of x and dO", _BACKWARD),
         _groups(c, rows),
-        *(Buffer(name, (rows, cfg.hidden), dtype, "transient", why) for name, why in copies),
+        *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS, _RETURNING)] if in_place else []),
     ]
 
 
@@ -375,11 +396,23 @@ def _nccl(c: _Call) -> list[Buffer]:
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
         Buffer("sent", (c.received, cfg.hidden), dtype, "transient", "tokens for other ranks, sorted by rank"),
         Buffer("x_rows", (rows, cfg.hidden), dtype, "transient", "x of every row; in backward, dO, too"),
-        Buffer("results", (rows, cfg.hidden), dtype, "transient", "results (and dX) of every row"),
-        Buffer("slots", (3, c.tokens * cfg.top_k, cfg.hidden), dtype, "transient", "results sorted, arrived, by slot"),
+        Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS),
+        *_nccl_returns(c),
         Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2"),
         Buffer("dh", (rows, 2 * cfg.ffn), dtype, "transient", "backward: gradient of h"),
         _groups(c, rows),
+    ]
+
+
+def _nccl_returns(c: _Call) -> list[Buffer]:
+    cfg, dtype = c.cfg, c.cfg.dtype
+    if not cfg.combine_groups:
+        shape = (3, c.tokens * cfg.top_k, cfg.hidden)
+        return [Buffer("slots", shape, dtype, "transient", "results sorted, arrived, by slot")]
+    rows = 2 * c.parts + c.tokens * cfg.return_slots
+    return [
+        Buffer("parts", (c.parts, cfg.top_k), _I64, "transient", "which rows combine groups add"),
+        Buffer("slots", (rows, cfg.hidden), dtype, "transient", "sums of groups made, arrived, by slot"),
     ]
 
 
@@ -388,7 +421,7 @@ _BUFFERS: dict[str, Callable[[_Call], list[Buffer]]] = {"hopper": _hopper, "cpu"
 
 def _groups(c: _Call, rows: int) -> Buffer:
     why = f"backward: sums of {COLUMN_GROUP} columns"
-    return Buffer("dweight_groups", (rows, c.groups), _F32, "transient", why, _BACKWARD)
+    return Buffer("dweight_groups", (rows, c.column_groups), _F32, "transient", why, _BACKWARD)
 
 
 def _results(c: _Call) -> list[Buffer]:

@@ -140,3 +140,21 @@ def combine_slots(slots_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) 
             added_TD = (total_TD.double() + weight_T1 * slot_TD.double()).float()
         total_TD = torch.where((ids_TK[:, k] >= 0)[:, None], added_TD, total_TD)
     return total_TD
+
+
+def combine_grouped(
+    slots_TKD: Tensor, group_TK: Tensor, weights_TK: Tensor | None, num_groups: int, dtype: torch.dtype
+) -> Tensor:
+    """Sum each token's slots by groups of experts: `combine_slots` over one group's, cast to `dtype`; then the groups.
+
+    slots_TKD, weights_TK: as for `combine_slots`.  group_TK: (T, K), the group of each slot's expert, -1 for unused
+    slots.  Returns (T, D) fp32.
+    **Order**: k ascending inside a group, from 0; groups ascending, from 0; groups without a slot are skipped.
+    """
+    num_tokens, _, hidden = slots_TKD.shape
+    total_TD = torch.zeros(num_tokens, hidden, dtype=torch.float32, device=slots_TKD.device)
+    for group in range(num_groups):
+        slots = torch.where(group_TK == group, group_TK, -1)
+        part_TD = combine_slots(slots_TKD, slots, weights_TK).to(dtype).float()
+        total_TD = torch.where((slots >= 0).any(1)[:, None], total_TD + part_TD, total_TD)
+    return total_TD

@@ -17,6 +17,7 @@ from uniep.config import MoEConfig, align_rows
 from uniep.numerics import (
     add_ascending,
     column_group_sums,
+    combine_grouped,
     combine_slots,
     matmul,
     one_thread,
@@ -76,8 +77,15 @@ def forward(
         if count:
             _, _, act = _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg)
             slots_TKD[token, slot] = matmul(act[:, : cfg.ffn], w2_EDF[expert].T)[: token.numel()].to(cfg.dtype)
-    weights = weights_TK if cfg.weight_at == "output" else None
-    return combine_slots(slots_TKD, ids_TK, weights).to(cfg.dtype)
+    return _combine(slots_TKD, ids_TK, weights_TK if cfg.weight_at == "output" else None, cfg)
+
+
+def _combine(slots_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, cfg: MoEConfig) -> Tensor:
+    """The sum of each token's slots, at once or by groups of experts, in cfg.dtype."""
+    if cfg.combine_groups is None:
+        return combine_slots(slots_TKD, ids_TK, weights_TK).to(cfg.dtype)
+    group_TK = torch.where(ids_TK >= 0, ids_TK // cfg.experts_per_group, -1)
+    return combine_grouped(slots_TKD, group_TK, weights_TK, cfg.combine_groups, cfg.dtype).to(cfg.dtype)
 
 
 def _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg):
@@ -117,5 +125,4 @@ def backward(
         slots_TKD[token, slot] = matmul(dh, w13_E2FD[expert])[:n].to(cfg.dtype)
         dw2[expert] = matmul(dy.T, weighted[:, :ffn]).to(dw2.dtype)
         dw13[expert] = matmul(dh.T, _aligned(x_TD[token], count)).to(dw13.dtype)
-    dx = combine_slots(slots_TKD, ids_TK, None).to(cfg.dtype)
-    return Gradients(dx, dweights_TK, dw13, dw2)
+    return Gradients(_combine(slots_TKD, ids_TK, None, cfg), dweights_TK, dw13, dw2)

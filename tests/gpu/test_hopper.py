@@ -161,6 +161,71 @@ def check_bits(r):
                 assert ours <= 2 * theirs, f"{name}: error {ours:.2e}, torch's own {theirs:.2e}"
 
 
+BESIDE = {
+    "beside": Schedule(transfer="copy", group_sum="beside"),
+    "beside, pushed, few": Schedule(transfer="push", group_sum="beside", sum_programs=3),
+    "beside, many": Schedule(transfer="copy", group_sum="beside", sum_programs=1000),
+}
+GROUP_SCHEDULES = {"serial": SERIAL, **SCHEDULES, **BESIDE}
+
+
+def check_combine_groups(r):
+    """combine_groups = 2, 4, 8 (those that ranks divide): schedules, delays, the collective backend and EP=1 have the
+    same bits; y and dx are at most 1.5 times as far from fp32 as without groups."""
+    chance = random.Random(r.rank)
+    plain = MoEConfig(**SHAPE)
+    for changes in ({}, {"weight_at": "activation", "dtype": torch.float16}):
+        for groups in (g for g in (2, 4, 8) if g % r.size == 0):
+            cfg = dataclasses.replace(plain, combine_groups=groups, **changes)
+            data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
+            want, joined, mine, _ = r.alone(cfg, data)
+            wrong = {}
+            for how, schedule in GROUP_SCHEDULES.items():
+                with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+                    for repeat in range(5):
+                        torch.cuda._sleep(chance.randrange(2_000_000))
+                        wrong[how, repeat] = differing(want, r.run(workspace, data))
+            wrong["sync-free"] = differing(want, r.once(dataclasses.replace(cfg, max_rows=8192), data))
+            wrong["nccl"] = differing(want, r.once(cfg, data, backend="nccl"))
+            assert not any(wrong.values()), (cfg, {k: v for k, v in wrong.items() if v})
+
+            x, ids, weights, w13, w2, dy = (t.float() if t.is_floating_point() else t for t in joined)
+            x.requires_grad_()
+            y = composition(x, ids, weights, w13, w2, cfg.weight_at)
+            exact = [y.detach()[mine], torch.autograd.grad(y, x, dy)[0][mine]]
+            without = r.once(dataclasses.replace(cfg, combine_groups=None), data)
+            for name, e, usual, ours in zip(("y", "dx"), exact, without, want, strict=False):
+                if e.numel():
+                    ratio = float((ours.float() - e).norm() / (usual.float() - e).norm())
+                    assert ratio <= 1.5, f"{groups} groups, {name}: error {ratio:.2f} times that without groups"
+
+
+def check_combine_groups_held(r):
+    """Sums beside the product while another stream holds multiprocessors, and with fewer of them: the same bits."""
+    cfg = MoEConfig(**SHAPE, max_rows=8192, combine_groups=8)
+    data, other = r.data(cfg, 1000), torch.cuda.Stream()
+    want = r.once(cfg, data, SERIAL)
+    for how, schedule in BESIDE.items():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            r.run(workspace, data)
+            for programs in (8, 131, 264):
+                torch.cuda.synchronize()
+                dist.barrier()
+                if r.rank == 0:
+                    with torch.cuda.stream(other):
+                        hold_kernel[(programs,)](20_000_000, num_warps=32)
+                wrong = differing(want, r.run(workspace, data))
+                assert not wrong, f"{how}, {programs} programs: {wrong}"
+            for count in (78, 114):
+                workspace.backend.sms = count
+                assert not differing(want, r.run(workspace, data)), f"{how}, {count} multiprocessors"
+            for repeat in range(200):
+                y = uniep.moe(*data[:5], workspace=workspace)
+                if repeat % 7 == r.rank:
+                    torch.cuda._sleep(100_000)
+            assert torch.equal(y, want[0]), how
+
+
 def check_repeats(r):
     """50 repeats of every schedule, with random delays per rank and a competing stream: one set of bits."""
     cfg = MoEConfig(**SHAPE)
@@ -342,21 +407,23 @@ def check_large(r):
 
 def check_memory(r):
     """Peak memory of a forward and its backward is what `plan_memory` says, within 5 %."""
-    cfg = MoEConfig(hidden=2048, ffn=768, num_experts=16, top_k=8, max_tokens_per_rank=8192, max_rows=66_000)
-    x, ids, weights, w13, w2, dy = r.data(cfg, 8192, unused=0.0)
-    planned = uniep.plan_memory(cfg, r.size).peak_bytes()
-    leaves = [t.requires_grad_() for t in (x, weights, w13, w2)]
-    with Workspace(cfg, r.group, timeout_s=60) as workspace:
-        for _ in range(2):
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            y = uniep.moe(leaves[0], ids, *leaves[1:], workspace=workspace)
-            grads = torch.autograd.grad(y, leaves, dy)
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - before
-            del y, grads
-    assert abs(peak - planned) <= 0.05 * planned, f"peak {peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} MiB"
+    plain = MoEConfig(hidden=2048, ffn=768, num_experts=16, top_k=8, max_tokens_per_rank=8192, max_rows=66_000)
+    for cfg in (plain, dataclasses.replace(plain, combine_groups=r.size)):
+        x, ids, weights, w13, w2, dy = r.data(cfg, 8192, unused=0.0)
+        planned = uniep.plan_memory(cfg, r.size).peak_bytes()
+        leaves = [t.requires_grad_() for t in (x, weights, w13, w2)]
+        with Workspace(cfg, r.group, timeout_s=60) as workspace:
+            for _ in range(2):
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                y = uniep.moe(leaves[0], ids, *leaves[1:], workspace=workspace)
+                grads = torch.autograd.grad(y, leaves, dy)
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() - before
+                del y, grads
+        sizes = f"peak {peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} MiB"
+        assert abs(peak - planned) <= 0.05 * planned, f"combine_groups={cfg.combine_groups}: {sizes}"
 
 
 def check_collapse(r):
@@ -474,8 +541,10 @@ def check_graph(r):
     """A captured sync-free forward, replayed with other tokens: the bits of a call."""
     cfg = MoEConfig(**SHAPE, max_rows=8192)
     x, ids, weights, w13, w2, _ = r.data(cfg, 700)
-    for how in ("copied", "pushed", "pipelined"):
-        with Workspace(cfg, r.group, schedule=SCHEDULES[how], timeout_s=10) as workspace:
+    ways = {how: (cfg, SCHEDULES[how]) for how in ("copied", "pushed", "pipelined")}
+    ways["beside"] = dataclasses.replace(cfg, combine_groups=8), BESIDE["beside"]
+    for how, (cfg, schedule) in ways.items():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=10) as workspace:
             for _ in range(2):
                 uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""One rank of test_fused.py: `python fused_rank.py RANK FOLDER` runs every case over shared memory files.
+"""One rank of a test: `python fused_rank.py RANK FOLDER SUITE` runs the suite's cases over shared memory files.
 
 Cases and inputs are pure functions, so that the test makes the same ones.
 """
@@ -48,11 +48,13 @@ class Case:
     top_k: int = 2
     hidden: int = 72
     ffn: int = 136
+    combine_groups: int | None = None
 
     def config(self, max_tokens: int) -> MoEConfig:
         return MoEConfig(
             hidden=self.hidden, ffn=self.ffn, num_experts=self.num_experts, top_k=self.top_k,
             max_tokens_per_rank=max_tokens, dtype=self.dtype, weight_at=self.weight_at,
+            combine_groups=self.combine_groups,
         )  # fmt: skip
 
 
@@ -61,6 +63,14 @@ CASES = {
     "activation, up first, an idle rank": Case(torch.float16, "activation", True, (40, 0)),
     "fp32, most tokens remote": Case(torch.float32, "output", False, (3, 60)),
 }
+GROUPED_CASES = {
+    "a group on each rank": Case(torch.float16, "output", False, (50, 35), 4, 3, combine_groups=2),
+    "fp32, two groups on each rank": Case(torch.float32, "activation", True, (40, 0), 4, 3, combine_groups=4),
+}
+GROUPED_ROUNDS = (
+    (*ROUNDS[0], "after"), (*ROUNDS[1], "after"), (*ROUNDS[1], "beside"), (*ROUNDS[4], "after"),
+)  # fmt: skip
+SUITES = {"usual": (CASES, ROUNDS), "grouped": (GROUPED_CASES, GROUPED_ROUNDS)}
 
 
 def tensors(case: Case) -> dict[str, Tensor]:
@@ -127,7 +137,7 @@ def share(case: Case, rank: int, ranks: int) -> tuple[Inputs, Tensor]:
     return inputs, every["dy"][mine].clone()
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, folder: Path, suite: str) -> None:
     import hopper_on_host
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -145,7 +155,8 @@ def main(rank: int, folder: Path) -> None:
         return launch(self, *args, **options)
 
     InterpretedFunction.run = late_launch
-    for number, case in enumerate(CASES.values()):
+    cases, rounds = SUITES[suite]
+    for number, case in enumerate(cases.values()):
 
         def memories(size: int, number: int = number) -> list[Tensor]:
             names = [str(folder / f"{number}-{peer}") for peer in range(RANKS)]
@@ -153,11 +164,13 @@ def main(rank: int, folder: Path) -> None:
 
         backend = hopper_on_host.host_backend(case.config(max(case.tokens)), rank, RANKS, memories, SCHEDULE)
         results = []
-        for overlap, operand, transfer, received in ROUNDS:
-            backend.schedule = dataclasses.replace(
-                SCHEDULE, overlap=overlap, operand=operand, transfer=transfer, received=received
-            )
+        for how in rounds:
+            fields = ("overlap", "operand", "transfer", "received", "group_sum")
+            backend.schedule = dataclasses.replace(SCHEDULE, **dict(zip(fields, how, strict=False)))
             results.append(run(backend, case, rank, RANKS))
+        if suite == "grouped":
+            torch.save(results, folder / f"result-{number}-{rank}")
+            continue
         # What one rank needs, another may not.
         part = run(backend, case, rank, RANKS, Needs(rank == 0, rank == 1, rank == 1, rank == 0))
         for name, value in part.items():
@@ -167,4 +180,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -26,7 +26,7 @@ from uniep.backends import planner
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.backends.local_experts import KernelExperts, Routed, Tokens
 from uniep.config import MoEConfig
-from uniep.kernels import call
+from uniep.kernels import call, launch_groups
 from uniep.kernels import launch as launchers
 from uniep.kernels.lint import inspect, offline
 from uniep.routing import build_plan
@@ -48,10 +48,13 @@ class Case:
     layout: str = "stacked"
     operand: str = "gathered"
     transfer: str = "push"
+    combine_groups: int | None = None
+    group_sum: str = "after"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}"
+        groups = f"groups {self.combine_groups} {self.group_sum}"
+        how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}"
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
 
@@ -63,6 +66,8 @@ CASES = (
     Case("deepseek-v3", FP16, "output", 8, "fused", "stacked"),
     Case("mixtral-8x7b", BF16, "output", 1, "fused", "split", "expanded"),
     Case("deepseek-v3-256", FP16, "output", 8, "serial", "split"),
+    Case("qwen3-30b", BF16, "output", 8, combine_groups=8, group_sum="beside"),
+    Case("dsv2-lite", FP16, "activation", 2, combine_groups=8),
 )
 
 
@@ -72,12 +77,13 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
     shape, launched = SHAPES[case.shape], []
     cfg = MoEConfig(
         hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
-        max_tokens_per_rank=TOKENS, dtype=case.dtype, weight_at=case.weight_at,
+        max_tokens_per_rank=TOKENS, dtype=case.dtype, weight_at=case.weight_at, combine_groups=case.combine_groups,
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
     backend.schedule = dataclasses.replace(
-        backend.schedule, overlap=case.overlap, operand=case.operand, transfer=case.transfer
-    )
+        backend.schedule, overlap=case.overlap, operand=case.operand, transfer=case.transfer,
+        group_sum=case.group_sum,
+    )  # fmt: skip
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
     w13 = torch.empty(2, local, cfg.ffn, cfg.hidden, **like)
@@ -100,7 +106,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         launch(kernel, programs, args, constants, **options)
 
     JITFunction.run = compile_only
-    for module in (launchers, planner):
+    for module in (launchers, launch_groups, planner):
         module.launch = remembered
     try:
         backend.forward(inputs, save=False)
@@ -112,7 +118,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         run_collective(cfg, case.ep_size, inputs)
     finally:
         JITFunction.run = run
-        for module in (launchers, planner):
+        for module in (launchers, launch_groups, planner):
             module.launch = launch
     return launched
 
@@ -127,6 +133,8 @@ def run_collective(cfg: MoEConfig, ep_size: int, inputs: Inputs) -> None:
     local.backward(tokens, tokens, routed, inputs.experts, h_NF, Needs())
     returns_TKD = x_TD[:, None].expand(-1, cfg.top_k, -1)
     local.combine(returns_TKD, ids_TK, inputs.weights_TK[:64] if cfg.weight_at == "output" else None)
+    if cfg.combine_groups is not None:
+        local.add_parts(x_TD, torch.zeros(64, cfg.top_k, dtype=torch.int64), None)
 
 
 def every_case() -> list[Case]:

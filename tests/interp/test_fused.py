@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_rank import BEFORE, CASES, RANKS, ROUNDS, SCHEDULE, TIMEOUT_S, run, tensors
+from fused_rank import BEFORE, CASES, RANKS, ROUNDS, SCHEDULE, SUITES, TIMEOUT_S, run, tensors
 from hopper_on_host import host_backends
 
 from uniep.memory import hopper_arrays, pack, packed_bytes
@@ -33,20 +33,21 @@ def make_memory(folder: Path, number: int, case) -> None:
             (view[:-1] if name == "receive" else view).fill_(float("nan"))  # its last slot is the zero row
 
 
-@pytest.fixture(scope="module")
-def results():
-    """Case -> what both ranks computed in each round, joined: tokens and experts of all ranks; then the main_grads."""
+def run_ranks(suite: str) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Case -> what both ranks computed in each round, joined: tokens and experts of all ranks; then any main_grads."""
+    cases, _ = SUITES[suite]
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="uniep-test-") as name:
         folder = Path(name)
-        for number, case in enumerate(CASES.values()):
+        for number, case in enumerate(cases.values()):
             make_memory(folder, number, case)
         script = str(Path(__file__).parent / "fused_rank.py")
         started = [
             subprocess.Popen(
-                [sys.executable, script, str(rank), name], env=dict(os.environ), stderr=subprocess.PIPE, text=True
+                [sys.executable, script, str(rank), name, suite],
+                env=dict(os.environ), stderr=subprocess.PIPE, text=True,
             )
             for rank in range(RANKS)
-        ]
+        ]  # fmt: skip
         try:
             for rank, process in enumerate(started):
                 _, errors = process.communicate(timeout=TIMEOUT_S + 20)
@@ -56,13 +57,18 @@ def results():
                 process.kill()
                 process.wait()
         joined = {}
-        for number, key in enumerate(CASES):
+        for number, key in enumerate(cases):
             of_rank = [torch.load(folder / f"result-{number}-{rank}") for rank in range(RANKS)]
             joined[key] = [
                 {n: torch.cat([of_rank[rank][turn][n] for rank in range(RANKS)]) for n in of_rank[0][turn]}
-                for turn in range(len(ROUNDS) + 1)
+                for turn in range(len(of_rank[0]))
             ]
         return joined
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks("usual")
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,12 @@ ALWAYS = {  # kernels that any forward and backward over several ranks launches
     "exchange_kernel", "histogram_kernel", "scan_kernel", "tiles_kernel", "place_kernel", "gate_up_kernel",
     "product_kernel", "gathered_product_kernel", "row_addresses_kernel", "combine_kernel", "activation_gradient_kernel",
     "weight_gradient_kernel", "expand_kernel",
-    "dweights_kernel", "push_tokens_kernel", "push_rows_kernel",
+    "dweights_kernel", "push_tokens_kernel", "push_rows_kernel", "parts_kernel", "group_sum_kernel",
+    "return_order_kernel", "counted_product_kernel", "claimed_sum_kernel",
 }  # fmt: skip
-PRODUCTS = {"gate_up_kernel", "product_kernel", "gathered_product_kernel", "weight_gradient_kernel"}
+PRODUCTS = {
+    "gate_up_kernel", "product_kernel", "gathered_product_kernel", "weight_gradient_kernel", "counted_product_kernel",
+}  # fmt: skip
 TIMEOUT_S = 600
 
 
@@ -59,5 +62,7 @@ def test_kernels_compile_well(runs, name):
         assert {row["triton"].rpartition(".")[0] for row in rows} == {name}
     assert {row["kernel"] for row in rows} >= ALWAYS
     assert all(row["dots"] for row in rows if row["kernel"] in PRODUCTS)
+    # Loads are under way while it multiplies: more than one stage of 48 KiB, and 32 KiB for results.
+    assert all(row["shared_bytes"] > 150_000 for row in rows if row["kernel"] == "counted_product_kernel")
     bad = [f"{row['kernel']} ({row['case']}): {'; '.join(row['complaints'])}" for row in rows if row["complaints"]]
     assert not bad, "\n".join(bad)

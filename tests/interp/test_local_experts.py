@@ -40,10 +40,10 @@ def experts_of(cfg, local, layout):
     return ExpertWeights((w13,), (w2,), layout)
 
 
-@pytest.mark.parametrize("weight_at", ["output", "activation"])
-def test_bits_of_the_hopper_backend(weight_at):
+@pytest.mark.parametrize(("weight_at", "groups"), [("output", None), ("activation", None), ("output", 2)])
+def test_bits_of_the_hopper_backend(weight_at, groups):
     """y and all gradients at EP=1."""
-    cfg = config(weight_at=weight_at)
+    cfg = config(weight_at=weight_at, combine_groups=groups)
     ids = torch.randint(-1, 3, (90, 2), generator=torch.Generator().manual_seed(3))  # expert 3 is idle
     x, dy, weights = random(90, 64).half(), random(90, 64, seed=4).half(), random(90, 2, seed=5).abs()
     inputs = Inputs(x, ids, weights, experts_of(cfg, 4, "stacked"))

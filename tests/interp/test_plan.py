@@ -313,10 +313,12 @@ def test_overflow_is_recorded_everywhere():
         assert planner.ws.failures
 
 
-@pytest.mark.parametrize("operand", ["gathered", "expanded"])
-def test_plan_memory_is_what_the_backend_has(operand):
+@pytest.mark.parametrize(("operand", "groups"), [("gathered", None), ("expanded", None), ("gathered", 2)])
+def test_plan_memory_is_what_the_backend_has(operand, groups):
     """Symmetric memory, and what the first forward saves for backward, byte for byte."""
-    cfg = MoEConfig(hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=70, dtype=torch.float16)
+    cfg = MoEConfig(
+        hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=70, dtype=torch.float16, combine_groups=groups
+    )
     tile = Tile(rows=64, columns=128)
     schedule = Schedule(operand=operand, chunk_tokens=32, gemm1=tile, gemm2=tile)
     for ranks in (1, 2):

@@ -25,7 +25,7 @@ import peers  # noqa: E402
 import plot  # noqa: E402
 import results  # noqa: E402
 import table  # noqa: E402
-from layers import parse_schedule  # noqa: E402
+from layers import parse_groups, parse_schedule  # noqa: E402
 
 
 def run_interpreted(*arguments: str) -> None:
@@ -255,3 +255,10 @@ if __name__ == "__main__":
     check_sort()
     check_deepep(wait=True)
     check_deepep(wait=False)
+
+
+def test_groups_by_name():
+    assert parse_groups("uniep@chunk_tokens=8", 2) is None
+    assert [parse_groups(name, 4) for name in ("uniep-groups", "uniep-groups8", "uniep-groups@sum_x=1")] == [4, 8, 4]
+    with pytest.raises(ValueError, match="'uniep-groupsx'"):
+        parse_groups("uniep-groupsx", 4)

@@ -21,7 +21,7 @@ def test_defaults():
         cfg.hidden = 3
 
 
-@pytest.mark.parametrize("name", [*GOOD, "max_rows"])
+@pytest.mark.parametrize("name", [*GOOD, "combine_groups", "max_rows"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
 def test_sizes_are_positive_integers(name, value):
     with pytest.raises(ConfigError, match=rf"{name} is {value!r}.*at least 1"):
@@ -35,6 +35,7 @@ def test_sizes_are_positive_integers(name, value):
         ({"activation": "gelu"}, UnsupportedError, "'gelu'.*'swiglu'"),
         ({"dtype": torch.float64}, ConfigError, "float64.*supported.*bfloat16"),
         ({"weight_at": "input"}, ConfigError, "'input'.*'output' or 'activation'"),
+        ({"combine_groups": 3}, ConfigError, "combine_groups is 3.*num_experts=8.*1, 2, 4, 8, or None"),
     ],
 )
 def test_refused_by_name(change, error, text):
@@ -70,6 +71,21 @@ def test_experts_that_do_not_divide(experts, ranks, below, fits):
     text = rf"num_experts={experts}.*over {ranks} ranks.*group of {below} ranks \(these sizes fit: {fits}\)"
     with pytest.raises(ConfigError, match=text):
         cfg.experts_per_rank(ranks)
+
+
+def test_groups_that_ranks_do_not_divide():
+    cfg = MoEConfig(**GOOD, combine_groups=4)
+    for ranks in (1, 2, 4):
+        cfg.check_group(ranks)
+    text = "combine_groups=4.*over 8 ranks.*EP group of 1, 2, 4 ranks.*multiple of 8 that divides num_experts=8"
+    with pytest.raises(ConfigError, match=text):
+        cfg.check_group(8)
+
+
+@pytest.mark.parametrize(("groups", "slots", "experts"), [(None, 2, 1), (1, 1, 8), (2, 2, 4), (8, 2, 1)])
+def test_group_sizes(groups, slots, experts):
+    cfg = MoEConfig(**GOOD, combine_groups=groups)
+    assert (cfg.return_slots, cfg.experts_per_group) == (slots, experts)
 
 
 def test_row_arithmetic():
@@ -108,6 +124,9 @@ def test_default_schedule_of_hopper():
         ({"gemm2": Tile(rows=32)}, "gemm2.rows is 32"),
         ({"gemm2": Tile(columns=32)}, "gemm2.columns is 32"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"group_sum": "during"}, "group_sum is 'during'"),
+        ({"group_sum": "beside", "overlap": "serial"}, "'beside' needs overlap='fused', not 'serial'"),
+        ({"sum_programs": 0}, "sum_programs is 0"),
         ({"matrix_workers": 0}, "matrix_workers is 0"),
         ({"vector_workers": -1}, "vector_workers is -1"),
     ],

@@ -54,11 +54,26 @@ def test_rows_follow_tokens_and_max_rows():
     assert by_name(plan_memory(bounded, 2))["h"].shape == (2, (1000 + 32 * 127 + 127) // 128 * 128, 2048)
 
 
+@pytest.mark.parametrize("backend", ["hopper", "cpu", "nccl"])
+def test_combine_groups(backend):
+    """Eight slots come back as at most two rows; at EP=2 nearly every token has both."""
+    plain, two = (dataclasses.replace(CFG, combine_groups=groups) for groups in (None, 2))
+    before, after = (by_name(plan_memory(cfg, 2, backend=backend)) for cfg in (plain, two))
+    if backend == "nccl":
+        assert after["parts"].shape[0] == pytest.approx(2 * 8192, rel=0.01)
+    else:
+        assert before["returns"].shape[0] == 8192 * 8 and after["returns"].shape[0] == 8192 * 2
+    assert after["results"].shape == (*before["h"].shape[:1], 7168)
+    with pytest.raises(ConfigError, match="combine_groups=2 cannot be split evenly over 4 ranks"):
+        plan_memory(two, 4, backend=backend)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("received", ["saved", "again"])
 @pytest.mark.parametrize("backend", ["cpu", "nccl"])
-def test_the_plan_is_what_the_backend_has(backend, received):
+def test_the_plan_is_what_the_backend_has(backend, received, groups):
     """Shared memory and saved tensors, byte for byte.  (hopper: tests/interp/test_plan.py.)"""
-    cfg = MoEConfig(hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=100)
+    cfg = MoEConfig(hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=100, combine_groups=groups)
     schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], received=received)
     plan = plan_memory(cfg, 1, backend=backend, schedule=schedule, tokens=70)
     ids = torch.arange(140).view(70, 2) % 4

@@ -16,7 +16,7 @@ from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.memory import cpu_arrays
 from uniep.numerics import one_thread
-from uniep.routing import build_plan, recv_base
+from uniep.routing import build_parts, build_plan, recv_base, return_slots
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import Block, Event, Task, TaskGraph
 from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
@@ -57,11 +57,17 @@ class Problem:
     def plans(self):
         return [build_plan(self.ids, rank, self.cfg) for rank in range(self.ranks)]
 
+    def parts(self):
+        """Of every rank; None without combine groups."""
+        if self.cfg.combine_groups is None:
+            return None
+        return [build_parts(plan, rank, self.cfg) for rank, plan in enumerate(self.plans())]
+
     def forward(self, schedule, keep=True):
-        return lower_forward(self.plans(), self.tokens, self.cfg, schedule, keep=keep)
+        return lower_forward(self.plans(), self.tokens, self.cfg, schedule, keep=keep, parts=self.parts())
 
     def backward(self, schedule, **flags):
-        return lower_backward(self.plans(), self.tokens, self.cfg, schedule, **flags)
+        return lower_backward(self.plans(), self.tokens, self.cfg, schedule, **flags, parts=self.parts())
 
 
 def problem(tokens=(40, 17, 0, 64), num_experts=8, top_k=3, hidden=72, ffn=136, seed=0, unused=0.1, idle=(), **fields):
@@ -91,6 +97,7 @@ def problems(draw):
         top_k=draw(st.integers(1, min(experts, 4))),
         seed=draw(st.integers(0, 1000)),
         unused=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        combine_groups=draw(st.sampled_from([None, ranks, experts])),
     )
 
 
@@ -329,14 +336,16 @@ class Model:
     def run(self, forward, backward, seed):
         """y, dx, dweights, dw13, dw2 of all ranks, every buffer NaN before it is written."""
         case, rng, size = self.case, random.Random(seed), self.case.cfg.num_experts // self.case.ranks
-        rows = [Rows.make(r, case.cfg, plan, self.weights) for r, plan in enumerate(case.plans())]
+        parts = case.parts()
+        groups = [(p, return_slots(p, case.ids, case.cfg)) for p in parts] if parts else [()] * case.ranks
+        rows = [Rows.make(r, case.cfg, plan, self.weights, *groups[r]) for r, plan in enumerate(case.plans())]
         experts = [
             ExpertWeights((a,), (b,), "stacked") for a, b in zip(self.w13.split(size), self.w2.split(size), strict=True)
         ]
         shared, ranks = self.shared(), range(case.ranks)
         fwd = [Forward(rows[r], shared, self.x[r], case.ids[r], self.weights[r], experts[r], True) for r in ranks]
         for bodies in fwd:
-            poison(bodies, "y_TD", "h_NF", "act_NF", "received_MD")
+            poison(bodies, "y_TD", "h_NF", "act_NF", "received_MD", *(["results_ND"] if parts else []))
         run_anyhow(forward, rng, lambda t: t.op == "gate" or getattr(fwd[t.rank], t.op)(t.block))
         shared = self.shared()
         bwd = [
@@ -352,7 +361,8 @@ class Model:
             for r in ranks
         ]
         for bodies in bwd:
-            poison(bodies, "group_sums_NG", "weighted_NF", "dh_NF", "dx_TD", "dweights_TK")
+            names = ("group_sums_NG", "weighted_NF", "dh_NF", "dx_TD", "dweights_TK")
+            poison(bodies, *names, *(["results_ND"] if parts else []))
         run_anyhow(backward, rng, lambda t: t.op == "gate" or getattr(bwd[t.rank], t.op)(t.block))
         parts = [[f.y_TD for f in fwd], [b.dx_TD for b in bwd], [b.dweights_TK for b in bwd]]
         parts += [[b.gradients.w13[0] for b in bwd], [b.gradients.w2[0] for b in bwd]]
@@ -400,13 +410,25 @@ def test_any_order_that_events_allow_gives_the_bits_of_the_reference(schedule, d
             assert torch.equal(got, want), f"{name}, order {seed}"
 
 
+@pytest.mark.parametrize("weight_at", ["output", "activation"])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_with_groups_too(schedule, weight_at):
+    model = Model(problem(dtype=torch.bfloat16, weight_at=weight_at, combine_groups=4, idle=(6, 7)))
+    expected = model.reference()
+    got = model.run(model.case.forward(schedule), model.case.backward(schedule), 0)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 @pytest.mark.parametrize(
-    ("op", "result"),
-    [("gemm1", 0), ("gemm2", 0), ("combine", 0), ("dgrad2", 1), ("dgrad1", 1), ("collect", 2), ("wgrad1", 3)],
-)
-def test_every_wait_is_needed(op, result):
+    ("op", "result", "groups"),
+    [
+        ("gemm1", 0, None), ("gemm2", 0, None), ("combine", 0, None), ("dgrad2", 1, None), ("dgrad1", 1, None),
+        ("collect", 2, None), ("wgrad1", 3, None), ("group_sum", 0, 4), ("group_sum", 1, 4), ("combine", 1, 4),
+    ],
+)  # fmt: skip
+def test_every_wait_is_needed(op, result, groups):
     """Without its waits, an op reads what is not there yet in some order: the test above would see it."""
-    model = Model(problem(num_experts=4))
+    model = Model(problem(num_experts=4, combine_groups=groups))
     expected = model.reference()[result]
 
     def careless(graph):

@@ -40,7 +40,7 @@ from uniep.backends.protocol import (
 )
 from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError
 from uniep.numerics import one_thread
-from uniep.routing import RoutingPlan, build_plan
+from uniep.routing import RoutingPlan, build_parts, build_plan, return_slots
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import TaskGraph
 from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
@@ -84,11 +84,15 @@ class _Call:
 
 
 class _Routing:
-    """Plans of all ranks for one set of ids, and the checked graphs made from them."""
+    """Plans of all ranks for one set of ids, with combine groups their parts, and the checked graphs made from them."""
 
     def __init__(self, ids: list[Tensor], cfg: Any) -> None:
         self.tokens = [t.shape[0] for t in ids]
         self.plans = [build_plan(ids, rank, cfg) for rank in range(len(ids))]
+        self.parts = self.part_slots = None
+        if cfg.combine_groups is not None:
+            self.parts = [build_parts(plan, rank, cfg) for rank, plan in enumerate(self.plans)]
+            self.part_slots = [return_slots(parts, ids, cfg) for parts in self.parts]
         self._graphs: dict[Any, TaskGraph] = {}
 
     def graph(self, key: Any, lower: Callable[[], TaskGraph]) -> TaskGraph:
@@ -146,7 +150,9 @@ class CpuBackend:
         with self._or_give_up():
             graph = routing.graph(
                 ("forward", keep),
-                lambda: lower_forward(routing.plans, routing.tokens, self.cfg, self.schedule, keep=keep),
+                lambda: lower_forward(
+                    routing.plans, routing.tokens, self.cfg, self.schedule, keep=keep, parts=routing.parts
+                ),
             )
             bodies = Forward(
                 self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.experts, keep
@@ -171,7 +177,9 @@ class CpuBackend:
         with self._or_give_up():
             graph = routing.graph(
                 ("backward", *flags.values()),
-                lambda: lower_backward(routing.plans, routing.tokens, self.cfg, self.schedule, **flags),
+                lambda: lower_backward(
+                    routing.plans, routing.tokens, self.cfg, self.schedule, **flags, parts=routing.parts
+                ),
             )
             rows = self._rows(call)
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
@@ -197,7 +205,9 @@ class CpuBackend:
         return [Shared(t["receive"], t["returns"], t["dweights"]) for t in self.peers.tensors]
 
     def _rows(self, call: _Call) -> Rows:
-        return Rows.make(self.rank, self.cfg, call.routing.plans[self.rank], call.weights)
+        routing, rank = call.routing, self.rank
+        groups = (routing.parts[rank], routing.part_slots[rank]) if routing.parts and routing.part_slots else ()
+        return Rows.make(rank, self.cfg, routing.plans[rank], call.weights, *groups)
 
     def _run(self, call: _Call, operation: str, graph: TaskGraph, bodies: object) -> None:
         Run(self.peers, call.number, operation, graph, bodies, self.trace).run(self.schedule)

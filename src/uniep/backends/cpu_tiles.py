@@ -21,7 +21,7 @@ from uniep.numerics import (
     swiglu_backward,
     widened,
 )
-from uniep.routing import RoutingPlan, recv_base
+from uniep.routing import Parts, RoutingPlan, recv_base, token_groups
 from uniep.taskflow.graph import Block
 from uniep.weights import ExpertWeights
 
@@ -40,6 +40,7 @@ class Rows:
     """This rank's rows of the experts: plan, and weights of all ranks by row.
 
     target_N, slot_N: rank and slot (t*K + k) that a row returns to; target -1 for pad rows.
+    parts, part_slot_P: with combine groups, the sums that return instead of rows, and the slots they return to.
     """
 
     rank: int
@@ -48,9 +49,19 @@ class Rows:
     weight_N1: Tensor
     target_N: Tensor
     slot_N: Tensor
+    parts: Parts | None = None
+    part_slot_P: Tensor | None = None
 
     @classmethod
-    def make(cls, rank: int, cfg: MoEConfig, plan: RoutingPlan, weights_of_rank: list[Tensor]) -> Rows:
+    def make(
+        cls,
+        rank: int,
+        cfg: MoEConfig,
+        plan: RoutingPlan,
+        weights_of_rank: list[Tensor],
+        parts: Parts | None = None,
+        part_slot_P: Tensor | None = None,
+    ) -> Rows:
         slots = cfg.max_tokens_per_rank * cfg.top_k
         table = torch.zeros(len(weights_of_rank), slots, dtype=torch.float32)
         for source, weights in enumerate(weights_of_rank):
@@ -58,7 +69,8 @@ class Rows:
         back_N = plan.row_return_N.long()
         used_N = back_N >= 0
         weight_N = torch.where(used_N, table.view(-1)[back_N.clamp(min=0)], 0.0)
-        return cls(rank, cfg, plan, weight_N[:, None], torch.where(used_N, back_N // slots, -1), back_N % slots)
+        target_N = torch.where(used_N, back_N // slots, -1)
+        return cls(rank, cfg, plan, weight_N[:, None], target_N, back_N % slots, parts, part_slot_P)
 
 
 class Gather:
@@ -92,12 +104,19 @@ def compact_base(plan: RoutingPlan, rank: int) -> Tensor:
 
 
 class _Bodies:
-    """What both directions share: dispatch and the one-sided return of rows."""
+    """What both directions share: dispatch and the one-sided return of rows or of their sums.
+
+    weight_results: the sums multiply each row by its routing weight.
+    """
+
+    weight_results = False
 
     def __init__(self, rows: Rows, shared: list[Shared], send_TD: Tensor, ids_TK: Tensor) -> None:
         self.rows, self.shared, self.send_TD, self.ids_TK = rows, shared, send_TD, ids_TK
         self.cfg, self.plan, self.rank = rows.cfg, rows.plan, rows.rank
         self.num_rows = rows.plan.num_rows
+        if rows.parts is not None:
+            self.results_ND = send_TD.new_empty(self.num_rows, self.cfg.hidden)
 
     def push(self, block: Block) -> None:
         """Copy tokens row0..row1 of a send list into the peer's receive buffer."""
@@ -116,12 +135,32 @@ class _Bodies:
                 part = array[:, block.column0 : block.column1] if array.dim() == 2 else array
                 part.index_copy_(0, slot[pick], value[pick])
 
+    def _return(self, block: Block, value: Tensor) -> None:
+        """A tile of results, or of dX: to the slots of its rows, or, with combine groups, to where they are added."""
+        value = value.to(self.cfg.dtype)
+        if self.rows.parts is None:
+            self._write(block, value, "returns")
+        else:
+            self.results_ND[block.row0 : block.row1, block.column0 : block.column1] = value
+
+    def group_sum(self, block: Block) -> None:
+        """Add the rows of parts row0..row1, each into its slot at rank `group`."""
+        assert self.rows.parts is not None and self.rows.part_slot_P is not None
+        row_PK = self.rows.parts.row_PK[block.row0 : block.row1]
+        index_PK = row_PK.clamp(min=0)
+        weight_PK = self.rows.weight_N1[index_PK, 0] if self.weight_results else None
+        sums_PD = combine_slots(self.results_ND[index_PK], row_PK, weight_PK).to(self.cfg.dtype)
+        self.shared[block.group].returns.index_copy_(0, self.rows.part_slot_P[block.row0 : block.row1], sums_PD)
+
     def _sum(self, block: Block, out_TD: Tensor, weights_TK: Tensor | None) -> None:
         """Add the slots of tokens row0..row1."""
-        tokens, top_k = slice(block.row0, block.row1), self.cfg.top_k
-        slots = self.shared[self.rank].returns[block.row0 * top_k : block.row1 * top_k]
-        weights = weights_TK[tokens] if weights_TK is not None else None
-        out_TD[tokens] = combine_slots(slots.unflatten(0, (-1, top_k)), self.ids_TK[tokens], weights).to(out_TD.dtype)
+        tokens, width = slice(block.row0, block.row1), self.cfg.return_slots
+        slots = self.shared[self.rank].returns[block.row0 * width : block.row1 * width].unflatten(0, (-1, width))
+        if self.rows.parts is not None:  # their rows are weighted
+            total = combine_slots(slots, token_groups(self.ids_TK[tokens], self.cfg), None)
+        else:
+            total = combine_slots(slots, self.ids_TK[tokens], weights_TK[tokens] if weights_TK is not None else None)
+        out_TD[tokens] = total.to(out_TD.dtype)
 
 
 class Dispatch(_Bodies):
@@ -154,7 +193,8 @@ class Forward(Dispatch):
         keep: bool,
     ) -> None:
         super().__init__(rows, shared, x_TD, ids_TK, keep)
-        self.weights_TK = weights_TK if self.cfg.weight_at == "output" else None
+        self.weight_results = self.cfg.weight_at == "output"
+        self.weights_TK = weights_TK if self.weight_results else None
         self.experts = experts
         self.x_rows = Gather(x_TD, shared[self.rank].receive, rows)
         self.y_TD = torch.empty_like(x_TD)
@@ -175,8 +215,7 @@ class Forward(Dispatch):
 
     def gemm2(self, block: Block) -> None:
         weight = self.experts.down(block.group)[block.column0 : block.column1]
-        out = matmul(self.act_NF[block.row0 : block.row1], weight.T)
-        self._write(block, out.to(self.cfg.dtype), "returns")
+        self._return(block, matmul(self.act_NF[block.row0 : block.row1], weight.T))
 
     def combine(self, block: Block) -> None:
         self._sum(block, self.y_TD, self.weights_TK)
@@ -238,8 +277,7 @@ class Backward(_Bodies):
     def dgrad1(self, block: Block) -> None:
         halves = self.experts.halves(block.group)
         weight = torch.cat([half[:, block.column0 : block.column1] for half in halves])
-        out = matmul(self.dh_NF[block.row0 : block.row1], weight)
-        self._write(block, out.to(self.cfg.dtype), "returns")
+        self._return(block, matmul(self.dh_NF[block.row0 : block.row1], weight))
 
     def _segment(self, expert: int) -> slice:
         start, stop = self.plan.expert_start_e1[expert : expert + 2].tolist()

@@ -34,6 +34,7 @@ from uniep.weights import ExpertWeights
 if TYPE_CHECKING:
     from uniep.backends.planner import DevicePlan
     from uniep.kernels.launch import Peers
+    from uniep.kernels.launch_groups import Lines, Sums
     from uniep.workspace import Workspace
 
 _T = TypeVar("_T")
@@ -45,7 +46,7 @@ PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
-    "push_programs", "down_sms", "pipelined_from", "received",
+    "push_programs", "down_sms", "pipelined_from", "received", "group_sum", "sum_programs",
 )  # fmt: skip
 
 
@@ -169,6 +170,9 @@ class HopperBackend:
             if self.cfg.max_rows is None
             else f"max_rows={self.cfg.max_rows}, no host read",
             "main_grad": MAIN_GRAD,
+            "combine": "one sum over a token's slots"
+            if self.cfg.combine_groups is None
+            else f"sums of {self.cfg.combine_groups} groups, made {self.schedule.group_sum} the down product",
         }
 
     def close(self) -> None:
@@ -198,7 +202,7 @@ class HopperBackend:
                 return result
 
     def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
-        from uniep.kernels import launch
+        from uniep.kernels import launch, launch_groups
 
         cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
         num_tokens, receive = x_TD.shape[0], self.arena.views["receive"]
@@ -213,6 +217,7 @@ class HopperBackend:
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
         down_sms = self._down_sms(num_tokens)
         pipelined = down_sms > 0
+        results_ND, weighted = self._results(plan), cfg.weight_at == "output"
         if pipelined:
             self._fork(side)
         launch.launch_gate_up(
@@ -225,17 +230,23 @@ class HopperBackend:
             # On SMs of its own until gate_up is done, then on all.
             tiles_before = -(-cfg.ffn // (schedule.gemm1.columns // 2))
             beside = launch.Beside(tiles_before, self.sms * schedule.gemm2.programs_per_sm)
+            down = functools.partial(self._return_rows, launch.launch_down, act_NF, plan, peers, inputs.experts)
             with torch.cuda.stream(side):
-                self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, down_sms, beside=beside)
-            sms = self.sms - down_sms
-            self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, sms, beside=beside)
+                down(down_sms, results_ND, beside=beside)
+            down(self.sms - down_sms, results_ND, beside=beside)
             current.wait_stream(side)
+        elif plan.lines is not None and schedule.group_sum == "beside":
+            sums = self._sums(results_ND, plan.lines, plan, weighted=weighted)
+            self._down_and_sums(act_NF, plan.lines, plan, peers, inputs.experts, sums)
         else:
-            self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms)
+            self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms, results_ND)
         y_TD = torch.empty_like(x_TD)
-        weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
+        if plan.lines is not None and schedule.group_sum == "after":
+            sums = self._sums(results_ND, plan.lines, plan, weighted=weighted)
+            launch_groups.launch_group_sum(sums, peers, self.sms, signal=True)
+            self.mark("group_sum")
         self.planner.wait("returned")
-        launch.launch_combine(self.arena.views["returns"], inputs.ids_TK, weights_TK, peers, self.sms, y_TD)
+        self._combine(inputs.ids_TK, inputs.weights_TK if weighted else None, plan, peers, y_TD)
         self._join()
         self.mark("combine")
         return y_TD, ([*plan.saved(), h_2NF, kept] if h_2NF is not None and kept is not None else [])
@@ -255,12 +266,12 @@ class HopperBackend:
     def backward(
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
     ) -> ExpertGradients:
-        from uniep.kernels import launch
+        from uniep.kernels import launch, launch_groups
 
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
         x_TD, dy_TD = _aligned(inputs.x_TD), _aligned(dy_TD)
-        plan = self.planner.restore(ids_TK.shape[0], saved[:3])
-        h_2NF, kept = saved[3], saved[4]
+        *of_plan, h_2NF, kept = saved
+        plan = self.planner.restore(ids_TK.shape[0], of_plan)
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         groups = -(-cfg.ffn // COLUMN_GROUP)
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
@@ -287,13 +298,17 @@ class HopperBackend:
 
         # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
         dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
-        self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms)
+        results_ND = self._results(plan)  # kept until the other stream has joined
+        self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms, results_ND)
         dx_TD = torch.empty_like(dy_TD)
         dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device)
         self._fork(self.side)  # the sums are memory-bound, what is beside them not
         with torch.cuda.stream(self.side):
+            if plan.lines is not None:
+                sums = self._sums(results_ND, plan.lines, plan, weighted=False)
+                launch_groups.launch_group_sum(sums, peers, self.sms, signal=True)
             self.planner.wait("returned")
-            launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD)
+            self._combine(ids_TK, None, plan, peers, dx_TD)
             launch.launch_used_dweights(
                 self.arena.views["dweights"], ids_TK, self.planner.status, self.sms, dweights_TK
             )
@@ -445,21 +460,65 @@ class HopperBackend:
         self.mark("expand")
         return rows_ND
 
+    def _results(self, plan: DevicePlan) -> Tensor:
+        """Memory for the rows (N, D) of a product that are to be added by groups, or pushed later; else one row."""
+        in_place = plan.lines is not None or self.schedule.overlap == "serial"
+        num_rows = plan.num_rows if in_place else 1
+        return torch.empty(num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
+
     def _return_rows(
         self, product: Callable[..., None], a: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights,
-        sms: int, **how: Any,
+        sms: int, out_ND: Tensor, **how: Any,
     ) -> None:  # fmt: skip
-        """a @ B (N, D) by `product` on `sms`, delivered into the return slots of the rows' source ranks."""
+        """a @ B (N, D) by `product` on `sms`, delivered into the return slots of the rows' source ranks, or, where
+        groups of rows are to be added first, into `out`."""
         from uniep.kernels.launch import launch_push_rows
 
-        serial = self.schedule.overlap == "serial"
-        out_ND = torch.empty(plan.num_rows if serial else 1, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
-        tile = self.schedule.gemm2
-        product(a, plan.rows, experts, peers, tile, sms, out_ND, slots=self.slots, scatter=not serial, **how)
+        serial, tile = self.schedule.overlap == "serial", self.schedule.gemm2
+        scatter = not serial and plan.lines is None
+        product(a, plan.rows, experts, peers, tile, sms, out_ND, slots=self.slots, scatter=scatter, **how)
         self.mark("return")
-        if serial:
+        if serial and plan.lines is None:
             launch_push_rows(out_ND, plan.rows, peers, self.slots, self.sms)
             self.mark("push_rows")
+
+    def _sums(self, results_ND: Tensor, lines: Lines, plan: DevicePlan, *, weighted: bool) -> Sums:
+        """What combine groups add to what.  weighted: rows by their routing weight."""
+        from uniep.kernels.launch_groups import Sums
+
+        weight_N = plan.weight_N if weighted else None
+        one_group = self.cfg.combine_groups == self.num_ranks
+        return Sums(results_ND, weight_N, lines.row_LK, lines.slot_LK, lines.used_TW.numel(), one_group)
+
+    def _down_and_sums(
+        self, act_NF: Tensor, lines: Lines, plan: DevicePlan, peers: Peers, experts: ExpertWeights, sums: Sums
+    ) -> None:
+        """The down product, its rows added by groups beside it as their tiles are done; what is left, behind it."""
+        from uniep.kernels import launch_groups
+
+        tile, rows = self.schedule.gemm2, plan.rows
+        order_M = torch.empty_like(rows.order_M)
+        launch_groups.launch_return_order(plan.counts_RE, rows, self.rank, tile.rows, order_M)
+        self._fork(self.side)
+        launch_groups.launch_counted_down(act_NF, rows, order_M, lines, experts, tile, self.sms, sums.rows_ND)
+        products = self.sms * tile.programs_per_sm
+        how = sums, rows, lines, peers, tile, products, (self.schedule.sum_programs, self.sms * 6)
+        with torch.cuda.stream(self.side):
+            launch_groups.launch_claimed_sum(*how, beside=True)
+        self.mark("return")
+        launch_groups.launch_claimed_sum(*how, beside=False)
+        self._stream.wait_stream(self.side)  # whose programs are counted before anybody waits for this rank's sums
+        self.mark("group_sum")
+
+    def _combine(
+        self, ids_TK: Tensor, weights_TK: Tensor | None, plan: DevicePlan, peers: Peers, out_TD: Tensor
+    ) -> None:
+        """The fixed-order sum of what has returned: rows by slot, or, with combine groups, sums that are weighted."""
+        from uniep.kernels.launch import launch_combine
+
+        if plan.lines is not None:
+            ids_TK, weights_TK = plan.lines.used_TW[: out_TD.shape[0]], None
+        launch_combine(self.arena.views["returns"], ids_TK, weights_TK, peers, self.sms, out_TD)
 
     def _dispatching(self, num_tokens: int, tile: Tile, expanded: Tensor | None = None) -> dict[str, Any]:
         """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""

@@ -70,6 +70,10 @@ class LocalExperts(Protocol):
         main_grads: MainGrads | None = None,
     ) -> RowGradients: ...  # fmt: skip
 
+    def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
+        """(P, D): the rows of each combine group, `Parts.row_PK`, added in ascending k."""
+        ...
+
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         """(T, D): the fixed-order sum over K."""
         ...
@@ -157,6 +161,10 @@ class TorchExperts:
             bodies.gradients.w13 if needs.w13 and main_grads is None else None,
             bodies.gradients.w2 if needs.w2 and main_grads is None else None,
         )
+
+    def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
+        index_PK = row_PK.clamp(min=0)
+        return self.combine(rows_ND[index_PK], row_PK, weight_N[index_PK] if weight_N is not None else None)
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         return combine_slots(returns_TKD, ids_TK, weights_TK).to(self.cfg.dtype)
@@ -299,6 +307,18 @@ class KernelExperts:
             self.launch.launch_weight_gradient(
                 a_NH, b_NW, first_column, dw_eHW, start, count, self.alone.status, tile, self.sms, **how
             )
+
+    def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
+        from uniep.kernels.launch_groups import Sums, launch_group_sum
+
+        num_parts, device = len(row_PK), rows_ND.device
+        out_PD = rows_ND.new_empty(num_parts, rows_ND.shape[1])
+        if num_parts:
+            here = torch.full((1,), out_PD.data_ptr(), dtype=torch.int64, device=device)
+            number_PK = torch.arange(num_parts, dtype=torch.int32, device=device)[:, None].expand(row_PK.shape)
+            sums = Sums(rows_ND, weight_N, row_PK.int(), number_PK.contiguous(), num_parts, one_group=True)
+            launch_group_sum(sums, dataclasses.replace(self.alone, returns_table=here), self.sms, signal=False)
+        return out_PD
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)

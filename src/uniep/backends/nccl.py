@@ -5,6 +5,8 @@ No peer access, no shared memory, any number of nodes.  Stages run one after ano
     headers -> ids and weights -> plan -> all-to-all of tokens, each once per rank -> the experts of this rank
     -> all-to-all of the rows' results, sorted by (source rank, slot) -> fixed-order sum
 
+With combine groups, the rows of each group are added before they travel, sorted by (source rank, token, group).
+
 Rows, formulas and roundings are those of the other backends, so bits are those of `cpu` on the CPU and of `hopper`
 where its kernels run.  The host reads counts: a call cannot be captured in a CUDA graph.
 
@@ -46,10 +48,11 @@ from uniep.backends.protocol import (
     same_forward,
     wanted_anywhere,
 )
+from uniep.config import MoEConfig
 from uniep.errors import ClosedError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.memory import TEXT_BYTES
 from uniep.numerics import one_thread
-from uniep.routing import RoutingPlan, build_plan
+from uniep.routing import Parts, RoutingPlan, build_parts, build_plan, token_groups
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 from uniep.weights import ExpertWeights
 
@@ -72,18 +75,22 @@ class _Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class _Routing(Routed):
-    """One call's rows, with the host's counts: tokens on their way to experts, and rows of experts by source."""
+    """One call's rows, with the host's counts: tokens on their way to experts, and rows of experts by source.
+
+    parts: with combine groups, the sums that return instead of rows."""
 
     tokens: _Exchange
     rows: _Exchange
+    parts: Parts | None
 
     @classmethod
-    def make(cls, plan: RoutingPlan, weight_N: Tensor, rank: int) -> _Routing:
+    def make(cls, plan: RoutingPlan, weight_N: Tensor, rank: int, cfg: MoEConfig) -> _Routing:
         num_ranks = plan.send_count_R.shape[0]
         count_RR = plan.counts_RE.view(num_ranks, num_ranks, -1).sum(2)  # by source and by the experts' rank
         counts = torch.stack([plan.send_count_R, plan.recv_count_R, count_RR[rank], count_RR[:, rank]])
         sent, received, own_rows, rows = counts.tolist()
-        return cls(plan, weight_N, _Exchange(sent, received), _Exchange(own_rows, rows))
+        parts = build_parts(plan, rank, cfg) if cfg.combine_groups is not None else None
+        return cls(plan, weight_N, _Exchange(sent, received), _Exchange(own_rows, rows), parts)
 
 
 class CollectiveBackend:
@@ -121,7 +128,7 @@ class CollectiveBackend:
                 tokens = Tokens(inputs.x_TD, received_MD)
                 rows_ND, h_NF = self.experts.forward(tokens, routing, inputs.experts, save)
                 weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
-                y_TD = self.experts.combine(self._return(rows_ND, inputs.ids_TK, routing), inputs.ids_TK, weights_TK)
+                y_TD = self._combine(rows_ND, inputs.ids_TK, weights_TK, routing)
             if h_NF is None:
                 return y_TD, []
             if self.schedule.received == "again":
@@ -140,7 +147,7 @@ class CollectiveBackend:
             anywhere = wanted_anywhere(headers)
             wanted = dataclasses.replace(needs, x=anywhere.x, weights=anywhere.weights)
             with self._or_give_up():
-                routing = _Routing.make(RoutingPlan.from_tensors(plan), weight_N, self.rank)
+                routing = _Routing.make(RoutingPlan.from_tensors(plan), weight_N, self.rank, self.cfg)
                 if self.schedule.received == "again" and anywhere.w13:
                     received_MD = self._dispatch(inputs.x_TD, routing, "dispatch of x again")
                 dy = Tokens(dy_TD, self._dispatch(dy_TD, routing, "dispatch of the gradient"))
@@ -148,7 +155,7 @@ class CollectiveBackend:
                 got = self.experts.backward(dy, x, routing, inputs.experts, h_NF, wanted, main_grads)
                 dx_TD = dweights_TK = None
                 if got.x_ND is not None:
-                    dx_TD = self.experts.combine(self._return(got.x_ND, ids_TK, routing), ids_TK, None)
+                    dx_TD = self._combine(got.x_ND, ids_TK, None, routing)
                 if got.weights_N is not None:
                     dweights_TK = torch.where(ids_TK >= 0, self._return(got.weights_N, ids_TK, routing), 0.0)
             return ExpertGradients(dx_TD if needs.x else None, dweights_TK if needs.weights else None, got.w13, got.w2)
@@ -270,7 +277,7 @@ class CollectiveBackend:
             )
             plan = build_plan(ids, self.rank, cfg)
             rows = Rows.make(self.rank, cfg, plan, [w.view(torch.float32) for w in weights])
-            routing = _Routing.make(plan, rows.weight_N1.flatten(), self.rank)
+            routing = _Routing.make(plan, rows.weight_N1.flatten(), self.rank, cfg)
         check_capacity(plan.counts_RE, cfg)
         described = repr([(h.tokens, h.digest) for h in headers]).encode()
         fingerprint = int.from_bytes(hashlib.blake2b(described, digest_size=8).digest(), "little", signed=True)
@@ -294,15 +301,33 @@ class CollectiveBackend:
         back_N = routing.plan.row_return_N
         used = torch.nonzero(back_N >= 0).flatten()
         ordered = rows_N[used[torch.argsort(back_N[used])]]
-        flat = ids_TK.reshape(-1).long()
-        local = self.cfg.experts_per_rank(self.ep_size)
-        owner = torch.where(flat >= 0, flat // local, self.ep_size)
-        exchange = routing.rows.reversed()
-        arrived = ordered.new_empty(sum(exchange.received_R), *rows_N.shape[1:])
-        self._all_to_all(arrived, ordered, exchange, "return")
-        slots = rows_N.new_empty(flat.shape[0], *rows_N.shape[1:])
-        slots[torch.argsort(owner, stable=True)[: arrived.shape[0]]] = arrived
-        return slots.view(*ids_TK.shape, *rows_N.shape[1:])
+        owner_TK = self._owner(ids_TK, self.cfg.experts_per_rank(self.ep_size))
+        return self._to_slots(ordered, owner_TK, routing.rows.reversed(), "return")
+
+    def _owner(self, number_TX: Tensor, of_each: int) -> Tensor:
+        """The rank of each expert or group, of which a rank has `of_each`; unused ones behind all."""
+        return torch.where(number_TX >= 0, number_TX.long() // of_each, self.ep_size)
+
+    def _to_slots(self, ordered: Tensor, owner_TX: Tensor, exchange: _Exchange, stage: str) -> Tensor:
+        """Rows sorted by (source rank, slot) to their tokens' slots (T, X, ...); owner: the rank each comes from."""
+        arrived = ordered.new_empty(sum(exchange.received_R), *ordered.shape[1:])
+        self._all_to_all(arrived, ordered, exchange, stage)
+        slots = ordered.new_empty(owner_TX.numel(), *ordered.shape[1:])
+        slots[torch.argsort(owner_TX.flatten(), stable=True)[: arrived.shape[0]]] = arrived
+        return slots.view(*owner_TX.shape, *ordered.shape[1:])
+
+    def _combine(self, rows_ND: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, routing: _Routing) -> Tensor:
+        """(T, D): the fixed-order sum of the rows' results, or of dX, on the tokens' ranks."""
+        parts, cfg = routing.parts, self.cfg
+        if parts is None:
+            return self.experts.combine(self._return(rows_ND, ids_TK, routing), ids_TK, weights_TK)
+        weight_N = routing.weight_N if weights_TK is not None else None
+        sums_PD = self.experts.add_parts(rows_ND, parts.row_PK, weight_N)
+        group_TW = token_groups(ids_TK, cfg)
+        owner_TW = self._owner(group_TW, cfg.num_experts // cfg.experts_per_group // self.ep_size)
+        counts = [torch.bincount(t, minlength=self.ep_size) for t in (parts.source_P, owner_TW[group_TW >= 0])]
+        slots_TWD = self._to_slots(sums_PD, owner_TW, _Exchange(*torch.stack(counts).tolist()), "return")
+        return self.experts.combine(slots_TWD, group_TW, None)
 
     # --- collectives ---
 

@@ -22,10 +22,12 @@ from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError
 from uniep.kernels import sync
 from uniep.kernels.call import launch
 from uniep.kernels.launch import Rows
+from uniep.kernels.launch_groups import Lines, launch_parts
 from uniep.memory import (
     EXCHANGE_HEADER,
     PLAN_ENTRIES,
     hopper_histogram,
+    hopper_parts_arrays,
     hopper_plan_arrays,
     hopper_rows,
     plan_words,
@@ -47,6 +49,7 @@ STAGES = {
     sync.STAGE_DISPATCH.value: "arrival of tokens",
     sync.STAGE_COMBINE.value: "return of results",
     sync.STAGE_ROWS.value: "rows of gate and up",
+    sync.STAGE_SUM.value: "rows of the down product",
 }
 TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED, OTHER_CALL = (
     c.value for c in (sync.TIMEOUT, sync.BAD_ID, sync.TOO_MANY_ROWS, sync.REFUSED, sync.OTHER_CALL)
@@ -65,11 +68,14 @@ class DevicePlan:
     """A RoutingPlan on the device, with the tile tables.  All int32 but the routing weights.
 
     Three allocations, which autograd saves: `head`, what is known before the number of rows is; `rows_2N`,
-    source and return slot of every row; `weight_N`.  The rest are views.
+    source and return slot of every row; `weight_N`.  The rest are views.  lines: with combine groups, which rows are
+    added; one more allocation.
     """
 
-    def __init__(self, layout: HeadLayout, head: Tensor, rows_2N: Tensor, weight_N: Tensor) -> None:
-        self.head, self.rows_2N, self.weight_N = head, rows_2N, weight_N
+    def __init__(
+        self, layout: HeadLayout, head: Tensor, rows_2N: Tensor, weight_N: Tensor, lines: Lines | None = None
+    ) -> None:
+        self.head, self.rows_2N, self.weight_N, self.lines = head, rows_2N, weight_N, lines
         parts = head.split(layout.words)
         view = {
             name: part.view(shape) if part.numel() == size else part[:size].view(shape)
@@ -99,7 +105,7 @@ class DevicePlan:
         return self.weight_N.shape[0]
 
     def saved(self) -> list[Tensor]:
-        return [self.head, self.rows_2N, self.weight_N]
+        return [self.head, self.rows_2N, self.weight_N, *([self.lines.flat] if self.lines is not None else [])]
 
 
 class Planner:
@@ -112,8 +118,10 @@ class Planner:
         self.local, self.slots = cfg.experts_per_rank(self.num_ranks), slots
         self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, cfg.max_tokens_per_rank)
         self.most_tiles = self.capacity // tile_rows
+        self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.timeout_ns = int(workspace.timeout_s * 1e9)
         self.calls_made = 0
+        self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[int, HeadLayout] = {}
         self.call = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -213,7 +221,9 @@ class Planner:
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
-        return DevicePlan(self._layout(num_tokens), *saved)
+        head, rows_2N, weight_N, *parts = saved
+        lines = Lines.of(parts[0], self.cfg, self.num_ranks) if parts else None
+        return DevicePlan(self._layout(num_tokens), head, rows_2N, weight_N, lines)
 
     def _arrays(self, num_tokens: int | SymInt) -> dict[str, Any]:
         return hopper_plan_arrays(self.cfg, self.num_ranks, self.most_tiles, num_tokens)
@@ -235,6 +245,7 @@ class Planner:
             like.new_empty((words,), dtype=torch.int32),
             like.new_empty((2, rows), dtype=torch.int32),
             like.new_empty((rows,), dtype=torch.float32),
+            *([like.new_empty((self._parts_words,), dtype=torch.int32)] if self.cfg.combine_groups is not None else []),
         ]
 
     def plan(
@@ -317,6 +328,10 @@ class Planner:
             },
             num_warps=8,
         )  # fmt: skip
+        if cfg.combine_groups is not None:
+            lines = Lines.of(torch.full((self._parts_words,), -1, **int32), cfg, ranks)
+            launch_parts(exchange, rows, lines, self.call, self.rank, ranks, num_tokens, cfg, self.sms)
+            plan.lines = lines
         return plan
 
     def fits(self) -> bool:

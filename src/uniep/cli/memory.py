@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import uniep
-from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, TopK, Weight, WeightAt
+from uniep.cli.options import DType, Dtype, Ffn, Groups, Hidden, NumExperts, TopK, Weight, WeightAt
 
 
 class BackendName(enum.StrEnum):
@@ -27,6 +27,7 @@ def memory(
     ] = 8192,
     dtype: Dtype = DType.bf16,
     weight_at: Weight = WeightAt.output,
+    combine_groups: Groups = None,
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 8,
     backend: Annotated[BackendName, typer.Option(help="Whose buffers.")] = BackendName.hopper,
     max_rows: Annotated[
@@ -46,6 +47,7 @@ def memory(
         max_tokens_per_rank=tokens,
         dtype=dtype.torch,
         weight_at=weight_at.value,
+        combine_groups=combine_groups,
         max_rows=max_rows,
     )
     typer.echo(uniep.plan_memory(cfg, ep_size=ep, backend=backend.value).explain())

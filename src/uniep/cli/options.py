@@ -33,6 +33,10 @@ Weight = Annotated[
     WeightAt,
     typer.Option(help="Where the routing weight acts: on the expert's output, or on its activation (Megatron)."),
 ]
+Groups = Annotated[
+    int | None,
+    typer.Option("--combine-groups", help="Groups of experts whose results are added before they return.", min=1),
+]
 
 
 def numbers(text: str, option: str) -> list[int]:

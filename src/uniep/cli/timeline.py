@@ -89,6 +89,7 @@ _KINDS = {
     "gemm1 local": _Kind("#91c0f5", "GEMM 1, local rows"),
     "gemm1": _Kind("#2f6fde", "GEMM 1, with rows from peers"),
     "gemm2": _Kind("#123a8c", "GEMM 2, results to their ranks"),
+    "group_sum": _Kind("#087f5b", "sum combine groups"),
     "dgrad2 local": _Kind("#91c0f5", "dgrad 2, local rows"),
     "dgrad2": _Kind("#2f6fde", "dgrad 2, with rows from peers"),
     "dgrad1": _Kind("#123a8c", "dgrad 1, results to their ranks"),

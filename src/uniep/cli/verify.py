@@ -18,7 +18,7 @@ import uniep
 from uniep.cli import launch
 from uniep.cli.bits import BitTable, Digests, digest, merge, verdict
 from uniep.cli.launch import World
-from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, TopK, Weight, WeightAt, numbers
+from uniep.cli.options import DType, Dtype, Ffn, Groups, Hidden, NumExperts, TopK, Weight, WeightAt, numbers
 from uniep.cli.proof import schedules
 from uniep.reference import composition
 
@@ -35,6 +35,7 @@ def verify(
     tokens: Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")] = 1024,
     dtype: Dtype = DType.bf16,
     weight_at: Weight = WeightAt.output,
+    combine_groups: Groups = None,
     ep: Annotated[str, typer.Option(help="EP sizes to compare; EP=1 is always among them.")] = "1,2,4",
     seed: Annotated[int, typer.Option(help="Of the random tokens, routing and weights.")] = 0,
 ) -> None:
@@ -55,9 +56,10 @@ def verify(
         max_tokens_per_rank=tokens,
         dtype=dtype.torch,
         weight_at=weight_at.value,
+        combine_groups=combine_groups,
     )
     for size in sizes:
-        cfg.experts_per_rank(size)
+        cfg.check_group(size)
     backend = launch.backend()
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(sizes[-1]))
@@ -215,4 +217,5 @@ def _describe(problem: Problem) -> str:
     return (
         f"hidden {cfg.hidden}, ffn {cfg.ffn}, {cfg.num_experts} experts, top-{cfg.top_k}, {problem.x.shape[0]} tokens, "
         f"{str(cfg.dtype).removeprefix('torch.')}, weight_at {cfg.weight_at}"
+        + (f", {cfg.combine_groups} combine groups" if cfg.combine_groups else "")
     )

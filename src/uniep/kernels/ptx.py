@@ -34,6 +34,10 @@ if INTERPRETED:
         """Wait until all block stores (TMA) of this program are visible to it."""
 
     @triton.jit
+    def flat_block_stores_complete():
+        """`block_stores_complete` for loops that Triton flattens."""
+
+    @triton.jit
     def block_loads_follow():
         """Let block loads (TMA) from here on see what this program has acquired."""
 
@@ -82,6 +86,13 @@ else:
             "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
         tl.debug_barrier()
+
+    @triton.jit
+    def flat_block_stores_complete():
+        """`block_stores_complete` for loops that Triton flattens: where it sees a barrier, it does not pipeline loads."""
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
     @triton.jit
     def block_loads_follow():

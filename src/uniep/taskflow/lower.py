@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from uniep.config import MoEConfig
-from uniep.routing import RoutingPlan
+from uniep.routing import Parts, RoutingPlan
 from uniep.taskflow.graph import SHARED_STAGES, Block, Event, Task, TaskGraph, Wait, Worker
 from uniep.taskflow.schedule import Schedule, Tile, num_chunks
 
@@ -29,19 +29,27 @@ Stage = list[Task]
 
 
 def lower_forward(
-    plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, schedule: Schedule, *, keep: bool
+    plans: Sequence[RoutingPlan],
+    tokens: Sequence[int],
+    cfg: MoEConfig,
+    schedule: Schedule,
+    *,
+    keep: bool,
+    parts: Sequence[Parts] | None = None,
 ) -> TaskGraph:
-    """plans, tokens: RoutingPlan and T of every rank.  keep: also copy received tokens out, for backward."""
+    """plans, tokens: RoutingPlan and T of every rank.  keep: also copy received tokens out, for backward.
+
+    parts: of every rank, with combine groups: rows are then added before they return."""
     ranks = [_Rank(rank, plan, cfg, schedule) for rank, plan in enumerate(plans)]
     stages = []
     for r in ranks:
         gemm1 = r.gemm("gemm1", schedule.gemm1, cfg.ffn, r.arrivals(schedule.gemm1))
         done = r.rows_done("gemm1", schedule.gemm1, cfg.ffn, schedule.gemm2)
-        gemm2 = r.gemm("gemm2", schedule.gemm2, cfg.hidden, done, r.returns("returned", schedule.gemm2))
-        stages.append([r.push(), r.keep() if keep else [], r.local_first(gemm1), gemm2])
+        gemm2 = r.returning("gemm2", done, parts)
+        stages.append([r.push(), r.keep() if keep else [], r.local_first(gemm1), *gemm2])
     combine = _sums("combine", ("returned",), stages, tokens, schedule)
     ops = ("push", "gemm1", "gemm2", "combine", *(("keep",) if keep else ()))
-    return _graph([[*s, c] for s, c in zip(stages, combine, strict=True)], ranks, tokens, ops)
+    return _graph([[*s, c] for s, c in zip(stages, combine, strict=True)], ranks, tokens, ops, parts)
 
 
 def lower_dispatch(plans: Sequence[RoutingPlan], cfg: MoEConfig, schedule: Schedule) -> TaskGraph:
@@ -60,28 +68,31 @@ def lower_backward(
     weights: bool = True,
     w13: bool = True,
     w2: bool = True,
+    parts: Sequence[Parts] | None = None,
 ) -> TaskGraph:
-    """The flags say which gradients are needed; tasks of others do not exist."""
+    """The flags say which gradients are needed; tasks of others do not exist.  parts: as for `lower_forward`."""
     ranks = [_Rank(rank, plan, cfg, schedule) for rank, plan in enumerate(plans)]
     stages = []
     for r in ranks:
         dgrad2 = r.local_first(r.gemm("dgrad2", schedule.gemm1, cfg.ffn, r.arrivals(schedule.gemm1)))
         done = r.rows_done("dgrad2", schedule.gemm1, cfg.ffn, schedule.gemm2)
         dweight: Stage = []
-        dgrad1: Stage = []
+        dgrad1: list[Stage] = []
         if weights:
             signals = r.returns("weights returned", schedule.gemm2)
             dweight = r.gemm("dweight", schedule.gemm2, 0, done, signals, "vector")
         if x:
-            dgrad1 = r.gemm("dgrad1", schedule.gemm2, cfg.hidden, done, r.returns("returned", schedule.gemm2))
+            dgrad1 = r.returning("dgrad1", done, parts)
         wgrad2 = r.wgrad("wgrad2", cfg.hidden, cfg.ffn, schedule.gemm2) if w2 else []
         wgrad1 = r.wgrad("wgrad1", 2 * cfg.ffn, cfg.hidden, schedule.gemm1) if w13 else []
-        stages.append([r.push(), dgrad2, dweight, dgrad1, wgrad2, wgrad1])
+        stages.append([r.push(), dgrad2, dweight, *dgrad1, wgrad2, wgrad1])
     sums = [_sums("collect", ("weights returned",), stages, tokens, schedule) if weights else [[] for _ in ranks]]
     sums.append(_sums("combine", ("returned",), stages, tokens, schedule) if x else [[] for _ in ranks])
     needed = {"dweight": weights, "collect": weights, "dgrad1": x, "combine": x, "wgrad2": w2, "wgrad1": w13}
     ops = ("push", "dgrad2", *(op for op, wanted in needed.items() if wanted))
-    return _graph([[*s, *tail] for s, *tail in zip(stages, *sums, strict=True)], ranks, tokens, ops)
+    return _graph(
+        [[*s, *tail] for s, *tail in zip(stages, *sums, strict=True)], ranks, tokens, ops, parts if x else None
+    )
 
 
 def _spans(start: int, stop: int, step: int) -> Iterable[tuple[int, int]]:
@@ -180,6 +191,30 @@ class _Rank:
         found = self._by_tile(row_N // tile.rows, source_N * self.chunks + chunk_N, tile)
         return [tuple(Event(key // self.chunks, stage, key % self.chunks) for key in keys) for keys in found]
 
+    def returning(self, op: str, waits: list[tuple[Wait, ...]], parts: Sequence[Parts] | None) -> list[Stage]:
+        """The GEMM whose rows return to their tokens: from its epilogue, or, with combine groups, added by part."""
+        tile, hidden = self.schedule.gemm2, self.cfg.hidden
+        if parts is None:
+            return [self.gemm(op, tile, hidden, waits, self.returns("returned", tile))]
+        return [self.gemm(op, tile, hidden, waits), self.group_sums(op, parts[self.rank])]
+
+    def group_sums(self, op: str, parts: Parts) -> Stage:
+        """A task for the parts of each chunk of a source's tokens, once the row tiles of `op` with their rows are
+        complete; peers' parts first, since they travel."""
+        tile, tasks, first = self.schedule.gemm2, [], 0
+        count = _count(self.cfg.hidden, tile.columns)
+        key_P = parts.source_P * self.chunks + parts.token_P // self.schedule.chunk_tokens
+        for key, size in zip(*(t.tolist() for t in torch.unique_consecutive(key_P, return_counts=True)), strict=True):
+            row_PK = parts.row_PK[first : first + size]
+            waits = tuple(
+                (Event(self.rank, op, i), count) for i in torch.unique(row_PK[row_PK >= 0] // tile.rows).tolist()
+            )
+            source, chunk = divmod(key, self.chunks)
+            block = Block(source, first, first + size, 0, 1)
+            tasks.append(Task("group_sum", "vector", self.rank, block, waits, (Event(source, "returned", chunk),)))
+            first += size
+        return sorted(tasks, key=lambda t: (t.block.group - self.rank - 1) % self.ep_size)
+
     def wgrad(self, op: str, rows: int, columns: int, tile: Tile) -> Stage:
         """Tiles over the outputs of each expert that has rows; the contraction is never split."""
         tasks, reads = [], self.schedule.gemm1
@@ -242,11 +277,21 @@ def _sums(
     ]
 
 
-def _graph(stages: list[list[Stage]], ranks: list[_Rank], tokens: Sequence[int], ops: Sequence[str]) -> TaskGraph:
+def _graph(
+    stages: list[list[Stage]],
+    ranks: list[_Rank],
+    tokens: Sequence[int],
+    ops: Sequence[str],
+    parts: Sequence[Parts] | None = None,
+) -> TaskGraph:
     outputs = {}
     for r in ranks:
         expected = r.outputs(tokens[r.rank])
         outputs.update({(op, r.rank): expected[op] for op in ops})
+        if parts is not None:
+            last = torch.cumsum(torch.bincount(parts[r.rank].source_P, minlength=r.ep_size), 0).tolist()
+            spans = zip([0, *last], last, strict=False)
+            outputs["group_sum", r.rank] = tuple(Block(s, a, b, 0, 1) for s, (a, b) in enumerate(spans) if a < b)
     if ranks[0].schedule.overlap == "serial":
         stages = [_serial(of_rank) for of_rank in stages]
     return TaskGraph(len(ranks), tuple(t for of_rank in stages for stage in of_rank for t in stage), outputs)

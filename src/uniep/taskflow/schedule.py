@@ -48,6 +48,10 @@ class Schedule:
     push_programs: GPU programs that push tokens before they join the other work.
     down_sms: multiprocessors of the pipelined down product until gate and up are done.
     pipelined_from: tokens of a rank from which it is pipelined; with fewer, a call of this rank is fused.
+    group_sum: where GPUs add the rows of combine groups in the forward.  "after", in a pass behind the down product;
+        "beside", by programs of their own as its row tiles are done, those of peers' tokens first, so that sums travel
+        while the product goes on (fused only).  In the backward they hide under the weight gradients.
+    sum_programs: programs beside the product; those of 4 warps, for which a GEMM leaves room.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
     received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
         "again", the tokens are dispatched again (no memory between forward and backward).
@@ -64,6 +68,8 @@ class Schedule:
     push_programs: int = 16
     down_sms: int = 32
     pipelined_from: int = 0
+    group_sum: Literal["after", "beside"] = "after"
+    sum_programs: int = 128
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
@@ -104,7 +110,7 @@ def default_schedule(backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
     if cfg.wanted(ep_size) >= WORTH_COPYING:
         schedule = dataclasses.replace(schedule, transfer="copy")
     sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
-    if sent_bytes * FLOP_PER_WIRE_BYTE >= WORTH_PIPELINING * flop:
+    if cfg.combine_groups is None and sent_bytes * FLOP_PER_WIRE_BYTE >= WORTH_PIPELINING * flop:
         schedule = dataclasses.replace(schedule, overlap="pipelined", pipelined_from=PIPELINED_FROM)
     return schedule
 
@@ -132,6 +138,11 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         f"tile_order is {schedule.tile_order!r}; use 'natural' or 'local-first'",
     )
     need(schedule.received in ("saved", "again"), f"received is {schedule.received!r}; use 'saved' or 'again'")
+    need(schedule.group_sum in ("after", "beside"), f"group_sum is {schedule.group_sum!r}; use 'after' or 'beside'")
+    need(
+        schedule.group_sum != "beside" or schedule.overlap == "fused",
+        f"group_sum='beside' needs overlap='fused', not {schedule.overlap!r}",
+    )
     need(schedule.operand in ("gathered", "expanded"), f"operand is {schedule.operand!r}; use 'gathered' or 'expanded'")
     for name in ("gemm1", "gemm2", "weight_gradient"):
         tile = getattr(schedule, name)
@@ -148,7 +159,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
             f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",
         )
-    for name in ("chunk_tokens", "push_programs", "down_sms", "matrix_workers", "vector_workers"):
+    for name in ("chunk_tokens", "push_programs", "down_sms", "sum_programs", "matrix_workers", "vector_workers"):
         value = getattr(schedule, name)
         need(value >= 1, f"{name} is {value}; it must be at least 1")
     return reasons

@@ -1,0 +1,378 @@
+"""Combine groups on the GPU: which rows are added before they return, and the kernels that add them.
+
+A *line* is one token of one source rank.  Its rows on this rank lie in a table, (lines, K) int32, sorted by (group, k),
+-1 behind them; a second table holds the return slot of each row's group: token * W + place behind the source rank's first
+slot, as in `routing/groups.py`.  Rows of one group stand side by side, so that one walk along a line adds them all.
+
+Suffixes: L lines (R ranks of T_max tokens), K slots, W return slots of a token, D hidden, N padded rows.
+"""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.gemm import halves, store_fp32, tile_coordinates
+from uniep.kernels.plan import HEADER
+from uniep.kernels.ptx import flat_block_stores_complete, narrow
+from uniep.kernels.sync import STAGE_SUM, WIDE, deadline, failed, has_reached, signal_all, wait_for
+
+NO_GROUP = tl.constexpr(2**30)  # of unused slots, behind all others
+PATIENCE_NS = tl.constexpr(100_000)  # for a product to start that sums run beside
+
+
+@triton.jit
+def _slot_groups(exchange_ptr, call, source, token, mask, K, KP: tl.constexpr, SLOTS, NUM_RANKS, GROUP: tl.constexpr):
+    """(tokens, KP): the group of each slot of the given tokens, NO_GROUP where there is none."""
+    slot = tl.arange(0, KP)
+    base = exchange_ptr + ((call % 2) * NUM_RANKS + source).to(tl.int64) * (HEADER + 2 * SLOTS) + HEADER
+    ids = tl.load((base + token * K)[:, None] + slot[None, :], mask=mask[:, None] & (slot < K)[None, :], other=-1)
+    return tl.where(ids >= 0, ids // GROUP, NO_GROUP)
+
+
+@triton.jit
+def _groups_below(group, limit, K: tl.constexpr, KP: tl.constexpr):
+    """How many different groups below `limit` (tokens,) each token has."""
+    slot = tl.arange(0, KP)[None, :]
+    count = limit * 0
+    for k in range(K):
+        other = tl.sum(tl.where(slot == k, group, 0), 1)
+        seen = tl.max(((group == other[:, None]) & (slot < k)).to(tl.int32), 1)
+        count += ((other < limit) & (seen == 0)).to(tl.int32)
+    return count
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
+def parts_kernel(
+    exchange_ptr,
+    return_ptr,
+    totals_ptr,
+    row_ptr,
+    slot_ptr,
+    used_ptr,
+    counters_ptr,
+    call_ptr,
+    rank,
+    num_tokens,
+    LOCAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    W: tl.constexpr,
+    WP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The tables of lines, from the plan and the exchanged ids; `row` is full of -1 before.
+
+    GROUP: experts of a group.  used (T, W): 0 for the return slots that each token of this rank has, -1 for others.
+    counters (2 or more,): zero, see `claimed_sum_kernel`.
+    Each row finds its place by itself: it counts the slots of its token that come before it.
+    """
+    call = tl.load(call_ptr)
+    num_rows = tl.load(totals_ptr)
+    column = tl.arange(0, KP)[None, :]
+    lowest = rank * LOCAL // GROUP
+    if tl.program_id(0) == 0:
+        tl.store(counters_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        back = tl.load(return_ptr + row)
+        is_row = back >= 0
+        back = tl.maximum(back, 0)
+        source = back // SLOTS
+        token = back % SLOTS // K
+        k = (back % K)[:, None]  # SLOTS is a multiple of K
+        group = _slot_groups(exchange_ptr, call, source, token, is_row, K, KP, SLOTS, NUM_RANKS, GROUP)
+        own = tl.sum(tl.where(column == k, group, 0), 1)
+        is_before = (group < own[:, None]) | ((group == own[:, None]) & (column < k))
+        place = tl.sum((is_before & (group >= lowest)).to(tl.int32), 1)
+        line = source * (SLOTS // K) + token
+        at = line.to(tl.int64) * K + place
+        tl.store(row_ptr + at, row, mask=is_row)
+        tl.store(slot_ptr + at, line * W + _groups_below(group, own, K, KP), mask=is_row)
+    slot = tl.arange(0, WP)[None, :]
+    for first in range(tl.program_id(0) * ROWS, num_tokens, tl.num_programs(0) * ROWS):
+        token = first + tl.arange(0, ROWS)
+        group = _slot_groups(
+            exchange_ptr, call, rank + token * 0, token, token < num_tokens, K, KP, SLOTS, NUM_RANKS, GROUP
+        )
+        count = _groups_below(group, token * 0 + NO_GROUP, K, KP)
+        mask = (token < num_tokens)[:, None] & (slot < W)
+        tl.store(used_ptr + token[:, None] * W + slot, tl.where(slot < count[:, None], 0, -1), mask=mask)
+
+
+@triton.jit
+def _store_sums(acc, slot, mask, returns_table_ptr, column, D: tl.constexpr, SLOTS: tl.constexpr, dtype: tl.constexpr):
+    """Rows of sums into their return slots, at the ranks of their tokens."""
+    base = tl.load(returns_table_ptr + slot // SLOTS, mask=mask, other=0).to(tl.pointer_type(dtype))
+    out = tl.multiple_of(base + (slot % SLOTS).to(tl.int64) * D, 16)
+    tl.store(out[:, None] + column, narrow(acc, dtype), mask=mask[:, None] & (column < D))
+
+
+@triton.jit
+def add_lines(
+    rows_ptr,
+    weight_ptr,
+    row_ptr,
+    slot_ptr,
+    returns_table_ptr,
+    line,
+    is_line,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+):
+    """Add the rows (N, D) of each group of the given lines, in fp32 from 0, and store each sum into its return slot.
+
+    WEIGHTED: fma with the rows' routing weights.  SLOTS: return slots of a rank.  ONE_GROUP: no line has two groups.
+    """
+    dtype: tl.constexpr = rows_ptr.dtype.element_ty
+    at = line.to(tl.int64) * K
+    for d in range(0, D, BLOCK_D):
+        column = d + tl.arange(0, BLOCK_D)[None, :]
+        acc = tl.zeros((line.shape[0], BLOCK_D), tl.float32)
+        row = tl.load(row_ptr + at, mask=is_line, other=-1)
+        slot = tl.load(slot_ptr + at, mask=row >= 0, other=0)
+        has_sum = row >= 0
+        for p in tl.static_range(K):
+            used = row >= 0
+            start = tl.multiple_of(rows_ptr + tl.maximum(row, 0).to(tl.int64) * D, 16)
+            value = tl.load(start[:, None] + column, mask=used[:, None] & (column < D), other=0.0).to(tl.float32)
+            if WEIGHTED:
+                weight = tl.load(weight_ptr + row, mask=used, other=0.0)[:, None]
+                added = tl.fma(value, tl.broadcast_to(weight, value.shape), acc)
+            else:
+                added = acc + value
+            acc = tl.where(used[:, None], added, acc)
+            if p + 1 < K:
+                row = tl.load(row_ptr + at + p + 1, mask=is_line, other=-1)
+            else:
+                row = tl.full(line.shape, -1, tl.int32)
+            if not ONE_GROUP:
+                next_slot = tl.load(slot_ptr + at + p + 1, mask=row >= 0, other=-1)
+                is_last = used & (next_slot != slot)
+                _store_sums(acc, slot, is_last, returns_table_ptr, column, D, SLOTS, dtype)
+                acc = tl.where(is_last[:, None], 0.0, acc)
+                slot = next_slot
+        if ONE_GROUP:
+            _store_sums(acc, slot, has_sum, returns_table_ptr, column, D, SLOTS, dtype)
+
+
+@triton.jit(do_not_specialize=["num_lines", "first_line", "flag_offset"])
+def group_sum_kernel(
+    rows_ptr,
+    weight_ptr,
+    row_ptr,
+    slot_ptr,
+    returns_table_ptr,
+    flag_table_ptr,
+    flag_offset,
+    call_ptr,
+    ticket_ptr,
+    status_ptr,
+    num_lines,
+    first_line,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    SIGNAL: tl.constexpr,
+):
+    """The sums of all lines, from `first_line` on and around, into their return slots; then, if SIGNAL, every rank is
+    told that this rank's are there."""
+    count = num_lines
+    if SIGNAL:
+        count = tl.where(failed(status_ptr), 0, num_lines)  # a late peer may still read what an earlier call returned
+    for first in range(tl.program_id(0) * BLOCK_L, count, tl.num_programs(0) * BLOCK_L):
+        number = first + tl.arange(0, BLOCK_L)
+        line = (first_line + number) % num_lines
+        add_lines(
+            rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, line, number < num_lines, D, K, SLOTS, BLOCK_D,
+            WEIGHTED, ONE_GROUP,
+        )  # fmt: skip
+    if SIGNAL:
+        signal_all(
+            flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), status_ptr, NUM_RANKS
+        )
+
+
+@triton.jit
+def _first_tile(counts, source, at: tl.constexpr, rank, num_tiles, NUM_RANKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(experts,): where the tiles of source rank `at` begin, see `return_order_kernel`; num_tiles behind the last rank."""
+    if at == NUM_RANKS:
+        first = num_tiles
+    else:
+        first = (tl.sum(tl.where(source < at, counts, 0), 0) + BLOCK_M - 1) // BLOCK_M
+        higher = tl.sum(tl.where(source <= rank, counts, 0), 0) // BLOCK_M  # the tile in which higher ranks' rows begin
+        if rank + 1 < NUM_RANKS:
+            if at == rank + 1:
+                first = higher
+            elif at <= rank:
+                first = tl.minimum(first, higher)
+    return first
+
+
+@triton.jit(do_not_specialize=["rank"])
+def return_order_kernel(
+    counts_ptr,
+    start_ptr,
+    totals_ptr,
+    order_ptr,
+    rank,
+    E: tl.constexpr,
+    LOCAL: tl.constexpr,
+    LOCAL_P: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The row tiles by source rank, the next rank's first and this rank's own last, inside in expert order.  One program.
+
+    Whole lines finish early so, and those that travel first.  A tile with rows of several ranks counts to the lowest, or
+    to the next rank if some are higher than this one.
+    """
+    local = tl.arange(0, LOCAL_P)
+    source = tl.arange(0, NUM_RANKS)[:, None]
+    mask = local < LOCAL
+    counts = tl.load(counts_ptr + source * E + rank * LOCAL + local[None, :], mask=mask[None, :], other=0)
+    start = tl.load(start_ptr + local, mask=mask, other=0) // BLOCK_M
+    num_tiles = tl.load(start_ptr + local + 1, mask=mask, other=0) // BLOCK_M - start
+    placed = 0
+    if tl.load(totals_ptr) > 0:
+        for turn in range(2):  # ranks above this one, then the others
+            for at in tl.static_range(NUM_RANKS):
+                if (at > rank) == (turn == 0):
+                    first = _first_tile(counts, source, at, rank, num_tiles, NUM_RANKS, BLOCK_M)
+                    count = _first_tile(counts, source, at + 1, rank, num_tiles, NUM_RANKS, BLOCK_M) - first
+                    position = placed + tl.cumsum(count, 0) - count
+                    for i in range(0, tl.max(count)):
+                        tl.store(order_ptr + position + i, start + first + i, mask=i < count)
+                    placed += tl.sum(count)
+
+
+@triton.jit
+def counted_product_kernel(
+    a_desc,
+    b_desc,
+    out_desc,
+    expert_ptr,
+    totals_ptr,
+    order_ptr,
+    progress_ptr,
+    counters_ptr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`; progress (M,) counts the finished tiles
+    of each row tile, and counters[1] the programs that have started.  b_desc: (e, WIDTH, DEPTH)."""
+    dtype: tl.constexpr = out_desc.dtype
+    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
+    num_m = tl.load(totals_ptr + 1)
+    num_steps = num_m * NUM_N
+    counted = 0  # the row tile of the turn before
+    for step in tl.range(program, num_steps, tl.num_programs(0), flatten=True):
+        position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
+        m = tl.load(order_ptr + position)
+        expert = tl.load(expert_ptr + m)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, tl.cdiv(DEPTH, BLOCK_K)):
+            a = a_desc.load([m * BLOCK_M, k * BLOCK_K])
+            b = b_desc.load([expert, n * BLOCK_N, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
+            acc = tl.dot(a, b.T, acc)
+        # A turn late, so that nobody waits for stores that are under way.
+        if step > program:
+            flat_block_stores_complete()
+            tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
+        counted = m + 0
+        if dtype == tl.float32:
+            store_fp32(acc, out_desc, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N)
+        else:
+            left, right = halves(acc, BLOCK_M, BLOCK_N)
+            out_desc.store([m * BLOCK_M, n * BLOCK_N], narrow(left, dtype))
+            out_desc.store([m * BLOCK_M, n * BLOCK_N + BLOCK_N // 2], narrow(right, dtype))
+    if program < num_steps:
+        flat_block_stores_complete()
+        tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["num_lines", "first_line", "flag_offset", "products", "programs", "timeout_ns", "rank"])
+def claimed_sum_kernel(
+    rows_ptr,
+    weight_ptr,
+    row_ptr,
+    slot_ptr,
+    returns_table_ptr,
+    flag_table_ptr,
+    flag_offset,
+    call_ptr,
+    ticket_ptr,
+    status_ptr,
+    num_lines,
+    first_line,
+    progress_ptr,
+    counters_ptr,
+    products,
+    programs,
+    timeout_ns,
+    rank,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr,
+    ITEM_L: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    BESIDE: tl.constexpr,
+):
+    """As `group_sum_kernel`, in two launches that claim ITEM_L lines at a time at a shared cursor, counters[0]: one beside
+    the product (BESIDE), which waits for the tiles of its lines, one behind it for what is left.
+
+    A program waits only once all `products` programs of the product have started: then they will finish, whatever
+    multiprocessors this kernel holds.  If they do not in time, it leaves its work to the launch behind.
+    TILES: of a row tile of BLOCK_M rows.  programs: of both launches.
+    """
+    deadline_ns = deadline(status_ptr, timeout_ns)
+    num_items = tl.where(failed(status_ptr), 0, tl.cdiv(num_lines, ITEM_L))
+    item = num_items
+    if BESIDE:
+        flags = counters_ptr + 1 + tl.arange(0, WIDE) * 0
+        if has_reached(flags, products, PATIENCE_NS):
+            item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
+    else:
+        item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
+    while item < num_items:
+        if BESIDE:
+            all_lines = item * ITEM_L + tl.arange(0, ITEM_L)
+            slot = tl.arange(0, KP)[None, :]
+            at = ((first_line + all_lines) % num_lines).to(tl.int64)[:, None] * K + slot
+            row = tl.load(row_ptr + at, mask=(all_lines < num_lines)[:, None] & (slot < K), other=-1)
+            highest = tl.max(row)
+            if highest >= 0:
+                tile = tl.where(row >= 0, row, highest) // BLOCK_M
+                wait_for(progress_ptr + tile, rank, TILES, deadline_ns, status_ptr, STAGE_SUM)
+        for i in range(0, ITEM_L, BLOCK_L):
+            number = item * ITEM_L + i + tl.arange(0, BLOCK_L)
+            line = (first_line + number) % num_lines
+            add_lines(
+                rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, line, number < num_lines, D, K, SLOTS,
+                BLOCK_D, WEIGHTED, ONE_GROUP,
+            )  # fmt: skip
+        item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
+    signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, programs, status_ptr, NUM_RANKS)
