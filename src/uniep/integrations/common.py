@@ -18,6 +18,8 @@ from uniep.workspace import Workspace
 
 __all__ = ["LayerStatus", "Status", "Workspaces", "status_of"]
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
 
 class Workspaces:
     """The Workspaces of many layers, one per group, device and shape, made by the first call that needs them.
@@ -150,13 +152,14 @@ def status_of(
 ) -> Status:
     """`describe` (how, why) of the modules that `is_layer`, with names like `pattern`.
 
-    models: one, or the parts of one; names of several begin with their number.
+    models: one, or the parts of one; names of several begin with their number.  Names are as if torch.compile and
+        checkpoint_wrapper were not there.
 
     Raises ConfigError if there are none.
     """
     parts = [models] if isinstance(models, nn.Module) else list(models)
     layers = {
-        f"{number}.{name}" if len(parts) > 1 else name: module
+        (f"{number}." if len(parts) > 1 else "") + ".".join(n for n in name.split(".") if n not in WRAPPERS): module
         for number, part in enumerate(parts)
         for name, module in part.named_modules()
         if is_layer(module)

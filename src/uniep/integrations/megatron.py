@@ -375,15 +375,15 @@ def _one_tensor(parts: list[Tensor], main_grad: bool) -> Tensor:
         distance = _distance(parts)
     if not (main_grad and parts[0].requires_grad and torch.is_grad_enabled()):
         return torch.stack(parts) if distance is None else _Together.apply(distance, False, *parts)
-    grads = [part.main_grad for part in parts if isinstance(getattr(part, "main_grad", None), Tensor)]
-    apart = _distance(grads) if len(grads) == len(parts) else None
+    grads: list[Any] = [getattr(part, "main_grad", None) for part in parts]
+    apart = _distance(grads) if all(isinstance(grad, Tensor) for grad in grads) else None
     if distance is None or apart is None:
         raise UnsupportedError(
             "experts or their main_grads do not lie one behind the other, so this backend cannot add gradients to "
             "main_grad; pass main_grad=False to use_uniep (Megatron's hook then adds param.grad, rounded to its "
             "dtype), or backend='nccl'"
         )
-    whole = _Together.apply(distance, True, *parts)
+    whole: Any = _Together.apply(distance, True, *parts)
     whole.main_grad = _view(apart, grads)
     return whole
 
