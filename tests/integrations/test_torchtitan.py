@@ -41,10 +41,20 @@ import uniep
 from uniep.integrations import torchtitan as adapter
 from uniep.reference import composition
 
+try:
+    from torchtitan.models.qwen3 import parallelize_qwen3, qwen3_configs
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+    NO_MODEL = ""
+except ImportError as error:  # before PyTorch 2.13
+    NO_MODEL = str(error)
+
 HIDDEN, FFN, EXPERTS, TOP_K = 64, 32, 8, 2
 NAME = "uniep.integrations.torchtitan.routed_experts"
 FLAT = "x_TD" in inspect.signature(RoutedExperts.forward).parameters
 BOTH = ("partial_dtensor", "spmd_types")
+if FLAT:
+    NO_MODEL = "this torchtitan has no attention for CPUs"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +109,7 @@ def layer(ours: bool, dims: ParallelDims | None = None) -> MoE:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
         made.expert_bias_E.zero_()
         made.tokens_per_expert_E.zero_()
+    made = made.to(tools.device_type)
     if dims is not None:
         made.parallelize(dims)
     return made
@@ -108,7 +119,7 @@ def tokens(rank: int, count: int = 10) -> tuple[Tensor, Tensor]:
     """x and dy."""
     draw = torch.Generator().manual_seed(rank)
     shape = (count, HIDDEN) if FLAT else (2, count // 2, HIDDEN)
-    return tuple(torch.randn(shape, generator=draw) for _ in range(2))
+    return tuple(torch.randn(shape, generator=draw).to(tools.device_type) for _ in range(2))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -368,7 +379,7 @@ def model_runs(world) -> dict:
     return got
 
 
-@pytest.mark.skipif(FLAT, reason="this torchtitan has no attention for CPUs")
+@pytest.mark.skipif(bool(NO_MODEL), reason=NO_MODEL)
 def test_model(pool):
     """81: FSDP2 with a mesh for experts; every hook runs once a step; checkpointing does not run a layer again."""
     runs = pool.run(model_runs, timeout=150)
