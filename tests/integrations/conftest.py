@@ -5,8 +5,23 @@ from pathlib import Path
 
 import pytest
 
-FRAMEWORKS = {"test_hf.py": "transformers", "test_torch.py": "torch"}
+FRAMEWORKS = {
+    "test_hf.py": "transformers",
+    "test_megatron.py": "megatron-core",
+    "test_torch.py": "torch",
+    "test_torchtitan.py": "torchtitan",
+}
 """Test file -> distribution it is about."""
+
+
+@pytest.fixture(scope="module")
+def frameworks():
+    """Four processes for one framework, which is told there what it does not ask: that the device is the CPU."""
+    from pool import Pool
+
+    made = Pool(4)
+    yield made
+    made.close()
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -6,8 +6,12 @@ Numbers: a tensor may be as far from fp64 as twice Megatron's own result, or one
 import dataclasses
 import functools
 import logging
+import os
 import re
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,16 +36,6 @@ from uniep.integrations import megatron
 HIDDEN, EXPERTS = 32, 8
 
 
-@pytest.fixture(scope="module")
-def pool():
-    """Processes of their own: they are told that CUDA's device is the CPU."""
-    from pool import Pool
-
-    made = Pool(4)
-    yield made
-    made.close()
-
-
 def config(ep: int, dtype: torch.dtype = torch.float32, **changes) -> TransformerConfig:
     fields = {
         "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 4, "ffn_hidden_size": 64,
@@ -53,12 +47,23 @@ def config(ep: int, dtype: torch.dtype = torch.float32, **changes) -> Transforme
     return TransformerConfig(**fields | changes)
 
 
-def parallel(world, ep: int) -> None:
+_states: dict[tuple[int, ...], dict] = {}
+"""Sizes -> Megatron's globals of this worker.  Its dozens of groups, each with threads, are made once per sizes."""
+
+
+def parallel(*sizes: int) -> None:
+    """Expert, tensor and expert-tensor parallel sizes."""
     from megatron_on_cpu import stand_in
 
-    stand_in()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+    if sizes not in _states:
+        stand_in()
+        parallel_state.destroy_model_parallel()
+        ep, tensor, expert_tensor = (*sizes, 1, 1)[:3]
+        parallel_state.initialize_model_parallel(
+            tensor, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tensor
+        )
+        _states[sizes] = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
+    vars(parallel_state).update(_states[sizes])
 
 
 @torch.no_grad()
@@ -119,7 +124,7 @@ def check(ours: dict, theirs: dict, truth: dict, dtype: torch.dtype) -> None:
 
 
 def layer_runs(world, ep: int, dtype: torch.dtype, options: dict) -> dict:
-    parallel(world, ep)
+    parallel(ep)
     runs = {"true": (lambda spec: spec, torch.float64), "stock": (lambda spec: spec, dtype)}
     runs["uniep"] = (megatron.use_uniep, dtype)
     got = {}
@@ -151,16 +156,16 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("case", LAYERS)
-def test_layer(pool, case):
+def test_layer(frameworks, case):
     """y, dx, the router's and the experts' gradients."""
     ep, dtype, options = LAYERS[case]
-    for got in pool.run(layer_runs, ep, dtype, options):
+    for got in frameworks.run(layer_runs, ep, dtype, options):
         check(got["uniep"], got["stock"], got["true"], dtype)
 
 
-def test_layer_bits(pool):
+def test_layer_bits(frameworks):
     """80: the same y at EP 1, 2 and 4; a group of one rank is no special case."""
-    runs = [pool.run(layer_runs, ep, torch.float32, {}) for ep in (1, 2, 4)]
+    runs = [frameworks.run(layer_runs, ep, torch.float32, {}) for ep in (1, 2, 4)]
     for alone, two, four in zip(*runs, strict=True):
         for name in ("y", "dx", "router.weight"):
             assert torch.equal(alone["uniep"][name], two["uniep"][name])
@@ -171,7 +176,7 @@ def test_layer_bits(pool):
 
 
 def model_runs(world, dtype: torch.dtype) -> dict:
-    parallel(world, 2)
+    parallel(2)
     options = {"moe_shared_expert_intermediate_size": 16, "moe_router_load_balancing_type": "aux_loss"}
     options["moe_aux_loss_coeff"] = 0.01
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -191,9 +196,9 @@ def model_runs(world, dtype: torch.dtype) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_model(pool, dtype):
+def test_model(frameworks, dtype):
     """Loss and every gradient; names in checkpoints and what tells DDP an expert from the rest are Megatron's."""
-    for got in pool.run(model_runs, dtype, timeout=100):
+    for got in frameworks.run(model_runs, dtype, timeout=100):
         check(got["uniep"], got["stock"], got["true"], dtype)
         assert all(torch.equal(got["recomputed"][name], value) for name, value in got["uniep"].items())
         assert got["uniep names"] == got["stock names"]
@@ -206,7 +211,7 @@ def test_model(pool, dtype):
 
 def counted(world) -> list:
     """Tokens that the router has counted per expert: a training step, an evaluation, a recomputed step."""
-    parallel(world, 2)
+    parallel(2)
     options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     got = []
@@ -221,9 +226,9 @@ def counted(world) -> list:
     return got
 
 
-def test_77_counts(pool):
+def test_77_counts(frameworks):
     """Every routed token counts once, also when the layer is recomputed; evaluation adds nothing."""
-    for stock, ours, recomputed in pool.run(counted):
+    for stock, ours, recomputed in frameworks.run(counted):
         assert stock.sum() == 24 * 2 * 2
         assert torch.equal(stock, ours) and torch.equal(stock, recomputed)
 
@@ -233,7 +238,7 @@ def test_77_counts(pool):
 
 def reduced(world, main_grad: bool, ours: bool, options: dict) -> dict:
     """main_grads after two micro batches; all tokens of the first go to the experts of rank 0."""
-    parallel(world, 2)
+    parallel(2)
     cfg = config(2)
     change = functools.partial(megatron.use_uniep, main_grad=main_grad) if ours else lambda spec: spec
     made = model(cfg, change)
@@ -255,10 +260,10 @@ def reduced(world, main_grad: bool, ours: bool, options: dict) -> dict:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ddp(pool, overlap):
+def test_ddp(frameworks, overlap):
     """81: main_grads of all parameters, experts without tokens included, by way of .grad and written by uniep."""
     options = {"overlap_grad_reduce": overlap}
-    runs = [pool.run(reduced, *how, options) for how in ((False, False), (False, True), (True, True))]
+    runs = [frameworks.run(reduced, *how, options) for how in ((False, False), (False, True), (True, True))]
     for stock, through_grad, written in zip(*runs, strict=True):
         assert stock.keys() == written.keys()
         for name, value in stock.items():
@@ -268,7 +273,7 @@ def test_ddp(pool, overlap):
 
 def hooked(world) -> list:
     """Names of linear layers whose pre-forward hooks ran, and gradients of a frozen and a parametrised expert."""
-    parallel(world, 2)
+    parallel(2)
     made, seen = layer(config(2), megatron.use_uniep), []
     for name, module in made.experts.named_modules():
         if hasattr(module, "weight"):
@@ -304,9 +309,9 @@ def hooked(world) -> list:
     return got
 
 
-def test_54_hooks_and_adapters(pool):
+def test_54_hooks_and_adapters(frameworks):
     """DDP's hooks of parameters that uniep reads run once; what would get no gradient is refused."""
-    for seen, frozen, adapter, trained, error in pool.run(hooked):
+    for seen, frozen, adapter, trained, error in frameworks.run(hooked):
         assert seen == sorted(f"local_experts.{i}.linear_fc{n}" for i in range(4) for n in (1, 2))
         assert frozen is None and adapter and trained
         assert "SequentialMLP: it would leave local_experts.1.linear_fc2.bias (1 parameters) unused" in error
@@ -317,7 +322,7 @@ def test_54_hooks_and_adapters(pool):
 
 def pieces(world, ep: int) -> list:
     """What each tensor of a checkpoint is a piece of: of Megatron's model and of uniep's."""
-    parallel(world, ep)
+    parallel(ep)
     found = []
     for change in (lambda spec: spec, megatron.use_uniep):
         states = model(config(ep), change).sharded_state_dict()
@@ -328,10 +333,10 @@ def pieces(world, ep: int) -> list:
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
-def test_78_checkpoints(pool, ep):
+def test_78_checkpoints(frameworks, ep):
     """Every rank saves and loads the same pieces under the same names as with Megatron's own layers."""
     experts = set()
-    for stock, ours in pool.run(pieces, ep):
+    for stock, ours in frameworks.run(pieces, ep):
         assert stock == ours
         weights = [piece for piece in ours if ".experts.experts." in piece[0] and "weight" in piece[0]]
         assert all(piece[2][0] == EXPERTS for piece in weights)
@@ -343,7 +348,7 @@ def test_78_checkpoints(pool, ep):
 
 
 def stacked(world, monkey: bool, main_grad: bool) -> dict:
-    parallel(world, 2)
+    parallel(2)
     made = layer(config(2), functools.partial(megatron.use_uniep, main_grad=main_grad))
     if monkey:
         made._takes_lists = lambda x: False
@@ -373,9 +378,9 @@ def stacked(world, monkey: bool, main_grad: bool) -> dict:
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
-def test_experts_as_one_tensor(pool, main_grad):
+def test_experts_as_one_tensor(frameworks, main_grad):
     """The same bits; parameters move into one memory per GEMM, once; main_grad without a copy or refused."""
-    for lists, one in zip(*(pool.run(stacked, monkey, main_grad) for monkey in (False, True)), strict=True):
+    for lists, one in zip(*(frameworks.run(stacked, monkey, main_grad) for monkey in (False, True)), strict=True):
         assert lists.pop("memories") == 8 and one.pop("memories") == 2
         assert lists.pop("told") == one.pop("told") == main_grad
         assert ("pass main_grad=False" in one.pop("error")) if main_grad else True
@@ -427,11 +432,7 @@ def test_refused_graphs(kind, modules):
 
 
 def tensor_parallel(world) -> str:
-    from megatron_on_cpu import stand_in
-
-    stand_in()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    parallel(2, 2, 2)
     cfg = config(2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)
     spec = megatron.use_uniep(get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False))
     try:
@@ -441,9 +442,9 @@ def tensor_parallel(world) -> str:
     return ""
 
 
-def test_83_experts_cut_in_pieces(pool):
+def test_83_experts_cut_in_pieces(frameworks):
     """Expert tensor parallelism beside expert parallelism is refused at construction."""
-    assert all("expert_tensor_parallel_size is 2" in error for error in pool.run(tensor_parallel))
+    assert all("expert_tensor_parallel_size is 2" in error for error in frameworks.run(tensor_parallel))
 
 
 def test_nothing_to_replace(caplog):
@@ -501,3 +502,19 @@ def test_status_of_other_layers():
 def test_other_experts():
     with pytest.raises(uniep.UnsupportedError, match="linear_fc1 is a NoneType without a tensor weight0"):
         megatron._linears(types.SimpleNamespace(num_local_experts=2))
+
+
+def test_example(tmp_path):
+    """The example trains with 2 processes; one process goes on from its checkpoint of Megatron's kind."""
+    example, folder = Path(__file__).parents[2] / "examples/megatron_train.py", str(tmp_path / "checkpoint")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    losses = []
+    for ranks, arguments in ((2, ["--steps", "20", "--save"]), (1, ["--steps", "0", "--load"])):
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
+        command = [*run, "--layers", "1", *arguments, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert f"uniep, expert parallel over {ranks} ranks" in done.stdout
+        losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    before, after, later = losses
+    assert before > 5 and after < 3.7 and later < 3.7, losses

@@ -8,6 +8,10 @@ import copy
 import dataclasses
 import inspect
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,16 +59,6 @@ FLAT = "x_TD" in inspect.signature(RoutedExperts.forward).parameters
 BOTH = ("partial_dtensor", "spmd_types")
 if FLAT:
     NO_MODEL = "this torchtitan has no attention for CPUs"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    """Processes of their own: they are told that torchtitan's device is the CPU."""
-    from pool import Pool
-
-    made = Pool(4)
-    yield made
-    made.close()
 
 
 def layer_config() -> MoE.Config:
@@ -211,12 +205,12 @@ def layer_run(world, dims: ParallelDims, ours: bool) -> dict:
 
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("backend", BOTH)
-def test_layer(pool, backend, ep):
+def test_layer(frameworks, backend, ep):
     """y, dx and gradients at every EP size; y and dx in the bits of one rank; counters are torchtitan's own."""
-    inputs = [tokens(rank) for rank in range(pool.size)]
+    inputs = [tokens(rank) for rank in range(frameworks.size)]
     truths = in_fp64(inputs)
     alone = layer(ours=True)
-    for rank, got in enumerate(pool.run(layer_runs, backend, ep)):
+    for rank, got in enumerate(frameworks.run(layer_runs, backend, ep)):
         truth, held = dict(truths[rank]), EXPERTS // ep
         mine = slice(rank % ep * held, (rank % ep + 1) * held)
         for name in truth:
@@ -246,19 +240,19 @@ def with_tensor_parallel(world, ep: int) -> tuple:
 
 @pytest.mark.skipif(FLAT, reason="this torchtitan shards flat tokens otherwise")
 @pytest.mark.parametrize("ep", [2, 4])
-def test_83_beside_tensor_parallelism(pool, ep):
+def test_83_beside_tensor_parallelism(frameworks, ep):
     """Expert parallelism over ranks of both kinds: the bits of one rank."""
     alone = layer(ours=True)
-    for rank, (ours, _) in enumerate(pool.run(with_tensor_parallel, ep)):
+    for rank, (ours, _) in enumerate(frameworks.run(with_tensor_parallel, ep)):
         one = run(alone, *tokens(rank))
         assert all(torch.equal(ours[name], one[name]) for name in ("y", "dx"))
     adapter.free(alone)
 
 
 @pytest.mark.skipif(FLAT, reason="this torchtitan shards flat tokens otherwise")
-def test_83_experts_cut_in_pieces(pool):
+def test_83_experts_cut_in_pieces(frameworks):
     """Tensor parallelism of the experts themselves is refused."""
-    for _, error in pool.run(with_tensor_parallel, 1):
+    for _, error in frameworks.run(with_tensor_parallel, 1):
         assert "this rank holds w1 (8, 16, 64) of experts of width 32: uniep keeps experts whole" in error
 
 
@@ -380,10 +374,10 @@ def model_runs(world) -> dict:
 
 
 @pytest.mark.skipif(bool(NO_MODEL), reason=NO_MODEL)
-def test_model(pool):
+def test_model(frameworks):
     """81: FSDP2 with a mesh for experts; every hook runs once a step; checkpointing does not run a layer again."""
-    runs = pool.run(model_runs, timeout=150)
-    truth = model_in_fp64(runs[0]["parameters"], pool.size)
+    runs = frameworks.run(model_runs, timeout=150)
+    truth = model_in_fp64(runs[0]["parameters"], frameworks.size)
     losses = truth.pop("losses")
     for got, loss in zip(runs, losses, strict=True):
         (theirs, none, *_), (ours, calls, hooks, _) = got["torchtitan"], got["uniep"]
@@ -460,3 +454,16 @@ def test_status_and_patterns():
 def test_selective_ac():
     saved = adapter.selective_ac(SelectiveAC.Config()).build().get_save_ops()
     assert saved > SelectiveAC.Config().build().get_save_ops() and set(uniep.SAVE_OPS) <= saved
+
+
+@pytest.mark.skipif(bool(NO_MODEL), reason=NO_MODEL)
+def test_example():
+    example = Path(__file__).parents[2] / "examples/torchtitan_train.py"
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [*run, "--layers", "1", "--steps", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "uniep runs 1 of 1 MoE layers" in done.stdout
+    before, after = (float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout))
+    assert before > 7 and after < 3.7, done.stdout
