@@ -54,7 +54,7 @@ $(LINT): $(READY)
 	@mkdir -p .venv/triton36 && touch $@
 
 # Frameworks that uniep runs in. Without one the tests say so; the next `make` tries again. Those of which the tests
-# need a part come without what they depend on: torchtitan and Megatron would bring 60 packages, or another PyTorch.
+# need a part come without what they depend on: 47 packages for torchtitan, and a PyTorch of pip's choice.
 $(HF): $(READY)
 	@$(BIN)/python -m pip install --quiet --retries 1 "transformers==5.24.0" "accelerate==1.15.0" && touch $@ || \
 		echo "transformers could not be installed: its tests are skipped" >&2

@@ -27,7 +27,8 @@ EXAMPLES["torchtitan"] = "torchtitan_train.py"
 def run(*arguments):
     """Both ranks' output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "4"}
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "4"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     return done.stdout

@@ -163,6 +163,16 @@ def test_layer(frameworks, case):
         check(got["uniep"], got["stock"], got["true"], dtype)
 
 
+def test_chosen_experts():
+    """Ascending; a slot is unused where the router chose fewer than top-k experts, even if their weight is 0."""
+    chosen = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]]).bool()
+    weights = torch.tensor([[0.0, 0.4, 0.0, 0.6], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]])
+    layer = types.SimpleNamespace(config=types.SimpleNamespace(moe_router_topk=2))
+    _, (ids, picked) = megatron.UniEPMoELayer.preprocess(layer, None, weights, chosen)
+    assert ids.tolist() == [[1, 3], [2, -1], [-1, -1], [0, 3]]
+    assert torch.equal(picked[ids >= 0], torch.tensor([0.4, 0.6, 1.0, 0.0, 1.0]))
+
+
 def test_layer_bits(frameworks):
     """80: the same y at EP 1, 2 and 4; a group of one rank is no special case."""
     runs = [frameworks.run(layer_runs, ep, torch.float32, {}) for ep in (1, 2, 4)]
