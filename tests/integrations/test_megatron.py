@@ -137,6 +137,8 @@ def layer_runs(world, ep: int, dtype: torch.dtype, options: dict) -> dict:
         assert bias is None
         y.backward(dy.to(kind))
         got[name] = {"y": y.detach(), "dx": x.grad, **gradients(made)}
+        if name == "uniep":
+            got["weight_at"] = [workspace.cfg.weight_at for workspace in made.workspaces.workspaces]
         megatron.free(made)
     return got
 
@@ -161,6 +163,7 @@ def test_layer(frameworks, case):
     ep, dtype, options = LAYERS[case]
     for got in frameworks.run(layer_runs, ep, dtype, options):
         check(got["uniep"], got["stock"], got["true"], dtype)
+        assert got["weight_at"] == ["activation"]  # which the numbers hardly show
 
 
 def test_chosen_experts():
