@@ -142,7 +142,8 @@ def megatron(rank, size):
     assert all(torch.equal(value, got["nccl"][name]) for name, value in got["uniep"].items())
 
     main = {}
-    kinds = {"stock": lambda spec: spec, "grad": use(), "main_grad": use(backend="nccl", main_grad=True)}
+    kinds = {"stock": lambda spec: spec, "grad": use(), "nccl": use(backend="nccl", main_grad=True)}
+    kinds["main_grad"] = use(main_grad=True)
     for name, change in kinds.items():
         cfg, layer = build(change, HALF)
         how = DistributedDataParallelConfig(overlap_grad_reduce=True, grad_reduce_in_fp32=True)
@@ -155,6 +156,7 @@ def megatron(rank, size):
         main[name] = {n: p.main_grad.clone() for n, p in layer.named_parameters()}
         cpu.megatron.free(layer)
     for name, value in main["stock"].items():
+        assert torch.equal(main["main_grad"][name], main["nccl"][name]), name
         for how in ("grad", "main_grad"):
             assert cpu.distance(main[how][name], value.double()) < 0.01, f"{how}: {name}"
 

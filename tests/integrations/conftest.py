@@ -1,6 +1,7 @@
 """The last lines of a run say, per framework, its version and what ran."""
 
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ def pytest_terminal_summary(terminalreporter):
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
+            module = sys.modules.get(package.replace("-", "."))  # a checkout on PYTHONPATH
+            version = getattr(module, "__version__", "not installed")
         counts = {}
         for outcome in ("passed", "failed", "error", "skipped"):
             reports = terminalreporter.stats.get(outcome, [])

@@ -360,55 +360,80 @@ def test_78_checkpoints(frameworks, ep):
 # Experts as one tensor, as on GPUs.
 
 
-def stacked(world, monkey: bool, main_grad: bool) -> dict:
+def stacked(world, one: bool, main_grad: bool, reverse: bool) -> dict:
+    """Gradients of two steps; main_grads lie one behind the other, or as in DDP's buffer in reverse order."""
     parallel(2)
     made = layer(config(2), functools.partial(megatron.use_uniep, main_grad=main_grad))
-    if monkey:
+    if one:
         made._takes_lists = lambda x: False
-    experts = list(made.experts.parameters())
-    memory = torch.zeros(sum(p.numel() for p in experts))
-    if main_grad:
-        order = [p for name in ("fc1", "fc2") for n, p in made.experts.named_parameters() if name in n]
-        at = 0
-        for p in order:
-            p.main_grad = memory[at : (at := at + p.numel())].view(p.shape)
-            p.grad_added_to_main_grad = False
+    experts = list(made.experts.parameters())[:: -1 if reverse else 1]
+    memory, at = torch.zeros(sum(p.numel() for p in experts)), 0
+    for p in experts if main_grad else ():
+        p.main_grad = memory[at : (at := at + p.numel())].view(p.shape)
+        p.grad_added_to_main_grad = False
     x = torch.randn(9, 2, HIDDEN, generator=torch.Generator().manual_seed(world.rank), requires_grad=True)
     for _ in range(2):
         made(x)[0].square().sum().backward()
     got = {name: p.main_grad if main_grad else p.grad for name, p in made.experts.named_parameters()}
     together = len({p.untyped_storage().data_ptr() for p in experts})
     told = all(getattr(p, "grad_added_to_main_grad", False) for p in experts)
-    if monkey and main_grad:  # as in DDP's buffer, in reverse order
-        for p, q in zip(order, order[::-1], strict=True):
-            p.main_grad = q.main_grad.view(-1)[:1].expand(p.shape)
+    error = ""
+    if one and main_grad:  # in no order
+        experts[0].main_grad, experts[2].main_grad = experts[2].main_grad, experts[0].main_grad
         try:
             made(x)
-        except uniep.UnsupportedError as error:
-            got["error"] = str(error)
+        except uniep.UnsupportedError as refused:
+            error = str(refused)
     megatron.free(made)
-    return {"x": x.grad, "memories": together, "told": told, **got}
+    return {"x": x.grad, "memories": together, "told": told, "error": error, **got}
 
 
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_experts_as_one_tensor(frameworks, main_grad):
+@pytest.mark.parametrize(("main_grad", "reverse"), [(False, False), (True, False), (True, True)])
+def test_experts_as_one_tensor(frameworks, main_grad, reverse):
     """The same bits; parameters move into one memory per GEMM, once; main_grad without a copy or refused."""
-    for lists, one in zip(*(frameworks.run(stacked, monkey, main_grad) for monkey in (False, True)), strict=True):
+    runs = [frameworks.run(stacked, one, main_grad, reverse) for one in (False, True)]
+    for lists, one in zip(*runs, strict=True):
         assert lists.pop("memories") == 8 and one.pop("memories") == 2
         assert lists.pop("told") == one.pop("told") == main_grad
-        assert ("pass main_grad=False" in one.pop("error")) if main_grad else True
+        assert not lists.pop("error") and ("pass main_grad=False" in one.pop("error")) == main_grad
         assert all(torch.equal(value, one[name]) for name, value in lists.items())
 
 
-def test_in_reverse_order():
-    """Views of a buffer that no one tensor describes are stacked, and get their gradients."""
+def buffered(world, one: bool) -> dict:
+    """Gradients of a layer whose parameters and main_grads lie in the buffers of Megatron's distributed optimizer."""
+    parallel(2)
+    cfg = config(2)
+    made = layer(cfg, functools.partial(megatron.use_uniep, main_grad=one))
+    how = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp = DistributedDataParallel(cfg, how, made)
+    ddp.zero_grad_buffer()
+    if one:
+        made._takes_lists = lambda x: False
+    x = torch.randn(9, 2, HIDDEN, generator=torch.Generator().manual_seed(world.rank), requires_grad=True)
+    y, _ = ddp(x)
+    y.square().sum().backward()
+    before = len({p.untyped_storage().data_ptr() for p in made.experts.parameters()})
+    megatron.free(made)
+    return {"x": x.grad, "y": y.detach(), "memories": before} | {n: p.main_grad for n, p in made.named_parameters()}
+
+
+def test_experts_in_a_buffer(frameworks):
+    """In reverse order, interleaved; read, and main_grads written, where they lie."""
+    for lists, one in zip(*(frameworks.run(buffered, one) for one in (False, True)), strict=True):
+        assert lists["memories"] == one["memories"] == 1
+        assert all(torch.equal(value, one[name]) for name, value in lists.items() if name != "memories")
+
+
+@pytest.mark.parametrize("starts", [(12, 6, 0), (0, 6, 12), (0, 12, 6)])
+def test_in_any_order(starts):
+    """Views of a buffer in their order, in reverse, or stacked; each gets its gradient."""
     memory = torch.arange(24.0)
-    parts = [memory[at : at + 6].view(2, 3).requires_grad_() for at in (12, 6, 0)]
-    whole = megatron._one_tensor(parts, False)
-    assert torch.equal(whole, torch.stack(parts))
-    (whole * torch.arange(3.0).view(3, 1, 1)).sum().backward()
-    assert [float(p.grad.mean()) for p in parts] == [0, 1, 2]
-    assert all(p.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr() for p in parts)
+    parts = [memory[at : at + 6].view(2, 3).requires_grad_() for at in starts]
+    w13, w2, reverse = megatron._one_tensor_each(parts, parts, False)
+    assert reverse == (starts == (12, 6, 0)) and torch.equal(w13, torch.stack(parts[::-1] if reverse else parts))
+    assert (w13.data_ptr() == memory.data_ptr()) == (starts != (0, 12, 6))
+    ((w13 + w2) * torch.arange(3.0).view(3, 1, 1)).sum().backward()
+    assert [float(p.grad.mean()) for p in parts] == ([4, 2, 0] if reverse else [0, 2, 4])
 
 
 # What is refused, and who says so.

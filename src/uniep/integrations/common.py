@@ -62,10 +62,13 @@ class Workspaces:
         num_local: int,
         weight_at: Literal["output", "activation"] = "output",
         main_grad: MainGrad | None = None,
+        agreed: str = "",
     ) -> Tensor:
         """`uniep.moe` in the parameters' dtype, or autocast's; y in x's.  Collective over `group`, None for one rank.
 
         num_local: e, the number of experts in w13 and w2.
+        agreed: what all ranks of the group must have in common; calls of each kind have a Workspace of their own, so
+            that ranks that differ in it wait for each other until the timeout, rather than computing something.
         """
         device = x_TD.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -80,17 +83,17 @@ class Workspaces:
             dtype=autocast or down.dtype,
             weight_at=weight_at,
         )
-        workspace = self._workspace(shape, group, x_TD)
+        workspace = self._workspace(shape, group, x_TD, agreed)
         x = x_TD.to(shape.dtype)
         return moe(x, ids_TK, weights_TK, w13, w2, workspace=workspace, main_grad=main_grad).to(x_TD.dtype)
 
-    def _workspace(self, shape: MoEConfig, group: Any, x_TD: Tensor) -> Workspace:
+    def _workspace(self, shape: MoEConfig, group: Any, x_TD: Tensor, agreed: str) -> Workspace:
         """The newest of its kind.  Without a given max_tokens_per_rank it is one that takes every rank's tokens.
 
         Smaller ones stay open, because graphs may go back through them; sizes at least double, so that all of them
         together are smaller than the newest.
         """
-        made = self._made.setdefault((group, x_TD.device, shape), [])
+        made = self._made.setdefault((group, x_TD.device, shape, agreed), [])
         if self.max_tokens_per_rank is not None:
             if not made:
                 made.append(Workspace(shape, group, device=x_TD.device, **self.options))

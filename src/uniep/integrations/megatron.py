@@ -130,12 +130,16 @@ class UniEPMoELayer(MoELayer):
             for hook in linear._forward_pre_hooks.values():  # in which DDP waits for gathered parameters
                 hook(linear, (x_TD,))
         w13, w2 = (_tensors(places) for places in (up, down))
+        reverse, last = False, self.num_local_experts - 1
         if not self._takes_lists(x_TD):
-            w13, w2 = _one_tensor(w13, self.main_grad), _one_tensor(w2, self.main_grad)
+            w13, w2, reverse = _one_tensor_each(w13, w2, self.main_grad)
+        if reverse:  # the bits depend on no numbering of a rank's experts
+            local = ids_TK % (last + 1)
+            ids_TK = torch.where(ids_TK < 0, ids_TK, ids_TK - local + last - local)
         y_TD = self.workspaces.moe(
             self.ep_group, x_TD, ids_TK, weights_TK, w13, w2,
-            num_local=self.num_local_experts, weight_at="activation",
-            main_grad="accumulate" if self.main_grad else None,
+            num_local=last + 1, weight_at="activation", main_grad="accumulate" if self.main_grad else None,
+            agreed="in reverse" if reverse else "",
         )  # fmt: skip
         return y_TD.view(hidden_states.shape), None
 
@@ -344,60 +348,76 @@ def _tensors(places: Places) -> Any:
 
 
 class _Together(torch.autograd.Function):
-    """Tensors at equal distances in one memory as the one tensor (e, ...) that they are.
+    """Tensors at equal distances in one memory as the one tensor (e, ...) that they are, in the order of that memory.
 
     added: whether backward finds their gradients in main_grad already; their hooks are told so.
     """
 
     @staticmethod
     def forward(ctx: Any, distance: int, added: bool, *parts: Tensor) -> Tensor:
-        ctx.told = parts if added else ()
+        ctx.reverse, ctx.told = distance < 0, parts if added else ()
         return _view(distance, parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         for part in ctx.told:
             part.grad_added_to_main_grad = True
-        return None, None, *grad.unbind(0)
+        return None, None, *_ordered(grad.unbind(0), ctx.reverse)
 
 
-def _one_tensor(parts: list[Tensor], main_grad: bool) -> Tensor:
-    """(e, ...): without a copy where the parts lie at equal distances, as after their first call.
+def _one_tensor_each(w13: list[Tensor], w2: list[Tensor], main_grad: bool) -> tuple[Tensor, Tensor, bool]:
+    """w13 and w2 as (e, ...) and whether experts come in reverse order, as they lie in the buffers of Megatron's DDP.
 
-    Parts that each have a memory of their own move into a common one, once.  Others, such as views of a distributed
-    optimizer's buffer, where they lie in reverse order, are stacked by each call.
+    Without a copy where the parts lie at equal distances.  Parts that each have a memory of their own move into a
+    common one, once; others that lie in no such order are stacked by each call.
     """
-    distance = _distance(parts)
-    if distance is None and all(t.is_leaf and t.untyped_storage().nbytes() == t.nbytes for t in parts):
-        with torch.no_grad():
-            for part, place in zip(parts, torch.stack(parts), strict=True):
-                part.data = place
+    both = (w13, w2)
+    added = [main_grad and torch.is_grad_enabled() and any(t.requires_grad for t in parts) for parts in both]
+    grads: list[list[Any]] = [[getattr(t, "main_grad", None) for t in parts] for parts in both]
+    decide = [found for found, to in zip(grads, added, strict=True) if to] or both
+    steps = [_distance(parts) for parts in decide]
+    reverse = all(step is not None and step < 0 for step in steps)
+    whole: list[Any] = []
+    for parts, to, found in zip(both, added, grads, strict=True):
         distance = _distance(parts)
-    if not (main_grad and parts[0].requires_grad and torch.is_grad_enabled()):
-        return torch.stack(parts) if distance is None else _Together.apply(distance, False, *parts)
-    grads: list[Any] = [getattr(part, "main_grad", None) for part in parts]
-    apart = _distance(grads) if all(isinstance(grad, Tensor) for grad in grads) else None
-    if distance is None or apart is None:
-        raise UnsupportedError(
-            "experts or their main_grads do not lie one behind the other, so this backend cannot add gradients to "
-            "main_grad; pass main_grad=False to use_uniep (Megatron's hook then adds param.grad, rounded to its "
-            "dtype), or backend='nccl'"
-        )
-    whole: Any = _Together.apply(distance, True, *parts)
-    whole.main_grad = _view(apart, grads)
-    return whole
+        if distance is None and all(t.is_leaf and t.untyped_storage().nbytes() == t.nbytes for t in parts):
+            with torch.no_grad():
+                for part, place in zip(_ordered(parts, reverse), torch.stack(_ordered(parts, reverse)), strict=True):
+                    part.data = place
+            distance = _distance(parts)
+        fits = distance is not None and (distance < 0) == reverse
+        if not to:
+            one = _Together.apply(distance, False, *parts) if fits else torch.stack(_ordered(parts, reverse))
+        else:
+            apart = _distance(found)
+            if not fits or apart is None or (apart < 0) != reverse:
+                raise UnsupportedError(
+                    "experts and their main_grads do not lie one behind the other in one order, so this backend cannot "
+                    "add gradients to main_grad; pass main_grad=False to use_uniep (Megatron's hook then adds "
+                    "param.grad, rounded to its dtype), or backend='nccl'"
+                )
+            one = _Together.apply(distance, True, *parts)
+            one.main_grad = _view(apart, found)
+        whole.append(one)
+    return whole[0], whole[1], reverse
 
 
-def _distance(parts: Sequence[Tensor]) -> int | None:
-    """Elements from each part to the next, if it is the same, in one memory and ascending."""
+def _ordered(parts: Sequence[Tensor], reverse: bool) -> list[Tensor]:
+    return list(parts[::-1] if reverse else parts)
+
+
+def _distance(parts: Sequence[Any]) -> int | None:
+    """Elements from each part to the next if it is the same and they share a memory; below 0 in reverse order."""
+    if not all(isinstance(t, Tensor) and t.is_contiguous() for t in parts):
+        return None
     first, offsets = parts[0], [int(t.storage_offset()) for t in parts]
     steps = {b - a for a, b in itertools.pairwise(offsets)} or {first.numel()}
     if len({t.untyped_storage().data_ptr() for t in parts}) > 1 or len(steps) > 1:
         return None
     (step,) = steps
-    return step if step >= first.numel() and all(t.is_contiguous() for t in parts) else None
+    return step if abs(step) >= first.numel() else None
 
 
 def _view(distance: int, parts: Sequence[Tensor]) -> Tensor:
-    first = parts[0].detach()
-    return first.as_strided((len(parts), *first.shape), (distance, *first.stride()))
+    first = parts[-1 if distance < 0 else 0].detach()
+    return first.as_strided((len(parts), *first.shape), (abs(distance), *first.stride()))
