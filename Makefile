@@ -17,19 +17,22 @@ BIN := .venv/bin
 READY := .venv/.ready
 LINT := .venv/triton36/.ready
 HF := .venv/.transformers
+TITAN := .venv/.torchtitan
+MEGATRON := .venv/.megatron
+FRAMEWORKS := $(HF) $(TITAN) $(MEGATRON)
 
 .PHONY: demo test integrations clean
 
 demo: $(READY)
 	$(BIN)/uniep demo $(ARGS)
 
-test: $(READY) $(LINT) $(HF)
+test: $(READY) $(LINT) $(FRAMEWORKS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-integrations: $(READY) $(HF)
+integrations: $(READY) $(FRAMEWORKS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
 
 # PyTorch first and alone, so that nothing else chooses its build. The stamp comes last and set-up begins with an
@@ -50,10 +53,22 @@ $(LINT): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton36 "triton==3.6.0; sys_platform == 'linux'"
 	@mkdir -p .venv/triton36 && touch $@
 
-# Without it the tests say so; the next `make` tries again.
+# Frameworks that uniep runs in. Without one the tests say so; the next `make` tries again. Those of which the tests
+# need a part come without what they depend on: 47 packages for torchtitan, and a PyTorch of pip's choice.
 $(HF): $(READY)
 	@$(BIN)/python -m pip install --quiet --retries 1 "transformers==5.24.0" "accelerate==1.15.0" && touch $@ || \
 		echo "transformers could not be installed: its tests are skipped" >&2
+
+$(TITAN): $(READY)
+	@$(BIN)/python -m pip install --quiet --retries 1 --no-deps "torchtitan==0.3.0" "spmd_types==0.2.3" "tyro==1.0.17" \
+		"docstring_parser==0.18.0" && touch $@ || echo "torchtitan could not be installed: its tests are skipped" >&2
+
+# The wheel asks for Python 3.12 and Linux on x86-64; the Python files in it run on 3.11 and elsewhere.
+$(MEGATRON): $(READY)
+	@$(BIN)/python -m pip install --quiet --retries 1 --no-deps --upgrade --only-binary :all: \
+		--python-version 3.12 --implementation cp --abi cp312 --platform manylinux_2_28_x86_64 \
+		--target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		"megatron-core==0.19.2" && touch $@ || echo "megatron-core could not be installed: its tests are skipped" >&2
 
 clean:
 	rm -rf .venv out

@@ -1,12 +1,28 @@
 """The last lines of a run say, per framework, its version and what ran."""
 
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
 
-FRAMEWORKS = {"test_hf.py": "transformers", "test_torch.py": "torch"}
+FRAMEWORKS = {
+    "test_hf.py": "transformers",
+    "test_megatron.py": "megatron-core",
+    "test_torch.py": "torch",
+    "test_torchtitan.py": "torchtitan",
+}
 """Test file -> distribution it is about."""
+
+
+@pytest.fixture(scope="module")
+def frameworks():
+    """Four processes for one framework, which is told there what it does not ask: that the device is the CPU."""
+    from pool import Pool
+
+    made = Pool(4)
+    yield made
+    made.close()
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -25,7 +41,8 @@ def pytest_terminal_summary(terminalreporter):
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
+            module = sys.modules.get(package.replace("-", "."))  # a checkout on PYTHONPATH
+            version = getattr(module, "__version__", "not installed")
         counts = {}
         for outcome in ("passed", "failed", "error", "skipped"):
             reports = terminalreporter.stats.get(outcome, [])

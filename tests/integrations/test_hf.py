@@ -225,9 +225,9 @@ def test_autocast(registration):
     assert experts.gate_up_proj.grad.dtype == torch.float32
 
 
-def test_compiled(registration, monkeypatch):
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiled(registration):
     """One graph, the same bits."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     experts = experts_of(build("Qwen3Moe", experts_implementation="uniep"))["model.layers.0.mlp.experts"]
     x, ids, weights = torch.randn(7, 64), torch.randint(8, (7, 2)), torch.rand(7, 2)
     results = []

@@ -17,20 +17,15 @@ says which layers those are.
 from __future__ import annotations
 
 import atexit
-import dataclasses
-import fnmatch
 import functools
 import importlib.metadata
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from uniep.config import DTYPES, MoEConfig, align_rows
-from uniep.errors import ConfigError, UnsupportedError
-from uniep.nn.functional import moe
-from uniep.workspace import Workspace
+from uniep.config import DTYPES
+from uniep.errors import UnsupportedError
+from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
 
 __all__ = ["LayerStatus", "Registration", "Status", "register", "status"]
 
@@ -42,74 +37,19 @@ _MARK = "_uniep_ep_size"
 """Attribute of experts modules that exchange tokens through uniep."""
 
 
-class Registration:
+class Registration(Workspaces):
     """What `register` made: the Workspaces of all layers, one per group and shape, and their options.
 
     options: keywords of `Workspace`.
     max_tokens_per_rank: None, or T for all Workspaces.
     """
 
-    def __init__(self, max_tokens_per_rank: int | None, max_rows: int | None, options: dict[str, Any]) -> None:
-        self.max_tokens_per_rank = max_tokens_per_rank
-        self.max_rows = max_rows
-        self.options = options
-        self._made: dict[tuple, list[Workspace]] = {}
-
-    @property
-    def workspaces(self) -> list[Workspace]:
-        """All that are open."""
-        return [workspace for made in self._made.values() for workspace in made]
-
-    def free(self) -> None:
-        """Close all Workspaces: before `destroy_process_group`, or to have the memory back.  Not collective.
-
-        Graphs that wait for their backward are lost.  Later calls make new Workspaces, all ranks together.
-        """
-        for workspace in self.workspaces:
-            workspace.close()
-        self._made.clear()
-
     def run(self, experts: Any, group: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """`uniep.moe` on the parameters of `experts`.  Collective over `group`."""
         w13, w2 = experts.gate_up_proj, experts.down_proj
         if reason := _refused_tensors(w13, w2):
             raise UnsupportedError(f"uniep cannot run {_name(experts)}: {reason}")
-        device = x_TD.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        shape = MoEConfig(
-            hidden=w13.shape[2],
-            ffn=w2.shape[2],
-            num_experts=w13.shape[0] * (1 if group is None else dist.get_world_size(group)),
-            top_k=ids_TK.shape[1],
-            max_tokens_per_rank=self.max_tokens_per_rank or 1,
-            max_rows=self.max_rows,
-            dtype=autocast or w13.dtype,
-        )
-        workspace = self._workspace(shape, group, x_TD)
-        y_TD = moe(x_TD.to(shape.dtype), ids_TK, weights_TK, w13, w2, workspace=workspace)
-        return y_TD.to(x_TD.dtype)
-
-    def _workspace(self, shape: MoEConfig, group: Any, x_TD: Tensor) -> Workspace:
-        """The newest of its kind.  Without a given max_tokens_per_rank it is one that takes every rank's tokens.
-
-        Smaller ones stay open, because graphs may go back through them; sizes at least double, so that all of them
-        together are smaller than the newest.
-        """
-        made = self._made.setdefault((group, x_TD.device, shape), [])
-        if self.max_tokens_per_rank is not None:
-            if not made:
-                made.append(Workspace(shape, group, device=x_TD.device, **self.options))
-            return made[-1]
-        needed = len(x_TD)
-        if group is not None:
-            most = torch.tensor(needed, device=x_TD.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            needed = int(most)
-        room = made[-1].cfg.max_tokens_per_rank if made else 0
-        if needed > room or not made:
-            cfg = dataclasses.replace(shape, max_tokens_per_rank=max(align_rows(needed), 2 * room, 1))
-            made.append(Workspace(cfg, group, device=x_TD.device, **self.options))
-        return made[-1]
+        return self.moe(group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w13.shape[0])
 
 
 class _OneDevice:
@@ -177,37 +117,6 @@ def register(
     return made
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerStatus:
-    """One MoE layer.  how: what runs it.  why: why that is not uniep; empty if it is."""
-
-    name: str
-    how: str
-    why: str
-
-    @property
-    def active(self) -> bool:
-        """Whether uniep runs it."""
-        return not self.why
-
-
-@dataclasses.dataclass(frozen=True)
-class Status:
-    """All MoE layers that `status` was asked for; str() is a table."""
-
-    layers: tuple[LayerStatus, ...]
-
-    @property
-    def num_active(self) -> int:
-        return sum(layer.active for layer in self.layers)
-
-    def __str__(self) -> str:
-        lines = [f"uniep runs {self.num_active} of {len(self.layers)} MoE layers"]
-        for layer in self.layers:
-            lines.append(f"  {layer.name}: {layer.how}" + (f"; not uniep: {layer.why}" if layer.why else ""))
-        return "\n".join(lines)
-
-
 def status(model: nn.Module, pattern: str = "*") -> Status:
     """Which MoE layers uniep runs, and why not the others.
 
@@ -215,15 +124,7 @@ def status(model: nn.Module, pattern: str = "*") -> Status:
 
     Raises ConfigError if no MoE layer of the model matches.
     """
-    experts = {name: module for name, module in model.named_modules() if _is_experts(module)}
-    found = {name: module for name, module in experts.items() if fnmatch.fnmatchcase(name, pattern)}
-    if not found:
-        some = ", ".join(list(experts)[:3]) or "none"
-        raise ConfigError(
-            f"pattern {pattern!r} matches none of the {len(experts)} MoE layers of {type(model).__name__} "
-            f"(first names: {some}); pass a pattern that does"
-        )
-    return Status(tuple(LayerStatus(name, *_layer(module)) for name, module in found.items()))
+    return status_of(model, pattern, _is_experts, _layer)
 
 
 def _layer(experts: Any) -> tuple[str, str]:

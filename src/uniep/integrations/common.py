@@ -1,0 +1,178 @@
+"""What the adapters share: Workspaces made on demand, and the answer to which layers uniep runs and why not others."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from uniep.config import MoEConfig, align_rows
+from uniep.errors import ConfigError
+from uniep.nn.functional import MainGrad, Weights, moe
+from uniep.workspace import Workspace
+
+__all__ = ["LayerStatus", "Status", "Workspaces", "status_of"]
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+class Workspaces:
+    """The Workspaces of many layers, one per group, device and shape, made by the first call that needs them.
+
+    max_tokens_per_rank: T for all Workspaces; None: they grow with the calls.
+    max_rows: as in `MoEConfig`.
+    options: keywords of `Workspace`.
+    A copy, also a deep one, shares the Workspaces, as copies of a layer do.
+    """
+
+    def __init__(self, max_tokens_per_rank: int | None, max_rows: int | None, options: dict[str, Any]) -> None:
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.max_rows = max_rows
+        self.options = options
+        self._made: dict[tuple, list[Workspace]] = {}
+
+    @property
+    def workspaces(self) -> list[Workspace]:
+        """All that are open."""
+        return [workspace for made in self._made.values() for workspace in made]
+
+    def free(self) -> None:
+        """Close all Workspaces: before `destroy_process_group`, or to have the memory back.  Not collective.
+
+        Graphs that wait for their backward are lost.  Later calls make new Workspaces, all ranks together.
+        """
+        for workspace in self.workspaces:
+            workspace.close()
+        self._made.clear()
+
+    def moe(
+        self,
+        group: Any,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        w13: Weights,
+        w2: Weights,
+        *,
+        num_local: int,
+        weight_at: Literal["output", "activation"] = "output",
+        main_grad: MainGrad | None = None,
+        agreed: str = "",
+    ) -> Tensor:
+        """`uniep.moe` in the parameters' dtype, or autocast's; y in x's.  Collective over `group`, None for one rank.
+
+        num_local: e, the number of experts in w13 and w2.
+        agreed: what all ranks of the group must have in common; calls of each kind have a Workspace of their own, so
+            that ranks that differ in it wait for each other until the timeout, rather than computing something.
+        """
+        device = x_TD.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        down = w2 if isinstance(w2, Tensor) else w2[0]
+        shape = MoEConfig(
+            hidden=down.shape[-2],
+            ffn=down.shape[-1],
+            num_experts=num_local * (1 if group is None else dist.get_world_size(group)),
+            top_k=ids_TK.shape[1],
+            max_tokens_per_rank=self.max_tokens_per_rank or 1,
+            max_rows=self.max_rows,
+            dtype=autocast or down.dtype,
+            weight_at=weight_at,
+        )
+        workspace = self._workspace(shape, group, x_TD, agreed)
+        x = x_TD.to(shape.dtype)
+        return moe(x, ids_TK, weights_TK, w13, w2, workspace=workspace, main_grad=main_grad).to(x_TD.dtype)
+
+    def _workspace(self, shape: MoEConfig, group: Any, x_TD: Tensor, agreed: str) -> Workspace:
+        """The newest of its kind.  Without a given max_tokens_per_rank it is one that takes every rank's tokens.
+
+        Smaller ones stay open, because graphs may go back through them; sizes at least double, so that all of them
+        together are smaller than the newest.
+        """
+        made = self._made.setdefault((group, x_TD.device, shape, agreed), [])
+        if self.max_tokens_per_rank is not None:
+            if not made:
+                made.append(Workspace(shape, group, device=x_TD.device, **self.options))
+            return made[-1]
+        needed = len(x_TD)
+        if group is not None:
+            most = torch.tensor(needed, device=x_TD.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            needed = int(most)
+        room = made[-1].cfg.max_tokens_per_rank if made else 0
+        if needed > room or not made:
+            cfg = dataclasses.replace(shape, max_tokens_per_rank=max(align_rows(needed), 2 * room, 1))
+            made.append(Workspace(cfg, group, device=x_TD.device, **self.options))
+        return made[-1]
+
+    def __copy__(self) -> Workspaces:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Workspaces:
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStatus:
+    """One MoE layer.  how: what runs it.  why: why that is not uniep; empty if it is."""
+
+    name: str
+    how: str
+    why: str
+
+    @property
+    def active(self) -> bool:
+        """Whether uniep runs it."""
+        return not self.why
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """All MoE layers that a `status` function was asked for; str() is a table."""
+
+    layers: tuple[LayerStatus, ...]
+
+    @property
+    def num_active(self) -> int:
+        return sum(layer.active for layer in self.layers)
+
+    def __str__(self) -> str:
+        lines = [f"uniep runs {self.num_active} of {len(self.layers)} MoE layers"]
+        for layer in self.layers:
+            lines.append(f"  {layer.name}: {layer.how}" + (f"; not uniep: {layer.why}" if layer.why else ""))
+        return "\n".join(lines)
+
+
+def status_of(
+    models: nn.Module | Sequence[nn.Module],
+    pattern: str,
+    is_layer: Callable[[nn.Module], bool],
+    describe: Callable[[Any], tuple[str, str]],
+) -> Status:
+    """`describe` (how, why) of the modules that `is_layer`, with names like `pattern`.
+
+    models: one, or the parts of one; names of several begin with their number.  Names are as if torch.compile and
+        checkpoint_wrapper were not there.
+
+    Raises ConfigError if there are none.
+    """
+    parts = [models] if isinstance(models, nn.Module) else list(models)
+    layers = {
+        (f"{number}." if len(parts) > 1 else "") + ".".join(n for n in name.split(".") if n not in WRAPPERS): module
+        for number, part in enumerate(parts)
+        for name, module in part.named_modules()
+        if is_layer(module)
+    }
+    found = {name: module for name, module in layers.items() if fnmatch.fnmatchcase(name, pattern)}
+    if not found:
+        some = ", ".join(list(layers)[:3]) or "none"
+        kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+        raise ConfigError(
+            f"pattern {pattern!r} matches none of the {len(layers)} MoE layers of {kinds} "
+            f"(first names: {some}); pass a pattern that does"
+        )
+    return Status(tuple(LayerStatus(name, *describe(module)) for name, module in found.items()))

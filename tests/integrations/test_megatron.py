@@ -1,0 +1,558 @@
+"""uniep inside Megatron-Core: a layer, a whole model, its DDP and its checkpoints against Megatron's own experts.
+
+Numbers: a tensor may be as far from fp64 as twice Megatron's own result, or one rounding.
+"""
+
+import dataclasses
+import functools
+import logging
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'uniep[megatron]'")
+
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+import uniep
+from uniep.integrations import megatron
+
+HIDDEN, EXPERTS = 32, 8
+
+
+def config(ep: int, dtype: torch.dtype = torch.float32, **changes) -> TransformerConfig:
+    fields = {
+        "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 4, "ffn_hidden_size": 64,
+        "num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_layer_freq": [0, 1],
+        "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False, "normalization": "RMSNorm",
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True, "params_dtype": dtype,
+        "moe_router_dtype": "fp64" if dtype is torch.float64 else "fp32", "expert_model_parallel_size": ep,
+    }  # fmt: skip
+    return TransformerConfig(**fields | changes)
+
+
+_states: dict[tuple[int, ...], dict] = {}
+"""Sizes -> Megatron's globals of this worker.  Its dozens of groups, each with threads, are made once per sizes."""
+
+
+def parallel(*sizes: int) -> None:
+    """Expert, tensor and expert-tensor parallel sizes."""
+    from megatron_on_cpu import stand_in
+
+    if sizes not in _states:
+        stand_in()
+        parallel_state.destroy_model_parallel()
+        ep, tensor, expert_tensor = (*sizes, 1, 1)[:3]
+        parallel_state.initialize_model_parallel(
+            tensor, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tensor
+        )
+        _states[sizes] = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
+    vars(parallel_state).update(_states[sizes])
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> nn.Module:
+    """The same values at every EP size and dtype: experts by their global ids."""
+    for name, p in module.named_parameters():
+        found = re.search(r"local_experts\.(\d+)", name)
+        if found:
+            local = EXPERTS // parallel_state.get_expert_model_parallel_world_size()
+            number = parallel_state.get_expert_model_parallel_rank() * local + int(found[1])
+            name = name.replace(found[0], str(number))
+        seed = sum(ord(c) * (i + 1) for i, c in enumerate(name))
+        value = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        p.copy_(1 + value / 10 if p.dim() == 1 else (value * p.shape[-1] ** -0.5).bfloat16())
+    return module
+
+
+def layer(cfg: TransformerConfig, change=lambda spec: spec) -> nn.Module:
+    spec = change(get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False))
+    return fill(spec.submodules.mlp(config=cfg, pg_collection=None, is_mtp_layer=False, name="mlp"))
+
+
+def model(cfg: TransformerConfig, change=lambda spec: spec) -> nn.Module:
+    spec = change(get_gpt_decoder_block_spec(cfg, use_transformer_engine=False))
+    made = GPTModel(cfg, spec, vocab_size=64, max_sequence_length=16)
+    made.decoder.layers[1].mlp.router.layer_number = 2
+    return fill(made.to(cfg.params_dtype))
+
+
+def batch(rank: int, sequences: int = 2) -> dict[str, torch.Tensor]:
+    ids = torch.randint(64, (sequences, 16), generator=torch.Generator().manual_seed(rank))
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(16).expand(sequences, -1),
+        "attention_mask": torch.ones(sequences, 1, 16, 16).triu(1).bool(),
+        "labels": ids,
+    }
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    assert all(p.grad is not None for p in module.parameters())
+    return {name: p.grad.clone() for name, p in module.named_parameters()}
+
+
+def distance(tensor: torch.Tensor, true: torch.Tensor) -> float:
+    return float((tensor.double() - true).norm() / true.norm().clamp_min(1e-30))
+
+
+def check(ours: dict, theirs: dict, truth: dict, dtype: torch.dtype) -> None:
+    assert ours.keys() == theirs.keys() == truth.keys()
+    for name, true in truth.items():
+        error, allowed = distance(ours[name], true), distance(theirs[name], true)
+        assert ours[name].dtype == theirs[name].dtype
+        assert error <= 2 * allowed + torch.finfo(dtype).eps, f"{name}: {error:.2e}, Megatron's own {allowed:.2e}"
+
+
+# Layers.
+
+
+def layer_runs(world, ep: int, dtype: torch.dtype, options: dict) -> dict:
+    parallel(ep)
+    runs = {"true": (lambda spec: spec, torch.float64), "stock": (lambda spec: spec, dtype)}
+    runs["uniep"] = (megatron.use_uniep, dtype)
+    got = {}
+    for name, (change, kind) in runs.items():
+        made = layer(config(ep, kind, **options), change)
+        draw = torch.Generator().manual_seed(world.rank)
+        x, dy = (torch.randn(5, 2, HIDDEN, generator=draw).to(dtype) for _ in range(2))
+        x = x.to(kind).requires_grad_()
+        y, bias = made(x)
+        assert bias is None
+        y.backward(dy.to(kind))
+        got[name] = {"y": y.detach(), "dx": x.grad, **gradients(made)}
+        if name == "uniep":
+            got["weight_at"] = [workspace.cfg.weight_at for workspace in made.workspaces.workspaces]
+        megatron.free(made)
+    return got
+
+
+LAYERS = {
+    "ep 1": (1, torch.float32, {}),
+    "ep 2": (2, torch.float32, {}),
+    "ep 4, shared expert": (4, torch.float32, {"moe_shared_expert_intermediate_size": 16}),
+    "bf16": (2, torch.bfloat16, {"moe_shared_expert_intermediate_size": 16}),
+    "sigmoid, groups": (2, torch.float32, {
+        "moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+        "moe_router_topk": 3, "moe_router_topk_scaling_factor": 2.5,
+    }),
+    "top 1": (2, torch.float32, {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "weights in bf16": (2, torch.bfloat16, {"moe_router_dtype": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layer(frameworks, case):
+    """y, dx, the router's and the experts' gradients."""
+    ep, dtype, options = LAYERS[case]
+    for got in frameworks.run(layer_runs, ep, dtype, options):
+        check(got["uniep"], got["stock"], got["true"], dtype)
+        assert got["weight_at"] == ["activation"]  # which the numbers hardly show
+
+
+def test_chosen_experts():
+    """Ascending; a slot is unused where the router chose fewer than top-k experts, even if their weight is 0."""
+    chosen = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]]).bool()
+    weights = torch.tensor([[0.0, 0.4, 0.0, 0.6], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]])
+    layer = types.SimpleNamespace(config=types.SimpleNamespace(moe_router_topk=2))
+    _, (ids, picked) = megatron.UniEPMoELayer.preprocess(layer, None, weights, chosen)
+    assert ids.tolist() == [[1, 3], [2, -1], [-1, -1], [0, 3]]
+    assert torch.equal(picked[ids >= 0], torch.tensor([0.4, 0.6, 1.0, 0.0, 1.0]))
+
+
+def test_layer_bits(frameworks):
+    """80: the same y at EP 1, 2 and 4; a group of one rank is no special case."""
+    runs = [frameworks.run(layer_runs, ep, torch.float32, {}) for ep in (1, 2, 4)]
+    for alone, two, four in zip(*runs, strict=True):
+        for name in ("y", "dx", "router.weight"):
+            assert torch.equal(alone["uniep"][name], two["uniep"][name])
+            assert torch.equal(alone["uniep"][name], four["uniep"][name])
+
+
+# Whole models.
+
+
+def model_runs(world, dtype: torch.dtype) -> dict:
+    parallel(2)
+    options = {"moe_shared_expert_intermediate_size": 16, "moe_router_load_balancing_type": "aux_loss"}
+    options["moe_aux_loss_coeff"] = 0.01
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    runs = {"true": (lambda spec: spec, torch.float64, {}), "stock": (lambda spec: spec, dtype, {})}
+    runs |= {"uniep": (megatron.use_uniep, dtype, {}), "recomputed": (megatron.use_uniep, dtype, recompute)}
+    got = {}
+    for name, (change, kind, more) in runs.items():
+        made = model(config(2, kind, **options, **more), change)
+        loss = made(**batch(world.rank)).mean()
+        loss.backward()
+        got[name] = {"loss": loss.detach(), **gradients(made)}
+        got[f"{name} status"] = str(megatron.status(made))
+        got[f"{name} names"] = sorted(made.state_dict()), sorted(made.sharded_state_dict())
+        got[f"{name} attributes"] = {n: getattr(p, "allreduce", True) for n, p in made.named_parameters()}
+        megatron.free(made)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_model(frameworks, dtype):
+    """Loss and every gradient; names in checkpoints and what tells DDP an expert from the rest are Megatron's."""
+    for got in frameworks.run(model_runs, dtype, timeout=100):
+        check(got["uniep"], got["stock"], got["true"], dtype)
+        assert all(torch.equal(got["recomputed"][name], value) for name, value in got["uniep"].items())
+        assert got["uniep names"] == got["stock names"]
+        assert got["uniep attributes"] == got["stock attributes"]
+        assert sum(not reduced for reduced in got["uniep attributes"].values()) == 2 * EXPERTS // 2
+        assert got["uniep status"].splitlines()[0] == "uniep runs 1 of 1 MoE layers"
+        assert "decoder.layers.1.mlp: uniep, expert parallel over 2 ranks" in got["uniep status"]
+        assert "runs 0 of 1" in got["stock status"] and "not passed through use_uniep" in got["stock status"]
+
+
+def counted(world) -> list:
+    """Tokens that the router has counted per expert: a training step, an evaluation, a recomputed step."""
+    parallel(2)
+    options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    got = []
+    for change, more in ((lambda spec: spec, {}), (megatron.use_uniep, {}), (megatron.use_uniep, recompute)):
+        made = layer(config(2, **options, **more), change)
+        x = torch.randn(24, 2, HIDDEN, generator=torch.Generator().manual_seed(world.rank))
+        made(x.requires_grad_())[0].sum().backward()
+        with torch.no_grad():
+            made.eval()(x)
+        got.append(made.router.local_tokens_per_expert)
+        megatron.free(made)
+    return got
+
+
+def test_77_counts(frameworks):
+    """Every routed token counts once, also when the layer is recomputed; evaluation adds nothing."""
+    for stock, ours, recomputed in frameworks.run(counted):
+        assert stock.sum() == 24 * 2 * 2
+        assert torch.equal(stock, ours) and torch.equal(stock, recomputed)
+
+
+# Megatron's DDP.
+
+
+def reduced(world, main_grad: bool, ours: bool, options: dict) -> dict:
+    """main_grads after two micro batches; all tokens of the first go to the experts of rank 0."""
+    parallel(2)
+    cfg = config(2)
+    change = functools.partial(megatron.use_uniep, main_grad=main_grad) if ours else lambda spec: spec
+    made = model(cfg, change)
+    with torch.no_grad():
+        frozen = made.decoder.layers[0].mlp.linear_fc1.weight.requires_grad_(False)
+        made.decoder.layers[1].mlp.router.weight[4:] = made.decoder.layers[1].mlp.router.weight[:4].mean(0)
+    ddp = DistributedDataParallel(cfg, DistributedDataParallelConfig(**options), made)
+    ddp.zero_grad_buffer()
+    with ddp.no_sync():
+        ddp(**batch(world.rank)).mean().backward()
+    ddp(**batch(world.rank + 4)).mean().backward()
+    ddp.finish_grad_sync()
+    assert frozen.grad is None and not hasattr(frozen, "main_grad")
+    assert all(p.grad is None for p in made.parameters())
+    told = [p.grad_added_to_main_grad for name, p in made.named_parameters() if "local_experts" in name]
+    assert all(told) if main_grad and ours else not any(told)
+    megatron.free(made)
+    return {name: p.main_grad.clone() for name, p in made.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ddp(frameworks, overlap):
+    """81: main_grads of all parameters, experts without tokens included, by way of .grad and written by uniep."""
+    options = {"overlap_grad_reduce": overlap}
+    runs = [frameworks.run(reduced, *how, options) for how in ((False, False), (False, True), (True, True))]
+    for stock, through_grad, written in zip(*runs, strict=True):
+        assert stock.keys() == written.keys()
+        for name, value in stock.items():
+            torch.testing.assert_close(written[name], value, rtol=1e-4, atol=1e-5)
+            assert torch.equal(written[name], through_grad[name]), name
+
+
+def hooked(world) -> list:
+    """Names of linear layers whose pre-forward hooks ran, and gradients of a frozen and a parametrised expert."""
+    parallel(2)
+    made, seen = layer(config(2), megatron.use_uniep), []
+    for name, module in made.experts.named_modules():
+        if hasattr(module, "weight"):
+            module.register_forward_pre_hook(lambda module, args, name=name: seen.append(name))
+    experts = made.experts.local_experts
+    experts[0].linear_fc1.weight.requires_grad_(False)
+
+    class LowRank(nn.Module):
+        def __init__(self, weight) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.ones(n, 1)) for n in weight.shape)
+
+        def forward(self, weight):
+            return weight + self.a @ self.b.T
+
+    fc2 = experts[1].linear_fc2
+    nn.utils.parametrize.register_parametrization(fc2, "weight", LowRank(fc2.weight))
+    x = torch.randn(9, 2, HIDDEN, requires_grad=True)
+    made(x)[0].square().sum().backward()
+    a = fc2.parametrizations.weight[0].a
+    got = (
+        sorted(seen),
+        experts[0].linear_fc1.weight.grad,
+        bool(a.grad.any()),
+        bool(experts[2].linear_fc1.weight.grad.any()),
+    )
+    fc2.bias = nn.Parameter(torch.zeros(2))
+    try:
+        made(x)
+    except uniep.UnsupportedError as error:
+        got = *got, str(error)
+    megatron.free(made)
+    return got
+
+
+def test_54_hooks_and_adapters(frameworks):
+    """DDP's hooks of parameters that uniep reads run once; what would get no gradient is refused."""
+    for seen, frozen, adapter, trained, error in frameworks.run(hooked):
+        assert seen == sorted(f"local_experts.{i}.linear_fc{n}" for i in range(4) for n in (1, 2))
+        assert frozen is None and adapter and trained
+        assert "SequentialMLP: it would leave local_experts.1.linear_fc2.bias (1 parameters) unused" in error
+
+
+# Checkpoints.
+
+
+def pieces(world, ep: int) -> list:
+    """What each tensor of a checkpoint is a piece of: of Megatron's model and of uniep's."""
+    parallel(ep)
+    found = []
+    for change in (lambda spec: spec, megatron.use_uniep):
+        states = model(config(ep), change).sharded_state_dict()
+        apply_factories(states)  # of gate and up rows, two pieces
+        fields = ("key", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id", "dtype")
+        found.append([[getattr(state, field, None) for field in fields] for state in nested_values(states)])
+    return found
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_78_checkpoints(frameworks, ep):
+    """Every rank saves and loads the same pieces under the same names as with Megatron's own layers."""
+    experts = set()
+    for stock, ours in frameworks.run(pieces, ep):
+        assert stock == ours
+        weights = [piece for piece in ours if ".experts.experts." in piece[0] and "weight" in piece[0]]
+        assert all(piece[2][0] == EXPERTS for piece in weights)
+        experts |= {(piece[0], *piece[3][:2]) for piece in weights}
+    assert len(experts) == 3 * EXPERTS  # gate, up and down of all ranks
+
+
+# Experts as one tensor, as on GPUs.
+
+
+def stacked(world, one: bool, main_grad: bool, reverse: bool) -> dict:
+    """Gradients of two steps; main_grads lie one behind the other, or as in DDP's buffer in reverse order."""
+    parallel(2)
+    made = layer(config(2), functools.partial(megatron.use_uniep, main_grad=main_grad))
+    if one:
+        made._takes_lists = lambda x: False
+    experts = list(made.experts.parameters())[:: -1 if reverse else 1]
+    memory, at = torch.zeros(sum(p.numel() for p in experts)), 0
+    for p in experts if main_grad else ():
+        p.main_grad = memory[at : (at := at + p.numel())].view(p.shape)
+        p.grad_added_to_main_grad = False
+    x = torch.randn(9, 2, HIDDEN, generator=torch.Generator().manual_seed(world.rank), requires_grad=True)
+    for _ in range(2):
+        made(x)[0].square().sum().backward()
+    got = {name: p.main_grad if main_grad else p.grad for name, p in made.experts.named_parameters()}
+    together = len({p.untyped_storage().data_ptr() for p in experts})
+    told = all(getattr(p, "grad_added_to_main_grad", False) for p in experts)
+    error = ""
+    if one and main_grad:  # in no order
+        experts[0].main_grad, experts[2].main_grad = experts[2].main_grad, experts[0].main_grad
+        try:
+            made(x)
+        except uniep.UnsupportedError as refused:
+            error = str(refused)
+    megatron.free(made)
+    return {"x": x.grad, "memories": together, "told": told, "error": error, **got}
+
+
+@pytest.mark.parametrize(("main_grad", "reverse"), [(False, False), (True, False), (True, True)])
+def test_experts_as_one_tensor(frameworks, main_grad, reverse):
+    """The same bits; parameters move into one memory per GEMM, once; main_grad without a copy or refused."""
+    runs = [frameworks.run(stacked, one, main_grad, reverse) for one in (False, True)]
+    for lists, one in zip(*runs, strict=True):
+        assert lists.pop("memories") == 8 and one.pop("memories") == 2
+        assert lists.pop("told") == one.pop("told") == main_grad
+        assert not lists.pop("error") and ("pass main_grad=False" in one.pop("error")) == main_grad
+        assert all(torch.equal(value, one[name]) for name, value in lists.items())
+
+
+def buffered(world, one: bool) -> dict:
+    """Gradients of a layer whose parameters and main_grads lie in the buffers of Megatron's distributed optimizer."""
+    parallel(2)
+    cfg = config(2)
+    made = layer(cfg, functools.partial(megatron.use_uniep, main_grad=one))
+    how = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp = DistributedDataParallel(cfg, how, made)
+    ddp.zero_grad_buffer()
+    if one:
+        made._takes_lists = lambda x: False
+    x = torch.randn(9, 2, HIDDEN, generator=torch.Generator().manual_seed(world.rank), requires_grad=True)
+    y, _ = ddp(x)
+    y.square().sum().backward()
+    before = len({p.untyped_storage().data_ptr() for p in made.experts.parameters()})
+    megatron.free(made)
+    return {"x": x.grad, "y": y.detach(), "memories": before} | {n: p.main_grad for n, p in made.named_parameters()}
+
+
+def test_experts_in_a_buffer(frameworks):
+    """In reverse order, interleaved; read, and main_grads written, where they lie."""
+    for lists, one in zip(*(frameworks.run(buffered, one) for one in (False, True)), strict=True):
+        assert lists["memories"] == one["memories"] == 1
+        assert all(torch.equal(value, one[name]) for name, value in lists.items() if name != "memories")
+
+
+@pytest.mark.parametrize("starts", [(12, 6, 0), (0, 6, 12), (0, 12, 6)])
+def test_in_any_order(starts):
+    """Views of a buffer in their order, in reverse, or stacked; each gets its gradient."""
+    memory = torch.arange(24.0)
+    parts = [memory[at : at + 6].view(2, 3).requires_grad_() for at in starts]
+    w13, w2, reverse = megatron._one_tensor_each(parts, parts, False)
+    assert reverse == (starts == (12, 6, 0)) and torch.equal(w13, torch.stack(parts[::-1] if reverse else parts))
+    assert (w13.data_ptr() == memory.data_ptr()) == (starts != (0, 12, 6))
+    ((w13 + w2) * torch.arange(3.0).view(3, 1, 1)).sum().backward()
+    assert [float(p.grad.mean()) for p in parts] == ([4, 2, 0] if reverse else [0, 2, 4])
+
+
+# What is refused, and who says so.
+
+BAD = {
+    "activation_func": F.gelu, "gated_linear_unit": False, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,
+    "fp8": "e4m3", "fp4": "e2m1", "expert_gtp_weight_remat_size": 2, "moe_expert_capacity_factor": 1.0,
+    "moe_expert_rank_capacity_factor": 1.0, "moe_mlp_glu_interleave_size": 32, "moe_latent_size": 16,
+    "quant_recipe": object(), "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8",
+    "recompute_modules": ["moe_act"], "offload_modules": ["expert_fc1"], "transformer_impl": "inference_optimized",
+}  # fmt: skip
+FLAGS = [*megatron.ALLOWED, *megatron.FORBIDDEN, "transformer_impl"]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_refused_flags(flag):
+    """Each by its name, before anything is made."""
+    cfg = config(1)
+    setattr(cfg, flag, BAD.get(flag, True))
+    mlp = megatron.use_uniep(get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)).submodules.mlp
+    with pytest.raises(uniep.UnsupportedError, match=f"cannot run these MoE layers: {flag} (is|has) "):
+        mlp(config=cfg)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules"), [("full_iteration", []), ("local", ["moe_router"]), ("transformer_engine", [])]
+)
+def test_refused_graphs(kind, modules):
+    cfg = config(1)
+    cfg.cuda_graph_impl, cfg.cuda_graph_modules = kind, modules
+    assert "cuda_graph_impl is" in megatron._refused_flags(cfg)[0]
+    cfg.cuda_graph_impl, cfg.cuda_graph_modules = "local", ["attn"]
+    assert megatron._refused_flags(cfg) == []
+
+
+def tensor_parallel(world) -> str:
+    parallel(2, 2, 2)
+    cfg = config(2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)
+    spec = megatron.use_uniep(get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False))
+    try:
+        spec.submodules.mlp(config=cfg, pg_collection=None)
+    except uniep.UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_83_experts_cut_in_pieces(frameworks):
+    """Expert tensor parallelism beside expert parallelism is refused at construction."""
+    assert all("expert_tensor_parallel_size is 2" in error for error in frameworks.run(tensor_parallel))
+
+
+def test_nothing_to_replace(caplog):
+    """79: a spec without MoE layers, layers of other classes, and a pattern that matches nothing are told."""
+    dense = get_gpt_layer_local_spec()
+    with pytest.raises(uniep.ConfigError, match="no MoELayer in this ModuleSpec, so uniep would run nothing"):
+        megatron.use_uniep(dense)
+
+    class Own(MoELayer):
+        pass
+
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
+    own = dataclasses.replace(spec.submodules, mlp=functools.partial(Own, **spec.submodules.mlp.keywords))
+    with pytest.raises(uniep.ConfigError, match=r"\(there are Own\)"):
+        megatron.use_uniep(own)
+    with caplog.at_level(logging.WARNING, "uniep"):
+        both = megatron.use_uniep([spec, own])
+    assert "use_uniep leaves Own alone" in caplog.text
+    assert both[0].submodules.mlp.func is megatron.UniEPMoELayer and both[1] is own
+    assert spec.submodules.mlp.func is MoELayer  # as it was
+    with pytest.raises(uniep.ConfigError, match=r"'\*' matches none of the 0 MoE layers of Linear"):
+        megatron.status(nn.Linear(2, 2))
+
+
+def test_other_specs():
+    """A layer's ModuleSpec, nested in a stack's submodules, in tuples and in dictionaries."""
+
+    @dataclasses.dataclass
+    class Stack:
+        moe_layer: ModuleSpec
+        others: tuple
+
+    mlp = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False).submodules.mlp
+    old = ModuleSpec(module=MoELayer, submodules=mlp.keywords["submodules"])
+    stack = ModuleSpec(module=object, submodules=Stack(old, ({"mlp": mlp}, functools.partial(print, mlp, end=mlp))))
+    made = megatron.use_uniep(stack, max_tokens_per_rank=8).submodules
+    assert made.moe_layer.module is megatron.UniEPMoELayer and made.moe_layer.submodules is old.submodules
+    assert made.moe_layer.params["workspaces"].max_tokens_per_rank == 8
+    assert made.others[0]["mlp"].func is megatron.UniEPMoELayer
+    assert made.others[1].args[0] is made.others[1].keywords["end"] is made.others[0]["mlp"]
+    assert old.module is MoELayer
+
+
+def test_status_of_other_layers():
+    class Other(BaseMoELayer):
+        forward = None
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    (found,) = megatron.status([nn.ModuleDict({"mlp": Other()}), nn.Linear(2, 2)], "0.*").layers
+    assert not found.active and found.name == "0.mlp" and "no MoELayer" in found.why
+
+
+def test_other_experts():
+    with pytest.raises(uniep.UnsupportedError, match="linear_fc1 is a NoneType without a tensor weight0"):
+        megatron._linears(types.SimpleNamespace(num_local_experts=2))
+
+
+def test_example(tmp_path):
+    """The example trains with 2 processes; one process goes on from its checkpoint of Megatron's kind."""
+    example, folder = Path(__file__).parents[2] / "examples/megatron_train.py", str(tmp_path / "checkpoint")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    losses = []
+    for ranks, arguments in ((2, ["--steps", "20", "--save"]), (1, ["--steps", "0", "--load"])):
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
+        command = [*run, "--layers", "1", *arguments, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert f"uniep, expert parallel over {ranks} ranks" in done.stdout
+        losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    before, after, later = losses
+    assert before > 5 and after < 3.7 and later < 3.7, losses
