@@ -8,34 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from uniep.backends.cpu import CpuBackend
-from uniep.backends.cpu_run import TraceEntry
 from uniep.cli.pictures import INK, MUTED, figure_style
 from uniep.nn import Experts
-
-PHASES = ("forward", "backward")
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """One task: which worker of which rank ran what, from when to when (ns, one clock for all ranks)."""
-
-    phase: str
-    rank: int
-    worker: str
-    op: str
-    remote: bool  # reads rows that peers sent
-    start_ns: int
-    end_ns: int
-
-    @classmethod
-    def of(cls, phase: str, entry: TraceEntry) -> Span:
-        remote = any(event.stage == "arrived" for event, _ in entry.task.waits)
-        return cls(phase, entry.rank, entry.worker, entry.task.op, remote, entry.start_ns, entry.end_ns)
+from uniep.taskflow.operators import GATE
+from uniep.taskflow.trace import PHASES, Span
 
 
 @contextlib.contextmanager
 def recording(experts: Experts) -> Iterator[list[Span]]:
-    """Record the tasks of this one layer, forward and backward; the list is filled on leaving.
+    """Record the tasks of this one layer, forward and backward; into a list.
 
     It stays empty on backends other than the CPU's.
     """
@@ -43,18 +24,17 @@ def recording(experts: Experts) -> Iterator[list[Span]]:
     if not isinstance(backend, CpuBackend):
         yield spans
         return
-    entries: dict[str, list[TraceEntry]] = {phase: [] for phase in PHASES}
 
-    def start(phase: str) -> None:
-        backend.trace = entries[phase]
+    def start(*_: object) -> None:
+        backend.trace = spans
 
     def stop(*_: object) -> None:
         backend.trace = None
 
     hooks = [
-        experts.register_forward_pre_hook(lambda *_: start("forward")),
+        experts.register_forward_pre_hook(start),
         experts.register_forward_hook(stop),
-        experts.register_full_backward_pre_hook(lambda *_: start("backward")),
+        experts.register_full_backward_pre_hook(start),
         experts.register_full_backward_hook(stop),
     ]
     try:
@@ -63,7 +43,6 @@ def recording(experts: Experts) -> Iterator[list[Span]]:
         for hook in hooks:
             hook.remove()
         stop()
-    spans += [Span.of(phase, entry) for phase in PHASES for entry in entries[phase] if entry.task.op != "gate"]
 
 
 def fastest(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
@@ -109,6 +88,7 @@ def _kind(span: Span) -> str:
 def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
     """One panel per phase, one lane per rank and worker, one bar per task."""
     plt = figure_style()
+    spans = [s for s in spans if s.op != GATE]
     lanes = sorted({(s.rank, s.worker) for s in spans})
     figure, panels = plt.subplots(
         len(PHASES), figsize=(11, 1.9 + 0.62 * len(PHASES) * (len(lanes) + 1.2)), layout="constrained"

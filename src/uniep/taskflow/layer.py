@@ -1,0 +1,204 @@
+"""The operators of the layer: dispatch, two GEMMs around the activation, combine, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from uniep.taskflow.operators import (
+    Access,
+    Operator,
+    Operators,
+    Work,
+    by_tile,
+    came,
+    came_from,
+    returned,
+    returns,
+    rows_of,
+    segment_of,
+    sent,
+)
+from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.site import Site, blocks, steps
+
+
+def _rows1(schedule: Schedule) -> int:
+    return schedule.gemm1.rows
+
+
+def _rows2(schedule: Schedule) -> int:
+    return schedule.gemm2.rows
+
+
+def _send_chunks(site: Site) -> Tensor:
+    """Send lists in chunks, the next rank's first, so that no peer is everybody's first target."""
+    tiles = []
+    counts = site.plan.send_count_R.tolist()
+    for step in range(1, site.ep_size):
+        peer = (site.rank + step) % site.ep_size
+        first, last = steps(counts[peer], site.schedule.chunk_tokens)
+        width = torch.full_like(first, site.cfg.hidden)
+        tiles.append(blocks(torch.full_like(first, peer), first, last, torch.zeros_like(first), width))
+    return torch.cat(tiles) if tiles else torch.zeros(0, 5, dtype=torch.int64)
+
+
+def _own_chunks(site: Site) -> Tensor:
+    first, last = steps(site.tokens, site.schedule.chunk_tokens)
+    zero = torch.zeros_like(first)
+    return blocks(zero, first, last, zero, zero + 1)
+
+
+def _peers(site: Site) -> Tensor:
+    return torch.tensor(site.lists(site.plan.recv_count_R), dtype=torch.int64).view(-1, 5)
+
+
+def _area(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    return tiles[:, 2] - tiles[:, 1], tiles[:, 4] - tiles[:, 3]
+
+
+def _gemm(depth: Callable[[Site], int], products: int = 1, returns: bool = False) -> Work:
+    """A tile of `products` products of this depth; returns: its rows go to the ranks of their tokens.  Rows are read
+    once for all columns, weights once for all rows of an expert: caches see to that."""
+
+    def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+        rows, columns = _area(tiles)
+        k, size = depth(site), site.cfg.dtype.itemsize
+        tiles_e = torch.bincount(tiles[:, 0])
+        wide = torch.bincount(tiles[:, 1])[tiles[:, 1]]  # tiles of the same rows
+        high = tiles_e[tiles[:, 0]] // wide
+        moved = rows * k // wide + products * columns * k // high + products * rows * columns
+        return 2 * products * rows * columns * k, moved * size, site.away(tiles) * columns * size if returns else 0
+
+    return work
+
+
+def _wgrad_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+    rows, columns = _area(tiles)
+    k, size = site.start_e1.diff()[tiles[:, 0]], site.cfg.dtype.itemsize
+    return 2 * rows * columns * k, rows * columns * size, 0
+
+
+def _passes(count: int, size: int | None = None, sends: bool = False) -> Work:
+    """Elementwise: every element read or written `count` times, of `size` bytes (None: of the layer's dtype)."""
+
+    def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+        rows, columns = _area(tiles)
+        moved = rows * columns * (size or site.cfg.dtype.itemsize)
+        return 0, count * moved, moved if sends else 0
+
+    return work
+
+
+def _sum_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+    rows, _ = _area(tiles)
+    return 0, rows * (site.cfg.top_k + 1) * site.cfg.hidden * site.cfg.dtype.itemsize, 0
+
+
+def _hidden(site: Site) -> int:
+    return site.cfg.hidden
+
+
+def _ffn(site: Site) -> int:
+    return site.cfg.ffn
+
+
+PUSH = Operator(
+    "push", "vector", _send_chunks, lambda s: s.lists(s.plan.send_count_R),
+    writes=(Access("arrived", sent),), work=_passes(2, sends=True), where="first",
+)  # fmt: skip
+KEEP = Operator(
+    "keep", "vector", _peers, lambda s: s.lists(s.plan.recv_count_R),
+    reads=(Access("arrived", came_from),), work=_passes(2), where="last",
+)  # fmt: skip
+
+
+def _sum(name: str, stage: str) -> Operator:
+    """One task per chunk of a rank's own tokens, once all that returns to it is there."""
+    return Operator(
+        name, "vector", _own_chunks, Site.own, reads=(Access(stage, returned),), work=_sum_work, where="last"
+    )
+
+
+def forward_operators(schedule: Schedule, *, keep: bool) -> Operators:
+    """Dispatch, two GEMMs around the activation, combine; keep: also copy received tokens out, for backward.
+
+    The activation is the end of a tile of the first GEMM ("fused"), or a tile of its own for a vector worker.
+    """
+    separate = schedule.activation == "separate"
+    operators = [
+        PUSH,
+        Operator(
+            "gemm1", "matrix", lambda s: s.row_tiles(s.schedule.gemm1, s.cfg.ffn), lambda s: s.segments(s.cfg.ffn),
+            reads=(Access("arrived", came),), writes=(Access("gemm1", by_tile if separate else rows_of(_rows1)),),
+            work=_gemm(_hidden, products=2),
+        ),
+    ]  # fmt: skip
+    if separate:
+        operators.append(
+            Operator(
+                "activation", "vector", operators[1].split, operators[1].covers, reads=(Access("gemm1", by_tile),),
+                writes=(Access("activation", rows_of(_rows1)),), work=_passes(3),
+            )
+        )  # fmt: skip
+    if keep:
+        operators.append(KEEP)
+    operators.append(
+        Operator(
+            "gemm2", "matrix", lambda s: s.row_tiles(s.schedule.gemm2, s.cfg.hidden),
+            lambda s: s.segments(s.cfg.hidden),
+            reads=(Access("activation" if separate else "gemm1", rows_of(_rows1)),),
+            writes=(Access("returned", returns),), work=_gemm(_ffn, returns=True), lag=1,
+        )
+    )  # fmt: skip
+    return Operators([*operators, _sum("combine", "returned")])
+
+
+def dispatch_operators() -> Operators:
+    return Operators([PUSH, KEEP])
+
+
+def backward_operators(schedule: Schedule) -> Operators:
+    """Dispatch of dO, both data gradients around that of the activation, d(weight), weight gradients, sums."""
+    separate = schedule.activation == "separate"
+    made = "activation_gradient" if separate else "dgrad2"
+    dgrad2 = Operator(
+        "dgrad2", "matrix", lambda s: s.row_tiles(s.schedule.gemm1, s.cfg.ffn), lambda s: s.segments(s.cfg.ffn),
+        reads=(Access("arrived", came),), writes=(Access("dgrad2", by_tile if separate else rows_of(_rows1)),),
+        work=_gemm(_hidden),
+    )  # fmt: skip
+    activation_gradient = Operator(
+        made, "vector", dgrad2.split, dgrad2.covers, reads=(Access("dgrad2", by_tile),),
+        writes=(Access(made, rows_of(_rows1)),), work=_passes(8),
+    )  # fmt: skip
+    rows, segment = (Access(made, rule(_rows1)) for rule in (rows_of, segment_of))
+    return Operators(
+        [
+            PUSH,
+            dgrad2,
+            *([activation_gradient] if separate else []),
+            Operator(
+                "dweight", "vector", lambda s: s.row_tiles(s.schedule.gemm2, 1), lambda s: s.segments(1),
+                reads=(rows,), writes=(Access("weights returned", returns),), work=_passes(2, 4, sends=True), lag=1,
+            ),
+            Operator(
+                "dgrad1", "matrix", lambda s: s.row_tiles(s.schedule.gemm2, s.cfg.hidden),
+                lambda s: s.segments(s.cfg.hidden), reads=(rows,), writes=(Access("returned", returns),),
+                work=_gemm(lambda s: 2 * s.cfg.ffn, returns=True), lag=1,
+            ),
+            Operator(
+                "wgrad2", "matrix", lambda s: s.weight_tiles(s.cfg.hidden, s.cfg.ffn, s.schedule.gemm2),
+                lambda s: s.segments(s.cfg.ffn, s.cfg.hidden), reads=(segment,),
+                work=_wgrad_work, where="weights", lag=1,
+            ),
+            Operator(
+                "wgrad1", "matrix", lambda s: s.weight_tiles(2 * s.cfg.ffn, s.cfg.hidden, s.schedule.gemm1),
+                lambda s: s.segments(s.cfg.hidden, 2 * s.cfg.ffn), reads=(segment,),
+                work=_wgrad_work, where="weights", lag=1,
+            ),
+            _sum("collect", "weights returned"),
+            _sum("combine", "returned"),
+        ]
+    )  # fmt: skip
