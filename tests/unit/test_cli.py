@@ -25,7 +25,7 @@ from uniep.cli.model import ModelConfig, Trainer, add_in_shard_order
 from uniep.cli.pictures import draw_loss
 from uniep.cli.proof import schedules
 from uniep.cli.text import Text
-from uniep.cli.timeline import _kind, draw_timeline, recording
+from uniep.cli.timeline import draw_timeline, kind_of, recording
 from uniep.cli.verify import QUANTITIES as VERIFIED
 
 SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
@@ -298,7 +298,7 @@ def test_recording_takes_one_layer_both_ways(trainer, tmp_path):
     count = len(spans)
     trainer.step(batch())
     assert len(spans) == count, "hooks are gone"
-    assert {_kind(dataclasses.replace(spans[0], op="push", phase=phase)) for phase in ops} == {"push", "push dO"}
+    assert {kind_of(dataclasses.replace(spans[0], op="push", phase=phase)) for phase in ops} == {"push", "push dO"}
     draw_timeline(spans, "note", tmp_path / "timeline.png")
     draw_loss([5.0, 4.0, 3.0], 3.5, "note", tmp_path / "loss.png")
     assert (tmp_path / "timeline.png").stat().st_size > 10_000 < (tmp_path / "loss.png").stat().st_size

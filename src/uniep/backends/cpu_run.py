@@ -10,33 +10,37 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from uniep.backends.cpu_peers import Peers
 from uniep.errors import PeerTimeoutError
 from uniep.taskflow.check import check
-from uniep.taskflow.graph import SHARED_STAGES, Block, Event, Task, TaskGraph
-from uniep.taskflow.operators import GATE, Operators
+from uniep.taskflow.graph import GATE, SHARED_STAGES, Block, Event, Task, TaskGraph
+from uniep.taskflow.operators import Operators
 from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.scheduler import WorkerName, assign
-from uniep.taskflow.trace import Span, is_remote, remote_gates
+from uniep.taskflow.trace import Span
 
 Body = Callable[[Any, Block], None]
 
 
+class Step(NamedTuple):
+    """An entry of a worker's queue.  remote, for_peers: as in `Span`."""
+
+    task: Task
+    remote: bool
+    for_peers: bool
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A checked graph, and the queues of one rank's workers.
-
-    bodies: of operators that bring their own.  gates: events of the gates that wait for peers.
-    """
+    """A checked graph, and the queues of one rank's workers.  bodies: of operators that bring their own."""
 
     graph: TaskGraph
-    queues: dict[WorkerName, list[Task]]
+    queues: dict[WorkerName, list[Step]]
     bodies: Mapping[str, Body]
-    gates: frozenset[Event]
 
     @classmethod
     def make(
@@ -49,13 +53,14 @@ class Program:
         assignment = assign(graph, schedule)
         check(graph, list(assignment.queues.values()))
         queues = assignment.of_rank(rank)
-        tasks = graph.some(torch.tensor([i for queue in queues.values() for i in queue], dtype=torch.int64))
-        each = iter(tasks)
-        bodies = {op.name: op.body for op in operators if op.body is not None}
+        index = torch.tensor([i for queue in queues.values() for i in queue], dtype=torch.int64)
+        flags = (graph.remote[index].tolist(), graph.waits_for_peers[index].tolist())
+        steps = map(Step, graph.some(index), *flags)
         of_worker = {
-            name: [task for _ in queue if (task := next(each)).op not in left_out] for name, queue in queues.items()
+            name: [step for _ in queue if (step := next(steps)).task.op not in left_out]
+            for name, queue in queues.items()
         }
-        return cls(graph, of_worker, bodies, remote_gates(tasks))
+        return cls(graph, of_worker, {op.name: op.body for op in operators if op.body is not None})
 
 
 class _StoppedError(Exception):
@@ -103,19 +108,19 @@ class Run:
             finally:
                 self.errors.clear()  # its traceback refers to this object: no cycle that keeps the call's tensors
 
-    def _work(self, name: WorkerName, queue: list[Task], column: int) -> None:
+    def _work(self, name: WorkerName, queue: list[Step], column: int) -> None:
         torch.set_num_threads(1)  # a setting of each thread
         try:
             with torch.no_grad():
-                for task in queue:
-                    self._step(name, task, column)
+                for step in queue:
+                    self._step(name, step, column)
         except _StoppedError:
             pass
         except BaseException as error:
             self.errors.append(error)
 
-    def _step(self, name: WorkerName, task: Task, column: int) -> None:
-        claimed = time.perf_counter_ns()
+    def _step(self, name: WorkerName, step: Step, column: int) -> None:
+        task, claimed = step.task, time.perf_counter_ns()
         for event, count in task.waits:
             self._wait(task, event, count)
         started = time.perf_counter_ns()
@@ -126,8 +131,8 @@ class Run:
         if self.trace is not None:
             ended = time.perf_counter_ns()
             phase = "forward" if self.operation.startswith("forward") else "backward"
-            remote = is_remote(task, self.program.gates)
-            self.trace.append(Span(phase, task.rank, str(name), task.op, task.block, remote, claimed, started, ended))
+            what = (phase, task.rank, str(name), task.op, task.block, step.remote, step.for_peers)
+            self.trace.append(Span(*what, claimed, started, ended))
         for event in task.signals:
             self._signal(event, column)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from uniep.backends.cpu import CpuBackend
 from uniep.cli.pictures import INK, MUTED, figure_style
 from uniep.nn import Experts
-from uniep.taskflow.operators import GATE
+from uniep.taskflow.graph import GATE
 from uniep.taskflow.trace import PHASES, Span
 
 
@@ -56,33 +56,46 @@ def fastest(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
+class Kind:
     color: str
     label: str
 
 
-_KINDS = {
-    "push": _Kind("#e8590c", "push tokens to peers"),
-    "push dO": _Kind("#e8590c", "push dO to peers"),
-    "keep": _Kind("#ffc078", "keep received tokens"),
-    "gemm1 local": _Kind("#91c0f5", "GEMM 1, local rows"),
-    "gemm1": _Kind("#2f6fde", "GEMM 1, with rows from peers"),
-    "gemm2": _Kind("#123a8c", "GEMM 2, results to their ranks"),
-    "dgrad2 local": _Kind("#91c0f5", "dgrad 2, local rows"),
-    "dgrad2": _Kind("#2f6fde", "dgrad 2, with rows from peers"),
-    "dgrad1": _Kind("#123a8c", "dgrad 1, results to their ranks"),
-    "wgrad2": _Kind("#b197fc", "weight gradient 2"),
-    "wgrad1": _Kind("#7048e8", "weight gradient 1"),
-    "dweight": _Kind("#63e6be", "d(routing weight)"),
-    "collect": _Kind("#0ca678", "collect d(routing weight)"),
-    "combine": _Kind("#2b8a3e", "sum slots in order"),
+KINDS = {
+    "push": Kind("#e8590c", "push tokens to peers"),
+    "push dO": Kind("#e8590c", "push dO to peers"),
+    "keep": Kind("#ffc078", "keep received tokens"),
+    "gemm1 local": Kind("#91c0f5", "GEMM 1, local rows"),
+    "gemm1": Kind("#2f6fde", "GEMM 1, with rows from peers"),
+    "activation": Kind("#22b8cf", "activation"),
+    "gemm2": Kind("#123a8c", "GEMM 2, results to their ranks"),
+    "dgrad2 local": Kind("#91c0f5", "dgrad 2, local rows"),
+    "dgrad2": Kind("#2f6fde", "dgrad 2, with rows from peers"),
+    "activation_gradient": Kind("#22b8cf", "gradient of the activation"),
+    "dgrad1": Kind("#123a8c", "dgrad 1, results to their ranks"),
+    "wgrad2": Kind("#b197fc", "weight gradient 2"),
+    "wgrad1": Kind("#7048e8", "weight gradient 1"),
+    "dweight": Kind("#63e6be", "d(routing weight)"),
+    "collect": Kind("#0ca678", "collect d(routing weight)"),
+    "combine": Kind("#2b8a3e", "sum slots in order"),
 }
 
 
-def _kind(span: Span) -> str:
+_MORE = ("#d6336c", "#868e96", "#a61e4d", "#5c940d")
+"""Colours of operators that are not the layer's own."""
+
+
+def kind_of(span: Span) -> str:
     if span.op == "push" and span.phase == "backward":
         return "push dO"
     return f"{span.op} local" if span.op in ("gemm1", "dgrad2") and not span.remote else span.op
+
+
+def kinds_of(spans: Iterable[Span]) -> dict[str, Kind]:
+    """The kinds that occur, the layer's own first and in its order."""
+    found = dict.fromkeys(kind_of(s) for s in spans if s.op != GATE)
+    others = {name: Kind(_MORE[i % len(_MORE)], name) for i, name in enumerate(n for n in found if n not in KINDS)}
+    return {name: kind for name, kind in {**KINDS, **others}.items() if name in found}
 
 
 def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
@@ -90,6 +103,7 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
     plt = figure_style()
     spans = [s for s in spans if s.op != GATE]
     lanes = sorted({(s.rank, s.worker) for s in spans})
+    kinds = kinds_of(spans)
     figure, panels = plt.subplots(
         len(PHASES), figsize=(11, 1.9 + 0.62 * len(PHASES) * (len(lanes) + 1.2)), layout="constrained"
     )
@@ -98,7 +112,7 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
         origin = min((s.start_ns for s in of_phase), default=0)
         thin = 0.006 * (max((s.end_ns for s in of_phase), default=0) - origin)
         for span in of_phase:
-            color = _KINDS[_kind(span)].color
+            color = kinds[kind_of(span)].color
             axes.barh(
                 lanes.index((span.rank, span.worker)),
                 (span.end_ns - span.start_ns) / 1e6,
@@ -117,10 +131,10 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
         axes.grid(axis="x", color="#e8eaf0", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_title(phase, loc="left", fontsize=11, color=INK)
-        used = [kind for kind in _KINDS if any(_kind(s) == kind for s in of_phase)]
+        used = kinds_of(of_phase).values()
         axes.legend(
-            [plt.Rectangle((0, 0), 1, 1, color=_KINDS[kind].color) for kind in used],
-            [_KINDS[kind].label for kind in used],
+            [plt.Rectangle((0, 0), 1, 1, color=kind.color) for kind in used],
+            [kind.label for kind in used],
             loc="upper left",
             bbox_to_anchor=(1.0, 1.0),
             frameon=False,

@@ -26,6 +26,9 @@ from uniep.errors import ConfigError
 Worker = Literal["matrix", "vector"]
 WORKERS: tuple[Worker, ...] = ("matrix", "vector")
 
+GATE = "gate"
+"""Name of the tasks that keep stages apart under overlap="serial"; they have no body."""
+
 SHARED_STAGES = ("arrived", "returned", "weights returned")
 """Stages whose events peers signal; all others stay inside one rank."""
 
@@ -213,6 +216,35 @@ class TaskGraph:
         """Index into WORKERS of each task."""
         of_op = [WORKERS.index(w) for w in self.workers]
         return torch.tensor(of_op, dtype=torch.int64)[self.op_N]
+
+    @functools.cached_property
+    def remote(self) -> Tensor:
+        """(N,): whether a task reads what peers send."""
+        return self._any(self.reads, self._shared())
+
+    @functools.cached_property
+    def waits_for_peers(self) -> Tensor:
+        """(N,): whether a task waits for peers, itself or by the gate before it."""
+        direct_N = self._any(self.waits, self._shared())
+        gates_V = torch.zeros(self.num_events, dtype=torch.bool)
+        gates_V[self.signals.of_tasks(torch.nonzero(direct_N & (self.op_N == self._gate())).flatten()).item_P] = True
+        return direct_N | self._any(self.waits, gates_V)
+
+    def _gate(self) -> int:
+        return self.ops.index(GATE) if GATE in self.ops else -1
+
+    def _shared(self) -> Tensor:
+        """(V,): whether peers signal an event."""
+        shared = [self.stages.index(stage) for stage in SHARED_STAGES if stage in self.stages]
+        return torch.isin(self.event_V3[:, 1], torch.tensor(shared, dtype=torch.int64))
+
+    @staticmethod
+    def _any(relation: Relation, event_V: Tensor) -> Tensor:
+        """(N,): whether a task has one of these events."""
+        lists = relation.events
+        any_G = torch.zeros(len(lists), dtype=torch.bool)
+        any_G[lists.groups[event_V[lists.item_P]]] = True
+        return any_G[relation.group_N]
 
     def indices(self, rank: int, worker: Worker | None = None) -> Tensor:
         """Tasks of a rank, or of one class of its workers, in the order of the Schedule."""

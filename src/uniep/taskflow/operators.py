@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from uniep.errors import ConfigError
-from uniep.taskflow.graph import WORKERS, Block, Worker, ranges
+from uniep.taskflow.graph import GATE, WORKERS, Block, Worker, ranges
 from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site, count
 
@@ -183,7 +183,3 @@ class Operators:
 
     def __len__(self) -> int:
         return len(self._by_name)
-
-
-GATE = "gate"
-"""Name of the tasks that keep stages apart under overlap="serial"; they have no body."""

@@ -88,11 +88,12 @@ class Schedule:
         return "/".join(parts)
 
 
-_CHOICES = {
+CHOICES = {
     field.name: get_args(kind)
     for field in dataclasses.fields(Schedule)
     if get_origin(kind := get_type_hints(Schedule)[field.name]) is Literal
 }
+"""Of each field that names one of several ways."""
 
 DEFAULT_SCHEDULES = {
     "cpu": Schedule(),
@@ -126,7 +127,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         if not ok:
             reasons.append(text)
 
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         value = getattr(schedule, name)
         listed = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
         need(value in choices, f"{name} is {value!r}; use {listed}")

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from uniep.errors import InputError
-from uniep.taskflow.graph import SHARED_STAGES, WORKERS, Block, Event, Task, TaskGraph, Worker
-from uniep.taskflow.operators import GATE
+from uniep.taskflow.graph import GATE, WORKERS, Block, TaskGraph, Worker
 
 PHASES = ("forward", "backward")
 
@@ -26,7 +25,8 @@ PHASES = ("forward", "backward")
 class Span:
     """One task in one call (ns, one clock for all ranks).
 
-    worker: its class, and which one of the class: "matrix 0".  remote: waits for peers, itself or by its gate.
+    worker: its class, and which one of the class: "matrix 0".  remote: reads what peers send.  for_peers: waits for
+    peers, itself or by the gate of its stage.
     claimed_ns: taken from the queue; start_ns: nothing left to wait for; end_ns: over.
     """
 
@@ -36,19 +36,10 @@ class Span:
     op: str
     block: Block
     remote: bool
+    for_peers: bool
     claimed_ns: int
     start_ns: int
     end_ns: int
-
-
-def remote_gates(tasks: Iterable[Task]) -> frozenset[Event]:
-    """Events of the gates that wait for peers."""
-    gates = (t for t in tasks if t.op == GATE and any(e.stage in SHARED_STAGES for e, _ in t.waits))
-    return frozenset(e for gate in gates for e in gate.signals)
-
-
-def is_remote(task: Task, gates: frozenset[Event]) -> bool:
-    return any(event.stage in SHARED_STAGES or event in gates for event, _ in task.waits)
 
 
 def device_spans(graph: TaskGraph, rank: int, worker: Worker, record_n5: Tensor, phase: str) -> list[Span]:
@@ -66,12 +57,14 @@ def device_spans(graph: TaskGraph, rank: int, worker: Worker, record_n5: Tensor,
                 "program, claimed <= start <= end)"
             )
     tasks = graph.some(index_n)
-    gates = remote_gates(tasks)
+    remote, for_peers = graph.remote[index_n].tolist(), graph.waits_for_peers[index_n].tolist()
     return [
-        Span(phase, rank, f"{worker} {program}", t.op, t.block, is_remote(t, gates), claimed, start, end)
-        for (place, program, claimed, start, end) in rows
-        for t in (tasks[place],)
-    ]
+        Span(
+            phase, rank, f"{worker} {program}", tasks[at].op, tasks[at].block, remote[at], for_peers[at], claimed,
+            start, end,
+        )
+        for at, program, claimed, start, end in rows
+    ]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +102,7 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
             if not chosen:
                 continue
             busy = sum(s.end_ns - s.start_ns for s in chosen) / total
-            waits = [sum(s.start_ns - s.claimed_ns for s in chosen if s.remote == remote) for remote in (False, True)]
+            waits = [sum(s.start_ns - s.claimed_ns for s in chosen if s.for_peers == peers) for peers in (False, True)]
             waiting, exposed = (w / total for w in waits)
             out.append(Shares(phase, worker, busy, waiting, exposed, max(1 - busy - waiting - exposed, 0.0)))
     return out
@@ -137,7 +130,7 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
 
     for span in sorted(spans, key=lambda s: (s.rank, s.worker, s.claimed_ns)):
         if span.start_ns > span.claimed_ns:
-            what = "exposed communication" if span.remote else "waiting"
+            what = "exposed communication" if span.for_peers else "waiting"
             events.append(event(span, what, what, span.claimed_ns, span.start_ns))
         if span.op != GATE:
             events.append(event(span, span.op, span.worker.split()[0], span.start_ns, span.end_ns))
