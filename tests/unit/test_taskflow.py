@@ -18,7 +18,7 @@ from uniep.memory import cpu_arrays
 from uniep.numerics import one_thread
 from uniep.routing import build_plan, recv_base
 from uniep.taskflow.check import check
-from uniep.taskflow.graph import Block, Event, Task, from_tasks
+from uniep.taskflow.graph import Block, Event, Relation, Task, from_tasks
 from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
 from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
@@ -32,6 +32,9 @@ SCHEDULES = {
         gemm1=Tile(rows=64, columns=64),
         gemm2=Tile(rows=128, columns=128),
         chunk_tokens=3,
+    ),
+    "separate": Schedule(
+        activation="separate", tile_order="chunk-major", peer_order="rotated", weight_gradient_order="interleaved"
     ),
     "mixed tiles": Schedule(
         overlap="serial", gemm1=Tile(rows=128, columns=128), gemm2=Tile(rows=64, columns=64), chunk_tokens=16
@@ -96,12 +99,21 @@ def problems(draw):
 
 @st.composite
 def schedules(draw):
-    tile = st.builds(Tile, rows=st.sampled_from([64, 128]), columns=st.sampled_from([64, 128, 256]))
+    tile = st.builds(
+        Tile,
+        rows=st.sampled_from([64, 128]),
+        columns=st.sampled_from([64, 128, 256]),
+        group_rows=st.sampled_from([1, 8]),
+    )
     return draw(
         st.builds(
             Schedule,
             overlap=st.sampled_from(["serial", "fused"]),
-            tile_order=st.sampled_from(["natural", "local-first"]),
+            tile_order=st.sampled_from(["natural", "local-first", "chunk-major", "critical-path"]),
+            chunk_experts=st.integers(1, 3),
+            peer_order=st.sampled_from(["natural", "rotated"]),
+            weight_gradient_order=st.sampled_from(["last", "interleaved"]),
+            activation=st.sampled_from(["fused", "separate"]),
             gemm1=tile,
             gemm2=tile,
             chunk_tokens=st.integers(1, 200),
@@ -131,6 +143,7 @@ def test_a_tile_waits_for_the_chunks_of_its_rows(case, schedule):
     """Against a row-by-row search of the send lists; fused waits for no other chunk."""
     plans = case.plans()
     graph = case.forward(dataclasses.replace(schedule, overlap="fused"))
+    assert graph.remote.tolist() == [any(e.stage in ("arrived", "returned") for e, _ in t.waits) for t in graph.tasks]
     chunks = -(-case.cfg.max_tokens_per_rank // schedule.chunk_tokens)
     for task in graph.tasks:
         if task.op != "gemm1":
@@ -245,6 +258,73 @@ def test_a_wait_without_enough_producers_is_found():
         check(edited(graph, tasks))
 
 
+def fewer(relation, graph, wanted):
+    """The relation without the pairs of which `wanted(task, event)` is False."""
+    pairs = [
+        (i, v) for i, of in enumerate(relation.of_tasks(torch.arange(graph.num_tasks)).lists()) for v in of
+        if wanted(i, v)
+    ]  # fmt: skip
+    table = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    return Relation.of(table[:, 0], table[:, 1], graph.num_tasks, graph.num_events)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("op", ["gemm1", "gemm2", "keep", "combine"])
+def test_a_read_that_nothing_orders_is_found(op, name):
+    """One wait less; under serial schedules it is the gate's, of the stage before it or of peers."""
+    graph = problem().forward(SCHEDULES[name])
+    index = first(graph, op)
+    serial = SCHEDULES[name].overlap == "serial"
+    if serial:
+        index = next(i for i in range(index, -1, -1) if graph.tasks[i].op == "gate" and graph.tasks[i].rank == 0)
+    assert graph.tasks[index].waits
+    broken = dataclasses.replace(graph, waits=fewer(graph.waits, graph, lambda i, v: i != index))
+    with pytest.raises(ConfigError, match=r"a read that nothing orders: .* reads .*, but does not wait for \w+\("):
+        check(broken)
+    check(dataclasses.replace(graph, waits=fewer(graph.waits, graph, lambda i, v: True)))
+
+
+def test_a_write_without_its_signal_is_found():
+    graph = problem().forward(SCHEDULES["small tiles"])
+    index = first(graph, "gemm2")
+    silent = fewer(graph.signals, graph, lambda i, v: i != index)
+    count_V = silent.count(graph.num_events)
+    with pytest.raises(ConfigError, match=r"waits for \d+ of returned.*which is signalled \d+ times"):
+        check(dataclasses.replace(graph, signals=silent))
+    with pytest.raises(ConfigError, match=r"a write without its signal: gemm2\(.* does not signal returned"):
+        check(dataclasses.replace(graph, signals=silent, count_V=count_V))
+
+
+@settings(max_examples=10, deadline=None)
+@given(problems(), schedules(), st.data())
+def test_each_wait_of_a_compiled_graph_carries_a_read(case, schedule, data):
+    """No wait can go, and none is there without need: the proof fails without any one of them (fused)."""
+    graph = case.backward(dataclasses.replace(schedule, overlap="fused"))
+    pairs = [(i, v) for i, of in enumerate(graph.waits.of_tasks(torch.arange(graph.num_tasks)).lists()) for v in of]
+    if pairs:
+        gone = data.draw(st.sampled_from(pairs))
+        with pytest.raises(ConfigError, match="a read that nothing orders"):
+            check(dataclasses.replace(graph, waits=fewer(graph.waits, graph, lambda i, v: (i, v) != gone)))
+
+
+def test_queues_must_hold_every_task_once():
+    graph = problem().forward(SCHEDULES["fused"])
+    queues = [graph.indices(rank, worker).tolist() for rank in range(4) for worker in ("matrix", "vector")]
+    check(graph, queues)
+    queues[0], queues[1] = queues[0][1:], [*queues[1], queues[1][0]]
+    with pytest.raises(ConfigError, match=r"is in the workers' queues [02] times"):
+        check(graph, queues)
+
+
+def test_returns_to_each_slot_once_or_not_at_all():
+    case = problem()
+    plans = case.plans()
+    used = torch.nonzero(plans[1].row_return_N >= 0).flatten()
+    plans[1].row_return_N[used[0]] = plans[1].row_return_N[used[1]]
+    with pytest.raises(ConfigError, match=r"the plans return \d+ rows to \d+ slots of \d+ routed ones"):
+        lower_forward(plans, case.tokens, case.cfg, Schedule(), keep=False)
+
+
 def tiny(*tasks):
     return from_tasks(2, tasks)
 
@@ -341,7 +421,10 @@ class Model:
             ExpertWeights((a,), (b,), "stacked") for a, b in zip(self.w13.split(size), self.w2.split(size), strict=True)
         ]
         shared, ranks = self.shared(), range(case.ranks)
-        fwd = [Forward(rows[r], shared, self.x[r], case.ids[r], self.weights[r], experts[r], True) for r in ranks]
+        separate = any(op.startswith("activation") for op in forward.ops)
+        fwd = [
+            Forward(rows[r], shared, self.x[r], case.ids[r], self.weights[r], experts[r], True, separate) for r in ranks
+        ]
         for bodies in fwd:
             poison(bodies, "y_TD", "h_NF", "act_NF", "received_MD")
         run_anyhow(forward, rng, lambda t: t.op == "gate" or getattr(fwd[t.rank], t.op)(t.block))
@@ -355,11 +438,12 @@ class Model:
                 experts[r],
                 fwd[r].h_NF,
                 Gather(self.x[r], fwd[r].received_MD, rows[r], compact=True),
+                separate=separate,
             )
             for r in ranks
         ]
         for bodies in bwd:
-            poison(bodies, "group_sums_NG", "weighted_NF", "dh_NF", "dx_TD", "dweights_TK")
+            poison(bodies, "group_sums_NG", "weighted_NF", "dh_NF", "dx_TD", "dweights_TK", *["raw_NF"] * separate)
         run_anyhow(backward, rng, lambda t: t.op == "gate" or getattr(bwd[t.rank], t.op)(t.block))
         parts = [[f.y_TD for f in fwd], [b.dx_TD for b in bwd], [b.dweights_TK for b in bwd]]
         parts += [[b.gradients.w13[0] for b in bwd], [b.gradients.w2[0] for b in bwd]]
@@ -409,8 +493,11 @@ def test_any_order_that_events_allow_gives_the_bits_of_the_reference(schedule, d
 
 @pytest.mark.parametrize(
     ("op", "result"),
-    [("gemm1", 0), ("gemm2", 0), ("combine", 0), ("dgrad2", 1), ("dgrad1", 1), ("collect", 2), ("wgrad1", 3)],
-)
+    [
+        ("gemm1", 0), ("activation", 0), ("gemm2", 0), ("combine", 0), ("dgrad2", 1), ("activation_gradient", 1),
+        ("dgrad1", 1), ("collect", 2), ("wgrad1", 3), ("wgrad2", 4),
+    ],
+)  # fmt: skip
 def test_every_wait_is_needed(op, result):
     """Without its waits, an op reads what is not there yet in some order: the test above would see it."""
     model = Model(problem(num_experts=4))
@@ -419,7 +506,8 @@ def test_every_wait_is_needed(op, result):
     def careless(graph):
         return edited(graph, [dataclasses.replace(t, waits=()) if t.op == op else t for t in graph.tasks])
 
-    forward, backward = (careless(g) for g in (model.case.forward(Schedule()), model.case.backward(Schedule())))
+    schedule = Schedule(activation="separate" if op.startswith("activation") else "fused")
+    forward, backward = (careless(g) for g in (model.case.forward(schedule), model.case.backward(schedule)))
     assert any(not torch.equal(model.run(forward, backward, seed)[result], expected) for seed in range(10))
 
 

@@ -46,7 +46,8 @@ def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor, lat
 def _inside(op: Operator, site: Site, block_n5: Tensor, late_n: Tensor) -> Tensor:
     """Local tiles first where the schedule says so, then by expert, then by the peers whose rows a tile holds."""
     experts, steps = len(site.start_e1), site.ep_size + 1
-    late = late_n.long() if site.schedule.tile_order == "local-first" and op.where == "expert" else 0
+    local_first = site.schedule.tile_order in ("local-first", "critical-path") and op.where == "expert"
+    late = late_n.long() if local_first else 0
     step = _steps(op, site, block_n5) if site.schedule.peer_order == "rotated" and op.where == "expert" else 0
     expert = block_n5[:, 0] if op.where in ("expert", "weights") else 0
     return torch.as_tensor((late * experts + expert) * steps + step).expand(len(block_n5))
