@@ -88,7 +88,8 @@ body{font:14px/1.5 system-ui,sans-serif;color:#1f2430;background:#fff;margin:24p
 padding:0 20px}
 h1{font-size:20px;margin:0 0 8px}h2{font-size:16px;margin:28px 0 6px}
 small{color:#7a8194;font-weight:400;font-size:13px}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:0 14px;margin:0 0 12px;color:#4a5164}dt{color:#7a8194}dd{margin:0}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:0 14px;margin:0 0 12px;color:#4a5164}
+dt{color:#7a8194}dd{margin:0}
 table{border-collapse:collapse;margin:4px 0 10px}th,td{padding:2px 12px 2px 0;text-align:right;font-weight:400}
 th:first-child{text-align:left}td.bar{width:340px}td.bar div{display:flex;height:13px;border-radius:3px;overflow:hidden}
 td.bar i{display:block;height:100%}
