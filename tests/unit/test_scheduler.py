@@ -180,7 +180,7 @@ def test_a_stuck_graph_is_an_error_not_a_schedule():
     a = Task("a", "vector", 0, Block(0, 0, 1, 0, 1), ((y, 1),), (x,))
     b = Task("b", "matrix", 0, Block(0, 0, 1, 0, 1), ((x, 1),), (y,))
     for order in ("natural", "critical-path"):
-        with pytest.raises(ConfigError, match="cycle; blocked: a.*b"):
+        with pytest.raises(ConfigError, match=r"cycle; blocked: a.*b"):
             assign(from_tasks(1, [a, b]), Schedule(tile_order=order))
     second = Task("b", "vector", 0, Block(0, 0, 1, 0, 1), (), (y,))
     blocking = from_tasks(1, [dataclasses.replace(a, signals=()), second])

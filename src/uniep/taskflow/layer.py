@@ -92,9 +92,13 @@ def _passes(count: int, size: int | None = None, sends: bool = False) -> Work:
     return work
 
 
-def _sum_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
-    rows, _ = _area(tiles)
-    return 0, rows * (site.cfg.top_k + 1) * site.cfg.hidden * site.cfg.dtype.itemsize, 0
+def _slots_read(size: Callable[[Site], int]) -> Work:
+    """Sums of slots, each of `size` bytes."""
+
+    def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+        return 0, (tiles[:, 2] - tiles[:, 1]) * (site.cfg.top_k + 1) * size(site), 0
+
+    return work
 
 
 def _hidden(site: Site) -> int:
@@ -115,11 +119,14 @@ KEEP = Operator(
 )  # fmt: skip
 
 
-def _sum(name: str, stage: str) -> Operator:
-    """One task per chunk of a rank's own tokens, once all that returns to it is there."""
-    return Operator(
-        name, "vector", _own_chunks, Site.own, reads=(Access(stage, returned),), work=_sum_work, where="last"
-    )
+def _sum(name: str, stage: str, size: Callable[[Site], int]) -> Operator:
+    """One task per chunk of a rank's own tokens, once all that returns to it is there.  size: bytes of a slot."""
+    reads = (Access(stage, returned),)
+    return Operator(name, "vector", _own_chunks, Site.own, reads=reads, work=_slots_read(size), where="last")
+
+
+COMBINE = _sum("combine", "returned", lambda s: s.cfg.hidden * s.cfg.dtype.itemsize)
+COLLECT = _sum("collect", "weights returned", lambda s: 4)
 
 
 def forward_operators(schedule: Schedule, *, keep: bool) -> Operators:
@@ -153,7 +160,7 @@ def forward_operators(schedule: Schedule, *, keep: bool) -> Operators:
             writes=(Access("returned", returns),), work=_gemm(_ffn, returns=True), lag=1,
         )
     )  # fmt: skip
-    return Operators([*operators, _sum("combine", "returned")])
+    return Operators([*operators, COMBINE])
 
 
 def dispatch_operators() -> Operators:
@@ -198,7 +205,7 @@ def backward_operators(schedule: Schedule) -> Operators:
                 lambda s: s.segments(s.cfg.hidden, 2 * s.cfg.ffn), reads=(segment,),
                 work=_wgrad_work, where="weights", lag=1,
             ),
-            _sum("collect", "weights returned"),
-            _sum("combine", "returned"),
+            COLLECT,
+            COMBINE,
         ]
     )  # fmt: skip
