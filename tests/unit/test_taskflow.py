@@ -160,6 +160,34 @@ def test_a_tile_waits_for_the_chunks_of_its_rows(case, schedule):
         assert {event for event, _ in task.waits} == expected
 
 
+@settings(max_examples=25, deadline=None)
+@given(problems(), schedules())
+def test_a_tile_waits_for_all_that_it_contracts_or_sums(case, schedule):
+    """Against loops over rows and slots, for every reader of local rows and of returns; and no signal is in vain."""
+    schedule = dataclasses.replace(schedule, overlap="fused")
+    plans, step = case.plans(), schedule.gemm1.rows
+    separate = schedule.activation == "separate"
+    made = {"gemm2": "activation" if separate else "gemm1"}
+    made |= dict.fromkeys(("dgrad1", "dweight", "wgrad1", "wgrad2"), "activation_gradient" if separate else "dgrad2")
+    tokens_of = [torch.nonzero((ids >= 0).any(1)).flatten().tolist() for ids in case.ids]
+    for graph in (case.forward(schedule), case.backward(schedule)):
+        waited = {event for t in graph.tasks for event, _ in t.waits}
+        assert waited == {event for t in graph.tasks for event in t.signals}
+        for task in graph.tasks:
+            rank, b = task.rank, task.block
+            if task.op in made:
+                start = plans[rank].expert_start_e1.tolist()
+                rows = range(b.row0, b.row1) if "wgrad" not in task.op else range(start[b.group], start[b.group + 1])
+                expected = {Event(rank, made[task.op], row // step) for row in rows}
+                tiles = -(-case.cfg.ffn // schedule.gemm1.columns)
+                assert {event for event, _ in task.waits} == expected and all(n == tiles for _, n in task.waits)
+            elif task.op in ("combine", "collect"):
+                stage = "returned" if task.op == "combine" else "weights returned"
+                used = any(b.row0 <= t < b.row1 for t in tokens_of[rank])
+                number = b.row0 // schedule.chunk_tokens
+                assert [event for event, _ in task.waits] == [Event(rank, stage, number)] * used
+
+
 def test_two_ranks_by_hand():
     """The plan module's example: rank 1 sends tokens 0 and 1 to rank 0, each once."""
     cfg = MoEConfig(hidden=64, ffn=64, num_experts=2, top_k=2, max_tokens_per_rank=2, dtype=torch.float32)
@@ -202,6 +230,7 @@ def test_local_first_keeps_expert_order_in_each_class():
 def test_serial_has_no_overlap():
     """No task of a stage can start before the last task of the stage before it, on its own rank."""
     graph = problem().backward(SCHEDULES["serial"])
+    assert {e for t in graph.tasks for e, _ in t.waits} == {e for t in graph.tasks for e in t.signals}
     stage_of = {}
     for seed in range(5):
         for task in run_anyhow(graph, random.Random(seed), lambda task: None):

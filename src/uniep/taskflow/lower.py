@@ -159,11 +159,8 @@ class _Compiled:
         read, written = (self._accessed(accesses, site, block_n5) for accesses in (op.reads, op.writes))
         self.reads.add(*read)
         self.writes.add(*written)
-        late_n = torch.zeros(count, dtype=torch.bool)
-        if op.reads:
-            late_n = torch.isin(read[0], read[1][self._from_peers(read[2])])
         work_n3 = torch.stack([torch.as_tensor(w).expand(count) for w in op.work(site, block_n5)], 1)
-        self._add(site.rank, number, block_n5, work_n3, places(self.operators, op, site, block_n5, late_n))
+        self._add(site.rank, number, block_n5, work_n3, places(self.operators, op, site, block_n5))
         self.outputs[op.name, site.rank] = op.covers(site)
 
     def _accessed(self, accesses: Sequence[Access], site: Site, block_n5: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -130,9 +130,9 @@ class Operator:
     """A kind of tile task.
 
     split: the tiles of a rank, (n, 5) int64 rows of `Block`, in natural order.  covers: what they must cover exactly
-    once.  work: for the cost model.  where: how orders of tiles by expert treat it: "expert", tiles of its experts,
-    which come `lag` chunks of experts behind those of the first GEMM; "weights", the same for a weight gradient;
-    "first" and "last", before and after all of those.
+    once.  work: for the cost model.  where: how orders of tiles treat it: "expert", tiles over rows of experts; without
+    `lag` as those rows arrive, with it as they return, `lag` chunks of experts behind the first GEMM; "weights", tiles
+    of a weight gradient; "first" and "last", before and after all of those.
     body: (bodies of the call, block) on the CPU; None: the method of this name.
     """
 

@@ -16,18 +16,20 @@ from uniep.taskflow.site import Site
 _LAST = 1 << 30
 
 
-def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor, late_n: Tensor) -> Tensor:
-    """(n, 3): major, middle and place of the tiles of one operator.  late_n: tiles that wait for peers."""
+def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor) -> Tensor:
+    """(n, 3): major, middle and place of the tiles of one operator."""
     schedule, expert = site.schedule, block_n5[:, 0]
     major, middle, inside = (torch.zeros(len(block_n5), dtype=torch.int64) for _ in range(3))
     names = [o.name for o in operators]
     major += names.index(op.name)
-    if schedule.overlap == "serial":
-        return torch.stack([major, middle, _inside(op, site, block_n5, late_n)], 1)
-    if op.where in ("expert", "weights"):
-        inside = _inside(op, site, block_n5, late_n)
+    if op.where == "expert":
+        inside = _inside(op, site, block_n5)
+    elif op.where == "weights":
+        inside = expert
     interleaved = op.where == "expert" or schedule.weight_gradient_order == "interleaved"
-    if schedule.tile_order == "chunk-major":
+    if schedule.overlap == "serial":
+        pass  # stages follow each other
+    elif schedule.tile_order == "chunk-major":
         if op.where == "first":
             major.zero_()
         elif op.where == "last" or not interleaved:
@@ -43,30 +45,24 @@ def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor, lat
     return torch.stack([major, middle, inside], 1)
 
 
-def _inside(op: Operator, site: Site, block_n5: Tensor, late_n: Tensor) -> Tensor:
-    """Local tiles first where the schedule says so, then by expert, then by the peers whose rows a tile holds."""
-    experts, steps = len(site.start_e1), site.ep_size + 1
-    local_first = site.schedule.tile_order in ("local-first", "critical-path") and op.where == "expert"
-    late = late_n.long() if local_first else 0
-    step = _steps(op, site, block_n5) if site.schedule.peer_order == "rotated" and op.where == "expert" else 0
-    expert = block_n5[:, 0] if op.where in ("expert", "weights") else 0
-    return torch.as_tensor((late * experts + expert) * steps + step).expand(len(block_n5))
+def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
+    """Local tiles first where the schedule says so, then by expert, then by the peers whose rows a tile holds.
 
-
-def _steps(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
-    """Per tile: when its rows have arrived, counted in peers before; or how far behind this rank they return.
-
-    Rows of an expert are sorted by source rank, and pad rows come last.
+    Rows of an expert are sorted by source rank, and pad rows come last.  An operator without lag follows the arrival
+    of rows: rank r - 1 sends to r first, rank r + 1 last.  One with lag returns them, to rank r + 1 first.
     """
-    source_N, rank, size = site.source_of_row, site.rank, site.ep_size
+    schedule, rank, size = site.schedule, site.rank, site.ep_size
+    source_N, expert = site.source_of_row, block_n5[:, 0]
     used = running_start((source_N >= 0).long())
-    count = used[block_n5[:, 2]] - used[block_n5[:, 1]]
+    rows = used[block_n5[:, 2]] - used[block_n5[:, 1]]
     first = source_N[block_n5[:, 1]]
-    last = source_N[block_n5[:, 1] + (count - 1).clamp(min=0)]
-    if any(access.stage == "arrived" for access in op.reads):
-        # Rank r - 1 sends to r first, rank r + 1 last.
+    last = source_N[block_n5[:, 1] + (rows - 1).clamp(min=0)]
+    late, step = torch.zeros_like(expert), torch.zeros_like(expert)
+    if not op.lag and schedule.tile_order in ("local-first", "critical-path"):
+        late = ((rows > 0) & ((first != rank) | (last != rank))).long()
+    if schedule.peer_order == "rotated" and op.lag:
+        step = torch.where(rows == 0, size, (first - rank - 1) % size)
+    elif schedule.peer_order == "rotated":
         waits_for_all = (first <= rank) & (rank < last)
-        return torch.where(count == 0, 0, torch.where(waits_for_all, size - 1, (rank - first) % size))
-    if any(access.stage == "returned" for access in op.writes):
-        return torch.where(count == 0, size, (first - rank - 1) % size)
-    return torch.zeros_like(count)
+        step = torch.where(rows == 0, 0, torch.where(waits_for_all, size - 1, (rank - first) % size))
+    return (late * len(site.start_e1) + expert) * (size + 1) + step
