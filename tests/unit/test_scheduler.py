@@ -189,6 +189,14 @@ def test_a_stuck_graph_is_an_error_not_a_schedule():
     assign(blocking, Schedule(tile_order="critical-path"))
 
 
+def test_no_tiles_for_idle_experts():
+    """88: experts 2, 6 and 7 of 8 on 4 ranks have no rows."""
+    case = problem(idle=(2, 6, 7))
+    for graph in (case.forward(Schedule()), case.backward(Schedule())):
+        busy = {2 * t.rank + t.block.group for t in graph.tasks if "gemm" in t.op or "grad" in t.op}
+        assert busy == {0, 1, 3, 4, 5}
+
+
 def test_no_tasks_at_all():
     graph = problem(tokens=(0, 0)).forward(Schedule())
     assert graph.num_tasks == 0
@@ -358,5 +366,5 @@ def test_a_device_can_derive_the_same_list(case, schedule):
     schedule = dataclasses.replace(schedule, overlap="fused")
     graph = case.forward(schedule)
     for rank, plan in enumerate(case.plans()):
-        found = [(graph.ops[op], *block) for op, *block in graph.descriptors(rank, "matrix").tolist()]
+        found = [(graph.ops[op], *block) for op, *block in graph.descriptors(graph.indices(rank, "matrix")).tolist()]
         assert found == derived(plan, case.cfg, schedule, rank, case.ranks)

@@ -109,9 +109,10 @@ def test_every_operator_of_the_layer_has_a_colour():
 def test_records_of_a_device():
     """Timestamps of persistent programs, by place in the list that they claim from, in the executor's own format."""
     graph = problem().forward(Schedule())
-    count = len(graph.descriptors(1, "matrix"))
+    listed = graph.indices(1, "matrix")
+    count = len(graph.descriptors(listed))
     records = torch.tensor([[i, i % 3, 100 * i, 100 * i + 5, 100 * i + 90] for i in range(count)])
-    spans = device_spans(graph, 1, "matrix", records, "forward")
+    spans = device_spans(graph, listed, records, "forward")
     tasks = graph.queue(1, "matrix")
     assert [(s.op, s.block, s.rank) for s in spans] == [(t.op, t.block, 1) for t in tasks]
     assert [s.worker for s in spans[:4]] == ["matrix 0", "matrix 1", "matrix 2", "matrix 0"]
@@ -119,8 +120,8 @@ def test_records_of_a_device():
     (found,) = shares(spans)
     assert found.busy > 0 and found.exposed > 0
     for bad in ([count, 0, 0, 0, 0], [-1, 0, 0, 0, 0], [0, 0, 5, 4, 9], [0, 0, 5, 6, 5]):
-        with pytest.raises(InputError, match=r"rank 1: record \[.*\] is no task of class 'matrix'"):
-            device_spans(graph, 1, "matrix", torch.tensor([bad]), "forward")
+        with pytest.raises(InputError, match=r"record \[.*\] is no task of this list"):
+            device_spans(graph, listed, torch.tensor([bad]), "forward")
 
 
 def test_serial_matrix_workers_wait_for_peers_at_their_gate():

@@ -295,13 +295,13 @@ class TaskGraph:
     def queue(self, rank: int, worker: Worker) -> tuple[Task, ...]:
         return tuple(self.some(self.indices(rank, worker)))
 
-    def descriptors(self, rank: int, worker: Worker) -> Tensor:
-        """(n, 6) int32: op, group, row0, row1, column0, column1 of a class's tasks in order, for a device.
+    def descriptors(self, index_n: Tensor) -> Tensor:
+        """(n, 6) int32: op, group, row0, row1, column0, column1 of these tasks, for a device.
 
-        op is an index into `ops`.  docs/taskflow.md says how a device derives the same list from a plan.
+        index_n: `indices(rank, worker)`, or the order of an `Assignment`.  op is an index into `ops`.
+        docs/taskflow.md says how a device derives the same list from a plan.
         """
-        chosen = self.indices(rank, worker)
-        return torch.cat([self.op_N[chosen, None], self.block_N5[chosen]], 1).to(torch.int32)
+        return torch.cat([self.op_N[index_n, None], self.block_N5[index_n]], 1).to(torch.int32)
 
 
 def from_tasks(

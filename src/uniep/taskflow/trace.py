@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from uniep.errors import InputError
-from uniep.taskflow.graph import GATE, WORKERS, Block, TaskGraph, Worker
+from uniep.taskflow.graph import GATE, WORKERS, Block, TaskGraph
 
 PHASES = ("forward", "backward")
 
@@ -42,26 +42,26 @@ class Span:
     end_ns: int
 
 
-def device_spans(graph: TaskGraph, rank: int, worker: Worker, record_n5: Tensor, phase: str) -> list[Span]:
+def device_spans(graph: TaskGraph, list_n: Tensor, record_n5: Tensor, phase: str) -> list[Span]:
     """The records of a device's programs: int64 rows of (task, program, claimed, start, end).
 
-    task: its place in `graph.descriptors(rank, worker)`.  Times: nanoseconds of one clock for all ranks.
+    list_n: the tasks of one class on one rank, in the order in which programs claim them; task: the place in it.
+    Times: nanoseconds of one clock for all ranks.
     Raises InputError for a record of no task, or one that ends before it begins.
     """
-    index_n = graph.indices(rank, worker)
     rows = record_n5.tolist()
     for row in rows:
-        if not 0 <= row[0] < len(index_n) or not row[2] <= row[3] <= row[4]:
+        if not 0 <= row[0] < len(list_n) or not row[2] <= row[3] <= row[4]:
             raise InputError(
-                f"rank {rank}: record {row} is no task of class {worker!r}; it must be (task below {len(index_n)}, "
-                "program, claimed <= start <= end)"
+                f"record {row} is no task of this list; it must be (task below {len(list_n)}, program, "
+                "claimed <= start <= end)"
             )
-    tasks = graph.some(index_n)
-    remote, for_peers = graph.remote[index_n].tolist(), graph.waits_for_peers[index_n].tolist()
+    tasks = graph.some(list_n)
+    remote, for_peers = graph.remote[list_n].tolist(), graph.waits_for_peers[list_n].tolist()
     return [
         Span(
-            phase, rank, f"{worker} {program}", tasks[at].op, tasks[at].block, remote[at], for_peers[at], claimed,
-            start, end,
+            phase, tasks[at].rank, f"{tasks[at].worker} {program}", tasks[at].op, tasks[at].block, remote[at],
+            for_peers[at], claimed, start, end,
         )
         for at, program, claimed, start, end in rows
     ]  # fmt: skip
