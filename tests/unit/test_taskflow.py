@@ -287,6 +287,41 @@ def test_a_wait_without_enough_producers_is_found():
         check(edited(graph, tasks))
 
 
+QUARTERS = [(0, 2, 0, 2), (0, 2, 2, 4), (2, 4, 0, 2), (2, 4, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "words"),
+    [
+        (QUARTERS, None),
+        ([(0, 1, 0, 4), (1, 4, 0, 3), (1, 4, 3, 4)], None),
+        (QUARTERS[1:], "gap or overlap"),
+        (QUARTERS[:3], "gap or overlap"),
+        (QUARTERS[2:], "gap or overlap"),
+        (QUARTERS[:2], "gap or overlap"),
+        ([(0, 1, 0, 4), (2, 4, 0, 4)], "gap or overlap"),
+        ([(0, 3, 0, 4), (2, 4, 0, 4)], "gap or overlap"),
+        ([(0, 4, 0, 2), (0, 4, 1, 4)], "gap or overlap"),
+        ([(0, 4, 0, 4), (4, 4, 0, 4)], "gap or overlap"),
+        ([(0, 5, 0, 4)], "gap or overlap"),
+        ([*QUARTERS, QUARTERS[3]], "more than once"),
+        ([], "no tile covers"),
+    ],
+)
+def test_coverage_by_hand(tiles, words):
+    """A 4 x 4 output of group 1 between two whole ones, so that neither its first nor its last tile is the list's."""
+    whole = {group: Block(group, 0, 4, 0, 4) for group in range(3)}
+    blocks = [whole[0], *(Block(1, *t) for t in tiles), whole[2]]
+    for groups in ((0, 1, 2), (1,), (0, 1), (1, 2)):
+        tasks = [Task("t", "matrix", 0, b) for b in blocks if b.group in groups]
+        graph = from_tasks(1, tasks, {("t", 0): tuple(whole[g] for g in groups)})
+        if words is None:
+            check(graph)
+        elif tasks or words == "no tile covers":
+            with pytest.raises(ConfigError, match=words if tasks else "an operator without tasks on rank 0: no tile"):
+                check(graph)
+
+
 def fewer(relation, graph, wanted):
     """The relation without the pairs of which `wanted(task, event)` is False."""
     pairs = [
