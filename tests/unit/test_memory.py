@@ -92,6 +92,13 @@ def test_peak_is_what_meets():
     )
 
 
+def test_an_activation_of_its_own_needs_its_input():
+    plans = [plan_memory(CFG, 2, backend="cpu", schedule=Schedule(activation=how)) for how in ("fused", "separate")]
+    names = [set(by_name(plan)) for plan in plans]
+    assert names[1] - names[0] == {"raw"} and names[0] < names[1]
+    assert plans[1].peak_bytes() > plans[0].peak_bytes()
+
+
 def test_explain_names_every_buffer_and_why():
     plan = plan_memory(CFG, ep_size=8)
     text = plan.explain()

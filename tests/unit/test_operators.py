@@ -147,6 +147,7 @@ def test_it_runs_with_the_layer(schedule):
     with uniep.Workspace(case.cfg, device="cpu", schedule=schedule) as ws:
         plain = uniep.moe(*arguments, workspace=ws)
     with uniep.Workspace(case.cfg, device="cpu", schedule=schedule) as ws:
+        uniep.moe(*arguments, workspace=ws)  # a program without it is not used again
         ws.backend.forward_operators.register(mine, after=stage)
         ws.backend.trace = []
         assert torch.equal(uniep.moe(*arguments, workspace=ws), plain)

@@ -99,13 +99,12 @@ class _Routing:
     def _sites(self) -> list[Site]:
         return sites(self.plans, self.tokens, self.cfg, self.schedule)
 
-    def program(self, key: Any, operators: Callable[[], Operators], rank: int, left_out: Sequence[str] = ()) -> Program:
+    def program(self, operators: Operators, rank: int, left_out: Sequence[str] = ()) -> Program:
         """left_out: operators that this rank alone does not run; nothing may wait for them."""
-        key = (key, *left_out)
+        key = (*(op.name for op in operators), "left out", *left_out)
         if key not in self._programs:
-            chosen = operators()
-            graph = compile_graph(chosen, self._sites)
-            self._programs[key] = Program.make(graph, chosen, self.schedule, rank, left_out)
+            graph = compile_graph(operators, self._sites)
+            self._programs[key] = Program.make(graph, operators, self.schedule, rank, left_out)
         return self._programs[key]
 
 
@@ -119,7 +118,7 @@ class CpuBackend:
     """Executes calls of one Workspace with threads of this process and memory shared with its peers.
 
     trace: set to a list to have `Span`s appended.  forward_operators, backward_operators: what calls are made of; an
-    operator registered there, on every rank alike and before the first call, runs with the others.
+    operator registered there, on every rank alike, runs with the others.
     """
 
     name = "cpu"
@@ -158,9 +157,7 @@ class CpuBackend:
         call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD)
         keep, routing = save and self.schedule.received == "saved", call.routing
         with self._or_give_up():
-            program = routing.program(
-                ("forward", keep), lambda: self.forward_operators.without([] if keep else ["keep"]), self.rank
-            )
+            program = routing.program(self.forward_operators.without([] if keep else ["keep"]), self.rank)
             bodies = Forward(
                 self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.experts, keep,
                 separate=self.schedule.activation == "separate",
@@ -185,9 +182,7 @@ class CpuBackend:
         nowhere = unneeded(**dataclasses.asdict(anywhere))
         here = unneeded(w13=needs.w13, w2=needs.w2)
         with self._or_give_up():
-            program = routing.program(
-                ("backward", *nowhere), lambda: self.backward_operators.without(nowhere), self.rank, here
-            )
+            program = routing.program(self.backward_operators.without(nowhere), self.rank, here)
             rows = self._rows(call)
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
             bodies = Backward(
@@ -206,7 +201,7 @@ class CpuBackend:
         """The received tokens of a forward once more, compact."""
         call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint)
         with self._or_give_up():
-            program = call.routing.program("dispatch", dispatch_operators, self.rank)
+            program = call.routing.program(dispatch_operators(), self.rank)
             bodies = Dispatch(self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, keep=True)
             self._run(call, "dispatch", program, bodies)
         return bodies.received_MD

@@ -49,8 +49,8 @@ class Machine:
 
 
 MACHINES = {
-    # A core of a server, as this project's traces show it: torch's matmul, copies, and the executor's own time.
-    "cpu": Machine(flops=30, memory=4, peer=4, task_ns=40_000),
+    # A core of a server, from traces of bfloat16 tiles: 50 to 70 GFLOP/s in GEMMs, 6 to 30 GB/s in copies.
+    "cpu": Machine(flops=60, memory=10, peer=10, task_ns=15_000),
     # One of 132 multiprocessors: 70 % of 989 TFLOP/s and of 4.8 TB/s; 16 of them fill 360 GB/s of NVLink.
     "h200": Machine(flops=5.2e3, memory=25, peer=22, task_ns=500),
     # One of 24 cubes or 24 vector units of a die: 70 % of 354 TFLOP/s, 60 % of 1.6 TB/s, 70 % of 196 GB/s.
