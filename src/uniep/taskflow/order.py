@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from uniep.taskflow.graph import running_start
 from uniep.taskflow.operators import Operator, Operators
 from uniep.taskflow.site import Site
 
@@ -53,7 +52,9 @@ def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     """
     schedule, rank, size = site.schedule, site.rank, site.ep_size
     source_N, expert = site.source_of_row, block_n5[:, 0]
-    used = running_start((source_N >= 0).long())
+    if schedule.tile_order in ("natural", "chunk-major") and schedule.peer_order == "natural":
+        return expert
+    used = site.rows_before
     rows = used[block_n5[:, 2]] - used[block_n5[:, 1]]
     first = source_N[block_n5[:, 1]]
     last = source_N[block_n5[:, 1] + (rows - 1).clamp(min=0)]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,21 @@ from uniep.config import MoEConfig
 from uniep.routing import RoutingPlan
 from uniep.taskflow.graph import Block, lexsort, ranges, running_start
 from uniep.taskflow.schedule import Schedule, Tile, num_chunks
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _kept(method: _F) -> _F:
+    """Results by arguments: forward and backward ask a Site the same.  Tensors are told apart by identity, and kept."""
+
+    @functools.wraps(method)
+    def get(self: Site, *args: Any) -> Any:
+        key = (method.__name__, *(id(a) if isinstance(a, Tensor) else a for a in args))
+        if key not in self._results:
+            self._results[key] = (args, method(self, *args))
+        return self._results[key][1]
+
+    return get  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +48,10 @@ class Site:
     returned: Tensor
 
     @functools.cached_property
+    def _results(self) -> dict[Any, tuple[Any, Any]]:
+        return {}
+
+    @functools.cached_property
     def chunks(self) -> int:
         return num_chunks(self.cfg, self.schedule)
 
@@ -44,6 +65,11 @@ class Site:
         back_N = self.plan.row_return_N.long()
         slots = self.cfg.max_tokens_per_rank * self.cfg.top_k
         return torch.where(back_N >= 0, back_N // slots, -1)
+
+    @functools.cached_property
+    def rows_before(self) -> Tensor:
+        """(N+1,): rows that are no padding before each row."""
+        return running_start((self.source_of_row >= 0).long())
 
     @functools.cached_property
     def arrival_of_row(self) -> Tensor:
@@ -62,12 +88,14 @@ class Site:
         chunk_N = back_N % slots // self.cfg.top_k // self.schedule.chunk_tokens
         return torch.where(back_N >= 0, back_N // slots * self.chunks + chunk_N, -1)
 
+    @_kept
     def spans(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The distinct row spans of tiles: (group_n, first_G, count_G)."""
         limit = 1 << 31
         span_G, group_n = torch.unique(tiles[:, 1] * limit + tiles[:, 2], return_inverse=True)
         return group_n, span_G // limit, span_G % limit - span_G // limit
 
+    @_kept
     def keys(self, tiles: Tensor, key_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(group_n, group_P, key_P): the distinct keys of the rows of each span of rows; rows of key -1 have none."""
         group_n, first_G, count_G = self.spans(tiles)
@@ -79,6 +107,7 @@ class Site:
 
     # --- tiles ---
 
+    @_kept
     def row_tiles(self, tile: Tile, columns: int) -> Tensor:
         """Tiles over all rows: experts, then groups of row tiles, then columns, then the row tiles of a group, so
         that `group_rows` row tiles share a column of weights before the next one starts."""
@@ -95,6 +124,7 @@ class Site:
             expert_M[row_n], row_n * tile.rows, (row_n + 1) * tile.rows, column0_C[column_n], column1_C[column_n]
         )
 
+    @_kept
     def weight_tiles(self, rows: int, columns: int, tile: Tile) -> Tensor:
         """Tiles over a (rows, columns) output of each expert that has rows; its contraction is never split."""
         row0_A, row1_A = steps(rows, tile.rows)
@@ -103,6 +133,7 @@ class Site:
         expert_n, a_n, c_n = (t.flatten() for t in torch.meshgrid(busy, count(row0_A), count(column0_C), indexing="ij"))
         return blocks(expert_n, row0_A[a_n], row1_A[a_n], column0_C[c_n], column1_C[c_n])
 
+    @_kept
     def segments(self, columns: int, rows: int | None = None) -> tuple[Block, ...]:
         """One rectangle per expert that has rows: its rows, or `rows` rows of a weight."""
         spans = zip(self.start_e1.tolist(), self.start_e1[1:].tolist(), strict=False)
@@ -119,6 +150,7 @@ class Site:
     def own(self) -> tuple[Block, ...]:
         return (Block(0, 0, self.tokens, 0, 1),) if self.tokens else ()
 
+    @_kept
     def away(self, tiles: Tensor) -> Tensor:
         """Rows of each tile that return to other ranks."""
         is_away_N = (self.source_of_row >= 0) & (self.source_of_row != self.rank)
