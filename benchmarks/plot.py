@@ -80,11 +80,13 @@ def _annotate(axes: Any, x: float, timing: Timing, width: float) -> None:
     best = best_peer(timing.ms)
     assert timing.speedup is not None and best is not None
     text = {"ha": "center", "va": "bottom", "zorder": 4}
-    axes.text(x, timing.speedup + 0.015, f"{timing.speedup:.2f}x", fontsize=10, fontweight="bold", **text)
+    limit = bound(timing)
+    above = limit if limit and 0 < limit - timing.speedup < 0.1 else timing.speedup
+    axes.text(x, above + 0.015, f"{timing.speedup:.2f}x", fontsize=10, fontweight="bold", **text)
     peer = best.replace("-", "\n")
     inside = f"uniep\n{timing.ms['uniep']:.2f} ms\n\n{peer}\n{timing.ms[best]:.2f} ms"
     axes.text(x, 0.04, inside, fontsize=8, color="white", **text)
-    if limit := bound(timing):
+    if limit:
         half = width * 0.46
         axes.hlines(limit, x - half, x + half, color=INK, linewidth=2, linestyle=(0, (2, 1)), zorder=3)
 

@@ -41,40 +41,41 @@ def chain(lane: str, *parts: tuple[str, float, str]) -> list[Bar]:
 
 FORWARD = [
     *chain(
-        "multiprocessors", ("plan", 0.063, "plan"), ("gate_up: gathers rows, GEMM, SwiGLU", 0.702, "matrix"),
-        ("product: rows to their ranks", 0.429, "matrix"), ("combine", 0.09, "vector"),
+        "multiprocessors", ("plan", 0.058, "plan"), ("gate_up: gathers rows, GEMM, SwiGLU", 0.673, "matrix"),
+        ("product: rows to their ranks", 0.416, "matrix"), ("combine", 0.096, "vector"),
     ),
     Bar("copy engine", 0.012, 0.11, "wire", "x to peers"),
-    Bar("copy engine", 0.77, 0.85, "vector", "receive kept for dW13"),
+    Bar("copy engine", 0.735, 0.815, "vector", "receive kept for dW13"),
     Bar("NVLink out", 0.012, 0.11, "wire", ""),
     Bar("NVLink in", 0.012, 0.11, "wire", "tokens"),
-    Bar("NVLink out", 0.775, 1.194, "wire", "results of other ranks' rows"),
-    Bar("NVLink in", 0.775, 1.194, "wire", "results of own tokens"),
+    Bar("NVLink out", 0.74, 1.147, "wire", "results of other ranks' rows"),
+    Bar("NVLink in", 0.74, 1.147, "wire", "results of own tokens"),
 ]  # fmt: skip
 BACKWARD = [
     *chain(
-        "multiprocessors", ("gathered product: dO W2", 0.526, "matrix"), ("dSwiGLU", 0.263, "vector"),
-        ("product: dh W13, scattered", 0.653, "matrix"), ("dW2, gathers dO", 0.537, "matrix"),
-        ("dW13, gathers x", 0.774, "matrix"),
+        "multiprocessors", ("gathered product: dO W2", 0.388, "matrix"), ("dSwiGLU", 0.189, "vector"),
+        ("product: dh W13, scattered", 0.637, "matrix"), ("dW2, gathers dO", 0.385, "matrix"),
+        ("dW13, gathers x", 0.639, "matrix"),
     ),
     Bar("copy engine", 0.01, 0.12, "wire", "dO to peers"),
     Bar("NVLink out", 0.01, 0.12, "wire", ""),
     Bar("NVLink in", 0.01, 0.12, "wire", "dO"),
-    Bar("NVLink out", 0.8, 1.442, "wire", "dX of other ranks' rows"),
-    Bar("NVLink in", 0.8, 1.442, "wire", "dX of own tokens"),
-    Bar("second stream", 1.45, 1.58, "vector", "combine"),
+    Bar("NVLink out", 0.585, 1.214, "wire", "dX of other ranks' rows"),
+    Bar("NVLink in", 0.585, 1.214, "wire", "dX of own tokens"),
+    Bar("second stream", 1.22, 1.33, "vector", "combine"),
 ]  # fmt: skip
 
 
 def draw(axes: Any, bars: list[Bar], title: str) -> None:
+    width = max(bar.end for bar in bars) * 1.02
     for bar in bars:
         y = len(LANES) - 1 - LANES.index(bar.lane)
         axes.barh(y, bar.end - bar.begin, left=bar.begin, height=0.62, color=COLORS[bar.kind], edgecolor="white")
-        inside = len(bar.text) * 0.0195 < bar.end - bar.begin
+        inside = len(bar.text) * 0.0071 * width < bar.end - bar.begin
         x, align, color = ((bar.begin + bar.end) / 2, "center", "white") if inside else (bar.end + 0.008, "left", INK)
         axes.text(x, y, bar.text, ha=align, va="center", color=color, fontsize=8.5)
     axes.set_yticks(range(len(LANES)), reversed(LANES))
-    axes.set_xlim(0, max(bar.end for bar in bars) * 1.02)
+    axes.set_xlim(0, width)
     axes.set_xlabel("ms")
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(axis="x", color=GRID)
@@ -88,7 +89,7 @@ def main() -> None:
     with plt.rc_context({"font.size": 9.5, "axes.edgecolor": GRID, "text.color": INK, "axes.labelcolor": INK}):
         figure, (above, below) = plt.subplots(2, figsize=(11, 5.6), dpi=150)
         draw(above, FORWARD, "Forward of one rank (2x H200)")
-        draw(below, BACKWARD, "Backward of one rank (2x H100)")
+        draw(below, BACKWARD, "Backward of one rank (2x H200)")
         handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
         names = ("plan", "tensor cores", "memory-bound", "between GPUs")
         figure.legend(handles, names, loc="upper right", ncols=4, frameon=False, fontsize=8.5)

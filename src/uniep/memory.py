@@ -351,14 +351,12 @@ def _hopper(c: _Call) -> list[Buffer]:
         Buffer("histogram", hopper_histogram(cfg, c.ep_size), _I32, "transient", "what the plan counts", (FORWARD,)),
         Buffer("rows", (2, rows), _I32, "saved", f"source and return slot of every row; {rows_why}"),
         Buffer("row_weight", (rows,), _F32, "saved", "routing weight of every row"),
-        Buffer("h", (rows, 2, cfg.ffn), dtype, "saved", "gate and up before the activation"),
+        Buffer("h", (2, rows, cfg.ffn), dtype, "saved", "gate and up before the activation"),
         Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "the receive buffer, for dW13"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
         Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2", (ACTIVATION_GRADIENT,)),
         Buffer("dh", (rows, 2, cfg.ffn), dtype, "transient", "backward: gradient of h", _BACKWARD),
-        Buffer(
-            "address", (2, rows + ROW_ALIGN), _I64, "transient", "where x and dO of every row lie", (WEIGHT_GRADIENT,)
-        ),
+        Buffer("address", (2, rows + 2 * ROW_ALIGN), _I64, "transient", "of rows of x and dO", _BACKWARD),
         _groups(c, rows),
         *(Buffer(name, (rows, cfg.hidden), dtype, "transient", why) for name, why in copies),
     ]

@@ -163,14 +163,15 @@ def gate_up(
     p: Problem, tile: Tile, *, up_first: bool = False, save: bool = True, gathered: bool = True
 ) -> tuple[Tensor, Tensor]:
     n, dtype, half = p.plan.num_rows, p.cfg.dtype, tile.columns // 2
-    h_N2F, act_NF = unwritten(n, 2, F, dtype=dtype), unwritten(n, F, dtype=dtype)
+    h_2NF, act_NF = unwritten(2, n, F, dtype=dtype), unwritten(n, F, dtype=dtype)
     launch(
         gate_up_kernel, tile, **p.tables, x_ptr=p.x_TD, receive_ptr=p.receive_MD,
-        w13_desc=p.w13_desc(up_first, 1, 2, half, tile.depth), h_desc=describe(h_N2F, tile.rows, 1, half),
-        act_desc=describe(act_NF, tile.rows, half), SAVE_H=save, WEIGHTED=p.cfg.weight_at == "activation",
-        UP_FIRST=up_first, GATHERED=gathered, rows_desc=describe(p.x_ND, tile.rows, tile.depth),
+        w13_desc=p.w13_desc(up_first, 1, 2, half, tile.depth), gate_desc=describe(h_2NF[0], tile.rows, half),
+        up_desc=describe(h_2NF[1], tile.rows, half), act_desc=describe(act_NF, tile.rows, half), SAVE_H=save,
+        WEIGHTED=p.cfg.weight_at == "activation", UP_FIRST=up_first, GATHERED=gathered,
+        rows_desc=describe(p.x_ND, tile.rows, tile.depth),
     )  # fmt: skip
-    return h_N2F, act_NF
+    return h_2NF.transpose(0, 1), act_NF
 
 
 @both_tiles
@@ -298,7 +299,8 @@ def activation_gradient(p: Problem, raw_NF: Tensor, h_N2F: Tensor) -> tuple[Tens
     dh_N2F, act_NF = unwritten(n, 2, F, dtype=dtype), unwritten(n, F, dtype=dtype)
     groups_NG = unwritten(n, -(-F // COLUMN_GROUP), dtype=torch.float32)
     launch(
-        activation_gradient_kernel, **p.tables, raw_ptr=raw_NF, h_ptr=h_N2F, dh_ptr=dh_N2F, act_ptr=act_NF,
+        activation_gradient_kernel, **p.tables, raw_ptr=raw_NF, gate_ptr=h_N2F[:, 0].contiguous(),
+        up_ptr=h_N2F[:, 1].contiguous(), dh_ptr=dh_N2F, act_ptr=act_NF,
         groups_ptr=groups_NG, ROWS=16, COLUMNS=128, WEIGHTED=p.cfg.weight_at == "activation",
     )  # fmt: skip
     return dh_N2F, act_NF, groups_NG
@@ -361,7 +363,7 @@ def test_weight_gradient(dtype, data, tile, gathered, transposed, main_grad):
     p = problem(dtype, data)
     n, first, used = p.plan.num_rows, F, p.used[:, None]
     b_NW = made((n, 2 * F), dtype, data, 6) * used
-    address_N = torch.empty(2, n + 128, dtype=torch.int64)
+    address_N = torch.empty(2, n + 256, dtype=torch.int64)
     given = {"a_local_ptr": p.x_TD, "a_receive_ptr": p.receive_MD, "b_local_ptr": p.x_TD, "b_receive_ptr": p.receive_MD}
     launch(
         row_addresses_kernel, **p.tables, **given, a_address_ptr=address_N[0], b_address_ptr=address_N[1], WIDTH=D,
@@ -445,9 +447,8 @@ def test_combine(dtype, weights):
     out_TD, status = unwritten(tokens, D, dtype=dtype), torch.zeros(16, dtype=torch.int32)
     arguments = {
         "returns_ptr": slots_TKD, "ids_ptr": ids_TK, "weights_ptr": weights_TK if weights_TK is not None else status,
-        "out_ptr": out_TD, "num_tokens": tokens, "returned_ptr": torch.tensor([4, 5], dtype=torch.int32),
-        "call_ptr": torch.tensor([4], dtype=torch.int32), "status_ptr": status, "K": top_k, "BLOCK_D": 64,
-        "NUM_RANKS": 2, "WEIGHTED": weights_TK is not None, "WAIT": True,
+        "out_ptr": out_TD, "num_tokens": tokens, "status_ptr": status, "K": top_k, "BLOCK_D": 64,
+        "WEIGHTED": weights_TK is not None,
     }  # fmt: skip
     launch(combine_kernel, **arguments)
     if weights != "any":

@@ -9,7 +9,7 @@ import torch
 
 from uniep.config import ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, Tile, is_valid
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, Tile, default_schedule, is_valid
 
 GOOD = {"hidden": 64, "ffn": 32, "num_experts": 8, "top_k": 2, "max_tokens_per_rank": 16}
 
@@ -84,6 +84,19 @@ def test_row_arithmetic():
 def test_default_schedules_are_valid():
     assert all(is_valid(schedule, MoEConfig(**GOOD)) == [] for schedule in DEFAULT_SCHEDULES.values())
     assert Schedule(overlap="serial", tile_order="natural").name == "serial/natural"
+
+
+def test_default_schedule_of_hopper():
+    """Copies where most tokens are wanted anyway; pipelined where results take longer than what computes them."""
+
+    def default(ep_size, **changes):
+        schedule = default_schedule("hopper", MoEConfig(**GOOD | {"num_experts": 128, "top_k": 8} | changes), ep_size)
+        return schedule.transfer, schedule.overlap
+
+    assert default(1, ffn=768) == ("push", "fused")
+    assert default(2, ffn=768) == ("copy", "fused")
+    assert default(4, ffn=768) == ("copy", "pipelined")
+    assert default(8, ffn=2048) == ("push", "fused")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
-    "push_programs", "down_sms", "received",
+    "push_programs", "down_sms", "pipelined_from", "received",
 )  # fmt: skip
 
 
@@ -113,7 +113,9 @@ class HopperBackend:
     def _check_push(self) -> None:
         """Somebody must be left to compute while tokens are pushed."""
         s = self.schedule
-        programs = (self.sms - self._down_sms) * min(s.gemm1.programs_per_sm, s.gemm2.programs_per_sm)
+        programs = (self.sms - self._down_sms(self.cfg.max_tokens_per_rank)) * min(
+            s.gemm1.programs_per_sm, s.gemm2.programs_per_sm
+        )
         if self.num_ranks > 1 and s.transfer == "push" and s.push_programs >= programs:
             raise ConfigError(
                 f"push_programs is {s.push_programs}, but kernels that push have {programs} programs here; lower it"
@@ -156,7 +158,7 @@ class HopperBackend:
         kept = rows if self.schedule.operand == "expanded" else self.arena.views["receive"].shape[0]
         if self.schedule.received == "again":
             kept = 0
-        h, inputs = (rows, 2, self.cfg.ffn), (kept, self.cfg.hidden)
+        h, inputs = (2, rows, self.cfg.ffn), (kept, self.cfg.hidden)
         return [*self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(inputs)]
 
     def report(self) -> dict[str, str]:
@@ -206,15 +208,15 @@ class HopperBackend:
         self.mark("plan")
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         act_NF = torch.empty(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
-        h_N2F = torch.empty(num_rows, 2, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
+        h_2NF = torch.empty(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
         self._dispatch(x_TD, plan, peers)
         x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
-        down_sms = self._down_sms
+        down_sms = self._down_sms(num_tokens)
         pipelined = down_sms > 0
         if pipelined:
             self._fork(side)
         launch.launch_gate_up(
-            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_N2F, act_NF,
+            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_2NF, act_NF,
             count_tiles=pipelined, **self._dispatching(num_tokens, schedule.gemm1, x_ND),
         )  # fmt: skip
         self.mark("gate_up")
@@ -232,10 +234,11 @@ class HopperBackend:
             self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms)
         y_TD = torch.empty_like(x_TD)
         weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
-        launch.launch_combine(self.arena.views["returns"], inputs.ids_TK, weights_TK, peers, self.sms, y_TD, wait=True)
+        self.planner.wait("returned")
+        launch.launch_combine(self.arena.views["returns"], inputs.ids_TK, weights_TK, peers, self.sms, y_TD)
         self._join()
         self.mark("combine")
-        return y_TD, ([*plan.saved(), h_N2F, kept] if h_N2F is not None and kept is not None else [])
+        return y_TD, ([*plan.saved(), h_2NF, kept] if h_2NF is not None and kept is not None else [])
 
     def _keep(self, receive: Tensor) -> Tensor:
         """A copy of the receive buffer for the weight gradient, made beside the GEMM that follows; or nothing."""
@@ -257,23 +260,27 @@ class HopperBackend:
         cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
         x_TD, dy_TD = _aligned(inputs.x_TD), _aligned(dy_TD)
         plan = self.planner.restore(ids_TK.shape[0], saved[:3])
-        h_N2F, kept = saved[3], saved[4]
+        h_2NF, kept = saved[3], saved[4]
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         groups = -(-cfg.ffn // COLUMN_GROUP)
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
-
-        self._enter_backward(dy_TD)
-        self._dispatch(dy_TD, plan, peers)
         receive = self.arena.views["receive"]
+        address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
+        where_x = x_TD, receive if self.schedule.received == "again" else kept
+
+        self._enter_backward(
+            dy_TD, lambda: launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.sms, address_2N)
+        )
+        self._dispatch(dy_TD, plan, peers)
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=device)
         launch.launch_gathered_down_gradient(
             dy_TD, receive, rows, experts, peers, tile, self.sms, raw_NF, **self._dispatching(ids_TK.shape[0], tile)
         )
         self.mark("down_gradient")
-        dh_N2F, act_NF = torch.empty_like(h_N2F), torch.empty(num_rows, cfg.ffn, **like)
+        dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
         groups_NG = torch.empty(num_rows, groups, dtype=torch.float32, device=device)
         weighted = cfg.weight_at == "activation"
-        launch.launch_activation_gradient(raw_NF, h_N2F, rows, self.sms, dh_N2F, act_NF, groups_NG, weighted=weighted)
+        launch.launch_activation_gradient(raw_NF, h_2NF, rows, self.sms, dh_N2F, act_NF, groups_NG, weighted=weighted)
         self.mark("activation_gradient")
         del raw_NF
         launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.slots, self.sms)
@@ -282,32 +289,27 @@ class HopperBackend:
         dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
         self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms)
         dx_TD = torch.empty_like(dy_TD)
-        self._fork(self.side)  # the sum is memory-bound, what is beside it not
+        dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device)
+        self._fork(self.side)  # the sums are memory-bound, what is beside them not
         with torch.cuda.stream(self.side):
-            self.planner.wait("returned")  # one program, where a sum that waits would hold all multiprocessors
-            launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD, wait=False)
-        received = receive if self.schedule.received == "again" else kept
-        dw13, dw2 = self._weight_gradients(
-            (dy_TD, receive), (x_TD, received), act_NF, dh_NH, experts, plan, needs, main_grads
-        )
-        self._join()
-        self.mark("combine")
-        dweights_TK = None
-        if needs.weights:
-            dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device)
+            self.planner.wait("returned")
+            launch.launch_combine(self.arena.views["returns"], ids_TK, None, peers, self.sms, dx_TD)
             launch.launch_used_dweights(
                 self.arena.views["dweights"], ids_TK, self.planner.status, self.sms, dweights_TK
             )
+        dw13, dw2 = self._weight_gradients(address_2N, where_x, act_NF, dh_NH, experts, plan, needs, main_grads)
+        self._join()
+        self.mark("combine")
         if main_grads is not None:
             dw13 = dw2 = None
-        return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)
+        return ExpertGradients(dx_TD if needs.x else None, dweights_TK if needs.weights else None, dw13, dw2)
 
     def _weight_gradients(
-        self, dy: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor,
-        experts: ExpertWeights, plan: DevicePlan, needs: Needs, main_grads: MainGrads | None,
+        self, address_2N: Tensor, x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor, experts: ExpertWeights,
+        plan: DevicePlan, needs: Needs, main_grads: MainGrads | None,
     ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:  # fmt: skip
-        """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  dy, x: tokens (T, D) and where the
-        received ones are, or will be."""
+        """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  address_2N: of the rows of x and dO.
+        x: tokens (T, D) and where the received ones are, or will be."""
         from uniep.kernels import launch
 
         rows, local, ffn = plan.rows, self.planner.local, self.cfg.ffn
@@ -315,10 +317,7 @@ class HopperBackend:
         accumulate = main_grads is not None and main_grads.accumulate
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
-        if needs.w13 or needs.w2:
-            address_2N = torch.empty(2, plan.num_rows + ROW_ALIGN, dtype=torch.int64, device=self.device)
-            launch.launch_row_addresses(x, dy, rows, self.sms, address_2N)
-            x_address_N, dy_address_N = address_2N.unbind()
+        x_address_N, dy_address_N = address_2N.unbind()
         if needs.w2:
             dw2 = main_grads.w2 if main_grads else (fresh(experts.w2[0]),)
             launch.launch_weight_gradient(
@@ -350,10 +349,10 @@ class HopperBackend:
         while self._forked:
             self._stream.wait_stream(self._forked.pop())
 
-    @property
-    def _down_sms(self) -> int:
+    def _down_sms(self, num_tokens: int) -> int:
         """Multiprocessors of the down product beside gate_up; 0: it runs after it."""
-        return min(self.schedule.down_sms, self.sms // 2) if self.schedule.overlap == "pipelined" else 0
+        s = self.schedule
+        return min(s.down_sms, self.sms // 2) if s.overlap == "pipelined" and num_tokens >= s.pipelined_from else 0
 
     @property
     def _fused(self) -> bool:
@@ -401,11 +400,12 @@ class HopperBackend:
             flag = self.arena.flag_offset("finished") + self.rank
             copy(self.arena.everywhere["flags"][peer][flag : flag + 1], self.planner.call, self.copies)
 
-    def _enter_backward(self, sent_TD: Tensor) -> None:
-        """Enter a call that knows its plan, and queue the copies of what it sends."""
+    def _enter_backward(self, sent_TD: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Enter a call that knows its plan, and queue the copies of what it sends.  meanwhile: until all entered."""
         from uniep.backends.planner import BACKWARD
 
         self.planner.enter(None, None, sent_TD.shape[0])
+        meanwhile()
         self.planner.wait_entered(BACKWARD)
         if self._copying:
             self._send_all(sent_TD)

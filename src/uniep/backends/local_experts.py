@@ -211,20 +211,20 @@ class KernelExperts:
         self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
     ) -> tuple[Tensor, Tensor | None]:
         cfg, s, x_TD, num_rows = self.cfg, self.schedule, tokens.local_TD, routed.plan.num_rows
-        h_N2F = x_TD.new_empty(num_rows, 2, cfg.ffn) if save else None
+        h_2NF = x_TD.new_empty(2, num_rows, cfg.ffn) if save else None
         act_NF = x_TD.new_empty(num_rows, cfg.ffn)
         out_ND = x_TD.new_empty(num_rows, cfg.hidden)
         if num_rows:  # a descriptor needs memory
             experts, rows = _stacked(experts), self._rows(routed, s.gemm1)
             x_ND = self._expand(tokens, rows, s.gemm1)
             self.launch.launch_gate_up(
-                x_TD, tokens.received_MD, x_ND, rows, experts, self.alone, cfg, s.gemm1, self.sms, h_N2F, act_NF
+                x_TD, tokens.received_MD, x_ND, rows, experts, self.alone, cfg, s.gemm1, self.sms, h_2NF, act_NF
             )
             rows = self._rows(routed, s.gemm2)
             self.launch.launch_down(
                 act_NF, rows, experts, self.alone, s.gemm2, self.sms, out_ND, slots=1, scatter=False
             )
-        return out_ND, h_N2F.view(num_rows, -1) if h_N2F is not None else None
+        return out_ND, h_2NF.view(num_rows, -1) if h_2NF is not None else None
 
     def backward(
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
@@ -249,7 +249,7 @@ class KernelExperts:
             dh_N2F, act_NF = dy_TD.new_empty(num_rows, 2, cfg.ffn), dy_TD.new_empty(num_rows, cfg.ffn)
             groups_NG = raw_NF.new_empty(num_rows, -(-cfg.ffn // COLUMN_GROUP))
             self.launch.launch_activation_gradient(
-                raw_NF, h_NF.view(num_rows, 2, cfg.ffn), rows, self.sms, dh_N2F, act_NF, groups_NG,
+                raw_NF, h_NF.view(2, num_rows, cfg.ffn), rows, self.sms, dh_N2F, act_NF, groups_NG,
                 weighted=cfg.weight_at == "activation",
             )  # fmt: skip
             dh_NH = dh_N2F.view(num_rows, -1)
@@ -302,7 +302,7 @@ class KernelExperts:
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)
-        self.launch.launch_combine(returns_TKD, ids_TK, weights_TK, self.alone, self.sms, out_TD, wait=False)
+        self.launch.launch_combine(returns_TKD, ids_TK, weights_TK, self.alone, self.sms, out_TD)
         return out_TD
 
 

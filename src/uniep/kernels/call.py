@@ -24,6 +24,7 @@ log = logging.getLogger("uniep")
 
 _MAP_BYTES, _MAP_ALIGN = 128, 64  # of a CUtensorMap
 _L2_PROMOTION_128B = 2
+_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_MAPS = 256  # kept per kernel; activations come and go
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b[^,\[\])]*(?:\[(\d+)\])?")
 
@@ -113,7 +114,13 @@ class _Compiled:
         self.offset = -ctypes.addressof(self.memory) % _MAP_ALIGN
         base = ctypes.addressof(self.memory) + self.offset
         self.parameters = (ctypes.c_void_p * len(places))(*(base + place for place in places))
-        self.launch, self.lock = _driver().cuLaunchKernel, threading.Lock()
+        self.launch, self.lock = _driver().cuLaunchKernelEx, threading.Lock()
+        # A kernel that waits for the one before it by itself may come while that one is finishing.
+        self.early = _Attribute(_EARLY, 1)
+        waits = "griddepcontrol.wait" in compiled.asm["ptx"]
+        self.config = _LaunchConfig(
+            1, 1, 1, self.threads, 1, 1, self.shared, None, ctypes.pointer(self.early), int(waits)
+        )
 
     def run(self, programs: int, args: Sequence[Tensor | int | Block]) -> bool:
         """Launch on the current stream, unless memory is aligned worse than the code was compiled for."""
@@ -135,11 +142,10 @@ class _Compiled:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         with self.lock:  # backward launches from another thread
             struct.pack_into(self.format, self.memory, self.offset, *values, 0, 0)
-            code = self.launch(
-                self.function, programs, 1, 1, self.threads, 1, 1, self.shared, stream, self.parameters, None
-            )
+            self.config.programs, self.config.stream = programs, stream
+            code = self.launch(ctypes.byref(self.config), self.function, self.parameters, None)
         if code:
-            raise RuntimeError(f"cuLaunchKernel of {self.compiled.metadata.name} failed with CUDA error {code}")
+            raise RuntimeError(f"cuLaunchKernelEx of {self.compiled.metadata.name} failed with CUDA error {code}")
         return True
 
     def _map(self, index: int, block: Block) -> bytes:
@@ -150,6 +156,26 @@ class _Compiled:
                 self.maps.clear()
             made = self.maps[key] = _tensor_map(block, self.map_facts[index])
         return made
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of one int."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+    def __init__(self, id: int, value: int) -> None:
+        super().__init__(id=id, value=value)
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("programs", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
+        ("threads", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
+        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )  # fmt: skip
 
 
 _known: dict[Any, _Compiled | None] = {}  # None: Triton launches
@@ -171,7 +197,7 @@ def _driver() -> Any:
     interpreter's lock for them."""
     library = ctypes.PyDLL("libcuda.so.1")
     word, pointer = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
+    library.cuLaunchKernelEx.argtypes = [pointer] * 4
     library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
     library.cuTensorMapEncodeTiled.argtypes = [pointer, word, word, *[pointer] * 5, word, word, word, word]
     return library

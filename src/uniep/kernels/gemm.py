@@ -59,6 +59,15 @@ def step_of_turn(turn, alone, shared, program, push_programs):
 
 
 @triton.jit
+def tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row tile, its expert, n) of a step; zeros after the last one."""
+    position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
+    inside = step < num_m * NUM_N
+    m = tl.load(order_ptr + position, mask=inside, other=0)
+    return m, tl.load(expert_ptr + m, mask=inside, other=0), n
+
+
+@triton.jit
 def halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The left and the right half of the columns."""
     return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
@@ -96,7 +105,8 @@ def gate_up_kernel(
     push_rounds,
     progress_ptr,
     w13_desc,
-    h_desc,
+    gate_desc,
+    up_desc,
     act_desc,
     D: tl.constexpr,
     F: tl.constexpr,
@@ -124,7 +134,8 @@ def gate_up_kernel(
     COUNT_TILES: progress (M,) counts the finished tiles of each row tile, for a product that runs beside.
     w13_desc: (e, 2, F, D); a tile multiplies BLOCK_N/2 gate columns and the same up columns.  UP_FIRST:
     the descriptor's first half is the up projection (w1 and w3 apart, w3 at the lower address).
-    h_desc: (N, 2, F).  act_desc: (N, F).
+    gate_desc, up_desc (SAVE_H: the halves of h), act_desc: (N, F).  Blocks of one shape leave through the same shared
+    memory, which makes room for a fourth stage.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     HALF: tl.constexpr = BLOCK_N // 2
@@ -143,20 +154,27 @@ def gate_up_kernel(
     alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
     all_here = 0
     counted = 0  # the row tile of the turn before
+    if GATHERED:
+        step = step_of_turn(0, alone, shared, program, push_programs)
+        m, expert, n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
+        source = tl.load(source_ptr + m * BLOCK_M + tl.arange(0, BLOCK_M), mask=step < num_steps, other=0)
     for turn in tl.range(0, count, flatten=not GATHERED):
-        step = step_of_turn(turn, alone, shared, program, push_programs)
-        position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
-        m = tl.load(order_ptr + position)
-        expert = tl.load(expert_ptr + m)
+        if not GATHERED:
+            step = step_of_turn(turn, alone, shared, program, push_programs)
+            m, expert, n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
         row = m * BLOCK_M
         if GATHERED:
-            source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
             if FUSED:
                 all_here = wait_for_rows(
                     source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, BLOCK_M,
                     NUM_RANKS, CHUNK, RECEIVE_BLOCK,
                 )  # fmt: skip
             a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+            # What the next tile needs is read while this one is multiplied.
+            step = step_of_turn(turn + 1, alone, shared, program, push_programs)
+            next_m, next_expert, next_n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
+            next_rows = next_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            next_source = tl.load(source_ptr + next_rows, mask=step < num_steps, other=0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, tl.cdiv(D, BLOCK_K)):
             if GATHERED:
@@ -177,12 +195,17 @@ def gate_up_kernel(
                 tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
             counted = m + 0
         if SAVE_H:
-            h_desc.store([row, 0, n * HALF], gate_16.reshape(BLOCK_M, 1, HALF))
-            h_desc.store([row, 1, n * HALF], up_16.reshape(BLOCK_M, 1, HALF))
+            gate_desc.store([row, n * HALF], gate_16)
+            up_desc.store([row, n * HALF], up_16)
         act, _ = swiglu(gate_16.to(tl.float32), up_16.to(tl.float32))
         if WEIGHTED:
             act = act * tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))[:, None]
         act_desc.store([row, n * HALF], narrow(act, dtype))
+        if GATHERED:
+            m = next_m
+            expert = next_expert
+            n = next_n
+            source = next_source
     if COUNT_TILES:
         if count > 0:
             block_stores_complete()
@@ -435,7 +458,8 @@ def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def activation_gradient_kernel(
     raw_ptr,
-    h_ptr,
+    gate_ptr,
+    up_ptr,
     weight_ptr,
     totals_ptr,
     dh_ptr,
@@ -446,12 +470,12 @@ def activation_gradient_kernel(
     COLUMNS: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """From raw = dO @ W2 (N, F) fp32 and h (N, 2, F): dh, the activation that dW2 contracts, sums for d(weight).
+    """From raw = dO @ W2 (N, F) fp32, gate and up (N, F): dh, the activation that dW2 contracts, sums for d(weight).
 
     dh: (N, 2, F).  act: (N, F).  groups: (N, ceil(F / 64)) fp32, raw * act by the adjacent-pairs tree.
     A pass of its own, at memory bandwidth: as the GEMM's epilogue it took twice as long (docs/log.md).
     """
-    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
     GROUPS: tl.constexpr = (F + 63) // 64
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     num_rows = tl.load(totals_ptr)
@@ -459,19 +483,20 @@ def activation_gradient_kernel(
         row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         column = item % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
         inside = (column < F)[None, :]
-        at = row[:, None] * (2 * F) + column[None, :]
-        gate = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(h_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
-        raw = tl.load(raw_ptr + row[:, None] * F + column[None, :], mask=inside, other=0.0)
+        at = row[:, None] * F + column[None, :]
+        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        raw = tl.load(raw_ptr + at, mask=inside, other=0.0)
         weight = tl.load(weight_ptr + row)[:, None]
         act, gate_sigmoid = swiglu(gate, up)
         if WEIGHTED:
             scored = act
         else:
             scored = narrow(act, dtype).to(tl.float32)
-        tl.store(act_ptr + row[:, None] * F + column[None, :], narrow(weight * scored, dtype), mask=inside)
+        tl.store(act_ptr + at, narrow(weight * scored, dtype), mask=inside)
         d_act = weight * raw
         d_gate = d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
+        at += row[:, None] * F
         tl.store(dh_ptr + at, narrow(d_gate, dtype), mask=inside)
         tl.store(dh_ptr + at + F, narrow(d_act * (gate * gate_sigmoid), dtype), mask=inside)
         sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
@@ -528,7 +553,7 @@ def weight_gradient_kernel(
 ):
     """dW[e] = a[rows of e]^T @ b[rows of e, first_column :]: the whole segment in one accumulator, from zero.
 
-    a_desc: (N, HEIGHT); GATHERED: rows are read where they lie, address (N + BLOCK_K,) int64 says where.
+    a_desc: (N, HEIGHT); GATHERED: rows are read where they lie, address (N + 2 * BLOCK_K,) int64 says where.
     b_desc: (N, at least first_column + WIDTH).  out_desc: (e, HEIGHT, WIDTH), or (e, WIDTH, HEIGHT) if TRANSPOSED,
     in the layer's dtype or fp32; ACCUMULATE: what is there plus the finished dW.
     Experts without rows get exact zeros; steps without rows are left out.  After a failed call dW is NaN.
@@ -545,9 +570,11 @@ def weight_gradient_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if GATHERED:
             column = (m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
-            # Addresses are loaded a step ahead; in their own step they cost a third more time.
+            # Addresses are loaded two steps ahead: their latency under load is longer than one (docs/log.md).
             address = tl.load(address_ptr + begin + tl.arange(0, BLOCK_K))
-        for k in range(0, tl.cdiv(tl.load(rows_ptr + expert), BLOCK_K)):
+            next_address = tl.load(address_ptr + begin + BLOCK_K + tl.arange(0, BLOCK_K))
+        num_rows = tl.load(rows_ptr + expert)
+        for k in range(0, tl.cdiv(num_rows, BLOCK_K)):
             if GATHERED:
                 base = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)[:, None]
                 ptrs = tl.multiple_of(base + column, (1, 16))
@@ -555,7 +582,9 @@ def weight_gradient_kernel(
                     a = tl.load(ptrs)
                 else:
                     a = tl.load(ptrs, mask=column < HEIGHT, other=0.0)
-                address = tl.load(address_ptr + begin + (k + 1) * BLOCK_K + tl.arange(0, BLOCK_K))
+                # Always the first of the two; as a plain assignment it would stop Triton from pipelining the rows.
+                address = tl.where(num_rows > 0, next_address, address)
+                next_address = tl.load(address_ptr + begin + (k + 2) * BLOCK_K + tl.arange(0, BLOCK_K))
             else:
                 a = a_desc.load([begin + k * BLOCK_K, m * BLOCK_M])
             b = b_desc.load([begin + k * BLOCK_K, first_column + n * BLOCK_N])

@@ -188,33 +188,33 @@ def launch_expand(
 
 def launch_gate_up(
     x_TD: Tensor, receive_MD: Tensor, rows_ND: Tensor | None, rows: Rows, experts: ExpertWeights, peers: Peers,
-    cfg: MoEConfig, tile: Tile, multiprocessors: int, h_N2F: Tensor | None, act_NF: Tensor, *, fused: bool = False,
+    cfg: MoEConfig, tile: Tile, multiprocessors: int, h_2NF: Tensor | None, act_NF: Tensor, *, fused: bool = False,
     push_programs: int = 0, push_rounds: int = 0, count_tiles: bool = False,
 ) -> None:  # fmt: skip
-    """act (N, F) and, unless None, h (N, 2, F) of every row; act times its weight where the config says so.
+    """act (N, F) and, unless None, h (2, N, F) of every row; act times its weight where the config says so.
 
     rows_ND: the rows' inputs; None: gathered where they lie, and if `fused` waited for, while `push_programs`
     programs push this rank's tokens.  count_tiles: in rows.progress_M.
     """
-    num_rows, ffn, half = act_NF.shape[0], cfg.ffn, tile.columns // 2
+    ffn, half = cfg.ffn, tile.columns // 2
     w13_desc, up_first = w13_block(experts, 1, 2, half, tile.depth)
     act_desc = rows_block(act_NF, tile.rows, half)
     rows_desc = act_desc if rows_ND is None else rows_block(rows_ND, tile.rows, tile.depth)
-    h_desc = act_desc
-    if h_N2F is not None:
-        h_desc = Block(h_N2F, (num_rows, 2, ffn), (2 * ffn, ffn, 1), (tile.rows, 1, half))
+    gate_desc = up_desc = act_desc
+    if h_2NF is not None:
+        gate_desc, up_desc = (rows_block(h_NF, tile.rows, half) for h_NF in h_2NF.unbind())
     launch(
         gate_up_kernel,
         multiprocessors * tile.programs_per_sm,
         (
             x_TD, receive_MD, rows_desc, rows.source_N, rows.weight_N, rows.order_M, rows.expert_M, rows.totals,
-            *peers.arguments(x_TD.shape[0], rows), push_programs, push_rounds, rows.progress_M, w13_desc, h_desc,
-            act_desc,
+            *peers.arguments(x_TD.shape[0], rows), push_programs, push_rounds, rows.progress_M, w13_desc, gate_desc,
+            up_desc, act_desc,
         ),
         {
             "D": cfg.hidden, "F": ffn, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth,
             "GROUP_M": tile.group_rows, **peers.constants(cfg.hidden, 32), "GATHERED": rows_ND is None,
-            "FUSED": fused, "SAVE_H": h_N2F is not None, "WEIGHTED": cfg.weight_at == "activation",
+            "FUSED": fused, "SAVE_H": h_2NF is not None, "WEIGHTED": cfg.weight_at == "activation",
             "UP_FIRST": up_first, "COUNT_TILES": count_tiles,
         },
         **options(tile),
@@ -304,14 +304,14 @@ def _product(
 
 
 def launch_activation_gradient(
-    raw_NF: Tensor, h_N2F: Tensor, rows: Rows, multiprocessors: int, dh_N2F: Tensor, act_NF: Tensor, groups_NG: Tensor,
+    raw_NF: Tensor, h_2NF: Tensor, rows: Rows, multiprocessors: int, dh_N2F: Tensor, act_NF: Tensor, groups_NG: Tensor,
     *, weighted: bool,
 ) -> None:  # fmt: skip
     """dh (N, 2, F), the activation that dW2 contracts (N, F), and the column-group sums of d(weight) (N, G)."""
     launch(
         activation_gradient_kernel,
         multiprocessors * 8,
-        (raw_NF, h_N2F, rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
+        (raw_NF, *h_2NF.unbind(), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
         {"F": raw_NF.shape[1], "ROWS": 16, "COLUMNS": 256, "WEIGHTED": weighted},
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -362,7 +362,7 @@ def launch_weight_gradient(
     """dW[e] = a[rows of e]^T @ b[rows of e, first_column :].  dw: (e, H, W), or (e, W, H) if transposed, of b's dtype
     or fp32; accumulate: dW is added to it.
 
-    a: rows (N, H), or the int64 address of each (N + ROW_ALIGN,).  start, count: of Rows, or a part.
+    a: rows (N, H), or the int64 address of each (N + 2 * ROW_ALIGN,).  start, count: of Rows, or a part.
     """
     gathered = a.dtype == torch.int64
     local, height, width = (dw.shape[0], dw.shape[2], dw.shape[1]) if transposed else dw.shape
@@ -391,23 +391,19 @@ def launch_weight_gradient(
 
 
 def launch_combine(
-    returns_SD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, peers: Peers, multiprocessors: int, out_TD: Tensor,
-    *, wait: bool,
-) -> None:  # fmt: skip
-    """The fixed-order sum of the return slots.  wait: for the results of all ranks first."""
+    returns_SD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, peers: Peers, multiprocessors: int, out_TD: Tensor
+) -> None:
+    """The fixed-order sum of the return slots."""
     top_k, width = ids_TK.shape[1], out_TD.shape[1]
     block = min(power_of_2(width), 1024)
     launch(
         combine_kernel,
         multiprocessors * 16,
         (
-            returns_SD, ids_TK, weights_TK if weights_TK is not None else peers.call, out_TD, out_TD.shape[0],
-            peers.returned, peers.call, peers.status, peers.timeout_ns,
+            returns_SD, ids_TK, weights_TK if weights_TK is not None else peers.status, out_TD, out_TD.shape[0],
+            peers.status,
         ),
-        {
-            "D": width, "K": top_k, "BLOCK_D": block, "NUM_RANKS": peers.num_ranks,
-            "WEIGHTED": weights_TK is not None, "WAIT": wait,
-        },
+        {"D": width, "K": top_k, "BLOCK_D": block, "WEIGHTED": weights_TK is not None},
         num_warps=max(block // 256, 1), enable_fp_fusion=False,
     )  # fmt: skip
 

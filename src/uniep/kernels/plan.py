@@ -6,6 +6,9 @@ scan       running sums of each histogram row over the blocks, in (source, block
 tiles      segment starts, tile tables, totals; the one record a host may read
 place      each slot computes its row: start of its expert + slots before its block + slots before it
 
+Each lets the next one's programs come before it ends; see `after_previous`.  Waiting for other ranks is an exception:
+what comes then must not hold multiprocessors that other streams may need for these ranks to go on.
+
 No atomic decides a position.  Blocks are BLOCK_T tokens of one source; their entries are flattened as
 (token, slot), which is the canonical order inside a source.
 
@@ -19,6 +22,7 @@ Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M
 import triton
 import triton.language as tl
 
+from uniep.kernels.ptx import after_previous, next_may_come
 from uniep.kernels.sync import (
     BAD_ID,
     IS_BACKWARD,
@@ -62,6 +66,8 @@ def exchange_kernel(
     REFUSE: publish instead that this rank's inputs are bad; refusal: HEADER words, of which those from the
     third on go into the header.
     """
+    after_previous()
+    next_may_come()
     call = tl.load(call_ptr) + 1
     stride: tl.constexpr = HEADER + 2 * SLOTS
     offset = ((call % 2) * NUM_RANKS + rank).to(tl.int64) * stride
@@ -113,6 +119,7 @@ def barrier_kernel(
 
     KIND: of the call, where it is entered: what another rank enters instead is recorded; -1 elsewhere.
     """
+    after_previous()
     ranks = every_rank(NUM_RANKS)
     call = tl.load(call_ptr)
     flags = tl.where(ranks == rank, call_ptr, flags_ptr + ranks)
@@ -160,6 +167,8 @@ def histogram_kernel(
 ):
     """histogram (E + 1 + R, B): rows 0..E-1 slots per expert; row E tokens that this rank receives;
     row E+1+d tokens that this rank sends to d (blocks of this rank only)."""
+    after_previous()
+    next_may_come()
     call = tl.load(call_ptr)
     block = tl.program_id(0)
     total: tl.constexpr = BLOCKS * NUM_RANKS
@@ -202,6 +211,8 @@ def scan_kernel(
     BLOCKS_P: tl.constexpr,
 ):
     """Exclusive running sums of one histogram row, in place, and its total per source."""
+    after_previous()
+    next_may_come()
     row = tl.program_id(0)
     source = tl.arange(0, NUM_RANKS)
     block = tl.arange(0, BLOCKS_P)
@@ -277,6 +288,8 @@ def tiles_kernel(
     HOST (exact allocation): the host reads [call, padded rows, whether they fit] and tries again with
     enough; else TOO_MANY_ROWS is recorded.
     """
+    after_previous()
+    next_may_come()
     local = tl.arange(0, LOCAL_P)
     source = tl.arange(0, NUM_RANKS)
     at = counts_ptr + source[:, None] * E + rank * LOCAL + local[None, :]
@@ -359,6 +372,8 @@ def place_kernel(
     DEDUP: a source sends its list, so that a token's receive slot is its place in the list; else it sends all its
     tokens, and the slot is the token.
     """
+    after_previous()
+    next_may_come()
     call = tl.load(call_ptr)
     block = tl.program_id(0)
     total: tl.constexpr = BLOCKS * NUM_RANKS

@@ -22,6 +22,14 @@ if INTERPRETED:
         return tl.full((), 0, tl.int64)
 
     @triton.jit
+    def after_previous():
+        """Wait for the kernel before this one in the stream, all of it; the interpreter runs one at a time."""
+
+    @triton.jit
+    def next_may_come():
+        """Let programs of the kernel after this one take what this one leaves free; they wait in `after_previous`."""
+
+    @triton.jit
     def block_stores_complete():
         """Wait until all block stores (TMA) of this program are visible to it."""
 
@@ -52,6 +60,20 @@ else:
     def nanoseconds():
         """Monotonic clock of the device."""
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+    @triton.jit
+    def after_previous():
+        """Wait for the kernel before this one in the stream, all of it, if it may still be running (see call.py)."""
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def next_may_come():
+        """Let programs of the kernel after this one take what this one leaves free; they wait in `after_previous`."""
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
     @triton.jit
     def block_stores_complete():

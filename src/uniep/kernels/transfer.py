@@ -5,7 +5,7 @@ import triton.language as tl
 
 from uniep.kernels.ptx import narrow
 from uniep.kernels.rows import row_pointers, wait_for_rows
-from uniep.kernels.sync import STAGE_COMBINE, deadline, every_rank, failed, signal_all, wait_for
+from uniep.kernels.sync import deadline, failed, signal_all
 
 
 @triton.jit
@@ -124,33 +124,23 @@ def push_rows_kernel(
     signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), status_ptr, NUM_RANKS)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "timeout_ns"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def combine_kernel(
     returns_ptr,
     ids_ptr,
     weights_ptr,
     out_ptr,
     num_tokens,
-    returned_ptr,
-    call_ptr,
     status_ptr,
-    timeout_ns,
     D: tl.constexpr,
     K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    WAIT: tl.constexpr,
 ):
     """out[t] = sum over k ascending of w[t,k] * slot[t*K+k] (fp32 fma from 0), unused slots skipped.
 
     After a failed call (status not zero) the output is NaN, never half a sum.
     """
-    if WAIT:
-        ranks = every_rank(NUM_RANKS)
-        wait_for(
-            returned_ptr + ranks, ranks, tl.load(call_ptr), deadline(status_ptr, timeout_ns), status_ptr, STAGE_COMBINE
-        )
     is_lost = failed(status_ptr)
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     for item in range(tl.program_id(0), num_tokens * blocks, tl.num_programs(0)):

@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from uniep.errors import ConfigError, DTypeError, UniEPError, UnsupportedError
-from uniep.nn.ops import check_tokens, moe_forward
+from uniep.nn.ops import call, check_tokens
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace
@@ -78,7 +78,7 @@ def moe(
         raise
     tensors = (x_TD, weights_TK, *experts.w13, *experts.w2)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return moe_forward(
+    return call(
         x_TD.contiguous(),
         ids_TK.contiguous(),
         weights_TK.float().contiguous(),
@@ -90,7 +90,7 @@ def moe(
         parameters,
         main_grads,
         main_grad == "accumulate",
-    )[0]
+    )
 
 
 def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
@@ -179,8 +179,8 @@ def _check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) 
 
 def _refuse_forward_mode(named: Mapping[str, Sequence[Tensor]]) -> None:
     """Custom operators drop tangents without a word."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     for name, tensors in named.items():
-        if any(unpack_dual(t).tangent is not None for t in tensors):
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
             raise UnsupportedError(f"{name} carries a forward-mode tangent (jvp); use reverse mode: backward or grad")

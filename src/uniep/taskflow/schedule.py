@@ -56,6 +56,7 @@ class Schedule:
         dW2; its rows and columns tile the output.  (The CPU takes gemm1 and gemm2 for the backward, too.)
     push_programs: GPU programs that push tokens before they join the other work.
     down_sms: multiprocessors of the pipelined down product until gate and up are done.
+    pipelined_from: tokens of a rank from which it is pipelined; with fewer, a call of this rank is fused.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
     received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
         "again", the tokens are dispatched again (no memory between forward and backward).
@@ -69,12 +70,13 @@ class Schedule:
     weight_gradient_order: Literal["last", "interleaved"] = "last"
     activation: Literal["fused", "separate"] = "fused"
     operand: Literal["gathered", "expanded"] = "gathered"
-    gemm1: Tile = Tile()
-    gemm2: Tile = Tile()
+    gemm1: Tile = Tile(stages=4)
+    gemm2: Tile = Tile(stages=4)
     chunk_tokens: int = 64
     weight_gradient: Tile = Tile()
     push_programs: int = 16
     down_sms: int = 32
+    pipelined_from: int = 0
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
@@ -106,11 +108,27 @@ WORTH_COPYING = 0.7
 """Part of the tokens that a peer must want for copy engines to send them all."""
 
 
+FLOP_PER_WIRE_BYTE = 2074
+"""What a GPU's grouped GEMM computes while NVLink takes a byte away (726 TFLOP/s, 350 GB/s: 2x H200)."""
+
+WORTH_PIPELINING = 1.7
+"""Time that results take on the wire, over the time of the down product, from which they should start under gate_up."""
+
+
+PIPELINED_FROM = 4096
+"""Tokens; with fewer, sharing the multiprocessors costs more than the wire."""
+
+
 def default_schedule(backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
     """What a backend does unless told otherwise: the best measured for most shapes, untuned."""
     schedule = DEFAULT_SCHEDULES[backend]
-    if backend == "hopper" and ep_size > 1 and cfg.wanted(ep_size) >= WORTH_COPYING:
+    if backend != "hopper" or ep_size == 1:
+        return schedule
+    if cfg.wanted(ep_size) >= WORTH_COPYING:
         schedule = dataclasses.replace(schedule, transfer="copy")
+    sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
+    if sent_bytes * FLOP_PER_WIRE_BYTE >= WORTH_PIPELINING * flop:
+        schedule = dataclasses.replace(schedule, overlap="pipelined", pipelined_from=PIPELINED_FROM)
     return schedule
 
 
