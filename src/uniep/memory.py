@@ -337,7 +337,9 @@ _RETURNING = (FORWARD, WEIGHT_GRADIENT)
 def _cpu(c: _Call) -> list[Buffer]:
     cfg, rows, dtype = c.cfg, c.rows, c.cfg.dtype
     received = c.received if c.schedule.received == "saved" else 0
+    raw = [Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2", _BACKWARD)]
     return [
+        *(raw if c.schedule.activation == "separate" else []),
         *c.shared(cpu_arrays(cfg, c.ep_size, c.schedule)),
         Buffer("received", (received, cfg.hidden), dtype, "saved", "compact copy of other ranks' tokens, for dW13"),
         Buffer("h", (rows, 2 * cfg.ffn), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),

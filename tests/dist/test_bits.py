@@ -29,7 +29,11 @@ def variants(count: int, seed: int) -> list[uniep.Schedule]:
         points.append(
             uniep.Schedule(
                 overlap=pick(("serial", "fused")),
-                tile_order=pick(("natural", "local-first")),
+                tile_order=pick(("natural", "local-first", "chunk-major", "critical-path")),
+                chunk_experts=pick((1, 2)),
+                peer_order=pick(("natural", "rotated")),
+                weight_gradient_order=pick(("last", "interleaved")),
+                activation=pick(("fused", "separate")),
                 gemm1=tiles[0],
                 gemm2=tiles[1],
                 chunk_tokens=pick((1, 3, 32, 64, 128)),

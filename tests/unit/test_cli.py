@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import logging
 import os
 import re
@@ -25,7 +26,7 @@ from uniep.cli.model import ModelConfig, Trainer, add_in_shard_order
 from uniep.cli.pictures import draw_loss
 from uniep.cli.proof import schedules
 from uniep.cli.text import Text
-from uniep.cli.timeline import _kind, draw_timeline, recording
+from uniep.cli.timeline import draw_timeline, kind_of, recording
 from uniep.cli.verify import QUANTITIES as VERIFIED
 
 SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
@@ -66,7 +67,7 @@ def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("command", ["demo", "verify", "doctor", "memory", "bench"])
+@pytest.mark.parametrize("command", ["demo", "verify", "trace", "doctor", "memory", "bench"])
 def test_help_describes_every_command(command):
     assert command in run("--help").output
     result = run(command, "--help")
@@ -101,10 +102,11 @@ def test_demo_refuses_sizes_that_cannot_share_the_shards(args):
     assert args[0] in result.output and ("3" in result.output or "one" in result.output)
 
 
-def test_demo_refuses_a_folder_that_it_cannot_write_before_it_trains(tmp_path):
+@pytest.mark.parametrize("command", ["demo", "trace"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(command, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "folder", "/proc/uniep"):
-        result = run("demo", "--out", str(out))
+        result = run(command, "--out", str(out))
         assert result.exit_code == 2 and len(result.output.splitlines()) == 1
         assert f"--out {out}" in result.output
 
@@ -205,6 +207,38 @@ def test_demo_with_real_processes(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_trace_with_real_processes(tmp_path):
+    schedule = "tile_order=critical-path, activation=separate, vector_workers=2"
+    result = run_process("trace", *SMALL, "--out", str(tmp_path), "--schedule", schedule)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for phase in ("forward", "backward"):
+        for worker in ("matrix", "vector"):
+            assert re.search(rf"{phase} +{worker}( +[\d.]+%){{4}}", result.stdout)
+    document = json.loads((tmp_path / "trace.json").read_text())
+    assert "critical-path" in document["otherData"]["schedule"]
+    events = [e for e in document["traceEvents"] if e["ph"] == "X"]
+    assert {e["pid"] for e in events} == {0, 1}
+    assert {"push", "gemm1", "activation", "gemm2", "combine", "dgrad2", "wgrad1"} <= {e["name"] for e in events}
+    assert "<canvas" in (tmp_path / "timeline.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ("tile_order=best", "tile_order is 'best'; use 'natural', 'local-first'"),
+        ("matrix_workers=0", "matrix_workers is 0; it must be at least 1"),
+        ("matrix_workers=two", "'matrix_workers=two' is not FIELD=VALUE with a number"),
+        ("gemm1=3", "'gemm1=3' is not FIELD=VALUE with one of the fields overlap"),
+        ("overlap", "overlap is ''; use 'serial'"),
+        ("overlap=pipelined", "overlap='pipelined' is for GPUs"),
+    ],
+)
+def test_trace_refuses_schedules_that_cannot_run(one_rank, tmp_path, schedule, words):
+    result = run("trace", *SMALL, "--ep", "1", "--out", str(tmp_path), "--schedule", schedule)
+    assert result.exit_code == 2 and words in " ".join(re.sub("[│\n]", " ", result.output).split())
+    assert not list(tmp_path.iterdir())
+
+
 # --- evidence ---
 
 
@@ -298,7 +332,7 @@ def test_recording_takes_one_layer_both_ways(trainer, tmp_path):
     count = len(spans)
     trainer.step(batch())
     assert len(spans) == count, "hooks are gone"
-    assert {_kind(dataclasses.replace(spans[0], op="push", phase=phase)) for phase in ops} == {"push", "push dO"}
+    assert {kind_of(dataclasses.replace(spans[0], op="push", phase=phase)) for phase in ops} == {"push", "push dO"}
     draw_timeline(spans, "note", tmp_path / "timeline.png")
     draw_loss([5.0, 4.0, 3.0], 3.5, "note", tmp_path / "loss.png")
     assert (tmp_path / "timeline.png").stat().st_size > 10_000 < (tmp_path / "loss.png").stat().st_size

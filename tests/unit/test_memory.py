@@ -63,7 +63,7 @@ def test_combine_groups(backend):
         assert after["parts"].shape[0] == pytest.approx(2 * 8192, rel=0.01)
     else:
         assert before["returns"].shape[0] == 8192 * 8 and after["returns"].shape[0] == 8192 * 2
-    assert after["results"].shape == (*before["h"].shape[:1], 7168)
+    assert after["results"].shape == (before["act"].shape[0], 7168)
     with pytest.raises(ConfigError, match="combine_groups=2 cannot be split evenly over 4 ranks"):
         plan_memory(two, 4, backend=backend)
 
@@ -105,6 +105,13 @@ def test_peak_is_what_meets():
     assert small.peak_bytes() == small.total_bytes("saved") + results + sum(
         of[name] for name in ("act", "dh", "dweight_groups", "address", "y")
     )
+
+
+def test_an_activation_of_its_own_needs_its_input():
+    plans = [plan_memory(CFG, 2, backend="cpu", schedule=Schedule(activation=how)) for how in ("fused", "separate")]
+    names = [set(by_name(plan)) for plan in plans]
+    assert names[1] - names[0] == {"raw"} and names[0] < names[1]
+    assert plans[1].peak_bytes() > plans[0].peak_bytes()
 
 
 def test_explain_names_every_buffer_and_why():

@@ -1,9 +1,12 @@
 """Schedule fields that an executor does not know are refused by name, never ignored."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from uniep import ConfigError, MoEConfig, Schedule, Tile, Workspace
+from uniep.taskflow.schedule import DEFAULT_SCHEDULES, refuse_other_fields
 
 CFG = MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4, dtype=torch.float32)
 
@@ -14,6 +17,18 @@ CFG = MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4, 
 def test_cpu_refuses_gpu_fields(field, value):
     with pytest.raises(ConfigError, match=rf"Schedule\.{field} is .*, but backend 'cpu' knows only"):
         Workspace(CFG, device="cpu", schedule=Schedule(**{field: value}))
+
+
+@pytest.mark.parametrize("backend", ["hopper", "nccl"])
+@pytest.mark.parametrize(
+    "change", [{"tile_order": "chunk-major"}, {"tile_order": "critical-path"}, {"peer_order": "rotated"},
+               {"weight_gradient_order": "interleaved"}, {"activation": "separate"}, {"chunk_experts": 2}],
+    ids=str,
+)  # fmt: skip
+def test_orders_of_the_cpu_are_refused_elsewhere(backend, change):
+    schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], **change)
+    with pytest.raises(ConfigError, match=rf"Schedule\.{next(iter(change))} is .*, but backend '{backend}' knows only"):
+        refuse_other_fields(schedule, backend, ("overlap", "tile_order"))
 
 
 def test_cpu_takes_its_own():

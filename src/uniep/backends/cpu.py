@@ -16,7 +16,7 @@ import functools
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from torch import SymInt, Tensor
 
 from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
 from uniep.backends.cpu_peers import Peers
-from uniep.backends.cpu_run import Run, TraceEntry
+from uniep.backends.cpu_run import Program, Run
 from uniep.backends.cpu_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
 from uniep.backends.protocol import (
     OPERATIONS,
@@ -38,13 +38,16 @@ from uniep.backends.protocol import (
     same_forward,
     wanted_anywhere,
 )
+from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError
 from uniep.numerics import one_thread
-from uniep.routing import RoutingPlan, build_parts, build_plan, return_slots
-from uniep.taskflow.check import check
-from uniep.taskflow.graph import TaskGraph
-from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
+from uniep.routing import RoutingPlan, build_plan, return_slots
+from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
+from uniep.taskflow.lower import compile_graph, sites, unneeded
+from uniep.taskflow.operators import Operators
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
+from uniep.taskflow.site import Site
+from uniep.taskflow.trace import Span
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
@@ -84,34 +87,39 @@ class _Call:
 
 
 class _Routing:
-    """Plans of all ranks for one set of ids, with combine groups their parts, and the checked graphs made from them."""
+    """Plans of all ranks for one set of ids, with combine groups slots of parts, and checked programs made from them."""
 
-    def __init__(self, ids: list[Tensor], cfg: Any) -> None:
+    def __init__(self, ids: list[Tensor], cfg: MoEConfig, schedule: Schedule) -> None:
         self.tokens = [t.shape[0] for t in ids]
         self.plans = [build_plan(ids, rank, cfg) for rank in range(len(ids))]
-        self.parts = self.part_slots = None
-        if cfg.combine_groups is not None:
-            self.parts = [build_parts(plan, rank, cfg) for rank, plan in enumerate(self.plans)]
-            self.part_slots = [return_slots(parts, ids, cfg) for parts in self.parts]
-        self._graphs: dict[Any, TaskGraph] = {}
+        self.cfg, self.schedule = cfg, schedule
+        self.part_slots = [return_slots(site.parts, ids, cfg) for site in self.sites if site.parts is not None]
+        self._programs: dict[Any, Program] = {}
 
-    def graph(self, key: Any, lower: Callable[[], TaskGraph]) -> TaskGraph:
-        if key not in self._graphs:
-            graph = lower()
-            check(graph)
-            self._graphs[key] = graph
-        return self._graphs[key]
+    @functools.cached_property
+    def sites(self) -> list[Site]:
+        return sites(self.plans, self.tokens, self.cfg, self.schedule)
+
+    def program(self, operators: Operators, rank: int, left_out: Sequence[str] = ()) -> Program:
+        """left_out: operators that this rank alone does not run; nothing may wait for them."""
+        key = (*(op.name for op in operators), "left out", *left_out)
+        if key not in self._programs:
+            graph = compile_graph(operators, self.sites)
+            self._programs[key] = Program.make(graph, operators, self.schedule, rank, left_out)
+        return self._programs[key]
 
 
 SCHEDULE_FIELDS = (
-    "overlap", "tile_order", "gemm1", "gemm2", "chunk_tokens", "matrix_workers", "vector_workers", "received",
+    "overlap", "tile_order", "chunk_experts", "peer_order", "weight_gradient_order", "activation", "gemm1", "gemm2",
+    "chunk_tokens", "matrix_workers", "vector_workers", "received",
 )  # fmt: skip
 
 
 class CpuBackend:
     """Executes calls of one Workspace with threads of this process and memory shared with its peers.
 
-    trace: set to a list to have `TraceEntry`s appended.
+    trace: set to a list to have `Span`s appended.  forward_operators, backward_operators: what calls are made of; an
+    operator registered there, on every rank alike, runs with the others.
     """
 
     name = "cpu"
@@ -124,7 +132,10 @@ class CpuBackend:
             raise ConfigError(
                 "overlap='pipelined' is for GPUs; on the CPU 'fused' already runs every tile once its rows are there"
             )
-        self.trace: list[TraceEntry] | None = None
+        self.trace: list[Span] | None = None
+        grouped = self.cfg.combine_groups is not None
+        self.forward_operators = forward_operators(self.schedule, keep=True, grouped=grouped)
+        self.backward_operators = backward_operators(self.schedule, grouped=grouped)
         self._workspace = weakref.ref(workspace)
         self._peers: Peers | None = Peers(
             self.cfg, self.schedule, workspace.group, self.rank, self.ep_size, workspace.timeout_s
@@ -148,16 +159,12 @@ class CpuBackend:
         call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD)
         keep, routing = save and self.schedule.received == "saved", call.routing
         with self._or_give_up():
-            graph = routing.graph(
-                ("forward", keep),
-                lambda: lower_forward(
-                    routing.plans, routing.tokens, self.cfg, self.schedule, keep=keep, parts=routing.parts
-                ),
-            )
+            program = routing.program(self.forward_operators.without([] if keep else ["keep"]), self.rank)
             bodies = Forward(
-                self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.experts, keep
-            )
-            self._run(call, operation, graph, bodies)
+                self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.experts, keep,
+                separate=self.schedule.activation == "separate",
+            )  # fmt: skip
+            self._run(call, operation, program, bodies)
         if not save:
             return bodies.y_TD, []
         return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
@@ -173,18 +180,18 @@ class CpuBackend:
         call = self._enter("backward", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, needs)
         routing = call.routing
         anywhere = wanted_anywhere(call.headers)
-        flags = {"x": anywhere.x, "weights": anywhere.weights, "w13": needs.w13, "w2": needs.w2}
+        # All ranks compile what any of them needs: queues that were decided together cannot block each other.
+        nowhere = unneeded(**dataclasses.asdict(anywhere))
+        here = unneeded(w13=needs.w13, w2=needs.w2)
         with self._or_give_up():
-            graph = routing.graph(
-                ("backward", *flags.values()),
-                lambda: lower_backward(
-                    routing.plans, routing.tokens, self.cfg, self.schedule, **flags, parts=routing.parts
-                ),
-            )
+            program = routing.program(self.backward_operators.without(nowhere), self.rank, here)
             rows = self._rows(call)
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
-            bodies = Backward(rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows, main_grads)
-            self._run(call, "backward", graph, bodies)
+            bodies = Backward(
+                rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows, main_grads,
+                separate=self.schedule.activation == "separate",
+            )  # fmt: skip
+            self._run(call, "backward", program, bodies)
         return ExpertGradients(
             bodies.dx_TD if needs.x else None,
             bodies.dweights_TK if needs.weights else None,
@@ -196,9 +203,9 @@ class CpuBackend:
         """The received tokens of a forward once more, compact."""
         call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint)
         with self._or_give_up():
-            graph = call.routing.graph("dispatch", lambda: lower_dispatch(call.routing.plans, self.cfg, self.schedule))
+            program = call.routing.program(dispatch_operators(), self.rank)
             bodies = Dispatch(self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, keep=True)
-            self._run(call, "dispatch", graph, bodies)
+            self._run(call, "dispatch", program, bodies)
         return bodies.received_MD
 
     def _shared(self) -> list[Shared]:
@@ -206,11 +213,11 @@ class CpuBackend:
 
     def _rows(self, call: _Call) -> Rows:
         routing, rank = call.routing, self.rank
-        groups = (routing.parts[rank], routing.part_slots[rank]) if routing.parts and routing.part_slots else ()
+        groups = (routing.sites[rank].parts, routing.part_slots[rank]) if routing.part_slots else ()
         return Rows.make(rank, self.cfg, routing.plans[rank], call.weights, *groups)
 
-    def _run(self, call: _Call, operation: str, graph: TaskGraph, bodies: object) -> None:
-        Run(self.peers, call.number, operation, graph, bodies, self.trace).run(self.schedule)
+    def _run(self, call: _Call, operation: str, program: Program, bodies: object) -> None:
+        Run(self.peers, call.number, operation, program, bodies, self.trace).run()
 
     @_collective
     def refuse(self, error: UniEPError) -> None:
@@ -336,7 +343,7 @@ class CpuBackend:
 
     def _routing(self, key: bytes, ids: list[Tensor]) -> _Routing:
         if key not in self._routings:
-            self._routings[key] = _Routing(ids, self.cfg)
+            self._routings[key] = _Routing(ids, self.cfg, self.schedule)
             if len(self._routings) > _ROUTINGS_KEPT:
                 self._routings.popitem(last=False)
         self._routings.move_to_end(key)

@@ -1,32 +1,66 @@
-"""Run one call's taskflow on one rank: worker threads claim tasks of their class in order, wait, run, signal."""
+"""Run one call's taskflow on one rank: every worker thread takes the tasks of its queue in order, waits, runs, signals.
+
+Which worker runs which task, and in which order, is decided before anything runs: see `taskflow.scheduler`.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from uniep.backends.cpu_peers import Peers
 from uniep.errors import PeerTimeoutError
-from uniep.taskflow.graph import SHARED_STAGES, Event, Task, TaskGraph, Worker
+from uniep.taskflow.check import check
+from uniep.taskflow.graph import GATE, SHARED_STAGES, Block, Event, Task, TaskGraph
+from uniep.taskflow.operators import Operators
 from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.scheduler import WorkerName, assign
+from uniep.taskflow.trace import Span
+
+Body = Callable[[Any, Block], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class TraceEntry:
-    """When a worker ran a task, in time.perf_counter_ns of this host, and how long it had waited for it."""
+class Step(NamedTuple):
+    """An entry of a worker's queue.  remote, for_peers: as in `Span`."""
 
-    rank: int
-    worker: str
     task: Task
-    start_ns: int
-    end_ns: int
-    waited_ns: int
+    remote: bool
+    for_peers: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A checked graph, and the queues of one rank's workers.  bodies: of operators that bring their own."""
+
+    graph: TaskGraph
+    queues: dict[WorkerName, list[Step]]
+    bodies: Mapping[str, Body]
+
+    @classmethod
+    def make(
+        cls, graph: TaskGraph, operators: Operators, schedule: Schedule, rank: int, left_out: Sequence[str] = ()
+    ) -> Program:
+        """left_out: operators whose tasks this rank does not run; they signal nothing.
+
+        Raises ConfigError where `check` does.
+        """
+        assignment = assign(graph, schedule)
+        check(graph, list(assignment.queues.values()))
+        queues = assignment.of_rank(rank)
+        index = torch.tensor([i for queue in queues.values() for i in queue], dtype=torch.int64)
+        flags = (graph.remote[index].tolist(), graph.waits_for_peers[index].tolist())
+        steps = map(Step, graph.some(index), *flags)
+        of_worker = {
+            name: [step for _ in queue if (step := next(steps)).task.op not in left_out]
+            for name, queue in queues.items()
+        }
+        return cls(graph, of_worker, {op.name: op.body for op in operators if op.body is not None})
 
 
 class _StoppedError(Exception):
@@ -34,33 +68,30 @@ class _StoppedError(Exception):
 
 
 class Run:
-    """One graph in one call.  bodies: an object with a method per op.  trace: where to append, or None."""
+    """One program in one call.  bodies: an object with a method per operator.  trace: where to append, or None."""
 
     def __init__(
         self,
         peers: Peers,
         number: int,
         operation: str,
-        graph: TaskGraph,
+        program: Program,
         bodies: object,
-        trace: list[TraceEntry] | None,
+        trace: list[Span] | None,
     ) -> None:
         self.peers, self.number, self.operation = peers, number, operation
-        self.graph, self.bodies, self.trace = graph, bodies, trace
+        self.program, self.bodies, self.trace = program, bodies, trace
         self.local: dict[Event, int] = collections.defaultdict(int)
         self.local_lock = threading.Lock()
         self.errors: list[BaseException] = []
 
-    def run(self, schedule: Schedule) -> None:
+    def run(self) -> None:
         """Raises the first error of a worker, once all have stopped."""
-        classes: dict[Worker, int] = {"matrix": schedule.matrix_workers, "vector": schedule.vector_workers}
-        threads: list[threading.Thread] = []
-        for worker, count in classes.items():
-            tasks, cursor = self.graph.queue(self.peers.rank, worker), itertools.count()
-            for index in range(count):
-                column = self.peers.rank * self.peers.workers + len(threads)
-                arguments = (f"{worker} {index}", tasks, cursor, column)
-                threads.append(threading.Thread(target=self._work, args=arguments, daemon=True))
+        first = self.peers.rank * self.peers.workers
+        threads = [
+            threading.Thread(target=self._work, args=(name, queue, first + number), daemon=True)
+            for number, (name, queue) in enumerate(self.program.queues.items())
+        ]
         try:
             for thread in threads:
                 thread.start()
@@ -77,27 +108,31 @@ class Run:
             finally:
                 self.errors.clear()  # its traceback refers to this object: no cycle that keeps the call's tensors
 
-    def _work(self, name: str, tasks: tuple[Task, ...], cursor: Iterator[int], column: int) -> None:
+    def _work(self, name: WorkerName, queue: list[Step], column: int) -> None:
         torch.set_num_threads(1)  # a setting of each thread
         try:
             with torch.no_grad():
-                while (index := next(cursor)) < len(tasks):
-                    self._step(name, tasks[index], column)
+                for step in queue:
+                    self._step(name, step, column)
         except _StoppedError:
             pass
         except BaseException as error:
             self.errors.append(error)
 
-    def _step(self, name: str, task: Task, column: int) -> None:
-        claimed = time.perf_counter_ns()
+    def _step(self, name: WorkerName, step: Step, column: int) -> None:
+        task, claimed = step.task, time.perf_counter_ns()
         for event, count in task.waits:
             self._wait(task, event, count)
-        if task.op != "gate":
-            started = time.perf_counter_ns()
+        started = time.perf_counter_ns()
+        if (body := self.program.bodies.get(task.op)) is not None:
+            body(self.bodies, task.block)
+        elif task.op != GATE:
             getattr(self.bodies, task.op)(task.block)
-            if self.trace is not None:
-                ended = time.perf_counter_ns()
-                self.trace.append(TraceEntry(task.rank, name, task, started, ended, started - claimed))
+        if self.trace is not None:
+            ended = time.perf_counter_ns()
+            phase = "forward" if self.operation.startswith("forward") else "backward"
+            what = (phase, task.rank, str(name), task.op, task.block, step.remote, step.for_peers)
+            self.trace.append(Span(*what, claimed, started, ended))
         for event in task.signals:
             self._signal(event, column)
 
@@ -122,7 +157,10 @@ class Run:
     def _late(self, task: Task, event: Event) -> PeerTimeoutError:
         """Which peers are behind: what their tasks must signal against what they have."""
         peers, seen = self.peers, self.peers.seen(event, self.number)
-        expected = collections.Counter(t.rank for t in self.graph.tasks for e in t.signals if e == event)
+        graph = self.program.graph
+        signals = graph.signals.events
+        groups = signals.groups[signals.item_P == graph.index_of(event)]
+        expected = collections.Counter(graph.rank_N[graph.signals.tasks.take(groups).item_P].tolist())
         behind = []
         for peer, wanted in sorted(expected.items()):
             got = sum(seen[peer * peers.workers : (peer + 1) * peers.workers])

@@ -180,7 +180,7 @@ class Dispatch(_Bodies):
 
 
 class Forward(Dispatch):
-    """Bodies of `lower_forward`."""
+    """Bodies of `lower_forward`.  separate: the activation is a task of its own."""
 
     def __init__(
         self,
@@ -191,8 +191,10 @@ class Forward(Dispatch):
         weights_TK: Tensor,
         experts: ExpertWeights,
         keep: bool,
+        separate: bool = False,
     ) -> None:
         super().__init__(rows, shared, x_TD, ids_TK, keep)
+        self.separate = separate
         self.weight_results = self.cfg.weight_at == "output"
         self.weights_TK = weights_TK if self.weight_results else None
         self.experts = experts
@@ -208,10 +210,19 @@ class Forward(Dispatch):
         gate, up = (matmul(x, half[columns].T).to(dtype) for half in self.experts.halves(block.group))
         self.h_NF[rows, columns] = gate
         self.h_NF[rows, ffn + block.column0 : ffn + block.column1] = up
+        if not self.separate:
+            self._activate(block, gate, up)
+
+    def activation(self, block: Block) -> None:
+        h, ffn = self.h_NF[block.row0 : block.row1], self.cfg.ffn
+        self._activate(block, h[:, block.column0 : block.column1], h[:, ffn + block.column0 : ffn + block.column1])
+
+    def _activate(self, block: Block, gate: Tensor, up: Tensor) -> None:
+        rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
         act = swiglu(widened(gate), widened(up))
         if self.cfg.weight_at == "activation":
             act = self.rows.weight_N1[rows] * act
-        self.act_NF[rows, columns] = act[:, : gate.shape[1]].to(dtype)
+        self.act_NF[rows, columns] = act[:, : gate.shape[1]].to(self.cfg.dtype)
 
     def gemm2(self, block: Block) -> None:
         weight = self.experts.down(block.group)[block.column0 : block.column1]
@@ -222,7 +233,7 @@ class Forward(Dispatch):
 
 
 class Backward(_Bodies):
-    """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for wgrad1.
+    """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for wgrad1.  separate: as in `Forward`.
 
     gradients: of experts, in the layer's dtype, or `main_grads`."""
 
@@ -236,8 +247,10 @@ class Backward(_Bodies):
         h_NF: Tensor,
         x_rows: Gather,
         main_grads: MainGrads | None = None,
+        separate: bool = False,
     ) -> None:
         super().__init__(rows, shared, dy_TD, ids_TK)
+        self.raw_NF = torch.empty(self.num_rows, self.cfg.ffn, dtype=torch.float32) if separate else None
         self.experts, self.h_NF, self.x_rows = experts, h_NF, x_rows
         self.dy_rows = Gather(dy_TD, shared[self.rank].receive, rows)
         groups = -(-self.cfg.ffn // COLUMN_GROUP)
@@ -254,11 +267,24 @@ class Backward(_Bodies):
             main_grads.clear()
 
     def dgrad2(self, block: Block) -> None:
-        """Through the second GEMM and the activation: dh, the weighted activation, column groups of d(weight)."""
+        """Through the second GEMM, and the activation unless that is a task of its own."""
+        rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
+        raw = matmul(self.dy_rows(rows), self.experts.down(block.group)[:, columns])
+        if self.raw_NF is None:
+            self._through_activation(block, raw)
+        else:
+            self.raw_NF[rows, columns] = raw
+
+    def activation_gradient(self, block: Block) -> None:
+        assert self.raw_NF is not None
+        self._through_activation(block, self.raw_NF[block.row0 : block.row1, block.column0 : block.column1])
+
+    def _through_activation(self, block: Block, raw: Tensor) -> None:
+        """dh, the weighted activation, column groups of d(weight)."""
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
         ffn, dtype, width = self.cfg.ffn, self.cfg.dtype, block.column1 - block.column0
         up_columns = slice(ffn + block.column0, ffn + block.column1)
-        raw = widened(matmul(self.dy_rows(rows), self.experts.down(block.group)[:, columns]))
+        raw = widened(raw)
         gate, up = widened(self.h_NF[rows, columns]), widened(self.h_NF[rows, up_columns])
         weight, act = self.rows.weight_N1[rows], swiglu(gate, up)
         if self.cfg.weight_at == "output":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from uniep.cli import launch, pictures
 from uniep.cli.bits import verdict
 from uniep.cli.launch import World
 from uniep.cli.model import NUM_SHARDS, ModelConfig, Trainer
-from uniep.cli.options import DType, numbers
+from uniep.cli.options import DType, check_folder, numbers
 from uniep.cli.proof import prove, schedules
 from uniep.cli.text import Text
 from uniep.cli.timeline import Span, draw_timeline, fastest, recording
@@ -51,7 +50,7 @@ def demo(
             raise typer.BadParameter(
                 f"EP={size} cannot share {NUM_SHARDS} shards evenly; use 1, 2 or 4", param_hint=option
             )
-    _check_folder(out)
+    check_folder(out)
     backend = launch.backend()
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(max(ep, *sizes)))
@@ -81,15 +80,6 @@ def demo(
         say(verdict(same, compared, backend))
         say(f"pictures: {_list(drawn)}")
     raise typer.Exit(0 if same else 1)
-
-
-def _check_folder(out: Path) -> None:
-    """Make it.  Raises ConfigError, before an hour of training rather than after, where files cannot be written."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise uniep.ConfigError(f"--out {out}: {error.strerror}; name a folder that can be written") from None
 
 
 def _list(values: Iterable[object]) -> str:

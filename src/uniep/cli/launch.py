@@ -119,10 +119,10 @@ def _only_deterministic_operators() -> None:
 
 
 @contextlib.contextmanager
-def ranks() -> Iterator[World]:
-    """Join torchrun's process group: gloo, and NCCL where there are GPUs."""
+def ranks(cpu: bool = False) -> Iterator[World]:
+    """Join torchrun's process group: gloo, and NCCL where there are GPUs, unless `cpu`."""
     torch.set_num_threads(1)
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() and not cpu
     device = torch.device("cpu")
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

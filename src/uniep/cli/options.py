@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from typing import Annotated
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
+
+from uniep.errors import ConfigError
+from uniep.taskflow.schedule import Schedule
 
 
 class DType(enum.StrEnum):
@@ -48,3 +54,26 @@ def numbers(text: str, option: str) -> list[int]:
     if not values or min(values) < 1:
         raise typer.BadParameter(f"{text!r} is not a list of positive numbers such as 1,2,4", param_hint=option)
     return values
+
+
+def check_folder(out: Path) -> None:
+    """Make it.  Raises ConfigError, before the work rather than after it, where files cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}; name a folder that can be written") from None
+
+
+def parse_schedule(text: str, option: str) -> Schedule:
+    """ "tile_order=critical-path,vector_workers=2" -> a Schedule.  Raises typer.BadParameter, which names `option`."""
+    plain = {f.name: type(f.default) for f in dataclasses.fields(Schedule) if isinstance(f.default, (int, str))}
+    changes: dict[str, Any] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, value = part.partition("=")
+        try:
+            changes[name] = plain[name](value)
+        except (KeyError, ValueError):
+            kind = "a number" if plain.get(name) is int else f"one of the fields {', '.join(plain)}"
+            raise typer.BadParameter(f"{part!r} is not FIELD=VALUE with {kind}", param_hint=option) from None
+    return Schedule(**changes)

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from uniep.backends.cpu import CpuBackend
-from uniep.backends.cpu_run import TraceEntry
 from uniep.cli.pictures import INK, MUTED, figure_style
 from uniep.nn import Experts
-
-PHASES = ("forward", "backward")
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """One task: which worker of which rank ran what, from when to when (ns, one clock for all ranks)."""
-
-    phase: str
-    rank: int
-    worker: str
-    op: str
-    remote: bool  # reads rows that peers sent
-    start_ns: int
-    end_ns: int
-
-    @classmethod
-    def of(cls, phase: str, entry: TraceEntry) -> Span:
-        remote = any(event.stage == "arrived" for event, _ in entry.task.waits)
-        return cls(phase, entry.rank, entry.worker, entry.task.op, remote, entry.start_ns, entry.end_ns)
+from uniep.taskflow.graph import GATE
+from uniep.taskflow.trace import PHASES, Span
 
 
 @contextlib.contextmanager
 def recording(experts: Experts) -> Iterator[list[Span]]:
-    """Record the tasks of this one layer, forward and backward; the list is filled on leaving.
+    """Record the tasks of this one layer, forward and backward; into a list.
 
     It stays empty on backends other than the CPU's.
     """
@@ -43,18 +24,17 @@ def recording(experts: Experts) -> Iterator[list[Span]]:
     if not isinstance(backend, CpuBackend):
         yield spans
         return
-    entries: dict[str, list[TraceEntry]] = {phase: [] for phase in PHASES}
 
-    def start(phase: str) -> None:
-        backend.trace = entries[phase]
+    def start(*_: object) -> None:
+        backend.trace = spans
 
     def stop(*_: object) -> None:
         backend.trace = None
 
     hooks = [
-        experts.register_forward_pre_hook(lambda *_: start("forward")),
+        experts.register_forward_pre_hook(start),
         experts.register_forward_hook(stop),
-        experts.register_full_backward_pre_hook(lambda *_: start("backward")),
+        experts.register_full_backward_pre_hook(start),
         experts.register_full_backward_hook(stop),
     ]
     try:
@@ -63,7 +43,6 @@ def recording(experts: Experts) -> Iterator[list[Span]]:
         for hook in hooks:
             hook.remove()
         stop()
-    spans += [Span.of(phase, entry) for phase in PHASES for entry in entries[phase] if entry.task.op != "gate"]
 
 
 def fastest(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
@@ -77,40 +56,55 @@ def fastest(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
+class Kind:
     color: str
     label: str
 
 
-_KINDS = {
-    "push": _Kind("#e8590c", "push tokens to peers"),
-    "push dO": _Kind("#e8590c", "push dO to peers"),
-    "keep": _Kind("#ffc078", "keep received tokens"),
-    "gemm1 local": _Kind("#91c0f5", "GEMM 1, local rows"),
-    "gemm1": _Kind("#2f6fde", "GEMM 1, with rows from peers"),
-    "gemm2": _Kind("#123a8c", "GEMM 2, results to their ranks"),
-    "group_sum": _Kind("#087f5b", "sum combine groups"),
-    "dgrad2 local": _Kind("#91c0f5", "dgrad 2, local rows"),
-    "dgrad2": _Kind("#2f6fde", "dgrad 2, with rows from peers"),
-    "dgrad1": _Kind("#123a8c", "dgrad 1, results to their ranks"),
-    "wgrad2": _Kind("#b197fc", "weight gradient 2"),
-    "wgrad1": _Kind("#7048e8", "weight gradient 1"),
-    "dweight": _Kind("#63e6be", "d(routing weight)"),
-    "collect": _Kind("#0ca678", "collect d(routing weight)"),
-    "combine": _Kind("#2b8a3e", "sum slots in order"),
+KINDS = {
+    "push": Kind("#e8590c", "push tokens to peers"),
+    "push dO": Kind("#e8590c", "push dO to peers"),
+    "keep": Kind("#ffc078", "keep received tokens"),
+    "gemm1 local": Kind("#91c0f5", "GEMM 1, local rows"),
+    "gemm1": Kind("#2f6fde", "GEMM 1, with rows from peers"),
+    "activation": Kind("#22b8cf", "activation"),
+    "gemm2": Kind("#123a8c", "GEMM 2, results to their ranks"),
+    "group_sum": Kind("#087f5b", "sum combine groups"),
+    "dgrad2 local": Kind("#91c0f5", "dgrad 2, local rows"),
+    "dgrad2": Kind("#2f6fde", "dgrad 2, with rows from peers"),
+    "activation_gradient": Kind("#22b8cf", "gradient of the activation"),
+    "dgrad1": Kind("#123a8c", "dgrad 1, results to their ranks"),
+    "wgrad2": Kind("#b197fc", "weight gradient 2"),
+    "wgrad1": Kind("#7048e8", "weight gradient 1"),
+    "dweight": Kind("#63e6be", "d(routing weight)"),
+    "collect": Kind("#0ca678", "collect d(routing weight)"),
+    "combine": Kind("#2b8a3e", "sum slots in order"),
 }
 
 
-def _kind(span: Span) -> str:
+_MORE = ("#d6336c", "#868e96", "#a61e4d", "#5c940d")
+"""Colours of operators that are not the layer's own."""
+
+
+def kind_of(span: Span) -> str:
     if span.op == "push" and span.phase == "backward":
         return "push dO"
     return f"{span.op} local" if span.op in ("gemm1", "dgrad2") and not span.remote else span.op
 
 
+def kinds_of(spans: Iterable[Span]) -> dict[str, Kind]:
+    """The kinds that occur, the layer's own first and in its order."""
+    found = dict.fromkeys(kind_of(s) for s in spans if s.op != GATE)
+    others = {name: Kind(_MORE[i % len(_MORE)], name) for i, name in enumerate(n for n in found if n not in KINDS)}
+    return {name: kind for name, kind in {**KINDS, **others}.items() if name in found}
+
+
 def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
     """One panel per phase, one lane per rank and worker, one bar per task."""
     plt = figure_style()
+    spans = [s for s in spans if s.op != GATE]
     lanes = sorted({(s.rank, s.worker) for s in spans})
+    kinds = kinds_of(spans)
     figure, panels = plt.subplots(
         len(PHASES), figsize=(11, 1.9 + 0.62 * len(PHASES) * (len(lanes) + 1.2)), layout="constrained"
     )
@@ -119,7 +113,7 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
         origin = min((s.start_ns for s in of_phase), default=0)
         thin = 0.006 * (max((s.end_ns for s in of_phase), default=0) - origin)
         for span in of_phase:
-            color = _KINDS[_kind(span)].color
+            color = kinds[kind_of(span)].color
             axes.barh(
                 lanes.index((span.rank, span.worker)),
                 (span.end_ns - span.start_ns) / 1e6,
@@ -138,10 +132,10 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
         axes.grid(axis="x", color="#e8eaf0", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_title(phase, loc="left", fontsize=11, color=INK)
-        used = [kind for kind in _KINDS if any(_kind(s) == kind for s in of_phase)]
+        used = kinds_of(of_phase).values()
         axes.legend(
-            [plt.Rectangle((0, 0), 1, 1, color=_KINDS[kind].color) for kind in used],
-            [_KINDS[kind].label for kind in used],
+            [plt.Rectangle((0, 0), 1, 1, color=kind.color) for kind in used],
+            [kind.label for kind in used],
             loc="upper left",
             bbox_to_anchor=(1.0, 1.0),
             frameon=False,

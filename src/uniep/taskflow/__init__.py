@@ -1,4 +1,5 @@
 """The layer as tile tasks with events.
 
-graph: the representation.  lower: the layer as tasks.  check: whether they may run.  schedule: in which order.
+site, operators, layer: what is split how.  lower: the compiler.  graph: its result.  order, scheduler: who runs what
+when.  check: whether that may run.  schedule: the choices.  trace: what happened.
 """

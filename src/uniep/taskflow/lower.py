@@ -1,11 +1,11 @@
-"""Lower the layer to tile tasks: the same tasks on every executor, in the order of a Schedule.
+"""Compile operators to tile tasks: the same tasks on every executor, in the order of a Schedule.
 
 Forward, per rank: push (each token once per peer) -> gemm1 + SwiGLU tiles over gathered rows -> gemm2 tiles whose
 epilogue writes rows into the return slots of the token's rank -> combine.  Backward mirrors it: push of dO ->
 dgrad2 + dSwiGLU -> dgrad1 with the same epilogue -> weight gradients, which hide the returns -> sums.
 
-"fused": a tile waits for the chunks its rows came in, and for the row tiles it reads.  "serial": one gate per
-stage waits for all of the stage before.  Every rank lowers all ranks, since a wait counts peers' signals.
+"fused": a tile waits for the events that it reads.  "serial": one gate per stage waits for all of the stage before.
+Every rank lowers all ranks, since a wait counts peers' signals.
 
 **Source**: one taskflow for communication and computation with events, HyperParallel-MoE (arXiv 2605.23764);
 deterministic token order under any overlap and local-first tiles, UniEP (arXiv 2604.19241); send lists ours.
@@ -13,49 +13,34 @@ deterministic token order under any overlap and local-first tiles, UniEP (arXiv 
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from uniep.config import MoEConfig
-from uniep.routing import Parts, RoutingPlan
-from uniep.taskflow.graph import SHARED_STAGES, Block, Event, Task, TaskGraph, Wait, Worker
-from uniep.taskflow.schedule import Schedule, Tile, num_chunks
-
-Stage = list[Task]
+from uniep.errors import ConfigError
+from uniep.routing import RoutingPlan, build_parts
+from uniep.taskflow.graph import GATE, SHARED_STAGES, Block, Lists, Relation, TaskGraph, Worker, lexsort
+from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
+from uniep.taskflow.operators import Access, Operator, Operators
+from uniep.taskflow.order import places
+from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.site import Site
 
 
 def lower_forward(
-    plans: Sequence[RoutingPlan],
-    tokens: Sequence[int],
-    cfg: MoEConfig,
-    schedule: Schedule,
-    *,
-    keep: bool,
-    parts: Sequence[Parts] | None = None,
+    plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, schedule: Schedule, *, keep: bool
 ) -> TaskGraph:
-    """plans, tokens: RoutingPlan and T of every rank.  keep: also copy received tokens out, for backward.
-
-    parts: of every rank, with combine groups: rows are then added before they return."""
-    ranks = [_Rank(rank, plan, cfg, schedule) for rank, plan in enumerate(plans)]
-    stages = []
-    for r in ranks:
-        gemm1 = r.gemm("gemm1", schedule.gemm1, cfg.ffn, r.arrivals(schedule.gemm1))
-        done = r.rows_done("gemm1", schedule.gemm1, cfg.ffn, schedule.gemm2)
-        gemm2 = r.returning("gemm2", done, parts)
-        stages.append([r.push(), r.keep() if keep else [], r.local_first(gemm1), *gemm2])
-    combine = _sums("combine", ("returned",), stages, tokens, schedule)
-    ops = ("push", "gemm1", "gemm2", "combine", *(("keep",) if keep else ()))
-    return _graph([[*s, c] for s, c in zip(stages, combine, strict=True)], ranks, tokens, ops, parts)
+    """plans, tokens: RoutingPlan and T of every rank.  keep: also copy received tokens out, for backward."""
+    operators = forward_operators(schedule, keep=keep, grouped=cfg.combine_groups is not None)
+    return compile_graph(operators, sites(plans, tokens, cfg, schedule))
 
 
 def lower_dispatch(plans: Sequence[RoutingPlan], cfg: MoEConfig, schedule: Schedule) -> TaskGraph:
     """Dispatch alone: push tokens and copy the received ones out."""
-    ranks = [_Rank(rank, plan, cfg, schedule) for rank, plan in enumerate(plans)]
-    return _graph([[r.push(), r.keep()] for r in ranks], ranks, [0] * len(ranks), ("push", "keep"))
+    return compile_graph(dispatch_operators(), sites(plans, [0] * len(plans), cfg, schedule))
 
 
 def lower_backward(
@@ -68,244 +53,220 @@ def lower_backward(
     weights: bool = True,
     w13: bool = True,
     w2: bool = True,
-    parts: Sequence[Parts] | None = None,
 ) -> TaskGraph:
-    """The flags say which gradients are needed; tasks of others do not exist.  parts: as for `lower_forward`."""
-    ranks = [_Rank(rank, plan, cfg, schedule) for rank, plan in enumerate(plans)]
-    stages = []
-    for r in ranks:
-        dgrad2 = r.local_first(r.gemm("dgrad2", schedule.gemm1, cfg.ffn, r.arrivals(schedule.gemm1)))
-        done = r.rows_done("dgrad2", schedule.gemm1, cfg.ffn, schedule.gemm2)
-        dweight: Stage = []
-        dgrad1: list[Stage] = []
-        if weights:
-            signals = r.returns("weights returned", schedule.gemm2)
-            dweight = r.gemm("dweight", schedule.gemm2, 0, done, signals, "vector")
-        if x:
-            dgrad1 = r.returning("dgrad1", done, parts)
-        wgrad2 = r.wgrad("wgrad2", cfg.hidden, cfg.ffn, schedule.gemm2) if w2 else []
-        wgrad1 = r.wgrad("wgrad1", 2 * cfg.ffn, cfg.hidden, schedule.gemm1) if w13 else []
-        stages.append([r.push(), dgrad2, dweight, *dgrad1, wgrad2, wgrad1])
-    sums = [_sums("collect", ("weights returned",), stages, tokens, schedule) if weights else [[] for _ in ranks]]
-    sums.append(_sums("combine", ("returned",), stages, tokens, schedule) if x else [[] for _ in ranks])
-    needed = {"dweight": weights, "collect": weights, "dgrad1": x, "combine": x, "wgrad2": w2, "wgrad1": w13}
-    ops = ("push", "dgrad2", *(op for op, wanted in needed.items() if wanted))
-    return _graph(
-        [[*s, *tail] for s, *tail in zip(stages, *sums, strict=True)], ranks, tokens, ops, parts if x else None
-    )
+    """The flags say which gradients are needed; tasks of others do not exist."""
+    operators = backward_operators(schedule, grouped=cfg.combine_groups is not None)
+    operators = operators.without(unneeded(x=x, weights=weights, w13=w13, w2=w2))
+    return compile_graph(operators, sites(plans, tokens, cfg, schedule))
 
 
-def _spans(start: int, stop: int, step: int) -> Iterable[tuple[int, int]]:
-    return ((i, min(i + step, stop)) for i in range(start, stop, step))
+def unneeded(*, x: bool = True, weights: bool = True, w13: bool = True, w2: bool = True) -> list[str]:
+    """Operators of the backward that only serve gradients that are not needed."""
+    serve = {
+        "dweight": weights, "collect": weights, "dgrad1": x, "group_sum": x, "combine": x, "wgrad2": w2, "wgrad1": w13,
+    }  # fmt: skip
+    return [op for op, needed in serve.items() if not needed]
 
 
-def _count(extent: int, step: int) -> int:
-    return -(-extent // step)
-
-
-class _Rank:
-    """Lowers one rank's share."""
-
-    def __init__(self, rank: int, plan: RoutingPlan, cfg: MoEConfig, schedule: Schedule) -> None:
-        self.rank, self.cfg, self.schedule = rank, cfg, schedule
-        self.chunks = num_chunks(cfg, schedule)
-        self.send_count: list[int] = plan.send_count_R.tolist()
-        self.recv_count: list[int] = plan.recv_count_R.tolist()
-        self.start: list[int] = plan.expert_start_e1.tolist()
-        self.source_N, self.return_N = plan.row_source_N.long(), plan.row_return_N.long()
-        self.ep_size = len(self.send_count)
-
-    def push(self) -> Stage:
-        """Send lists in chunks, the next rank's first, so that no peer is everybody's first target."""
-        tasks, chunk = [], self.schedule.chunk_tokens
-        for step in range(1, self.ep_size):
-            peer = (self.rank + step) % self.ep_size
-            for first, last in _spans(0, self.send_count[peer], chunk):
-                arrived = Event(peer, "arrived", self.rank * self.chunks + first // chunk)
-                block = Block(peer, first, last, 0, self.cfg.hidden)
-                tasks.append(Task("push", "vector", self.rank, block, (), (arrived,)))
-        return tasks
-
-    def keep(self) -> Stage:
-        """Copy what came from each peer out of the receive buffer."""
-        tasks, chunk = [], self.schedule.chunk_tokens
-        for peer, count in enumerate(self.recv_count):
-            if count:
-                base = peer * self.chunks
-                waits = tuple((Event(self.rank, "arrived", base + i), 1) for i in range(_count(count, chunk)))
-                tasks.append(Task("keep", "vector", self.rank, Block(peer, 0, count, 0, self.cfg.hidden), waits))
-        return tasks
-
-    def gemm(
-        self,
-        op: str,
-        tile: Tile,
-        columns: int,
-        waits: list[tuple[Wait, ...]],
-        signals: list[tuple[Event, ...]] | None = None,
-        worker: Worker = "matrix",
-    ) -> Stage:
-        """Tiles over all rows.  waits, signals: per row tile (None: an event of this rank).  columns=0: row results."""
-        tasks = []
-        for expert in range(len(self.start) - 1):
-            for row0, row1 in _spans(self.start[expert], self.start[expert + 1], tile.rows):
-                index = row0 // tile.rows
-                done = signals[index] if signals is not None else (Event(self.rank, op, index),)
-                for column0, column1 in _spans(0, columns, tile.columns) if columns else ((0, 1),):
-                    block = Block(expert, row0, row1, column0, column1)
-                    tasks.append(Task(op, worker, self.rank, block, waits[index], done))
-        return tasks
-
-    def arrivals(self, tile: Tile) -> list[tuple[Wait, ...]]:
-        """Per row tile: the chunks its remote rows come in."""
-        slot_N = -self.source_N - 1
-        row_N = torch.nonzero((slot_N >= 0) & (self.return_N >= 0)).flatten()
-        block_N = slot_N[row_N] // self.cfg.receive_block
-        peer_N = block_N + (block_N >= self.rank)
-        chunk_N = slot_N[row_N] % self.cfg.receive_block // self.schedule.chunk_tokens
-        found = self._by_tile(row_N // tile.rows, peer_N * self.chunks + chunk_N, tile)
-        return [tuple((Event(self.rank, "arrived", key), 1) for key in keys) for keys in found]
-
-    def _by_tile(self, tile_N: Tensor, key_N: Tensor, tile: Tile) -> list[list[int]]:
-        """The distinct keys of each row tile, ascending."""
-        span = self.ep_size * self.chunks
-        found: list[list[int]] = [[] for _ in range(self.start[-1] // tile.rows)]
-        for value in torch.unique(tile_N * span + key_N).tolist():
-            found[value // span].append(value % span)
-        return found
-
-    def rows_done(self, op: str, tile: Tile, columns: int, reader: Tile) -> list[tuple[Wait, ...]]:
-        """Per row tile of `reader`: the row tiles of `op` that it reads, complete."""
-        count = _count(columns, tile.columns)
-        return [
-            tuple((Event(self.rank, op, index), count) for index in range(row0 // tile.rows, _count(row1, tile.rows)))
-            for row0, row1 in _spans(0, self.start[-1], reader.rows)
-        ]
-
-    def returns(self, stage: str, tile: Tile) -> list[tuple[Event, ...]]:
-        """Per row tile: `stage` of each chunk of tokens that its rows return to."""
-        row_N = torch.nonzero(self.return_N >= 0).flatten()
-        slots = self.cfg.max_tokens_per_rank * self.cfg.top_k
-        source_N = self.return_N[row_N] // slots
-        chunk_N = self.return_N[row_N] % slots // self.cfg.top_k // self.schedule.chunk_tokens
-        found = self._by_tile(row_N // tile.rows, source_N * self.chunks + chunk_N, tile)
-        return [tuple(Event(key // self.chunks, stage, key % self.chunks) for key in keys) for keys in found]
-
-    def returning(self, op: str, waits: list[tuple[Wait, ...]], parts: Sequence[Parts] | None) -> list[Stage]:
-        """The GEMM whose rows return to their tokens: from its epilogue, or, with combine groups, added by part."""
-        tile, hidden = self.schedule.gemm2, self.cfg.hidden
-        if parts is None:
-            return [self.gemm(op, tile, hidden, waits, self.returns("returned", tile))]
-        return [self.gemm(op, tile, hidden, waits), self.group_sums(op, parts[self.rank])]
-
-    def group_sums(self, op: str, parts: Parts) -> Stage:
-        """A task for the parts of each chunk of a source's tokens, once the row tiles of `op` with their rows are
-        complete; peers' parts first, since they travel."""
-        tile, tasks, first = self.schedule.gemm2, [], 0
-        count = _count(self.cfg.hidden, tile.columns)
-        key_P = parts.source_P * self.chunks + parts.token_P // self.schedule.chunk_tokens
-        for key, size in zip(*(t.tolist() for t in torch.unique_consecutive(key_P, return_counts=True)), strict=True):
-            row_PK = parts.row_PK[first : first + size]
-            waits = tuple(
-                (Event(self.rank, op, i), count) for i in torch.unique(row_PK[row_PK >= 0] // tile.rows).tolist()
-            )
-            source, chunk = divmod(key, self.chunks)
-            block = Block(source, first, first + size, 0, 1)
-            tasks.append(Task("group_sum", "vector", self.rank, block, waits, (Event(source, "returned", chunk),)))
-            first += size
-        return sorted(tasks, key=lambda t: (t.block.group - self.rank - 1) % self.ep_size)
-
-    def wgrad(self, op: str, rows: int, columns: int, tile: Tile) -> Stage:
-        """Tiles over the outputs of each expert that has rows; the contraction is never split."""
-        tasks, reads = [], self.schedule.gemm1
-        count = _count(self.cfg.ffn, reads.columns)
-        for expert, (start, stop) in enumerate(zip(self.start, self.start[1:], strict=False)):
-            if start == stop:
-                continue
-            indices = range(start // reads.rows, stop // reads.rows)
-            waits = tuple((Event(self.rank, "dgrad2", index), count) for index in indices)
-            for row0, row1 in _spans(0, rows, tile.rows):
-                for column0, column1 in _spans(0, columns, tile.columns):
-                    tasks.append(Task(op, "matrix", self.rank, Block(expert, row0, row1, column0, column1), waits))
-        return tasks
-
-    def outputs(self, tokens: int) -> dict[str, tuple[Block, ...]]:
-        """What each op must produce, from the problem alone."""
-        hidden, ffn = self.cfg.hidden, self.cfg.ffn
-        segments = [(e, a, b) for e, (a, b) in enumerate(zip(self.start, self.start[1:], strict=False)) if a < b]
-        rows = {columns: tuple(Block(e, a, b, 0, columns) for e, a, b in segments) for columns in (1, ffn, hidden)}
-        own = (Block(0, 0, tokens, 0, 1),) if tokens else ()
-        return {
-            "push": tuple(Block(peer, 0, n, 0, hidden) for peer, n in enumerate(self.send_count) if n),
-            "keep": tuple(Block(peer, 0, n, 0, hidden) for peer, n in enumerate(self.recv_count) if n),
-            "gemm1": rows[ffn],
-            "gemm2": rows[hidden],
-            "dgrad2": rows[ffn],
-            "dweight": rows[1],
-            "dgrad1": rows[hidden],
-            "wgrad2": tuple(Block(e, 0, hidden, 0, ffn) for e, _, _ in segments),
-            "wgrad1": tuple(Block(e, 0, 2 * ffn, 0, hidden) for e, _, _ in segments),
-            "combine": own,
-            "collect": own,
-        }
-
-    def local_first(self, tasks: Stage) -> Stage:
-        """Tiles that wait for nothing first, each class in expert order (which keeps weights in cache)."""
-        return sorted(tasks, key=lambda t: bool(t.waits)) if self.schedule.tile_order == "local-first" else tasks
-
-
-def _sums(
-    op: str, stages: tuple[str, ...], ranks: list[list[Stage]], tokens: Sequence[int], schedule: Schedule
-) -> list[Stage]:
-    """Per rank: one task per chunk of its tokens, waiting for all that return to it."""
-    total = Counter(e for rank in ranks for stage in rank for t in stage for e in t.signals if e.stage in stages)
-    chunk = schedule.chunk_tokens
+def sites(plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, schedule: Schedule) -> list[Site]:
+    """Every rank's share of a call.  Raises ConfigError where plans do not return each routed slot exactly once."""
+    slots = cfg.max_tokens_per_rank * cfg.top_k
+    back_P = torch.cat([p.row_return_N[p.row_return_N >= 0] for p in plans]).long()
+    routed = plans[0].counts_RE.sum(1).long()
+    found = torch.unique(back_P)
+    if len(found) != len(back_P) or not torch.equal(torch.bincount(found // slots, minlength=len(plans)), routed):
+        raise ConfigError(
+            f"the plans return {len(back_P)} rows to {len(found)} slots of {int(routed.sum())} routed ones"
+        )
+    chunk = found % slots // cfg.top_k // schedule.chunk_tokens
     return [
-        [
-            Task(
-                op,
-                "vector",
-                rank,
-                Block(0, first, last, 0, 1),
-                tuple(
-                    (Event(rank, stage, first // chunk), total[Event(rank, stage, first // chunk)]) for stage in stages
-                ),
+        Site(
+            rank, len(plans), cfg, schedule, plan, tokens[rank], torch.unique(chunk[found // slots == rank]),
+            None if cfg.combine_groups is None else build_parts(plan, rank, cfg),
+        )
+        for rank, plan in enumerate(plans)
+    ]  # fmt: skip
+
+
+def compile_graph(operators: Operators, of_rank: Sequence[Site]) -> TaskGraph:
+    """Split every operator on every rank, connect what its tiles read and write, and put tasks in order.
+
+    Raises ConfigError for a tile that reads what nothing writes.
+    """
+    made = _Compiled(operators, of_rank)
+    for number, op in enumerate(operators):
+        for site in of_rank:
+            made.lower(number, op, site)
+    if of_rank[0].schedule.overlap == "serial":
+        made.gate_stages()
+    else:
+        made.waits, made.signals = made.reads, made.writes
+    return made.graph()
+
+
+class _Pairs:
+    """A relation while it is collected: the group of each task, and pairs of a group and the key of an event."""
+
+    def __init__(self) -> None:
+        self.num_groups = 0
+        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []  # as they were added
+        self.firsts: list[int] = []
+
+    def add(self, group_n: Tensor, group_P: Tensor, key_P: Tensor) -> None:
+        """The next tasks.  Groups count from 0."""
+        self.parts.append((group_n, group_P, key_P))
+        self.firsts.append(self.num_groups)
+        self.num_groups += max((int(t.max()) for t in (group_n, group_P) if t.numel()), default=-1) + 1
+
+    def keys(self) -> Tensor:
+        return torch.cat([key_P for _, _, key_P in self.parts])
+
+    def relation(self, key_V: Tensor) -> Relation:
+        """To the events of these keys, ascending; other events, and groups without tasks, are left out."""
+        group_N, group_P = (
+            torch.cat([part[i] + first for part, first in zip(self.parts, self.firsts, strict=True)]) for i in (0, 1)
+        )
+        key_P, has_tasks_G = self.keys(), torch.bincount(group_N, minlength=self.num_groups) > 0
+        known_P = torch.isin(key_P, key_V) & has_tasks_G[group_P]
+        place_P = torch.searchsorted(key_V, key_P[known_P])
+        return Relation(group_N, Lists.of(group_P[known_P], place_P, self.num_groups, len(key_V)))
+
+
+class _Part(NamedTuple):
+    """Consecutive tasks: those of one operator on one rank."""
+
+    rank: int
+    op: int
+    tiles: int
+
+
+class _Compiled:
+    """A graph while it is made: tasks in the order in which operators are split, events as one number each."""
+
+    _LIMIT = 1 << 40  # numbers of one stage's events on one rank
+
+    def __init__(self, operators: Operators, of_rank: Sequence[Site]) -> None:
+        self.operators, self.ranks = operators, len(of_rank)
+        self.names = [*(op.name for op in operators), GATE]
+        self.workers: list[Worker] = [*(op.worker for op in operators), "vector"]
+        accesses = [access for op in operators for access in (*op.writes, *op.reads)]
+        self.stages = list(dict.fromkeys([*(a.stage for a in accesses), "stage", GATE]))
+        self.parts: list[_Part] = []
+        self.block, self.work, self.place = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.reads, self.writes, self.waits, self.signals = (_Pairs() for _ in range(4))
+        self.outputs: dict[tuple[str, int], tuple[Block, ...]] = {}
+
+    def key(self, stage: str, rank: Tensor | int, number: Tensor | int) -> Tensor:
+        place = torch.as_tensor(rank) + self.stages.index(stage) * self.ranks
+        return place * self._LIMIT + torch.as_tensor(number)
+
+    def lower(self, number: int, op: Operator, site: Site) -> None:
+        block_n5 = op.split(site)
+        count = len(block_n5)
+        read, written = (self._accessed(accesses, site, block_n5) for accesses in (op.reads, op.writes))
+        self.reads.add(*read)
+        self.writes.add(*written)
+        work_n3 = torch.stack([torch.as_tensor(w).expand(count) for w in op.work(site, block_n5)], 1)
+        self._add(site.rank, number, block_n5, work_n3, places(self.operators, op, site, block_n5))
+        self.outputs[op.name, site.rank] = op.covers(site)
+
+    def _accessed(self, accesses: Sequence[Access], site: Site, block_n5: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(group_n, group_P, key_P) of all these accesses together."""
+        group_n, group_P, key_P = (torch.zeros(k, dtype=torch.int64) for k in (len(block_n5), 0, 0))
+        for number, access in enumerate(accesses):
+            pairs = access.pairs(site, block_n5)
+            key = self.key(access.stage, pairs.rank_P, pairs.number_P)
+            if number == 0:
+                group_n, group_P, key_P = pairs.group_n, pairs.group_P, key
+                continue
+            groups = int(max(t.max() for t in (pairs.group_n, pairs.group_P) if len(t))) + 1 if len(block_n5) else 1
+            both_G, group_n = torch.unique(group_n * groups + pairs.group_n, return_inverse=True)
+            before, here = (
+                Lists.of(group, torch.arange(len(group)), limit, len(group)).take(chosen)
+                for group, limit, chosen in (
+                    (group_P, int(both_G.max()) // groups + 1 if len(both_G) else 0, both_G // groups),
+                    (pairs.group_P, groups, both_G % groups),
+                )
             )
-            for first, last in _spans(0, count, chunk)
-        ]
-        for rank, count in enumerate(tokens)
-    ]
+            group_P = torch.cat([before.groups, here.groups])
+            key_P = torch.cat([key_P[before.item_P], key[here.item_P]])
+        return group_n, group_P, key_P
 
+    def _from_peers(self, key_P: Tensor) -> Tensor:
+        shared = [self.stages.index(stage) for stage in SHARED_STAGES if stage in self.stages]
+        return torch.isin(key_P // self._LIMIT // self.ranks, torch.tensor(shared, dtype=torch.int64))
 
-def _graph(
-    stages: list[list[Stage]],
-    ranks: list[_Rank],
-    tokens: Sequence[int],
-    ops: Sequence[str],
-    parts: Sequence[Parts] | None = None,
-) -> TaskGraph:
-    outputs = {}
-    for r in ranks:
-        expected = r.outputs(tokens[r.rank])
-        outputs.update({(op, r.rank): expected[op] for op in ops})
-        if parts is not None:
-            last = torch.cumsum(torch.bincount(parts[r.rank].source_P, minlength=r.ep_size), 0).tolist()
-            spans = zip([0, *last], last, strict=False)
-            outputs["group_sum", r.rank] = tuple(Block(s, a, b, 0, 1) for s, (a, b) in enumerate(spans) if a < b)
-    if ranks[0].schedule.overlap == "serial":
-        stages = [_serial(of_rank) for of_rank in stages]
-    return TaskGraph(len(ranks), tuple(t for of_rank in stages for stage in of_rank for t in stage), outputs)
+    def _add(self, rank: int, op: int, block_n5: Tensor, work_n3: Tensor, place_n3: Tensor) -> None:
+        self.parts.append(_Part(rank, op, len(block_n5)))
+        self.block.append(block_n5)
+        self.work.append(work_n3)
+        self.place.append(place_n3)
 
+    def gate_stages(self) -> None:
+        """A gate before every stage waits for the whole stage before it and for all that peers send the stage."""
+        number = [0] * self.ranks
+        gates = []
+        for part, (_, _, read_P), (group_n, group_P, key_P) in zip(
+            list(self.parts), self.reads.parts, self.writes.parts, strict=True
+        ):
+            stage = number[part.rank]
+            opened, done = (self.key(name, part.rank, stage)[None] for name in (GATE, "stage"))
+            groups = torch.unique(group_n)
+            self.waits.add(torch.zeros_like(group_n), torch.zeros_like(group_n[:1]), opened[: part.tiles])
+            self.signals.add(group_n, torch.cat([group_P, groups]), torch.cat([key_P, done.expand(len(groups))]))
+            if part.tiles:
+                before = [self.key("stage", part.rank, stage - 1)[None]] * (stage > 0)
+                inbound = torch.unique(read_P[self._from_peers(read_P)])
+                gates.append((part, stage, torch.cat([inbound, *before]), opened))
+                number[part.rank] += 1
+        for part, stage, awaited, opened in gates:
+            one, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+            self.waits.add(one, torch.zeros_like(awaited), awaited)
+            self.signals.add(one, one, opened)
+            self.reads.add(one, nothing, nothing)
+            self.writes.add(one, nothing, nothing)
+            block_15 = torch.tensor([[stage, 0, 0, 0, 0]])
+            # The place of a gate is before that of its stage, which begins with the operator.
+            self._add(part.rank, len(self.names) - 1, block_15, one.expand(1, 3), torch.tensor([[part.op, -1, 0]]))
 
-def _serial(stages: list[Stage]) -> list[Stage]:
-    """A gate before every stage waits for the whole stage before it and for all that peers send the stage."""
-    out: list[Stage] = []
-    before: tuple[Wait, ...] = ()
-    for number, stage in enumerate(s for s in stages if s):
-        rank = stage[0].rank
-        inbound = {wait for task in stage for wait in task.waits if wait[0].stage in SHARED_STAGES}
-        gate, done = Event(rank, "gate", number), Event(rank, "stage", number)
-        out.append([Task("gate", "vector", rank, Block(number, 0, 0, 0, 0), (*before, *sorted(inbound)), (gate,))])
-        out.append([dataclasses.replace(t, waits=((gate, 1),), signals=(*t.signals, done)) for t in stage])
-        before = ((done, len(stage)),)
-    return out
+    def graph(self) -> TaskGraph:
+        rank_N, op_N = (
+            torch.tensor([(p.rank, p.op)[i] for p in self.parts], dtype=torch.int64).repeat_interleave(
+                torch.tensor([p.tiles for p in self.parts], dtype=torch.int64)
+            )
+            for i in (0, 1)
+        )
+        block_N5, work_N3, place_N3 = torch.cat(self.block), torch.cat(self.work), torch.cat(self.place)
+        awaited_V = torch.unique(self.waits.keys())
+        key_V = torch.unique(torch.cat([awaited_V, self.reads.keys()]))
+        order_N = lexsort(place_N3[:, 2], op_N, place_N3[:, 1], place_N3[:, 0], rank_N)
+        reads, writes = (pairs.relation(key_V).reordered(order_N) for pairs in (self.reads, self.writes))
+        waits, signals = reads, writes
+        if self.waits is not self.reads:
+            waits, signals = (pairs.relation(key_V).reordered(order_N) for pairs in (self.waits, self.signals))
+            signals = signals.among(torch.isin(key_V, awaited_V))
+        written_V, signalled_V = (relation.count(len(key_V)) for relation in (writes, signals))
+        place_V = key_V // self._LIMIT
+        graph = TaskGraph(
+            ep_size=self.ranks,
+            ops=tuple(self.names),
+            workers=tuple(self.workers),
+            op_N=op_N[order_N],
+            rank_N=rank_N[order_N],
+            block_N5=block_N5[order_N],
+            work_N3=work_N3[order_N],
+            stages=tuple(self.stages),
+            event_V3=torch.stack([place_V % self.ranks, place_V // self.ranks, key_V % self._LIMIT], 1),
+            count_V=torch.where(written_V > 0, written_V, signalled_V),
+            waits=waits,
+            signals=signals,
+            reads=reads,
+            writes=writes,
+            outputs=self.outputs,
+        )
+        read_V = reads.count(len(key_V))
+        if bool((missing_V := (read_V > 0) & (written_V == 0)).any()):
+            event = int(torch.nonzero(missing_V)[0])
+            reader = graph.task(graph.reads.first_task(event))
+            raise ConfigError(f"{reader} reads {graph.event(event)}, which nothing writes")
+        return graph

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError
@@ -38,7 +38,16 @@ class Schedule:
         every token to every peer: no program is lost to it, and it need not wait for the plan, but tokens travel
         that no expert of the peer wants.
     tile_order: "natural", tiles in expert order; "local-first", tiles whose rows are all local first,
-        then the rest, each class in expert order.
+        then the rest, each class in expert order; "chunk-major", `chunk_experts` experts go through all GEMMs, one
+        GEMM behind the other, while the next ones begin; "critical-path", list scheduling: a free worker takes the
+        task that most work still depends on.  The last two are the CPU executor's.
+    chunk_experts: of tile_order="chunk-major".
+    peer_order: inside an expert, "natural", row tiles ascending; "rotated", the first GEMM in the order in which
+        peers' tokens arrive, and what returns rows begins with the next rank's, so that no two ranks write to the
+        same peer in the same place of their lists.
+    weight_gradient_order: "last", when all else of the backward is done or waits; "interleaved", those of an expert
+        behind the rows that it returns, so that returns are spread over the weight gradients.
+    activation: "fused", in the epilogue of the GEMM before it; "separate", tiles of their own for vector workers.
     chunk_tokens: tokens pushed under one arrival signal.
     operand: how GPU kernels read the rows of the first GEMM.  "gathered", where they lie, so that the
         dispatch hides under the GEMM; "expanded", from a contiguous copy that the dispatch makes and
@@ -59,7 +68,11 @@ class Schedule:
 
     overlap: Literal["serial", "fused", "pipelined"] = "fused"
     transfer: Literal["push", "copy"] = "push"
-    tile_order: Literal["natural", "local-first"] = "local-first"
+    tile_order: Literal["natural", "local-first", "chunk-major", "critical-path"] = "local-first"
+    chunk_experts: int = 1
+    peer_order: Literal["natural", "rotated"] = "natural"
+    weight_gradient_order: Literal["last", "interleaved"] = "last"
+    activation: Literal["fused", "separate"] = "fused"
     operand: Literal["gathered", "expanded"] = "gathered"
     gemm1: Tile = Tile(stages=4)
     gemm2: Tile = Tile(stages=4)
@@ -76,9 +89,19 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        copied = "/copy" if self.transfer == "copy" else ""
-        return f"{self.overlap}/{self.tile_order}{copied}"
+        parts: list[str] = [self.overlap, self.tile_order]
+        parts += [self.transfer] * (self.transfer == "copy") + [self.peer_order] * (self.peer_order == "rotated")
+        parts += [self.weight_gradient_order] * (self.weight_gradient_order == "interleaved")
+        parts += ["activation"] * (self.activation == "separate")
+        return "/".join(parts)
 
+
+CHOICES = {
+    field.name: get_args(kind)
+    for field in dataclasses.fields(Schedule)
+    if get_origin(kind := get_type_hints(Schedule)[field.name]) is Literal
+}
+"""Of each field that names one of several ways."""
 
 DEFAULT_SCHEDULES = {
     "cpu": Schedule(),
@@ -128,22 +151,14 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         if not ok:
             reasons.append(text)
 
-    need(
-        schedule.overlap in ("serial", "fused", "pipelined"),
-        f"overlap is {schedule.overlap!r}; use 'serial', 'fused' or 'pipelined'",
-    )
-    need(schedule.transfer in ("push", "copy"), f"transfer is {schedule.transfer!r}; use 'push' or 'copy'")
-    need(
-        schedule.tile_order in ("natural", "local-first"),
-        f"tile_order is {schedule.tile_order!r}; use 'natural' or 'local-first'",
-    )
-    need(schedule.received in ("saved", "again"), f"received is {schedule.received!r}; use 'saved' or 'again'")
-    need(schedule.group_sum in ("after", "beside"), f"group_sum is {schedule.group_sum!r}; use 'after' or 'beside'")
+    for name, choices in CHOICES.items():
+        value = getattr(schedule, name)
+        listed = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+        need(value in choices, f"{name} is {value!r}; use {listed}")
     need(
         schedule.group_sum != "beside" or schedule.overlap == "fused",
         f"group_sum='beside' needs overlap='fused', not {schedule.overlap!r}",
     )
-    need(schedule.operand in ("gathered", "expanded"), f"operand is {schedule.operand!r}; use 'gathered' or 'expanded'")
     for name in ("gemm1", "gemm2", "weight_gradient"):
         tile = getattr(schedule, name)
         need(
@@ -159,15 +174,21 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
             f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",
         )
-    for name in ("chunk_tokens", "push_programs", "down_sms", "sum_programs", "matrix_workers", "vector_workers"):
+    counts = ("chunk_tokens", "chunk_experts", "push_programs", "down_sms", "sum_programs")
+    for name in (*counts, "matrix_workers", "vector_workers"):
         value = getattr(schedule, name)
         need(value >= 1, f"{name} is {value}; it must be at least 1")
     return reasons
 
 
 def refuse_other_fields(schedule: Schedule, backend: str, known: Collection[str]) -> None:
-    """Raise ConfigError for fields that mean nothing to `backend`, unless they are as in its default."""
+    """Raise ConfigError for fields, and orders of tiles, that mean nothing to `backend`, unless as in its default."""
     default = DEFAULT_SCHEDULES[backend]
+    if backend != "cpu" and schedule.tile_order not in ("natural", "local-first"):
+        raise ConfigError(
+            f"Schedule.tile_order is {schedule.tile_order!r}, but backend {backend!r} knows only 'natural' and "
+            "'local-first'"
+        )
     other = [
         f"Schedule.{field.name} is {value!r}, but backend {backend!r} knows only {only!r}"
         for field in dataclasses.fields(schedule)

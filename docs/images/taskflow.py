@@ -1,0 +1,78 @@
+"""Draw docs/images/taskflow.png: one backward under four schedules, as the static scheduler plans it.
+
+python docs/images/taskflow.py
+
+Rank 0 of 4, with 4 matrix and 2 vector workers; costs are the model's for multiprocessors of an H200, except that
+links are four times as slow, so that communication is worth hiding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from uniep import MoEConfig, Schedule, Tile
+from uniep.cli.pictures import INK, MUTED, figure_style
+from uniep.cli.timeline import KINDS
+from uniep.routing import build_plan
+from uniep.taskflow.check import check
+from uniep.taskflow.graph import GATE
+from uniep.taskflow.lower import lower_backward
+from uniep.taskflow.scheduler import MACHINES, assign
+
+SCHEDULES = {
+    "serial": Schedule(overlap="serial", tile_order="natural"),
+    "fused, local tiles first": Schedule(),
+    "chunk-major, weight gradients interleaved": Schedule(
+        tile_order="chunk-major", peer_order="rotated", weight_gradient_order="interleaved"
+    ),
+    "critical path (list scheduling)": Schedule(tile_order="critical-path", peer_order="rotated"),
+}
+
+
+def main() -> None:
+    cfg = MoEConfig(hidden=2048, ffn=768, num_experts=16, top_k=4, max_tokens_per_rank=512)
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.rand(512, 16, generator=generator).topk(4)[1] for _ in range(4)]
+    plans = [build_plan(ids, rank, cfg) for rank in range(4)]
+    machine = dataclasses.replace(MACHINES["h200"], peer=MACHINES["h200"].peer / 4)
+    plt = figure_style()
+    figure, panels = plt.subplots(len(SCHEDULES), figsize=(11, 8.4), sharex=True, layout="constrained")
+    for axes, (title, base) in zip(panels, SCHEDULES.items(), strict=True):
+        schedule = dataclasses.replace(
+            base, matrix_workers=4, vector_workers=2, gemm1=Tile(columns=256), gemm2=Tile(columns=256)
+        )
+        graph = lower_backward(plans, [512] * 4, cfg, schedule)
+        made = assign(graph, schedule, machine)
+        check(graph, list(made.queues.values()))
+        start, finish, remote = made.start_N.tolist(), made.finish_N.tolist(), graph.remote.tolist()
+        lanes = list(made.of_rank(0).items())
+        for lane, (_, queue) in enumerate(lanes):
+            for index in queue:
+                op = graph.ops[int(graph.op_N[index])]
+                if op == GATE:
+                    continue
+                name = "push dO" if op == "push" else f"{op} local" if op == "dgrad2" and not remote[index] else op
+                width = (finish[index] - start[index]) / 1e6
+                axes.barh(lane, width, left=start[index] / 1e6, height=0.8, color=KINDS[name].color,
+                          edgecolor="white", linewidth=0.3)  # fmt: skip
+        axes.set_yticks(range(len(lanes)), [str(name) for name, _ in lanes], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_title(f"{title}: {made.makespan_ns / 1e6:.2f} ms", loc="left", fontsize=11, color=INK)
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+    panels[-1].set_xlabel("ms")
+    shown = ["push dO", "dgrad2 local", "dgrad2", "dgrad1", "wgrad2", "wgrad1", "collect", "combine"]
+    figure.legend(
+        [plt.Rectangle((0, 0), 1, 1, color=KINDS[name].color) for name in shown], [KINDS[name].label for name in shown],
+        loc="outside lower center", ncols=4, frameon=False, fontsize=9, handlelength=1, handleheight=1,
+    )  # fmt: skip
+    figure.suptitle("One backward, four schedules of the same tasks", x=0.01, ha="left", fontweight="bold", fontsize=13)
+    figure.text(0.99, 0.985, "rank 0 of 4, cost model", ha="right", va="top", color=MUTED, fontsize=9)
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=120)
+
+
+if __name__ == "__main__":
+    main()

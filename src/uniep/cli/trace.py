@@ -1,0 +1,93 @@
+"""`uniep trace`: record one layer task by task, and write what happened as a trace and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+
+import uniep
+from uniep.cli import launch
+from uniep.cli.launch import World
+from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, TopK, check_folder, parse_schedule
+from uniep.cli.page import write_page
+from uniep.cli.timeline import fastest
+from uniep.cli.verify import Problem
+from uniep.taskflow.schedule import is_valid
+from uniep.taskflow.trace import Span, shares, write_trace
+
+WARM_UP, RECORDED = 2, 6
+
+
+def trace(
+    out: Annotated[Path, typer.Option(help="Folder for trace.json and timeline.html.")] = Path("out"),
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks: processes of this machine.", min=1)] = 2,
+    hidden: Hidden = 512,
+    ffn: Ffn = 256,
+    num_experts: NumExperts = 16,
+    top_k: TopK = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")] = 1024,
+    dtype: Dtype = DType.bf16,
+    schedule: Annotated[str, typer.Option(help="Fields of Schedule: tile_order=critical-path,vector_workers=2.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the random tokens, routing and weights.")] = 0,
+) -> None:
+    """Record forward and backward of one layer task by task, on CPU processes.
+
+    Writes trace.json, which ui.perfetto.dev and chrome://tracing load, and timeline.html, which any browser shows.
+    Both say how the workers of each class spent their time: busy, waiting for their own rank, waiting for peers
+    (exposed communication), idle. The fastest of several steps is kept.
+    """
+    cfg = uniep.MoEConfig(
+        hidden=hidden, ffn=ffn, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=tokens, dtype=dtype.torch
+    )
+    cfg.experts_per_rank(ep)
+    check_folder(out)
+    chosen = parse_schedule(schedule, "--schedule")
+    if reasons := is_valid(chosen, cfg):
+        raise uniep.ConfigError(f"--schedule {schedule}: {'; '.join(reasons)}")
+    if not launch.under_torchrun():
+        launch.run_again(ep)
+    with launch.ranks(cpu=True) as world:
+        if world.size != ep:
+            raise uniep.ConfigError(f"--ep {ep}: torchrun started {world.size} ranks; start as many as --ep says")
+        spans = _record(Problem(cfg, tokens, ep, seed), chosen, world)
+        if world.rank == 0:
+            about = {
+                "layer": f"hidden {hidden}, ffn {ffn}, {num_experts} experts, top-{top_k}, {dtype.value}",
+                "tokens": f"{tokens} over {ep} ranks",
+                "schedule": f"{chosen.name}, {chosen.matrix_workers} matrix and {chosen.vector_workers} vector workers "
+                "per rank",
+                "recorded": f"CPU processes, the fastest of {RECORDED} steps, uniep {uniep.__version__}, "
+                f"PyTorch {torch.__version__}",
+            }
+            write_trace(spans, about, out / "trace.json")
+            write_page(spans, about, out / "timeline.html")
+            world.console.print(_table(spans))
+            world.console.print(f"written: {out / 'trace.json'} (ui.perfetto.dev), {out / 'timeline.html'} (a browser)")
+
+
+def _record(problem: Problem, schedule: uniep.Schedule, world: World) -> list[Span]:
+    """Spans of all ranks, of the step that other work of the machine disturbed least."""
+    steps = []
+    group = world.control if world.size > 1 else None
+    with uniep.Workspace(problem.cfg, group, device="cpu", backend="cpu", schedule=schedule) as workspace:
+        for step in range(WARM_UP + RECORDED):
+            spans: list[Span] = []
+            workspace.backend.trace = spans if step >= WARM_UP else None  # type: ignore[attr-defined]
+            problem.run(workspace)
+            steps.append(spans)
+    of_rank = world.gather(steps[WARM_UP:])
+    return list(fastest([[span for part in step for span in part] for step in zip(*of_rank, strict=True)]))
+
+
+def _table(spans: list[Span]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("", "workers", "busy", "exposed communication", "waiting", "idle"):
+        table.add_column(column, justify="left" if column in ("", "workers") else "right")
+    for s in shares(spans):
+        table.add_row(s.phase, s.worker, *(f"{part:.1%}" for part in (s.busy, s.exposed, s.waiting, s.idle)))
+    return table

@@ -1,0 +1,234 @@
+"""The operators of the layer: dispatch, two GEMMs around the activation, combine, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from uniep.taskflow.graph import running_start
+from uniep.taskflow.operators import (
+    Access,
+    Operator,
+    Operators,
+    Work,
+    by_tile,
+    came,
+    came_from,
+    parts_return,
+    returned,
+    returns,
+    rows_of,
+    rows_of_parts,
+    segment_of,
+    sent,
+)
+from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.site import Site, blocks, steps
+
+
+def _rows1(schedule: Schedule) -> int:
+    return schedule.gemm1.rows
+
+
+def _rows2(schedule: Schedule) -> int:
+    return schedule.gemm2.rows
+
+
+def _send_chunks(site: Site) -> Tensor:
+    """Send lists in chunks, the next rank's first, so that no peer is everybody's first target."""
+    tiles = []
+    counts = site.plan.send_count_R.tolist()
+    for step in range(1, site.ep_size):
+        peer = (site.rank + step) % site.ep_size
+        first, last = steps(counts[peer], site.schedule.chunk_tokens)
+        width = torch.full_like(first, site.cfg.hidden)
+        tiles.append(blocks(torch.full_like(first, peer), first, last, torch.zeros_like(first), width))
+    return torch.cat(tiles) if tiles else torch.zeros(0, 5, dtype=torch.int64)
+
+
+def _own_chunks(site: Site) -> Tensor:
+    first, last = steps(site.tokens, site.schedule.chunk_tokens)
+    zero = torch.zeros_like(first)
+    return blocks(zero, first, last, zero, zero + 1)
+
+
+def _peers(site: Site) -> Tensor:
+    return torch.tensor(site.lists(site.plan.recv_count_R), dtype=torch.int64).view(-1, 5)
+
+
+def _area(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    return tiles[:, 2] - tiles[:, 1], tiles[:, 4] - tiles[:, 3]
+
+
+def _gemm(depth: Callable[[Site], int], products: int = 1, returns: bool = False) -> Work:
+    """A tile of `products` products of this depth; returns: its rows go to the ranks of their tokens.  Rows are read
+    once for all columns, weights once for all rows of an expert: caches see to that."""
+
+    def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+        rows, columns = _area(tiles)
+        k, size = depth(site), site.cfg.dtype.itemsize
+        tiles_e = torch.bincount(tiles[:, 0])
+        wide = torch.bincount(tiles[:, 1])[tiles[:, 1]]  # tiles of the same rows
+        high = tiles_e[tiles[:, 0]] // wide
+        moved = rows * k // wide + products * columns * k // high + products * rows * columns
+        return 2 * products * rows * columns * k, moved * size, site.away(tiles) * columns * size if returns else 0
+
+    return work
+
+
+def _wgrad_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+    rows, columns = _area(tiles)
+    k, size = site.start_e1.diff()[tiles[:, 0]], site.cfg.dtype.itemsize
+    return 2 * rows * columns * k, rows * columns * size, 0
+
+
+def _passes(count: int, size: int | None = None, sends: bool = False) -> Work:
+    """Elementwise: every element read or written `count` times, of `size` bytes (None: of the layer's dtype)."""
+
+    def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+        rows, columns = _area(tiles)
+        moved = rows * columns * (size or site.cfg.dtype.itemsize)
+        return 0, count * moved, moved if sends else 0
+
+    return work
+
+
+def _slots_read(size: Callable[[Site], int]) -> Work:
+    """Sums of slots, each of `size` bytes."""
+
+    def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+        return 0, (tiles[:, 2] - tiles[:, 1]) * (site.cfg.top_k + 1) * size(site), 0
+
+    return work
+
+
+def _hidden(site: Site) -> int:
+    return site.cfg.hidden
+
+
+def _ffn(site: Site) -> int:
+    return site.cfg.ffn
+
+
+PUSH = Operator(
+    "push", "vector", _send_chunks, lambda s: s.lists(s.plan.send_count_R),
+    writes=(Access("arrived", sent),), work=_passes(2, sends=True), where="first",
+)  # fmt: skip
+KEEP = Operator(
+    "keep", "vector", _peers, lambda s: s.lists(s.plan.recv_count_R),
+    reads=(Access("arrived", came_from),), work=_passes(2), where="last",
+)  # fmt: skip
+
+
+def _sum(name: str, stage: str, size: Callable[[Site], int]) -> Operator:
+    """One task per chunk of a rank's own tokens, once all that returns to it is there.  size: bytes of a slot."""
+    reads = (Access(stage, returned),)
+    return Operator(name, "vector", _own_chunks, Site.own, reads=reads, work=_slots_read(size), where="last")
+
+
+COMBINE = _sum("combine", "returned", lambda s: s.cfg.hidden * s.cfg.dtype.itemsize)
+COLLECT = _sum("collect", "weights returned", lambda s: 4)
+
+
+def _part_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+    """Each row of a part read, its sum written where it goes."""
+    assert site.parts is not None
+    before_P1 = running_start((site.parts.row_PK >= 0).sum(1))
+    sums = tiles[:, 2] - tiles[:, 1]
+    size = site.cfg.hidden * site.cfg.dtype.itemsize
+    rows = before_P1[tiles[:, 2]] - before_P1[tiles[:, 1]]
+    return 0, (rows + sums) * size, torch.where(tiles[:, 0] != site.rank, sums * size, 0)
+
+
+def _returning(name: str, depth: Callable[[Site], int], read: Access, grouped: bool) -> list[Operator]:
+    """The GEMM whose rows return to their tokens: from its epilogue, or, with combine groups, added by part."""
+    writes = Access(name, rows_of(_rows2)) if grouped else Access("returned", returns)
+    gemm = Operator(
+        name, "matrix", lambda s: s.row_tiles(s.schedule.gemm2, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
+        reads=(read,), writes=(writes,), work=_gemm(depth, returns=not grouped), lag=1,
+    )  # fmt: skip
+    if not grouped:
+        return [gemm]
+    reads = (Access(name, rows_of_parts(_rows2)),)
+    return [
+        gemm,
+        Operator(
+            "group_sum", "vector", Site.part_chunks, Site.part_lists, reads=reads,
+            writes=(Access("returned", parts_return),), work=_part_work, where="last",
+        ),
+    ]  # fmt: skip
+
+
+def forward_operators(schedule: Schedule, *, keep: bool, grouped: bool = False) -> Operators:
+    """Dispatch, two GEMMs around the activation, combine; keep: also copy received tokens out, for backward.
+    grouped: with combine groups.
+
+    The activation is the end of a tile of the first GEMM ("fused"), or a tile of its own for a vector worker.
+    """
+    separate = schedule.activation == "separate"
+    operators = [
+        PUSH,
+        Operator(
+            "gemm1", "matrix", lambda s: s.row_tiles(s.schedule.gemm1, s.cfg.ffn), lambda s: s.segments(s.cfg.ffn),
+            reads=(Access("arrived", came),), writes=(Access("gemm1", by_tile if separate else rows_of(_rows1)),),
+            work=_gemm(_hidden, products=2),
+        ),
+    ]  # fmt: skip
+    if separate:
+        operators.append(
+            Operator(
+                "activation", "vector", operators[1].split, operators[1].covers, reads=(Access("gemm1", by_tile),),
+                writes=(Access("activation", rows_of(_rows1)),), work=_passes(3),
+            )
+        )  # fmt: skip
+    if keep:
+        operators.append(KEEP)
+    operators += _returning("gemm2", _ffn, Access("activation" if separate else "gemm1", rows_of(_rows1)), grouped)
+    return Operators([*operators, COMBINE])
+
+
+def dispatch_operators() -> Operators:
+    return Operators([PUSH, KEEP])
+
+
+def backward_operators(schedule: Schedule, *, grouped: bool = False) -> Operators:
+    """Dispatch of dO, both data gradients around that of the activation, d(weight), weight gradients, sums.
+    grouped: with combine groups."""
+    separate = schedule.activation == "separate"
+    made = "activation_gradient" if separate else "dgrad2"
+    dgrad2 = Operator(
+        "dgrad2", "matrix", lambda s: s.row_tiles(s.schedule.gemm1, s.cfg.ffn), lambda s: s.segments(s.cfg.ffn),
+        reads=(Access("arrived", came),), writes=(Access("dgrad2", by_tile if separate else rows_of(_rows1)),),
+        work=_gemm(_hidden),
+    )  # fmt: skip
+    activation_gradient = Operator(
+        made, "vector", dgrad2.split, dgrad2.covers, reads=(Access("dgrad2", by_tile),),
+        writes=(Access(made, rows_of(_rows1)),), work=_passes(8),
+    )  # fmt: skip
+    rows, segment = (Access(made, rule(_rows1)) for rule in (rows_of, segment_of))
+    return Operators(
+        [
+            PUSH,
+            dgrad2,
+            *([activation_gradient] if separate else []),
+            Operator(
+                "dweight", "vector", lambda s: s.row_tiles(s.schedule.gemm2, 1), lambda s: s.segments(1),
+                reads=(rows,), writes=(Access("weights returned", returns),), work=_passes(2, 4, sends=True), lag=1,
+            ),
+            *_returning("dgrad1", lambda s: 2 * s.cfg.ffn, rows, grouped),
+            Operator(
+                "wgrad2", "matrix", lambda s: s.weight_tiles(s.cfg.hidden, s.cfg.ffn, s.schedule.gemm2),
+                lambda s: s.segments(s.cfg.ffn, s.cfg.hidden), reads=(segment,),
+                work=_wgrad_work, where="weights", lag=1,
+            ),
+            Operator(
+                "wgrad1", "matrix", lambda s: s.weight_tiles(2 * s.cfg.ffn, s.cfg.hidden, s.schedule.gemm1),
+                lambda s: s.segments(s.cfg.hidden, 2 * s.cfg.ffn), reads=(segment,),
+                work=_wgrad_work, where="weights", lag=1,
+            ),
+            COLLECT,
+            COMBINE,
+        ]
+    )  # fmt: skip
