@@ -87,7 +87,7 @@ class _Call:
 
 
 class _Routing:
-    """Plans of all ranks for one set of ids, with combine groups slots of parts, and checked programs made from them."""
+    """Plans of all ranks for one set of ids, with combine groups the slots of parts, and checked programs of them."""
 
     def __init__(self, ids: list[Tensor], cfg: MoEConfig, schedule: Schedule) -> None:
         self.tokens = [t.shape[0] for t in ids]
