@@ -216,12 +216,12 @@ def test_a_hundred_thousand_tasks_in_a_second_or_two():
     case = Problem(cfg, ids)
     plans = case.plans()
     case.plans = lambda: plans
-    start = time.perf_counter()
+    start = time.process_time()
     graph = case.forward(schedule)
     made = assign(graph, schedule, MACHINES["h200"])
     check(graph, list(made.queues.values()))
     assert graph.num_tasks > 100_000
-    assert time.perf_counter() - start < 10, "0.5 s on an idle machine"
+    assert time.process_time() - start < 10, "0.5 s where nothing else runs"
 
 
 def test_more_overlap_is_not_slower_in_the_model():
