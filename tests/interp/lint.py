@@ -66,8 +66,8 @@ CASES = (
     Case("deepseek-v3", FP16, "output", 8, "fused", "stacked"),
     Case("mixtral-8x7b", BF16, "output", 1, "fused", "split", "expanded"),
     Case("deepseek-v3-256", FP16, "output", 8, "serial", "split"),
-    Case("qwen3-30b", BF16, "output", 8, combine_groups=8, group_sum="beside"),
-    Case("dsv2-lite", FP16, "activation", 2, combine_groups=8),
+    Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
+    Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside"),
 )
 
 

@@ -118,6 +118,7 @@ def add_lines(
     returns_table_ptr,
     line,
     is_line,
+    column,
     D: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -125,40 +126,39 @@ def add_lines(
     WEIGHTED: tl.constexpr,
     ONE_GROUP: tl.constexpr,
 ):
-    """Add the rows (N, D) of each group of the given lines, in fp32 from 0, and store each sum into its return slot.
+    """Add the rows (N, D) of each group of the given lines, in fp32 from 0, and store each sum into its return slot:
+    of these columns (1, BLOCK_D).  Not a loop over all: what the compiler takes out of it fills the registers.
 
     WEIGHTED: fma with the rows' routing weights.  SLOTS: return slots of a rank.  ONE_GROUP: no line has two groups.
     """
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     at = line.to(tl.int64) * K
-    for d in range(0, D, BLOCK_D):
-        column = d + tl.arange(0, BLOCK_D)[None, :]
-        acc = tl.zeros((line.shape[0], BLOCK_D), tl.float32)
-        row = tl.load(row_ptr + at, mask=is_line, other=-1)
-        slot = tl.load(slot_ptr + at, mask=row >= 0, other=0)
-        has_sum = row >= 0
-        for p in tl.static_range(K):
-            used = row >= 0
-            start = tl.multiple_of(rows_ptr + tl.maximum(row, 0).to(tl.int64) * D, 16)
-            value = tl.load(start[:, None] + column, mask=used[:, None] & (column < D), other=0.0).to(tl.float32)
-            if WEIGHTED:
-                weight = tl.load(weight_ptr + row, mask=used, other=0.0)[:, None]
-                added = tl.fma(value, tl.broadcast_to(weight, value.shape), acc)
-            else:
-                added = acc + value
-            acc = tl.where(used[:, None], added, acc)
-            if p + 1 < K:
-                row = tl.load(row_ptr + at + p + 1, mask=is_line, other=-1)
-            else:
-                row = tl.full(line.shape, -1, tl.int32)
-            if not ONE_GROUP:
-                next_slot = tl.load(slot_ptr + at + p + 1, mask=row >= 0, other=-1)
-                is_last = used & (next_slot != slot)
-                _store_sums(acc, slot, is_last, returns_table_ptr, column, D, SLOTS, dtype)
-                acc = tl.where(is_last[:, None], 0.0, acc)
-                slot = next_slot
-        if ONE_GROUP:
-            _store_sums(acc, slot, has_sum, returns_table_ptr, column, D, SLOTS, dtype)
+    acc = tl.zeros((line.shape[0], BLOCK_D), tl.float32)
+    row = tl.load(row_ptr + at, mask=is_line, other=-1)
+    slot = tl.load(slot_ptr + at, mask=row >= 0, other=0)
+    has_sum = row >= 0
+    for p in tl.static_range(K):
+        used = row >= 0
+        start = tl.multiple_of(rows_ptr + tl.maximum(row, 0).to(tl.int64) * D, 16)
+        value = tl.load(start[:, None] + column, mask=used[:, None] & (column < D), other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + row, mask=used, other=0.0)[:, None]
+            added = tl.fma(value, tl.broadcast_to(weight, value.shape), acc)
+        else:
+            added = acc + value
+        acc = tl.where(used[:, None], added, acc)
+        if p + 1 < K:
+            row = tl.load(row_ptr + at + p + 1, mask=is_line, other=-1)
+        else:
+            row = tl.full(line.shape, -1, tl.int32)
+        if not ONE_GROUP:
+            next_slot = tl.load(slot_ptr + at + p + 1, mask=row >= 0, other=-1)
+            is_last = used & (next_slot != slot)
+            _store_sums(acc, slot, is_last, returns_table_ptr, column, D, SLOTS, dtype)
+            acc = tl.where(is_last[:, None], 0.0, acc)
+            slot = next_slot
+    if ONE_GROUP:
+        _store_sums(acc, slot, has_sum, returns_table_ptr, column, D, SLOTS, dtype)
 
 
 @triton.jit(do_not_specialize=["num_lines", "first_line", "flag_offset"])
@@ -190,12 +190,13 @@ def group_sum_kernel(
     count = num_lines
     if SIGNAL:
         count = tl.where(failed(status_ptr), 0, num_lines)  # a late peer may still read what an earlier call returned
-    for first in range(tl.program_id(0) * BLOCK_L, count, tl.num_programs(0) * BLOCK_L):
-        number = first + tl.arange(0, BLOCK_L)
-        line = (first_line + number) % num_lines
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    for item in range(tl.program_id(0), tl.cdiv(count, BLOCK_L) * BLOCKS, tl.num_programs(0)):
+        number = item // BLOCKS * BLOCK_L + tl.arange(0, BLOCK_L)
+        column = item % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
         add_lines(
-            rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, line, number < num_lines, D, K, SLOTS, BLOCK_D,
-            WEIGHTED, ONE_GROUP,
+            rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, (first_line + number) % num_lines,
+            number < num_lines, column, D, K, SLOTS, BLOCK_D, WEIGHTED, ONE_GROUP,
         )  # fmt: skip
     if SIGNAL:
         signal_all(
@@ -348,6 +349,7 @@ def claimed_sum_kernel(
     multiprocessors this kernel holds.  If they do not in time, it leaves its work to the launch behind.
     TILES: of a row tile of BLOCK_M rows.  programs: of both launches.
     """
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     deadline_ns = deadline(status_ptr, timeout_ns)
     num_items = tl.where(failed(status_ptr), 0, tl.cdiv(num_lines, ITEM_L))
     item = num_items
@@ -367,12 +369,12 @@ def claimed_sum_kernel(
             if highest >= 0:
                 tile = tl.where(row >= 0, row, highest) // BLOCK_M
                 wait_for(progress_ptr + tile, rank, TILES, deadline_ns, status_ptr, STAGE_SUM)
-        for i in range(0, ITEM_L, BLOCK_L):
-            number = item * ITEM_L + i + tl.arange(0, BLOCK_L)
-            line = (first_line + number) % num_lines
+        for part in range(0, tl.cdiv(tl.minimum(num_lines - item * ITEM_L, ITEM_L), BLOCK_L) * BLOCKS):
+            number = item * ITEM_L + part // BLOCKS * BLOCK_L + tl.arange(0, BLOCK_L)
+            column = part % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
             add_lines(
-                rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, line, number < num_lines, D, K, SLOTS,
-                BLOCK_D, WEIGHTED, ONE_GROUP,
+                rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, (first_line + number) % num_lines,
+                number < num_lines, column, D, K, SLOTS, BLOCK_D, WEIGHTED, ONE_GROUP,
             )  # fmt: skip
         item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
     signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, programs, status_ptr, NUM_RANKS)

@@ -177,5 +177,5 @@ def launch_claimed_sum(
             **constants, "KP": top_k, "BLOCK_M": tile.rows, "TILES": -(-sums.rows_ND.shape[1] // tile.columns),
             "ITEM_L": max(4 * LINES_AT_ONCE, 64 // top_k), "BESIDE": beside,
         },
-        **sums.options, maxnreg=96,
+        **sums.options, maxnreg=96 if sums.one_group else 128,  # left to itself, ptxas spills to use fewer
     )  # fmt: skip
