@@ -18,7 +18,7 @@ from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
 RANKS = 2
-TIMEOUT_S = 150
+TIMEOUT_S = 300
 SMALL = Tile(rows=64, columns=128, depth=64)
 SCHEDULE = Schedule(gemm1=SMALL, gemm2=SMALL, weight_gradient=SMALL, chunk_tokens=32)
 ROUNDS = (  # overlap, operand, transfer, received
