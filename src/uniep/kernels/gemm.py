@@ -163,6 +163,8 @@ def gate_up_kernel(
             step = step_of_turn(turn, alone, shared, program, push_programs)
             m, expert, n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
         row = m * BLOCK_M
+        if WEIGHTED:  # loaded where it is used, it costs registers that the epilogue does not have
+            weight = tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))
         if GATHERED:
             if FUSED:
                 all_here = wait_for_rows(
@@ -199,7 +201,7 @@ def gate_up_kernel(
             up_desc.store([row, n * HALF], up_16)
         act, _ = swiglu(gate_16.to(tl.float32), up_16.to(tl.float32))
         if WEIGHTED:
-            act = act * tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))[:, None]
+            act = act * weight[:, None]
         act_desc.store([row, n * HALF], narrow(act, dtype))
         if GATHERED:
             m = next_m
