@@ -140,6 +140,8 @@ def gate_up_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     HALF: tl.constexpr = BLOCK_N // 2
     NUM_N: tl.constexpr = (F + HALF - 1) // HALF
+    # The tables of the next tile are read while this one is multiplied; a kernel that pushes has no registers for them.
+    AHEAD: tl.constexpr = GATHERED and CHUNK == 0
     program = tl.program_id(0)
     if FUSED and CHUNK > 0:
         if program < push_programs:
@@ -154,25 +156,27 @@ def gate_up_kernel(
     alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
     all_here = 0
     counted = 0  # the row tile of the turn before
-    if GATHERED:
+    if AHEAD:
         step = step_of_turn(0, alone, shared, program, push_programs)
         m, expert, n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
         source = tl.load(source_ptr + m * BLOCK_M + tl.arange(0, BLOCK_M), mask=step < num_steps, other=0)
     for turn in tl.range(0, count, flatten=not GATHERED):
-        if not GATHERED:
+        if not AHEAD:
             step = step_of_turn(turn, alone, shared, program, push_programs)
             m, expert, n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
         row = m * BLOCK_M
         if WEIGHTED:  # loaded where it is used, it costs registers that the epilogue does not have
             weight = tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))
         if GATHERED:
+            if not AHEAD:
+                source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
             if FUSED:
                 all_here = wait_for_rows(
                     source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, BLOCK_M,
                     NUM_RANKS, CHUNK, RECEIVE_BLOCK,
                 )  # fmt: skip
             a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-            # What the next tile needs is read while this one is multiplied.
+        if AHEAD:
             step = step_of_turn(turn + 1, alone, shared, program, push_programs)
             next_m, next_expert, next_n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
             next_rows = next_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -203,7 +207,7 @@ def gate_up_kernel(
         if WEIGHTED:
             act = act * weight[:, None]
         act_desc.store([row, n * HALF], narrow(act, dtype))
-        if GATHERED:
+        if AHEAD:
             m = next_m
             expert = next_expert
             n = next_n
