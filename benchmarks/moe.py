@@ -464,7 +464,9 @@ def options(argv: list[str] | None) -> argparse.Namespace:
             if fields and (base == "uniep" or parse_groups(base, 1)):
                 parse_schedule(fields, uniep.Schedule())
             elif name not in IMPLS and not parse_groups(name, 1):
-                raise ValueError(f"implementation {name!r} is unknown; use {', '.join(IMPLS)} or uniep@FIELD=VALUE")
+                raise ValueError(
+                    f"implementation {name!r} is unknown; use {', '.join(IMPLS)}, uniep-groupsN or uniep@FIELD=VALUE"
+                )
         for option, known in (
             ("routing", ROUTINGS),
             ("directions", ("fwd", "fwd_bwd")),

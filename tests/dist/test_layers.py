@@ -38,6 +38,31 @@ def interleaved(world, cfg, batches, ep_size, order, schedule):
         return [case.Outcome(y.detach(), *(t.grad for t in ts)) for y, ts in zip(outputs, inputs, strict=True)]
 
 
+def frozen_on_one(world, cfg, batch, ep_size, schedule):
+    """Gradients where only rank 0 wants that of w13."""
+    with case.workspace(world, cfg, ep_size, schedule) as ws:
+        x, weights, w13, w2 = leaves(batch, ws)
+        w13.requires_grad_(ws.rank == 0)
+        rows = batch.rows(ws.rank, ep_size)
+        uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws).backward(batch.dy[rows])
+        return [t.grad for t in (x, weights, w13, w2)]
+
+
+@pytest.mark.parametrize("overlap", ["serial", "fused"])
+def test_frozen_on_one_rank(pool, overlap):
+    """What one rank leaves out, others may wait for, and its own later stages do."""
+    cfg = config(dtype=torch.bfloat16)
+    batch = random_batch(cfg, (9, 5, 4, 7))
+    want = case.oracle(pool, cfg, batch)
+    for rank, found in enumerate(pool.run(frozen_on_one, cfg, batch, 2, uniep.Schedule(overlap=overlap), ranks=2)):
+        parts = [batch.rows(rank, 2)] * 2 + [batch.experts(rank, 2)] * 2
+        for name, part, got in zip(("dx", "dweights", "dw13", "dw2"), parts, found, strict=True):
+            if name == "dw13" and rank == 1:
+                assert got is None
+            else:
+                case.equal_bits(got, getattr(want, name)[part], f"rank {rank} {name}")
+
+
 @pytest.mark.parametrize("received", ["saved", "again"])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_interleaved_micro_batches(pool, order, received):

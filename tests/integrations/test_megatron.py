@@ -557,3 +557,18 @@ def test_example(tmp_path):
         losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     before, after, later = losses
     assert before > 5 and after < 3.7 and later < 3.7, losses
+
+
+def test_order_of_experts_is_for_good():
+    """Parameters that move together at a call without a backward lie as main_grads do, which later calls need."""
+    from uniep.integrations.megatron import _one_tensor_each
+
+    w13, w2 = ([torch.nn.Parameter(torch.randn(shape)) for _ in range(4)] for shape in ((8, 4), (4, 4)))
+    for parts in (w13, w2):
+        buffer = torch.zeros(4, *parts[0].shape)
+        for number, parameter in enumerate(parts):
+            parameter.main_grad = buffer[3 - number]  # as in Megatron's DDP
+    with torch.no_grad():
+        assert _one_tensor_each(w13, w2, True)[2]
+    stacked, _, reverse = _one_tensor_each(w13, w2, True)
+    assert reverse and torch.equal(stacked[3], w13[0])

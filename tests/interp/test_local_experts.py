@@ -106,3 +106,16 @@ def test_kernels_mean_what_torch_does(rank, layout):
     for a, b in zip(*found, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         assert (a.float() - b.float()).norm() <= 1e-3 * a.float().norm()
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_no_rows(save):
+    """A rank to which no token goes, in a forward that keeps something for backward, too."""
+    cfg = config()
+    plan = build_plan([torch.zeros(0, 2, dtype=torch.int64)] * 2, 0, cfg)
+    none = Tokens(random(0, 64).half(), torch.zeros(1, 64).half())
+    out_ND, h = KernelExperts(cfg, 0, SERIAL, torch.device("cpu")).forward(
+        none, Routed(plan, torch.zeros(plan.num_rows)), experts_of(cfg, 2, "stacked"), save
+    )
+    assert out_ND.shape == (0, 64) and (h is None) != save
+    assert h is None or h.shape == (0, 2 * cfg.ffn)

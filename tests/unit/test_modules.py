@@ -1,9 +1,12 @@
 """nn.Experts, nn.MoE and the operators in one process without a process group."""
 
+import contextlib
+
 import case
 import pytest
 import torch
 from case import config, random_batch
+from torch._dynamo import compiled_autograd
 
 import uniep
 from uniep.nn.ops import moe_forward
@@ -118,6 +121,19 @@ def test_operator_checks(workspace, tokens):
     arguments = (x, batch.ids, weights, [w13], [w2], "stacked", workspace.key, True, [], [], False)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.uniep.moe_fwd.default, arguments, test_utils=tests)
+
+
+def test_compiled_autograd(workspace):
+    """A backward that is traced sees the operator, though the forward ran without."""
+    batch = random_batch(workspace.cfg, (5, 5, 5, 5))
+    found = []
+    for compiled in (False, True):
+        x = case.leaf(batch.x)
+        loss = uniep.moe(x, batch.ids, batch.weights, batch.w13, batch.w2, workspace=workspace).square().sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")) if compiled else contextlib.nullcontext():
+            loss.backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
 
 
 def test_second_derivatives_are_refused(workspace):

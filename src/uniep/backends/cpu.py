@@ -101,7 +101,7 @@ class _Routing:
         return sites(self.plans, self.tokens, self.cfg, self.schedule)
 
     def program(self, operators: Operators, rank: int, left_out: Sequence[str] = ()) -> Program:
-        """left_out: operators that this rank alone does not run; nothing may wait for them."""
+        """left_out: operators that do nothing on this rank."""
         key = (*(op.name for op in operators), "left out", *left_out)
         if key not in self._programs:
             graph = compile_graph(operators, self.sites)

@@ -46,7 +46,7 @@ class Program:
     def make(
         cls, graph: TaskGraph, operators: Operators, schedule: Schedule, rank: int, left_out: Sequence[str] = ()
     ) -> Program:
-        """left_out: operators whose tasks this rank does not run; they signal nothing.
+        """left_out: operators whose tasks do nothing on this rank but wait and signal.
 
         Raises ConfigError where `check` does.
         """
@@ -56,11 +56,9 @@ class Program:
         index = torch.tensor([i for queue in queues.values() for i in queue], dtype=torch.int64)
         flags = (graph.remote[index].tolist(), graph.waits_for_peers[index].tolist())
         steps = map(Step, graph.some(index), *flags)
-        of_worker = {
-            name: [step for _ in queue if (step := next(steps)).task.op not in left_out]
-            for name, queue in queues.items()
-        }
-        return cls(graph, of_worker, {op.name: op.body for op in operators if op.body is not None})
+        of_worker = {name: [next(steps) for _ in queue] for name, queue in queues.items()}
+        bodies: dict[str, Body] = {op.name: op.body for op in operators if op.body is not None}
+        return cls(graph, of_worker, bodies | dict.fromkeys(left_out, lambda *_: None))
 
 
 class _StoppedError(Exception):

@@ -1,9 +1,10 @@
 """The Hopper backend: Triton kernels over torch symmetric memory, one node, peer access over NVLink.
 
 One call: plan (ids exchanged by one-sided stores); gate_up, whose tiles wait for their tokens, which copy engines or
-its own first programs send; the down product, whose epilogue stores each row into its slot at the source rank, after
-gate_up or beside it; the fixed-order sum.  The serial schedule runs the same tile bodies with every stage waiting
-for the one before; it is the oracle.  docs/kernels.md has the whole picture.
+its own first programs send; the down product, whose epilogue stores each row into its slot at the source rank (with
+combine groups rows stay, and their sums travel), after gate_up or beside it; the fixed-order sum.  The serial schedule
+runs the same tile bodies with every stage waiting for the one before; it is the oracle.  docs/kernels.md has the whole
+picture.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class KernelExperts:
             self.launch.launch_down(
                 act_NF, rows, experts, self.alone, s.gemm2, self.sms, out_ND, slots=1, scatter=False
             )
-        return out_ND, h_2NF.view(num_rows, -1) if h_2NF is not None else None
+        return out_ND, h_2NF.view(num_rows, 2 * cfg.ffn) if h_2NF is not None else None
 
     def backward(
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,

@@ -374,7 +374,8 @@ def _one_tensor_each(w13: list[Tensor], w2: list[Tensor], main_grad: bool) -> tu
     both = (w13, w2)
     added = [main_grad and torch.is_grad_enabled() and any(t.requires_grad for t in parts) for parts in both]
     grads: list[list[Any]] = [[getattr(t, "main_grad", None) for t in parts] for parts in both]
-    decide = [found for found, to in zip(grads, added, strict=True) if to] or both
+    # Whether this call has a backward or not: parameters that move once must lie as later calls need them.
+    decide = [found for found in grads if main_grad and all(isinstance(g, Tensor) for g in found)] or both
     steps = [_distance(parts) for parts in decide]
     reverse = all(step is not None and step < 0 for step in steps)
     whole: list[Any] = []

@@ -28,10 +28,10 @@ def swiglu(gate, up):
 
 @triton.jit
 def tile_coordinates(step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(m, n) of the step-th tile: columns of GROUP_M row tiles, so that weights stay in L2."""
+    """(m, n) of the step-th tile: columns of GROUP_M row tiles, so that weights stay in L2.  Also behind the last."""
     per_group = GROUP_M * NUM_N
     first = step // per_group * GROUP_M
-    height = tl.minimum(num_m - first, GROUP_M)
+    height = tl.maximum(tl.minimum(num_m - first, GROUP_M), 1)
     within = step % per_group
     return first + within % height, within // height
 

@@ -237,7 +237,8 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        dx, _, dweights, dw13, dw2, *_ = _backward(ctx, grads, direct=True)
+        direct = not _operators_are_seen(ctx.saved_tensors)  # compiled autograd looks at backwards only
+        dx, _, dweights, dw13, dw2, *_ = _backward(ctx, grads, direct=direct)
         return None, None, dx, None, dweights, *dw13, *dw2
 
 
