@@ -140,8 +140,8 @@ def gate_up_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     HALF: tl.constexpr = BLOCK_N // 2
     NUM_N: tl.constexpr = (F + HALF - 1) // HALF
-    # The tables of the next tile are read while this one is multiplied; a kernel that pushes has no registers for them.
-    AHEAD: tl.constexpr = GATHERED and CHUNK == 0
+    # The tables of the next tile are read while this one is multiplied, where the lint finds registers left for them.
+    AHEAD: tl.constexpr = GATHERED and (CHUNK == 0 or WEIGHTED)
     program = tl.program_id(0)
     if FUSED and CHUNK > 0:
         if program < push_programs:
