@@ -173,8 +173,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False) -> tuple:
-    """direct: without the dispatcher."""
-    x, ids, weights, *rest = ctx.saved_tensors
+    """direct: without the dispatcher, unless somebody looks at the backward alone, as compiled autograd does."""
+    tensors = ctx.saved_tensors  # once: checkpointing recomputes them for the first who asks
+    direct = direct and not _operators_are_seen(tensors)
+    x, ids, weights, *rest = tensors
     a, b = ctx.counts
     w13, w2, saved = rest[:a], rest[a : a + b], rest[a + b :]
     dy = torch.zeros_like(x) if grads[0] is None else grads[0].contiguous()
@@ -237,8 +239,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        direct = not _operators_are_seen(ctx.saved_tensors)  # compiled autograd looks at backwards only
-        dx, _, dweights, dw13, dw2, *_ = _backward(ctx, grads, direct=direct)
+        dx, _, dweights, dw13, dw2, *_ = _backward(ctx, grads, direct=True)
         return None, None, dx, None, dweights, *dw13, *dw2
 
 
