@@ -116,7 +116,7 @@ class _Compiled:
         self.parameters = (ctypes.c_void_p * len(places))(*(base + place for place in places))
         self.launch, self.lock = _driver().cuLaunchKernelEx, threading.Lock()
         # A kernel that waits for the one before it by itself may come while that one is finishing.
-        self.early = _Attribute(_EARLY, 1)
+        self.early = _Attribute(id=_EARLY, value=1)
         waits = "griddepcontrol.wait" in compiled.asm["ptx"]
         self.config = _LaunchConfig(
             1, 1, 1, self.threads, 1, 1, self.shared, None, ctypes.pointer(self.early), int(waits)
@@ -162,9 +162,6 @@ class _Attribute(ctypes.Structure):
     """CUlaunchAttribute of one int."""
 
     _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
-
-    def __init__(self, id: int, value: int) -> None:
-        super().__init__(id=id, value=value)
 
 
 class _LaunchConfig(ctypes.Structure):

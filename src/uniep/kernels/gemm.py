@@ -293,20 +293,24 @@ def gathered_product_kernel(
             a = load_rows(a_ptrs, k, D, BLOCK_K)
             b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             acc = tl.dot(a, b, acc)
-        store_fp32(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+        store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def store_fp32(acc, out_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile in four blocks, which take a quarter of its shared memory."""
-    QUARTER: tl.constexpr = BLOCK_N // 4
+def store_tile(acc, out_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile in out_desc's dtype, in blocks that take half of its shared memory, or, in fp32, a quarter."""
     left, right = halves(acc, BLOCK_M, BLOCK_N)
-    a, b = halves(left, BLOCK_M, 2 * QUARTER)
-    out_desc.store([row, column], a)
-    out_desc.store([row, column + QUARTER], b)
-    a, b = halves(right, BLOCK_M, 2 * QUARTER)
-    out_desc.store([row, column + 2 * QUARTER], a)
-    out_desc.store([row, column + 3 * QUARTER], b)
+    if out_desc.dtype == tl.float32:
+        QUARTER: tl.constexpr = BLOCK_N // 4
+        a, b = halves(left, BLOCK_M, 2 * QUARTER)
+        out_desc.store([row, column], a)
+        out_desc.store([row, column + QUARTER], b)
+        a, b = halves(right, BLOCK_M, 2 * QUARTER)
+        out_desc.store([row, column + 2 * QUARTER], a)
+        out_desc.store([row, column + 3 * QUARTER], b)
+    else:
+        out_desc.store([row, column], narrow(left, out_desc.dtype))
+        out_desc.store([row, column + BLOCK_N // 2], narrow(right, out_desc.dtype))
 
 
 @triton.jit
@@ -361,12 +365,8 @@ def product_tile(
             tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used & (column < WIDTH)[None, :])
             column += HALF
             tl.store(ptrs[:, None] + column[None, :], narrow(right, dtype), mask=used & (column < WIDTH)[None, :])
-    elif dtype == tl.float32:
-        store_fp32(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
     else:
-        left, right = halves(acc, BLOCK_M, BLOCK_N)
-        out_desc.store([row, n * BLOCK_N], narrow(left, dtype))
-        out_desc.store([row, n * BLOCK_N + HALF], narrow(right, dtype))
+        store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["flag_offset", "programs", "rank", "timeout_ns"])
@@ -599,7 +599,7 @@ def weight_gradient_kernel(
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         row = m * BLOCK_M
         column = n * BLOCK_N
-        if out_desc.dtype == tl.float32:  # in quarters, as in `store_fp32`
+        if out_desc.dtype == tl.float32:  # in quarters, as in `store_tile`
             a, b = halves(left, BLOCK_M, HALF)
             put_gradient(a, out_desc, expert, row, column, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
             put_gradient(b, out_desc, expert, row, column + HALF // 2, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)

@@ -10,7 +10,7 @@ Suffixes: L lines (R ranks of T_max tokens), K slots, W return slots of a token,
 import triton
 import triton.language as tl
 
-from uniep.kernels.gemm import halves, store_fp32, tile_coordinates
+from uniep.kernels.gemm import store_tile, tile_coordinates
 from uniep.kernels.plan import HEADER
 from uniep.kernels.ptx import flat_block_stores_complete, narrow
 from uniep.kernels.sync import STAGE_SUM, WIDE, deadline, failed, has_reached, signal_all, wait_for
@@ -276,7 +276,6 @@ def counted_product_kernel(
 ):
     """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`; progress (M,) counts the finished tiles
     of each row tile, and counters[1] the programs that have started.  b_desc: (e, WIDTH, DEPTH)."""
-    dtype: tl.constexpr = out_desc.dtype
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
@@ -297,12 +296,7 @@ def counted_product_kernel(
             flat_block_stores_complete()
             tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
         counted = m + 0
-        if dtype == tl.float32:
-            store_fp32(acc, out_desc, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N)
-        else:
-            left, right = halves(acc, BLOCK_M, BLOCK_N)
-            out_desc.store([m * BLOCK_M, n * BLOCK_N], narrow(left, dtype))
-            out_desc.store([m * BLOCK_M, n * BLOCK_N + BLOCK_N // 2], narrow(right, dtype))
+        store_tile(acc, out_desc, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N)
     if program < num_steps:
         flat_block_stores_complete()
         tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")

@@ -129,6 +129,11 @@ def options(tile: Tile) -> dict[str, Any]:
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
 
 
+def stored_columns(tile: Tile, out: Tensor) -> int:
+    """Of each block in which a kernel stores a tile into `out`: see `store_tile`."""
+    return tile.columns // (4 if out.dtype == torch.float32 else 2)
+
+
 def rows_block(matrix: Tensor, rows: int, columns: int) -> Block:
     """Blocks of a contiguous matrix."""
     shape = matrix.shape
@@ -256,7 +261,7 @@ def launch_gathered_down_gradient(
         (
             dy_TD, receive_MD, rows.source_N, rows.backward_order_M, rows.expert_M, rows.totals,
             *peers.arguments(dy_TD.shape[0], rows), push_programs, push_rounds,
-            w2_block(experts, 1, tile.depth, tile.columns), rows_block(raw_NF, tile.rows, tile.columns // 4),
+            w2_block(experts, 1, tile.depth, tile.columns), rows_block(raw_NF, tile.rows, stored_columns(tile, raw_NF)),
         ),
         {
             "D": width, "WIDTH": raw_NF.shape[1], "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
@@ -282,13 +287,12 @@ def _product(
     a: Tensor, b_desc: Any, out: Tensor, rows: Rows, peers: Peers, tile: Tile, multiprocessors: int, *, parts: int,
     transposed: bool, up_first: bool, slots: int, scatter: bool, beside: Beside | None = None,
 ) -> None:  # fmt: skip
-    columns = tile.columns // 4 if out.dtype == torch.float32 else tile.columns // 2
     programs = multiprocessors * tile.programs_per_sm
     launch(
         product_kernel,
         programs,
         (
-            rows_block(a, tile.rows, tile.depth), b_desc, rows_block(out, tile.rows, columns), rows.expert_M,
+            rows_block(a, tile.rows, tile.depth), b_desc, rows_block(out, tile.rows, stored_columns(tile, out)), rows.expert_M,
             rows.totals, rows.return_N, peers.returns_table, peers.flag_table, peers.returned_offset, peers.call,
             peers.return_ticket, beside.programs if beside else programs, rows.order_M, rows.progress_M, rows.cursor,
             peers.status, peers.timeout_ns, peers.rank,
@@ -366,7 +370,7 @@ def launch_weight_gradient(
     """
     gathered = a.dtype == torch.int64
     local, height, width = (dw.shape[0], dw.shape[2], dw.shape[1]) if transposed else dw.shape
-    columns = tile.columns // 4 if dw.dtype == torch.float32 else tile.columns // 2
+    columns = stored_columns(tile, dw)
     b_desc = rows_block(b_NW, tile.depth, tile.columns)
     out_desc = Block(
         dw,

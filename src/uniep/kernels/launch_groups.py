@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import torch
 from torch import Tensor
 
 from uniep.config import MoEConfig
@@ -20,7 +19,7 @@ from uniep.kernels.groups import (
     parts_kernel,
     return_order_kernel,
 )
-from uniep.kernels.launch import Peers, Rows, options, rows_block, w2_block
+from uniep.kernels.launch import Peers, Rows, options, rows_block, stored_columns, w2_block
 from uniep.memory import hopper_parts_arrays, plan_words, power_of_2
 from uniep.taskflow.schedule import Tile
 from uniep.weights import ExpertWeights
@@ -139,13 +138,12 @@ def launch_counted_down(
     multiprocessors: int, out_ND: Tensor,
 ) -> None:  # fmt: skip
     """out (N, D) = act @ W2^T in the order of `order`, counting finished tiles for sums beside it."""
-    columns = tile.columns // 4 if out_ND.dtype == torch.float32 else tile.columns // 2
     launch(
         counted_product_kernel,
         multiprocessors * tile.programs_per_sm,
         (
             rows_block(act_NF, tile.rows, tile.depth), w2_block(experts, 1, tile.columns, tile.depth),
-            rows_block(out_ND, tile.rows, columns), rows.expert_M, rows.totals, order_M, rows.progress_M,
+            rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)), rows.expert_M, rows.totals, order_M, rows.progress_M,
             lines.counters,
         ),
         {

@@ -54,6 +54,11 @@ if INTERPRETED:
 else:
 
     @triton.jit
+    def _statement(ASSEMBLY: tl.constexpr):
+        """Assembly that every thread runs once.  A result is demanded of it: `mov.u32 $0, 0`."""
+        tl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+    @triton.jit
     def load_acquire(ptr):
         """int32 at `ptr` (scalar or tensor), acquire, system scope."""
         return tl.inline_asm_elementwise(
@@ -68,38 +73,28 @@ else:
     @triton.jit
     def after_previous():
         """Wait for the kernel before this one in the stream, all of it, if it may still be running (see call.py)."""
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _statement("griddepcontrol.wait; mov.u32 $0, 0;")
 
     @triton.jit
     def next_may_come():
         """Let programs of the kernel after this one take what this one leaves free; they wait in `after_previous`."""
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _statement("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
     @triton.jit
     def block_stores_complete():
         """Wait until all block stores (TMA) of this program are visible to it."""
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _statement("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
         tl.debug_barrier()
 
     @triton.jit
     def flat_block_stores_complete():
         """`block_stores_complete` for loops that Triton flattens: where it sees a barrier, it does not pipeline loads."""
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _statement("cp.async.bulk.wait_group 0; bar.sync 0; mov.u32 $0, 0;")
 
     @triton.jit
     def block_loads_follow():
         """Let block loads (TMA) from here on see what this program has acquired."""
-        tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _statement("fence.proxy.async.global; mov.u32 $0, 0;")
         tl.debug_barrier()
 
     @triton.jit
