@@ -142,6 +142,15 @@ def combine_slots(slots_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) 
     return total_TD
 
 
+def combine_parts(rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
+    """Sum the rows of each part in ascending k: `combine_slots` of the rows that it names.
+
+    row_PK: (P, K) as in `routing.Parts`, -1 behind a part's rows.  weight_N: (N,) fp32 or None.  Returns (P, D) fp32.
+    """
+    index_PK = row_PK.clamp(min=0)
+    return combine_slots(rows_ND[index_PK], row_PK, weight_N[index_PK] if weight_N is not None else None)
+
+
 def combine_grouped(
     slots_TKD: Tensor, group_TK: Tensor, weights_TK: Tensor | None, num_groups: int, dtype: torch.dtype
 ) -> Tensor:

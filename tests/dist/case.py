@@ -131,6 +131,27 @@ def workspace(
     return uniep.Workspace(cfg, world.group(ep_size), device="cpu", schedule=schedule, timeout_s=TIMEOUT_S)
 
 
+def gradients_of(ws, batch, wanted):
+    """Of x, weights, w13 and w2, where rank r wants those that wanted[r] names alone; the others are None."""
+    rows, experts = batch.rows(ws.rank, ws.ep_size), batch.experts(ws.rank, ws.ep_size)
+    inputs = {"dx": batch.x[rows], "dweights": batch.weights[rows]}
+    inputs |= {"dw13": batch.w13[experts], "dw2": batch.w2[experts]}
+    leaves = {name: t.clone().requires_grad_(name in wanted[ws.rank]) for name, t in inputs.items()}
+    x, weights, w13, w2 = leaves.values()
+    uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws).backward(batch.dy[rows])
+    return {name: t.grad for name, t in leaves.items()}
+
+
+def equal_where_wanted(found, wanted, batch, want):
+    """`found`, of `gradients_of` on all ranks: the bits of the oracle `want` where wanted, None elsewhere."""
+    for rank, grads in enumerate(found):
+        for name, got in grads.items():
+            side = batch.rows if name in ("dx", "dweights") else batch.experts
+            assert (got is not None) == (name in wanted[rank])
+            if got is not None:
+                equal_bits(got, getattr(want, name)[side(rank, len(found))], f"rank {rank} {name}")
+
+
 def leaf(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_()
 

@@ -126,15 +126,8 @@ def test_layouts(pool):
 
 
 def frozen(world, cfg, batch, ep_size, wanted, schedule):
-    """Gradients where rank r wants wanted[r] of x, weights, w13, w2 alone; the others are None."""
     with workspace(world, cfg, ep_size, schedule) as ws:
-        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
-        inputs = {"dx": batch.x[rows], "dweights": batch.weights[rows]}
-        inputs |= {"dw13": batch.w13[experts], "dw2": batch.w2[experts]}
-        leaves = {name: t.clone().requires_grad_(name in wanted[ws.rank]) for name, t in inputs.items()}
-        x, weights, w13, w2 = leaves.values()
-        uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws).backward(batch.dy[rows])
-        return {name: t.grad for name, t in leaves.items()}
+        return case.gradients_of(ws, batch, wanted)
 
 
 @pytest.mark.parametrize("schedule", [SERIAL, AGAIN], ids=["saved", "again"])
@@ -152,13 +145,7 @@ def test_frozen(pool, wanted, schedule):
     cfg = config(dtype=torch.bfloat16)
     batch = random_batch(cfg, (20, 9, 0, 35))
     want = case.oracle(pool, cfg, batch)
-    for rank, found in enumerate(pool.run(frozen, cfg, batch, 2, wanted, schedule, ranks=2)):
-        for name, got in found.items():
-            part = batch.rows(rank, 2) if name in ("dx", "dweights") else batch.experts(rank, 2)
-            if name in wanted[rank]:
-                case.equal_bits(got, getattr(want, name)[part], f"rank {rank} {name}")
-            else:
-                assert got is None
+    case.equal_where_wanted(pool.run(frozen, cfg, batch, 2, wanted, schedule, ranks=2), wanted, batch, want)
 
 
 def interleaved(world, cfg, batches, ep_size):

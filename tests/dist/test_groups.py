@@ -72,25 +72,14 @@ def test_needs_differ_between_ranks(pool, backend):
     batch = random_batch(cfg, (30, 0, 11, 40))
     want = case.oracle(pool, cfg, batch)
     wanted = (("dx", "dw2"), ("dweights", "dw13"))
-    for rank, grads in enumerate(pool.run(needed_alone, cfg, batch, 2, wanted, backend, ranks=2)):
-        for name, got in grads.items():
-            part = batch.experts(rank, 2) if name in ("dw13", "dw2") else batch.rows(rank, 2)
-            assert (got is not None) == (name in wanted[rank])
-            if got is not None:
-                case.equal_bits(got, getattr(want, name)[part], f"rank {rank} {name}")
+    case.equal_where_wanted(pool.run(needed_alone, cfg, batch, 2, wanted, backend, ranks=2), wanted, batch, want)
 
 
 def needed_alone(world, cfg, batch, ep_size, wanted, backend):
     if backend == "nccl":
         return test_collective.frozen(world, cfg, batch, ep_size, wanted, None)
     with case.workspace(world, cfg, ep_size) as ws:
-        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
-        inputs = {"dx": batch.x[rows], "dweights": batch.weights[rows]}
-        inputs |= {"dw13": batch.w13[experts], "dw2": batch.w2[experts]}
-        leaves = {name: t.clone().requires_grad_(name in wanted[ws.rank]) for name, t in inputs.items()}
-        x, weights, w13, w2 = leaves.values()
-        uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws).backward(batch.dy[rows])
-        return {name: t.grad for name, t in leaves.items()}
+        return case.gradients_of(ws, batch, wanted)
 
 
 def refused(world, cfg, ep_size):

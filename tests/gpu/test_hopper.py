@@ -200,22 +200,28 @@ def check_combine_groups(r):
                     assert ratio <= 1.5, f"{groups} groups, {name}: error {ratio:.2f} times that without groups"
 
 
+def same_while_held(r, workspace, data, want, held, how):
+    """Call while as many programs as `held` says, of another stream of rank 0, hold multiprocessors."""
+    other = torch.cuda.Stream()
+    r.run(workspace, data)
+    for programs in held:
+        torch.cuda.synchronize()
+        dist.barrier()
+        if r.rank == 0:
+            with torch.cuda.stream(other):
+                hold_kernel[(programs,)](20_000_000, num_warps=32)
+        wrong = differing(want, r.run(workspace, data))
+        assert not wrong, f"{how}, {programs} programs: {wrong}"
+
+
 def check_combine_groups_held(r):
     """Sums beside the product while another stream holds multiprocessors, and with fewer of them: the same bits."""
     cfg = MoEConfig(**SHAPE, max_rows=8192, combine_groups=8)
-    data, other = r.data(cfg, 1000), torch.cuda.Stream()
+    data = r.data(cfg, 1000)
     want = r.once(cfg, data, SERIAL)
     for how, schedule in BESIDE.items():
         with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
-            r.run(workspace, data)
-            for programs in (8, 131, 264):
-                torch.cuda.synchronize()
-                dist.barrier()
-                if r.rank == 0:
-                    with torch.cuda.stream(other):
-                        hold_kernel[(programs,)](20_000_000, num_warps=32)
-                wrong = differing(want, r.run(workspace, data))
-                assert not wrong, f"{how}, {programs} programs: {wrong}"
+            same_while_held(r, workspace, data, want, (8, 131, 264), how)
             for count in (78, 114):
                 workspace.backend.sms = count
                 assert not differing(want, r.run(workspace, data)), f"{how}, {count} multiprocessors"
@@ -352,19 +358,11 @@ def hold_kernel(until_ns):
 def check_held_multiprocessors(r):
     """A kernel of another stream holds multiprocessors of one rank: the call ends after it, with the same bits."""
     cfg = MoEConfig(**SHAPE, max_rows=8192)
-    data, other = r.data(cfg, 1000), torch.cuda.Stream()
+    data = r.data(cfg, 1000)
     want = r.once(cfg, data, SERIAL)
     for how, schedule in SCHEDULES.items():
         with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
-            r.run(workspace, data)
-            for programs in (8, 64, 131, 264):
-                torch.cuda.synchronize()
-                dist.barrier()
-                if r.rank == 0:
-                    with torch.cuda.stream(other):
-                        hold_kernel[(programs,)](20_000_000, num_warps=32)
-                wrong = differing(want, r.run(workspace, data))
-                assert not wrong, f"{how}, {programs} programs: {wrong}"
+            same_while_held(r, workspace, data, want, (8, 64, 131, 264), how)
 
 
 def check_shapes(r):

@@ -15,6 +15,7 @@ from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.numerics import (
     add_ascending,
     column_group_sums,
+    combine_parts,
     combine_slots,
     matmul,
     swiglu,
@@ -147,9 +148,8 @@ class _Bodies:
         """Add the rows of parts row0..row1, each into its slot at rank `group`."""
         assert self.rows.parts is not None and self.rows.part_slot_P is not None
         row_PK = self.rows.parts.row_PK[block.row0 : block.row1]
-        index_PK = row_PK.clamp(min=0)
-        weight_PK = self.rows.weight_N1[index_PK, 0] if self.weight_results else None
-        sums_PD = combine_slots(self.results_ND[index_PK], row_PK, weight_PK).to(self.cfg.dtype)
+        weight_N = self.rows.weight_N1[:, 0] if self.weight_results else None
+        sums_PD = combine_parts(self.results_ND, row_PK, weight_N).to(self.cfg.dtype)
         self.shared[block.group].returns.index_copy_(0, self.rows.part_slot_P[block.row0 : block.row1], sums_PD)
 
     def _sum(self, block: Block, out_TD: Tensor, weights_TK: Tensor | None) -> None:

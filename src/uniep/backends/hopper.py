@@ -102,7 +102,7 @@ class HopperBackend:
             )
         self.arena = Arena(pack(hopper_arrays(cfg, self.num_ranks, self.schedule)), workspace)
         self.planner = Planner(workspace, self.arena, rows)
-        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.sms = self.planner.sms
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
         self._check_push()
         self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -280,9 +280,11 @@ class HopperBackend:
         address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
         where_x = x_TD, receive if self.schedule.received == "again" else kept
 
-        self._enter_backward(
-            dy_TD, lambda: launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.sms, address_2N)
-        )
+        def find_rows() -> None:
+            if needs.w13 or needs.w2:
+                launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.sms, address_2N)
+
+        self._enter_backward(dy_TD, find_rows)
         self._dispatch(dy_TD, plan, peers)
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=device)
         launch.launch_gathered_down_gradient(
@@ -302,7 +304,7 @@ class HopperBackend:
         results_ND = self._results(plan)  # kept until the other stream has joined
         self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms, results_ND)
         dx_TD = torch.empty_like(dy_TD)
-        dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device)
+        dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device) if needs.weights else None
         self._fork(self.side)  # the sums are memory-bound, what is beside them not
         with torch.cuda.stream(self.side):
             if plan.lines is not None:
@@ -310,15 +312,16 @@ class HopperBackend:
                 launch_groups.launch_group_sum(sums, peers, self.sms, signal=True)
             self.planner.wait("returned")
             self._combine(ids_TK, None, plan, peers, dx_TD)
-            launch.launch_used_dweights(
-                self.arena.views["dweights"], ids_TK, self.planner.status, self.sms, dweights_TK
-            )
+            if dweights_TK is not None:
+                launch.launch_used_dweights(
+                    self.arena.views["dweights"], ids_TK, self.planner.status, self.sms, dweights_TK
+                )
         dw13, dw2 = self._weight_gradients(address_2N, where_x, act_NF, dh_NH, experts, plan, needs, main_grads)
         self._join()
         self.mark("combine")
         if main_grads is not None:
             dw13 = dw2 = None
-        return ExpertGradients(dx_TD if needs.x else None, dweights_TK if needs.weights else None, dw13, dw2)
+        return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)
 
     def _weight_gradients(
         self, address_2N: Tensor, x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor, experts: ExpertWeights,

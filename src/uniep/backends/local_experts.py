@@ -20,7 +20,7 @@ from uniep.backends import cpu_tiles
 from uniep.backends.base import MainGrads, Needs
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.kernels.support import why_not
-from uniep.numerics import combine_slots
+from uniep.numerics import combine_parts, combine_slots
 from uniep.routing import RoutingPlan
 from uniep.taskflow.graph import Block
 from uniep.taskflow.schedule import Schedule, Tile
@@ -163,8 +163,7 @@ class TorchExperts:
         )
 
     def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
-        index_PK = row_PK.clamp(min=0)
-        return self.combine(rows_ND[index_PK], row_PK, weight_N[index_PK] if weight_N is not None else None)
+        return combine_parts(rows_ND, row_PK, weight_N).to(self.cfg.dtype)
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         return combine_slots(returns_TKD, ids_TK, weights_TK).to(self.cfg.dtype)

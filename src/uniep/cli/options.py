@@ -34,7 +34,9 @@ Hidden = Annotated[int, typer.Option(help="Width of a token.", min=1, rich_help_
 Ffn = Annotated[int, typer.Option(help="Width of one expert.", min=1, rich_help_panel="Shape")]
 NumExperts = Annotated[int, typer.Option("--experts", help="Experts over all ranks.", min=1, rich_help_panel="Shape")]
 TopK = Annotated[int, typer.Option(help="Experts per token.", min=1, rich_help_panel="Shape")]
+Tokens = Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")]
 Dtype = Annotated[DType, typer.Option(help="Of tokens, expert parameters and results.", rich_help_panel="Shape")]
+Seed = Annotated[int, typer.Option(help="Of the random tokens, routing and weights.")]
 Weight = Annotated[
     WeightAt,
     typer.Option(help="Where the routing weight acts: on the expert's output, or on its activation (Megatron)."),

@@ -13,7 +13,7 @@ from rich.table import Table
 import uniep
 from uniep.cli import launch
 from uniep.cli.launch import World
-from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, TopK, check_folder, parse_schedule
+from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, Seed, Tokens, TopK, check_folder, parse_schedule
 from uniep.cli.page import write_page
 from uniep.cli.timeline import fastest
 from uniep.cli.verify import Problem
@@ -30,10 +30,10 @@ def trace(
     ffn: Ffn = 256,
     num_experts: NumExperts = 16,
     top_k: TopK = 4,
-    tokens: Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")] = 1024,
+    tokens: Tokens = 1024,
     dtype: Dtype = DType.bf16,
     schedule: Annotated[str, typer.Option(help="Fields of Schedule: tile_order=critical-path,vector_workers=2.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the random tokens, routing and weights.")] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Record forward and backward of one layer task by task, on CPU processes.
 

@@ -18,7 +18,20 @@ import uniep
 from uniep.cli import launch
 from uniep.cli.bits import BitTable, Digests, digest, merge, verdict
 from uniep.cli.launch import World
-from uniep.cli.options import DType, Dtype, Ffn, Groups, Hidden, NumExperts, TopK, Weight, WeightAt, numbers
+from uniep.cli.options import (
+    DType,
+    Dtype,
+    Ffn,
+    Groups,
+    Hidden,
+    NumExperts,
+    Seed,
+    Tokens,
+    TopK,
+    Weight,
+    WeightAt,
+    numbers,
+)
 from uniep.cli.proof import schedules
 from uniep.reference import composition
 
@@ -32,12 +45,12 @@ def verify(
     ffn: Ffn = 256,
     num_experts: NumExperts = 16,
     top_k: TopK = 4,
-    tokens: Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")] = 1024,
+    tokens: Tokens = 1024,
     dtype: Dtype = DType.bf16,
     weight_at: Weight = WeightAt.output,
     combine_groups: Groups = None,
     ep: Annotated[str, typer.Option(help="EP sizes to compare; EP=1 is always among them.")] = "1,2,4",
-    seed: Annotated[int, typer.Option(help="Of the random tokens, routing and weights.")] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Compare bits and errors across EP sizes and schedules for one shape.
 

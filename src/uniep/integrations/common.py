@@ -16,7 +16,7 @@ from uniep.errors import ConfigError
 from uniep.nn.functional import MainGrad, Weights, moe
 from uniep.workspace import Workspace
 
-__all__ = ["LayerStatus", "Status", "Workspaces", "status_of"]
+__all__ = ["LayerStatus", "Status", "Workspaces", "free_of", "status_of"]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -145,6 +145,14 @@ class Status:
         for layer in self.layers:
             lines.append(f"  {layer.name}: {layer.how}" + (f"; not uniep: {layer.why}" if layer.why else ""))
         return "\n".join(lines)
+
+
+def free_of(models: nn.Module | Sequence[nn.Module], kind: type[nn.Module]) -> None:
+    """`Workspaces.free` of the layers of this kind.  models: one, or the parts of one."""
+    for part in [models] if isinstance(models, nn.Module) else models:
+        for module in part.modules():
+            if isinstance(module, kind):
+                module.workspaces.free()  # type: ignore[operator, union-attr]
 
 
 def status_of(

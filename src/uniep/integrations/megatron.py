@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from uniep.config import DTYPES
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
+from uniep.integrations.common import LayerStatus, Status, Workspaces, free_of, status_of
 
 NEEDED = (0, 19)
 """First version whose specs and layer have these seams."""
@@ -205,10 +205,7 @@ def status(model: nn.Module | Sequence[nn.Module], pattern: str = "*") -> Status
 
 def free(model: nn.Module | Sequence[nn.Module]) -> None:
     """Close the Workspaces of a model's layers: before `destroy_process_group`.  As `Workspaces.free`."""
-    for part in [model] if isinstance(model, nn.Module) else model:
-        for module in part.modules():
-            if isinstance(module, UniEPMoELayer):
-                module.workspaces.free()
+    free_of(model, UniEPMoELayer)
 
 
 def _layer(layer: Any) -> tuple[str, str]:

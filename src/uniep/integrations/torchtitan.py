@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from uniep.errors import UnsupportedError
-from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
+from uniep.integrations.common import LayerStatus, Status, Workspaces, free_of, status_of
 from uniep.nn.ops import SAVE_OPS
 
 try:
@@ -164,10 +164,7 @@ def status(model: nn.Module | Sequence[nn.Module], pattern: str = "*") -> Status
 
 def free(model: nn.Module | Sequence[nn.Module]) -> None:
     """Close the Workspaces of a model's layers: before `destroy_process_group`.  As `Workspaces.free`."""
-    for part in [model] if isinstance(model, nn.Module) else model:
-        for module in part.modules():
-            if isinstance(module, UniEPRoutedExperts):
-                module.workspaces.free()
+    free_of(model, UniEPRoutedExperts)
 
 
 @functools.cache
