@@ -558,6 +558,78 @@ def activation_gradient_kernel(
 
 
 @triton.jit
+def gathered_product_tile(
+    a_ptrs,
+    b_desc,
+    out_desc,
+    row,
+    expert,
+    n,
+    progress_ptr,
+    turn,
+    before,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COUNT_TILES: tl.constexpr,
+):
+    """One tile of a product of gathered rows.  a_ptrs: their first step.  COUNT_TILES: as in `gate_up_tile`."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, tl.cdiv(D, BLOCK_K)):
+        a = load_rows(a_ptrs, k, D, BLOCK_K)
+        b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(a, b, acc)
+    if COUNT_TILES:
+        if turn > 0:
+            block_stores_complete()
+            tl.atomic_add(progress_ptr + before, 1, sem="release", scope="gpu")
+    store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def activation_gradient_item(
+    raw_ptr,
+    gate_ptr,
+    up_ptr,
+    weight_ptr,
+    dh_ptr,
+    act_ptr,
+    groups_ptr,
+    row,
+    block,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """What `activation_gradient_kernel` does with these rows (int64) and this block of columns."""
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    GROUPS: tl.constexpr = (F + 63) // 64
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (column < F)[None, :]
+    at = row[:, None] * F + column[None, :]
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    raw = tl.load(raw_ptr + at, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + row)[:, None]
+    act, gate_sigmoid = swiglu(gate, up)
+    if WEIGHTED:
+        scored = act
+    else:
+        scored = narrow(act, dtype).to(tl.float32)
+    tl.store(act_ptr + at, narrow(weight * scored, dtype), mask=inside)
+    d_act = weight * raw
+    d_gate = d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
+    at += row[:, None] * F
+    tl.store(dh_ptr + at, narrow(d_gate, dtype), mask=inside)
+    tl.store(dh_ptr + at + F, narrow(d_act * (gate * gate_sigmoid), dtype), mask=inside)
+    sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
+    group = block * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
+    tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
+
+
+@triton.jit
 def put_gradient(
     value,
     out_desc,
