@@ -238,3 +238,43 @@ def _half_block(dw: ExpertWeights, half: int, columns: int, rows: int) -> Block:
     part = dw.halves(0)[half]
     local = dw.w13[0].shape[0]
     return Block(part, (local, *part.shape), (dw.w13[0].stride(0), part.stride(0), 1), (1, columns, rows))
+
+
+MATRIX_OPS = ("gemm1", "gemm2"), ("dgrad2", "dgrad1", "wgrad2", "wgrad1")
+VECTOR_OPS = (), ("activation_gradient", "dweight")
+"""Names in a `TaskGraph` of the operators of each list, forward and backward."""
+
+
+def descriptors(word_n: Tensor, ops: tuple[str, ...], cfg: MoEConfig, schedule: Schedule) -> list[tuple[Any, ...]]:
+    """Words of a list of these operators as (operator, group, row0, row1, column0, column1), like `TaskGraph.descriptors`."""
+    tile, weight_tile = schedule.gemm2, schedule.weight_gradient
+    columns = {  # (step, extent)
+        "gemm1": (schedule.gemm1.columns // 2, cfg.ffn), "gemm2": (tile.columns, cfg.hidden),
+        "dgrad2": (tile.columns, cfg.ffn), "dgrad1": (tile.columns, cfg.hidden),
+        "activation_gradient": (tile.columns, cfg.ffn), "dweight": (1, 1),
+    }  # fmt: skip
+    found: list[tuple[Any, ...]] = []
+    for word in word_n.tolist():
+        op, expert, number = ops[word >> 56], word >> 40 & 0xFFFF, word & 0xFFFFFFFFFF
+        if op in columns:
+            step, extent = columns[op]
+            row, column = (number >> 16) * tile.rows, (number & 0xFFFF) * step
+            found.append((op, expert, row, row + tile.rows, column, min(column + step, extent)))
+        elif op == "wgrad2":
+            row, column = (
+                i * s
+                for i, s in zip(
+                    divmod(number, _steps(cfg.ffn, weight_tile.columns)),
+                    (weight_tile.rows, weight_tile.columns),
+                    strict=True,
+                )
+            )
+            ends = min(row + weight_tile.rows, cfg.hidden), min(column + weight_tile.columns, cfg.ffn)
+            found.append((op, expert, row, ends[0], column, ends[1]))
+        else:
+            block, m = divmod(number, _steps(cfg.hidden, weight_tile.rows))
+            part, n = divmod(block, _steps(cfg.ffn, weight_tile.columns))
+            row, column = n * weight_tile.columns, m * weight_tile.rows
+            ends = min(row + weight_tile.columns, cfg.ffn), min(column + weight_tile.rows, cfg.hidden)
+            found.append((op, expert, part * cfg.ffn + row, part * cfg.ffn + ends[0], column, ends[1]))
+    return found

@@ -40,6 +40,7 @@ from uniep.kernels.sync import (
     STAGE_DISPATCH,
     STAGE_ROWS,
     WIDE,
+    deadline,
     every_rank,
     failed,
     signal_when_all,
@@ -58,12 +59,13 @@ ACTIVATION = tl.constexpr(0)
 ARRIVED = tl.constexpr(0)  # programs
 MATRIX = tl.constexpr(1)  # claimed places
 VECTOR = tl.constexpr(2)
-PUSHED = tl.constexpr(3)  # chunks, plus one
-RETURNED = tl.constexpr(4)  # tasks that return something, plus one
-MADE = tl.constexpr(5)  # tiles of the first product
-ACTIVATED = tl.constexpr(6)  # items of the activation gradient
-TASKS = tl.constexpr(7)  # of the matrix list, whose number does not change
-COUNTERS = tl.constexpr(8)
+PUSH = tl.constexpr(3)
+PUSHED = tl.constexpr(4)  # chunks, plus one
+RETURNED = tl.constexpr(5)  # tasks that return something, plus one
+MADE = tl.constexpr(6)  # tiles of the first product
+ACTIVATED = tl.constexpr(7)  # items of the activation gradient
+TASKS = tl.constexpr(8)  # of the matrix list, whose number does not change
+COUNTERS = tl.constexpr(16)
 
 STEP = tl.constexpr(1 << 27)  # of a key, above all row tiles
 
@@ -382,6 +384,19 @@ def _push(
 
 
 @triton.jit
+def _record(trace_ptr, place, claimed_ns, started_ns, ENABLED: tl.constexpr):
+    """One row of a trace: place, program, claimed, started, ended."""
+    if ENABLED:
+        row_ptr = trace_ptr + place.to(tl.int64) * 5
+        tl.debug_barrier()
+        tl.store(row_ptr, place.to(tl.int64))
+        tl.store(row_ptr + 1, tl.program_id(0).to(tl.int64))
+        tl.store(row_ptr + 2, claimed_ns)
+        tl.store(row_ptr + 3, started_ns)
+        tl.store(row_ptr + 4, nanoseconds())
+
+
+@triton.jit
 def _push_first(
     x_ptr,
     send_token_ptr,
@@ -397,34 +412,36 @@ def _push_first(
     rank,
     arrival,
     push_programs,
-    num_pushes,
-    skips,
+    trace_ptr,
     D: tl.constexpr,
     PUSH_D: tl.constexpr,
     PUSH_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     RECEIVE_BLOCK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    TRACE: tl.constexpr,
 ):
-    """The programs that have arrived first push chunks until none is left.  Returns the place of the vector list that
-    this program has claimed beyond them, or -1.  skips: the call has failed."""
-    place = -1
+    """The programs that have arrived first push chunks until none is left."""
     if arrival < push_programs:
-        place = tl.atomic_add(counters_ptr + VECTOR, 1, sem="relaxed")
+        num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
         pushed = (arrival == 0).to(tl.int32)
+        skips = failed(status_ptr)
+        place = tl.atomic_add(counters_ptr + PUSH, 1, sem="relaxed")
         while place < num_pushes:
-            if skips == 0:
+            claimed_ns = nanoseconds() if TRACE else 0
+            if not skips:
                 _push(
                     x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, call,
                     num_tokens, rank, place, D, PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
                 )  # fmt: skip
+            _record(trace_ptr, place, claimed_ns, claimed_ns, TRACE)
             pushed += 1
-            place = tl.atomic_add(counters_ptr + VECTOR, 1, sem="relaxed")
-        signal_when_all(
-            flag_table_ptr, finished_offset + rank, call, counters_ptr + PUSHED, pushed, num_pushes + 1, status_ptr,
-            NUM_RANKS,
-        )  # fmt: skip
-    return place
+            place = tl.atomic_add(counters_ptr + PUSH, 1, sem="relaxed")
+        if pushed > 0:
+            signal_when_all(
+                flag_table_ptr, finished_offset + rank, call, counters_ptr + PUSHED, pushed, num_pushes + 1,
+                status_ptr, NUM_RANKS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -437,19 +454,6 @@ def _wait_for_peers(
     if not OWN:
         flags = flags_ptr + tl.where(ranks == rank, (rank + 1) % NUM_RANKS, ranks)
     wait_unless_failed(flags, ranks, call, deadline_ns, status_ptr, STAGE)
-
-
-@triton.jit
-def _record(trace_ptr, place, claimed_ns, started_ns, ENABLED: tl.constexpr):
-    """One row of a trace: place, program, claimed, started, ended."""
-    if ENABLED:
-        row_ptr = trace_ptr + place.to(tl.int64) * 5
-        tl.debug_barrier()
-        tl.store(row_ptr, place.to(tl.int64))
-        tl.store(row_ptr + 1, tl.program_id(0).to(tl.int64))
-        tl.store(row_ptr + 2, claimed_ns)
-        tl.store(row_ptr + 3, started_ns)
-        tl.store(row_ptr + 4, nanoseconds())
 
 
 @triton.jit
@@ -583,15 +587,11 @@ def forward_kernel(
     PUSHES: tl.constexpr = FUSED and CHUNK > 0
     call = tl.load(call_ptr)
     arrival = tl.atomic_add(counters_ptr + ARRIVED, 1, sem="relaxed")
-    skips = failed(status_ptr).to(tl.int32)
-    patience = tl.where(skips == 0, timeout_ns.to(tl.int64), 0)
-    deadline_ns = nanoseconds() + patience
+    deadline_ns = deadline(status_ptr, timeout_ns)
     num_m = tl.load(totals_ptr + 1)
     num_first = num_m * NUM_N1
     num_matrix = tl.load(counters_ptr + TASKS)
-    num_pushes = 0
     num_kept = 0
-    vector_place = -1
     kept_count_ptr += call % 2 * kept_parity
     if SAVE:
         num_kept = _num_kept(kept_count_ptr, kept_stride, rank, KEPT, NUM_RANKS)
@@ -601,14 +601,16 @@ def forward_kernel(
                 last = tl.full((), (NUM_RANKS - 1) * RECEIVE_BLOCK, tl.int64) * D
                 zeros = tl.zeros((PUSH_D,), kept_ptr.dtype.element_ty)
                 tl.store(kept_ptr + last + d + column, zeros, mask=d + column < D)
+    num_pushes = 0  # places of a trace
     if PUSHES:
-        num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
-        vector_place = _push_first(
+        _push_first(
             x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
-            call, counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, num_pushes, skips, D, PUSH_D,
-            PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
+            call, counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
+            PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
         )  # fmt: skip
-    before_sums = num_pushes + num_kept
+        if TRACE:
+            num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+    before_sums = num_kept
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
     progress_ptr = counters_ptr + COUNTERS
     all_here = 0
@@ -618,6 +620,7 @@ def forward_kernel(
     stored = 0
     unsent = (arrival == 0).to(tl.int32)  # of RETURNED
     place = tl.atomic_add(counters_ptr + MATRIX, 1, sem="relaxed")
+    vector_place = tl.atomic_add(counters_ptr + VECTOR, 1, sem="relaxed")
     while (place < num_matrix) | (vector_place < num_vector):
         claimed_ns = nanoseconds() if TRACE else 0
         is_matrix = place < num_matrix
@@ -661,7 +664,7 @@ def forward_kernel(
                             progress_ptr + m + lanes,
                             lanes + rank,
                             NUM_N1,
-                            deadline_ns + patience,
+                            deadline_ns + timeout_ns,
                             status_ptr,
                             STAGE_ROWS,
                         )
@@ -683,20 +686,7 @@ def forward_kernel(
                 unsent = 0
             answer = _claim(counters_ptr + VECTOR, THREADS)
             started_ns = claimed_ns
-            if vector_place < num_pushes:
-                if PUSHES:
-                    if vector_place >= 0:
-                        if skips == 0:
-                            _push(
-                                x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr,
-                                arrived_offset, call, num_tokens, rank, vector_place, D, PUSH_D, PUSH_ROWS, CHUNK,
-                                RECEIVE_BLOCK, NUM_RANKS,
-                            )  # fmt: skip
-                        signal_when_all(
-                            flag_table_ptr, finished_offset + rank, call, counters_ptr + PUSHED, 1, num_pushes + 1,
-                            status_ptr, NUM_RANKS,
-                        )  # fmt: skip
-            elif vector_place < before_sums:
+            if vector_place < before_sums:
                 if SAVE and NUM_RANKS > 1:
                     if FUSED:
                         if all_here == 0:
@@ -706,13 +696,13 @@ def forward_kernel(
                             all_here = 1
                     started_ns = nanoseconds() if TRACE else 0
                     _keep(
-                        receive_ptr, kept_ptr, kept_count_ptr, kept_stride, rank, vector_place - num_pushes, D, PUSH_D,
+                        receive_ptr, kept_ptr, kept_count_ptr, kept_stride, rank, vector_place, D, PUSH_D,
                         8, KEPT, RECEIVE_BLOCK, NUM_RANKS,
                     )  # fmt: skip
             else:
                 if back == 0:
                     _wait_for_peers(
-                        returned_ptr, call, rank, deadline_ns + patience, status_ptr, NUM_RANKS, STAGE_COMBINE, True
+                        returned_ptr, call, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE, True
                     )
                     back = tl.where(failed(status_ptr), 2, 1)
                 started_ns = nanoseconds() if TRACE else 0
@@ -734,9 +724,7 @@ def forward_kernel(
                         BLOCK_D,
                         not WEIGHTED,
                     )
-            if TRACE:
-                if vector_place >= 0:
-                    _record(vector_trace_ptr, vector_place, claimed_ns, started_ns, TRACE)
+            _record(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
             vector_place = _claimed(answer, THREADS)
     # What a program owes that found nothing to do behind its products.
     if made > 0:
@@ -851,21 +839,19 @@ def backward_kernel(
     PUSHES: tl.constexpr = FUSED and CHUNK > 0
     call = tl.load(call_ptr)
     arrival = tl.atomic_add(counters_ptr + ARRIVED, 1, sem="relaxed")
-    skips = failed(status_ptr).to(tl.int32)
-    patience = tl.where(skips == 0, timeout_ns.to(tl.int64), 0)
-    deadline_ns = nanoseconds() + patience
+    deadline_ns = deadline(status_ptr, timeout_ns)
     num_m = tl.load(totals_ptr + 1)
     num_matrix = tl.load(counters_ptr + TASKS)
-    num_pushes = 0
-    vector_place = -1
+    num_pushes = 0  # places of a trace
     if PUSHES:
-        num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
-        vector_place = _push_first(
+        _push_first(
             dy_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
-            call, counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, num_pushes, skips, D, PUSH_D,
-            PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
+            call, counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
+            PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
         )  # fmt: skip
-    before_sums = num_pushes + num_m * (NUM_F + 1)
+        if TRACE:
+            num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+    before_sums = num_m * (NUM_F + 1)
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
     num_returns = num_m * (NUM_D + 1) + 1  # rows, d(weight), and one
     progress_ptr = counters_ptr + COUNTERS
@@ -879,6 +865,7 @@ def backward_kernel(
     stored = 0
     unsent = (arrival == 0).to(tl.int32)
     place = tl.atomic_add(counters_ptr + MATRIX, 1, sem="relaxed")
+    vector_place = tl.atomic_add(counters_ptr + VECTOR, 1, sem="relaxed")
     while (place < num_matrix) | (vector_place < num_vector):
         claimed_ns = nanoseconds() if TRACE else 0
         is_matrix = place < num_matrix
@@ -893,7 +880,7 @@ def backward_kernel(
             of_expert = tl.where(op == FIRST, -1, expert)
         need = tl.load(need_ptr + of_expert, mask=is_matrix & (of_expert >= 0), other=0)
         if is_matrix:
-            is_matrix = (need == 0) | (vector_place >= num_pushes + need)
+            is_matrix = vector_place >= need
         if (made > 0) & ((not is_matrix) | (op != FIRST)):
             _count_made(counters_ptr, stored, made)
             made = 0
@@ -937,7 +924,7 @@ def backward_kernel(
                         for i in range(0, num_awaited, WIDE):
                             lanes = tl.minimum(i + tl.arange(0, WIDE), num_awaited - 1)
                             wait_unless_failed(
-                                activated_ptr + first_m + lanes, lanes * 0 + rank, NUM_F, deadline_ns + patience,
+                                activated_ptr + first_m + lanes, lanes * 0 + rank, NUM_F, deadline_ns + timeout_ns,
                                 status_ptr, STAGE_ROWS,
                             )  # fmt: skip
                     block_loads_follow()
@@ -985,21 +972,8 @@ def backward_kernel(
             place = _claimed(answer, THREADS)
         else:
             answer = _claim(counters_ptr + VECTOR, THREADS)
-            if vector_place < num_pushes:
-                if PUSHES:
-                    if vector_place >= 0:
-                        if skips == 0:
-                            _push(
-                                dy_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr,
-                                arrived_offset, call, num_tokens, rank, vector_place, D, PUSH_D, PUSH_ROWS, CHUNK,
-                                RECEIVE_BLOCK, NUM_RANKS,
-                            )  # fmt: skip
-                        signal_when_all(
-                            flag_table_ptr, finished_offset + rank, call, counters_ptr + PUSHED, 1, num_pushes + 1,
-                            status_ptr, NUM_RANKS,
-                        )  # fmt: skip
-            elif vector_place < before_sums:
-                word = tl.load(vector_ptr + vector_place - num_pushes)
+            if vector_place < before_sums:
+                word = tl.load(vector_ptr + vector_place)
                 m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
                 n = (word & 0xFFFF).to(tl.int32)
                 lanes = tl.zeros((WIDE,), tl.int32)
@@ -1008,7 +982,7 @@ def backward_kernel(
                         all_made = _has_all(counters_ptr + MADE, num_m * NUM_F).to(tl.int32)
                         if all_made == 0:
                             wait_unless_failed(
-                                progress_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + patience, status_ptr,
+                                progress_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
                                 STAGE_ROWS,
                             )  # fmt: skip
                     started_ns = nanoseconds() if TRACE else 0
@@ -1024,7 +998,7 @@ def backward_kernel(
                 else:
                     if all_activated == 0:
                         wait_unless_failed(
-                            activated_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + patience, status_ptr,
+                            activated_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
                             STAGE_ROWS,
                         )  # fmt: skip
                     started_ns = nanoseconds() if TRACE else 0
@@ -1038,7 +1012,7 @@ def backward_kernel(
             else:
                 if back == 0:
                     _wait_for_peers(
-                        returned_ptr, call, rank, deadline_ns + patience, status_ptr, NUM_RANKS, STAGE_COMBINE, True
+                        returned_ptr, call, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE, True
                     )
                     back = tl.where(failed(status_ptr), 2, 1)
                 started_ns = nanoseconds() if TRACE else 0
@@ -1056,9 +1030,7 @@ def backward_kernel(
                         used = tl.load(ids_ptr + slot, mask=inside, other=-1) >= 0
                         value = tl.load(dweights_ptr + slot, mask=used, other=0.0)
                         tl.store(out_dweights_ptr + slot, tl.where(back == 2, float("nan"), value), mask=inside)
-            if TRACE:
-                if vector_place >= 0:
-                    _record(vector_trace_ptr, vector_place, claimed_ns, started_ns, TRACE)
+            _record(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
             vector_place = _claimed(answer, THREADS)
     if made > 0:
         _count_made(counters_ptr, stored, made)

@@ -63,7 +63,7 @@ def _wgrad2_tiles(site: Site) -> Tensor:
     cfg, schedule = site.cfg, site.schedule
     if schedule.overlap != "mega":
         return site.weight_tiles(cfg.hidden, cfg.ffn, schedule.gemm2)
-    return site.weight_tiles(cfg.hidden, cfg.ffn, schedule.weight_gradient, every=True)
+    return site.weight_tiles(cfg.hidden, cfg.ffn, schedule.weight_gradient, 1, True)
 
 
 def _wgrad1_tiles(site: Site) -> Tensor:
@@ -73,7 +73,7 @@ def _wgrad1_tiles(site: Site) -> Tensor:
         return site.weight_tiles(2 * cfg.ffn, cfg.hidden, schedule.gemm1)
     tile = schedule.weight_gradient
     turned = dataclasses.replace(tile, rows=tile.columns, columns=tile.rows)
-    return site.weight_tiles(cfg.ffn, cfg.hidden, turned, parts=2, every=True)
+    return site.weight_tiles(cfg.ffn, cfg.hidden, turned, 2, True)
 
 
 def _weights(site: Site, columns: int, rows: int) -> tuple[Block, ...]:
