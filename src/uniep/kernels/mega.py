@@ -446,14 +446,14 @@ def _push_first(
 
 @triton.jit
 def _wait_for_peers(
-    flags_ptr, call, rank, deadline_ns, status_ptr, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr, OWN: tl.constexpr
+    flags_ptr, call_ptr, rank, deadline_ns, status_ptr, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr, OWN: tl.constexpr
 ):
     """Wait for the flag of every other rank, and of this one if OWN."""
     ranks = every_rank(NUM_RANKS)
     flags = flags_ptr + ranks
     if not OWN:
         flags = flags_ptr + tl.where(ranks == rank, (rank + 1) % NUM_RANKS, ranks)
-    wait_unless_failed(flags, ranks, call, deadline_ns, status_ptr, STAGE)
+    wait_unless_failed(flags, ranks, tl.load(call_ptr), deadline_ns, status_ptr, STAGE)
 
 
 @triton.jit
@@ -585,14 +585,13 @@ def forward_kernel(
     NUM_N1: tl.constexpr = (F + BLOCK_N1 // 2 - 1) // (BLOCK_N1 // 2)
     NUM_N2: tl.constexpr = (D + BLOCK_N2 - 1) // BLOCK_N2
     PUSHES: tl.constexpr = FUSED and CHUNK > 0
-    call = tl.load(call_ptr)
     arrival = tl.atomic_add(counters_ptr + ARRIVED, 1, sem="relaxed")
     deadline_ns = deadline(status_ptr, timeout_ns)
     num_m = tl.load(totals_ptr + 1)
     num_first = num_m * NUM_N1
     num_matrix = tl.load(counters_ptr + TASKS)
     num_kept = 0
-    kept_count_ptr += call % 2 * kept_parity
+    kept_count_ptr += tl.load(call_ptr) % 2 * kept_parity
     if SAVE:
         num_kept = _num_kept(kept_count_ptr, kept_stride, rank, KEPT, NUM_RANKS)
         if arrival == 0:  # the row that pad rows read
@@ -605,7 +604,7 @@ def forward_kernel(
     if PUSHES:
         _push_first(
             x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
-            call, counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
+            tl.load(call_ptr), counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
             PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
         )  # fmt: skip
         if TRACE:
@@ -680,7 +679,7 @@ def forward_kernel(
         else:
             if unsent > 0:
                 signal_when_all(
-                    flag_table_ptr, returned_offset, call, counters_ptr + RETURNED, unsent, num_m * NUM_N2 + 1,
+                    flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_m * NUM_N2 + 1,
                     status_ptr, NUM_RANKS,
                 )  # fmt: skip
                 unsent = 0
@@ -691,7 +690,7 @@ def forward_kernel(
                     if FUSED:
                         if all_here == 0:
                             _wait_for_peers(
-                                finished_ptr, call, rank, deadline_ns, status_ptr, NUM_RANKS, STAGE_DISPATCH, False
+                                finished_ptr, call_ptr, rank, deadline_ns, status_ptr, NUM_RANKS, STAGE_DISPATCH, False
                             )
                             all_here = 1
                     started_ns = nanoseconds() if TRACE else 0
@@ -702,7 +701,14 @@ def forward_kernel(
             else:
                 if back == 0:
                     _wait_for_peers(
-                        returned_ptr, call, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE, True
+                        returned_ptr,
+                        call_ptr,
+                        rank,
+                        deadline_ns + timeout_ns,
+                        status_ptr,
+                        NUM_RANKS,
+                        STAGE_COMBINE,
+                        True,
                     )
                     back = tl.where(failed(status_ptr), 2, 1)
                 started_ns = nanoseconds() if TRACE else 0
@@ -731,7 +737,7 @@ def forward_kernel(
         _count_made(counters_ptr, stored, made)
     if unsent > 0:
         signal_when_all(
-            flag_table_ptr, returned_offset, call, counters_ptr + RETURNED, unsent, num_m * NUM_N2 + 1, status_ptr,
+            flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_m * NUM_N2 + 1, status_ptr,
             NUM_RANKS,
         )  # fmt: skip
 
@@ -837,7 +843,6 @@ def backward_kernel(
     WEIGHT_F: tl.constexpr = (F + WEIGHT_N - 1) // WEIGHT_N
     GROUPS: tl.constexpr = (F + 63) // 64
     PUSHES: tl.constexpr = FUSED and CHUNK > 0
-    call = tl.load(call_ptr)
     arrival = tl.atomic_add(counters_ptr + ARRIVED, 1, sem="relaxed")
     deadline_ns = deadline(status_ptr, timeout_ns)
     num_m = tl.load(totals_ptr + 1)
@@ -846,7 +851,7 @@ def backward_kernel(
     if PUSHES:
         _push_first(
             dy_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
-            call, counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
+            tl.load(call_ptr), counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
             PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
         )  # fmt: skip
         if TRACE:
@@ -887,7 +892,7 @@ def backward_kernel(
         owes = (unsent > 0) & tl.where(is_matrix, op >= DOWN_WEIGHTS, vector_place >= before_sums)
         if owes:
             signal_when_all(
-                flag_table_ptr, returned_offset, call, counters_ptr + RETURNED, unsent, num_returns, status_ptr,
+                flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_returns, status_ptr,
                 NUM_RANKS,
             )  # fmt: skip
             unsent = 0
@@ -1012,7 +1017,14 @@ def backward_kernel(
             else:
                 if back == 0:
                     _wait_for_peers(
-                        returned_ptr, call, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE, True
+                        returned_ptr,
+                        call_ptr,
+                        rank,
+                        deadline_ns + timeout_ns,
+                        status_ptr,
+                        NUM_RANKS,
+                        STAGE_COMBINE,
+                        True,
                     )
                     back = tl.where(failed(status_ptr), 2, 1)
                 started_ns = nanoseconds() if TRACE else 0
@@ -1036,5 +1048,12 @@ def backward_kernel(
         _count_made(counters_ptr, stored, made)
     if unsent > 0:
         signal_when_all(
-            flag_table_ptr, returned_offset, call, counters_ptr + RETURNED, unsent, num_returns, status_ptr, NUM_RANKS
+            flag_table_ptr,
+            returned_offset,
+            tl.load(call_ptr),
+            counters_ptr + RETURNED,
+            unsent,
+            num_returns,
+            status_ptr,
+            NUM_RANKS,
         )
