@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
+from uniep.backends.hopper_trace import Records, exchanged_ids, spans
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError
 from uniep.taskflow.schedule import Schedule
@@ -73,11 +74,16 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     receive = backend.arena.views["receive"]
     kept = launch_mega.Kept(torch.empty_like(receive), *_sent(backend, plan.recv_count_R)) if save else None
     sums = launch_mega.Sums(backend.arena.views["returns"], inputs.ids_TK, torch.empty_like(x_TD))
+    records = Records.empty(backend, lists) if backend.trace is not None else None
     launch_mega.launch_forward(
         x_TD, receive, rows, lists, inputs.experts, backend._peers(), cfg, schedule, backend.sms, h_2NF, act_NF, kept,
-        inputs.weights_TK, sums, **_dispatching(backend),
+        inputs.weights_TK, sums, **_dispatching(backend), trace=records.buffers if records else None,
     )  # fmt: skip
     backend._join()
+    if records is not None and backend.trace is not None:
+        backend.traced_ids = exchanged_ids(backend)
+        step = launch_mega.sum_tokens(x_TD.shape[0], backend.sms)
+        backend.trace += spans(backend, records, plan, backend.traced_ids, step, keep=save)
     backend.mark("forward")
     return sums.out_TD, [*plan.saved(), h_2NF, kept.kept_MD] if h_2NF is not None and kept is not None else []
 
@@ -125,11 +131,16 @@ def backward(
     )
     dw = _weight_gradients(backend, experts, needs, main_grads)
     sums = launch_mega.Sums(backend.arena.views["returns"], ids_TK, torch.empty_like(dy_TD))
+    records = Records.empty(backend, lists) if backend.trace is not None else None
     launch_mega.launch_backward(
         dy_TD, receive, rows, lists, experts, backend._peers(), cfg, schedule, backend.sms, made, dw, sums,
         accumulate=main_grads is not None and main_grads.accumulate, **_dispatching(backend),
+        trace=records.buffers if records else None,
     )  # fmt: skip
     backend._join()
+    if records is not None and backend.trace is not None:
+        step = launch_mega.sum_tokens(dy_TD.shape[0], backend.sms)
+        backend.trace += spans(backend, records, plan, backend.traced_ids, step, needs=needs)
     backend.mark("backward")
     given = main_grads is None
     return ExpertGradients(
