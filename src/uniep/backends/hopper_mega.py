@@ -15,6 +15,7 @@ from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
 from uniep.backends.hopper_trace import Records, exchanged_ids, spans
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError
+from uniep.memory import backward_tiles, forward_tiles
 from uniep.taskflow.schedule import Schedule
 from uniep.weights import ExpertWeights
 
@@ -66,7 +67,7 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
         inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None
     )
     rows, num_rows = plan.rows, plan.num_rows
-    lists = _lists(backend, plan, launch_mega.forward_tiles(cfg, schedule), backward=False)
+    lists = _lists(backend, plan, forward_tiles(cfg, schedule), backward=False)
     backend.mark("plan")
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": backend.device}
     act_NF = torch.empty(num_rows, cfg.ffn, **like)
@@ -114,7 +115,7 @@ def backward(
             launch.launch_row_addresses((x_TD, kept), (dy_TD, receive), rows, backend.sms, address_2N)
 
     backend._enter_backward(dy_TD, find_rows)
-    tiles = launch_mega.backward_tiles(cfg, schedule, w13=needs.w13, w2=needs.w2)
+    tiles = backward_tiles(cfg, schedule, w13=needs.w13, w2=needs.w2)
     lists = _lists(backend, plan, tiles, backward=True)
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
