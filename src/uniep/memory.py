@@ -219,7 +219,7 @@ def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ..
     """Shapes of the int32 arrays that say which rows combine groups add; one allocation, see kernels/groups.py."""
     lines = (ep_size * cfg.max_tokens_per_rank, cfg.top_k)
     used = (cfg.max_tokens_per_rank, cfg.return_slots)
-    return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "counters": (2,)}
+    return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "cursor": (1,)}
 
 
 PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at

@@ -126,7 +126,6 @@ def test_default_schedule_of_hopper():
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"group_sum": "during"}, "group_sum is 'during'"),
         ({"group_sum": "beside", "overlap": "serial"}, "'beside' needs overlap='fused', not 'serial'"),
-        ({"sum_programs": 0}, "sum_programs is 0"),
         ({"matrix_workers": 0}, "matrix_workers is 0"),
         ({"vector_workers": -1}, "vector_workers is -1"),
     ],

@@ -13,9 +13,9 @@ Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
 import triton
 import triton.language as tl
 
-from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, sigmoid
+from uniep.kernels.ptx import after_previous, block_loads_follow, block_stores_complete, narrow, next_may_come, sigmoid
 from uniep.kernels.rows import load_rows, row_pointers, wait_for_rows
-from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
+from uniep.kernels.sync import STAGE_RAW, STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
 
 
@@ -65,6 +65,18 @@ def tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N: tl.constexpr, GROUP_
     inside = step < num_m * NUM_N
     m = tl.load(order_ptr + position, mask=inside, other=0)
     return m, tl.load(expert_ptr + m, mask=inside, other=0), n
+
+
+@triton.jit
+def count_tile(progress_ptr, order_ptr, step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Count the tile of a step at its row tile, as soon as its block stores are visible.
+
+    Called a turn late, so that nobody waits for stores that are under way.  It takes the step and looks the tile up:
+    what a loop carries from one tile to the next arrives too early where Triton flattens the loop (docs/log.md).
+    """
+    block_stores_complete()
+    position, _ = tile_coordinates(step, num_m, NUM_N, GROUP_M)
+    tl.atomic_add(progress_ptr + tl.load(order_ptr + position), 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -155,7 +167,6 @@ def gate_up_kernel(
     deadline_ns = deadline(status_ptr, timeout_ns)
     alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
     all_here = 0
-    counted = 0  # the row tile of the turn before
     if AHEAD:
         step = step_of_turn(0, alone, shared, program, push_programs)
         m, expert, n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
@@ -195,11 +206,9 @@ def gate_up_kernel(
         gate_16 = narrow(gate, dtype)
         up_16 = narrow(up, dtype)
         if COUNT_TILES:
-            # A turn late, so that nobody waits for stores that are under way.
             if turn > 0:
-                block_stores_complete()
-                tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
-            counted = m + 0
+                before = step_of_turn(turn - 1, alone, shared, program, push_programs)
+                count_tile(progress_ptr, order_ptr, before, num_m, NUM_N, GROUP_M)
         if SAVE_H:
             gate_desc.store([row, n * HALF], gate_16)
             up_desc.store([row, n * HALF], up_16)
@@ -214,8 +223,8 @@ def gate_up_kernel(
             source = next_source
     if COUNT_TILES:
         if count > 0:
-            block_stores_complete()
-            tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
+            last = step_of_turn(count - 1, alone, shared, program, push_programs)
+            count_tile(progress_ptr, order_ptr, last, num_m, NUM_N, GROUP_M)
 
 
 @triton.jit(
@@ -246,6 +255,7 @@ def gathered_product_kernel(
     num_tokens,
     push_programs,
     push_rounds,
+    progress_ptr,
     b_desc,
     out_desc,
     D: tl.constexpr,
@@ -260,10 +270,16 @@ def gathered_product_kernel(
     PUSH_D: tl.constexpr,
     PUSH_ROWS: tl.constexpr,
     FUSED: tl.constexpr,
+    COUNT_TILES: tl.constexpr,
 ):
-    """out (N, WIDTH) fp32 = rows (N, D) @ B, rows read where they lie.  b_desc: (e, D, WIDTH).  FUSED: as above."""
+    """out (N, WIDTH) fp32 = rows (N, D) @ B, rows read where they lie.  b_desc: (e, D, WIDTH).  FUSED: as above.
+
+    COUNT_TILES: as above, for the next kernel, which may run beside this one.
+    """
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
+    if COUNT_TILES:
+        next_may_come()
     if FUSED and CHUNK > 0:
         if program < push_programs:
             push_tokens(
@@ -293,7 +309,15 @@ def gathered_product_kernel(
             a = load_rows(a_ptrs, k, D, BLOCK_K)
             b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             acc = tl.dot(a, b, acc)
+        if COUNT_TILES:
+            if turn > 0:
+                before = step_of_turn(turn - 1, alone, shared, program, push_programs)
+                count_tile(progress_ptr, order_ptr, before, num_m, NUM_N, GROUP_M)
         store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+    if COUNT_TILES:
+        if count > 0:
+            last = step_of_turn(count - 1, alone, shared, program, push_programs)
+            count_tile(progress_ptr, order_ptr, last, num_m, NUM_N, GROUP_M)
 
 
 @triton.jit
@@ -462,6 +486,49 @@ def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def activation_gradient(
+    raw_ptr,
+    gate_ptr,
+    up_ptr,
+    weight_ptr,
+    dh_ptr,
+    act_ptr,
+    groups_ptr,
+    first,
+    block,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Of ROWS rows from `first` on and the block-th COLUMNS columns; see `activation_gradient_kernel`."""
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    GROUPS: tl.constexpr = (F + 63) // 64
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (column < F)[None, :]
+    at = row[:, None] * F + column[None, :]
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    raw = tl.load(raw_ptr + at, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + row)[:, None]
+    act, gate_sigmoid = swiglu(gate, up)
+    if WEIGHTED:
+        scored = act
+    else:
+        scored = narrow(act, dtype).to(tl.float32)
+    tl.store(act_ptr + at, narrow(weight * scored, dtype), mask=inside)
+    d_act = weight * raw
+    d_gate = d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
+    at += row[:, None] * F
+    tl.store(dh_ptr + at, narrow(d_gate, dtype), mask=inside)
+    tl.store(dh_ptr + at + F, narrow(d_act * (gate * gate_sigmoid), dtype), mask=inside)
+    sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
+    group = block * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
+    tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
+
+
+@triton.jit
 def activation_gradient_kernel(
     raw_ptr,
     gate_ptr,
@@ -481,33 +548,63 @@ def activation_gradient_kernel(
     dh: (N, 2, F).  act: (N, F).  groups: (N, ceil(F / 64)) fp32, raw * act by the adjacent-pairs tree.
     A pass of its own, at memory bandwidth: as the GEMM's epilogue it took twice as long (docs/log.md).
     """
-    dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    GROUPS: tl.constexpr = (F + 63) // 64
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     num_rows = tl.load(totals_ptr)
     for item in range(tl.program_id(0), num_rows // ROWS * BLOCKS, tl.num_programs(0)):
-        row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        column = item % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (column < F)[None, :]
-        at = row[:, None] * F + column[None, :]
-        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        raw = tl.load(raw_ptr + at, mask=inside, other=0.0)
-        weight = tl.load(weight_ptr + row)[:, None]
-        act, gate_sigmoid = swiglu(gate, up)
-        if WEIGHTED:
-            scored = act
-        else:
-            scored = narrow(act, dtype).to(tl.float32)
-        tl.store(act_ptr + at, narrow(weight * scored, dtype), mask=inside)
-        d_act = weight * raw
-        d_gate = d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
-        at += row[:, None] * F
-        tl.store(dh_ptr + at, narrow(d_gate, dtype), mask=inside)
-        tl.store(dh_ptr + at + F, narrow(d_act * (gate * gate_sigmoid), dtype), mask=inside)
-        sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
-        group = item % BLOCKS * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
-        tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
+        activation_gradient(
+            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, item // BLOCKS * ROWS, item % BLOCKS, F,
+            ROWS, COLUMNS, WEIGHTED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["timeout_ns", "rank"])
+def claimed_activation_gradient_kernel(
+    raw_ptr,
+    gate_ptr,
+    up_ptr,
+    weight_ptr,
+    totals_ptr,
+    dh_ptr,
+    act_ptr,
+    groups_ptr,
+    order_ptr,
+    progress_ptr,
+    cursor_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ITEM_ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """As `activation_gradient_kernel`, beside the product that makes raw, which lies in L2 then; the next kernel in the
+    stream after it.  Programs claim ITEM_ROWS rows at a time.
+
+    They come when all programs of the product have started, where these leave room, so that the product will finish
+    whatever multiprocessors are taken; the rest of them when its programs end.  They end after it.
+    order (M,): row tiles as the product walks them; progress (M,) counts finished tiles, TILES of each.
+    """
+    BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    PER_TILE: tl.constexpr = BLOCK_M // ITEM_ROWS
+    # Twice the time: whoever makes raw may wait for its peers as long as that.
+    deadline_ns = deadline(status_ptr, timeout_ns.to(tl.int64) * 2)
+    num_items = tl.load(totals_ptr + 1) * PER_TILE
+    item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
+    while item < num_items:
+        m = tl.load(order_ptr + item // PER_TILE)
+        wait_for(progress_ptr + m + tl.arange(0, WIDE) * 0, rank, TILES, deadline_ns, status_ptr, STAGE_RAW)
+        first = m * BLOCK_M + item % PER_TILE * ITEM_ROWS
+        for part in range(0, ITEM_ROWS // ROWS * BLOCKS):
+            activation_gradient(
+                raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, first + part // BLOCKS * ROWS,
+                part % BLOCKS, F, ROWS, COLUMNS, WEIGHTED,
+            )  # fmt: skip
+        item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
+    after_previous()
 
 
 @triton.jit

@@ -60,7 +60,9 @@ class Schedule:
     group_sum: where GPUs add the rows of combine groups in the forward.  "after", in a pass behind the down product;
         "beside", by programs of their own as its row tiles are done, those of peers' tokens first, so that sums travel
         while the product goes on (fused only).  In the backward they hide under the weight gradients.
-    sum_programs: programs beside the product; those of 4 warps, for which a GEMM leaves room.
+    activation_gradient: where GPUs run the activation's gradient.  "after", in a pass behind the product that feeds it;
+        "beside", by programs of their own as its row tiles are done and lie in L2 (not serial).
+    beside_from: tokens of a rank from which it runs beside; with fewer, after.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
     received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
         "again", the tokens are dispatched again (no memory between forward and backward).
@@ -82,7 +84,8 @@ class Schedule:
     down_sms: int = 32
     pipelined_from: int = 0
     group_sum: Literal["after", "beside"] = "after"
-    sum_programs: int = 128
+    activation_gradient: Literal["after", "beside"] = "after"
+    beside_from: int = 2048
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
@@ -105,7 +108,7 @@ CHOICES = {
 
 DEFAULT_SCHEDULES = {
     "cpu": Schedule(),
-    "hopper": Schedule(push_programs=16, chunk_tokens=32),
+    "hopper": Schedule(push_programs=16, chunk_tokens=32, activation_gradient="beside"),
     "nccl": Schedule(overlap="serial", tile_order="natural"),
 }
 """What each backend starts from unless told otherwise; see `default_schedule`."""
@@ -174,7 +177,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
             f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",
         )
-    counts = ("chunk_tokens", "chunk_experts", "push_programs", "down_sms", "sum_programs")
+    counts = ("chunk_tokens", "chunk_experts", "push_programs", "down_sms")
     for name in (*counts, "matrix_workers", "vector_workers"):
         value = getattr(schedule, name)
         need(value >= 1, f"{name} is {value}; it must be at least 1")
