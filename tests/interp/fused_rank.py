@@ -35,7 +35,7 @@ ROUNDS = (  # overlap, operand, transfer, received, activation_gradient
 BEFORE = 1.0  # in main_grads that are added to
 LATE = (  # kernels that a rank starts late, so that its peer has to wait for what they send
     ("exchange_kernel", "product_kernel", "push_rows_kernel"),
-    ("gate_up_kernel", "expand_kernel", "push_tokens_kernel"),
+    ("gate_up_kernel", "expand_kernel", "push_tokens_kernel", "forward_kernel", "backward_kernel"),
 )
 
 
@@ -71,7 +71,20 @@ GROUPED_CASES = {
 GROUPED_ROUNDS = (
     (*ROUNDS[0], "after"), (*ROUNDS[1], "after"), (*ROUNDS[1], "beside"), (*ROUNDS[4], "after"),
 )  # fmt: skip
-SUITES = {"usual": (CASES, ROUNDS), "grouped": (GROUPED_CASES, GROUPED_ROUNDS)}
+# With stacked weights, tiles of dW13 begin where serial tiles do: an interpreted product rounds by its place in a tile.
+MEGA_CASES = {
+    "fp16": Case(torch.float16, "output", False, (50, 35), hidden=136, ffn=128),
+    "fp32, activation, up first, an idle rank": Case(torch.float32, "activation", True, (40, 0)),
+    "fp16, most tokens remote": Case(torch.float16, "activation", False, (3, 60), ffn=128),
+}
+MEGA_ROUNDS = (
+    {"overlap": "serial"},
+    {"overlap": "mega"},
+    {"overlap": "mega", "transfer": "copy", "tile_order": "natural", "weight_gradient_order": "interleaved"},
+    {"overlap": "mega", "tile_order": "chunk-major", "peer_order": "rotated"},
+    {"overlap": "mega", "transfer": "copy", "tile_order": "chunk-major", "weight_gradient_order": "interleaved"},
+)
+SUITES = {"mega": (MEGA_CASES, MEGA_ROUNDS), "usual": (CASES, ROUNDS), "grouped": (GROUPED_CASES, GROUPED_ROUNDS)}
 
 
 def tensors(case: Case) -> dict[str, Tensor]:
@@ -167,7 +180,8 @@ def main(rank: int, folder: Path, suite: str) -> None:
         results = []
         for how in rounds:
             fields = ("overlap", "operand", "transfer", "received", "activation_gradient", "group_sum")
-            backend.schedule = dataclasses.replace(SCHEDULE, **dict(zip(fields, how, strict=False)))
+            changes = how if isinstance(how, dict) else dict(zip(fields, how, strict=False))
+            backend.schedule = dataclasses.replace(SCHEDULE, **changes)
             results.append(run(backend, case, rank, RANKS))
         if suite == "grouped":
             torch.save(results, folder / f"result-{number}-{rank}")

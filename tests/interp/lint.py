@@ -26,7 +26,7 @@ from uniep.backends import planner
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.backends.local_experts import KernelExperts, Routed, Tokens
 from uniep.config import MoEConfig
-from uniep.kernels import call, launch_groups
+from uniep.kernels import call, launch_groups, launch_mega
 from uniep.kernels import launch as launchers
 from uniep.kernels.lint import inspect, offline
 from uniep.routing import build_plan
@@ -106,7 +106,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         launch(kernel, programs, args, constants, **options)
 
     JITFunction.run = compile_only
-    for module in (launchers, launch_groups, planner):
+    for module in (launchers, launch_groups, launch_mega, planner):
         module.launch = remembered
     try:
         backend.forward(inputs, save=False)
@@ -118,7 +118,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         run_collective(cfg, case.ep_size, inputs)
     finally:
         JITFunction.run = run
-        for module in (launchers, launch_groups, planner):
+        for module in (launchers, launch_groups, launch_mega, planner):
             module.launch = launch
     return launched
 

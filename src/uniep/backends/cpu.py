@@ -128,9 +128,10 @@ class CpuBackend:
         self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
         self.schedule = schedule if schedule is not None else DEFAULT_SCHEDULES["cpu"]
         refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
-        if self.schedule.overlap == "pipelined":
+        if self.schedule.overlap in ("pipelined", "mega"):
             raise ConfigError(
-                "overlap='pipelined' is for GPUs; on the CPU 'fused' already runs every tile once its rows are there"
+                f"overlap={self.schedule.overlap!r} is for GPUs; on the CPU 'fused' already runs every tile once its "
+                "rows are there"
             )
         self.trace: list[Span] | None = None
         grouped = self.cfg.combine_groups is not None

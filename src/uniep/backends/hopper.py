@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import SymInt, Tensor
 
+from uniep.backends import hopper_mega
 from uniep.backends.arena import WAY_OUT, Arena
 from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
+from uniep.backends.hopper_mega import aligned
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.kernels.call import copy
@@ -87,7 +89,8 @@ class HopperBackend:
         self.cfg, self.device = cfg, device
         self.rank, self.num_ranks = workspace.rank, workspace.ep_size
         self.schedule = schedule or default_schedule(self.name, cfg, self.num_ranks)
-        refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
+        refuse_other_fields(self.schedule, self.name, hopper_mega.known_fields(self.schedule, SCHEDULE_FIELDS))
+        hopper_mega.check(self.schedule, cfg)
         rows = self.schedule.gemm1.rows
         if rows != self.schedule.gemm2.rows:
             raise ConfigError(
@@ -197,13 +200,15 @@ class HopperBackend:
         except UniEPError as error:
             self.refuse(error)
             raise
-        inputs = dataclasses.replace(inputs, x_TD=_aligned(inputs.x_TD))
+        inputs = dataclasses.replace(inputs, x_TD=aligned(inputs.x_TD))
         while True:
             result = self._forward(inputs, save)
             if self.planner.fits():
                 return result
 
     def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
+        if self.schedule.overlap == "mega":
+            return hopper_mega.forward(self, inputs, save)
         from uniep.kernels import launch, launch_groups
 
         cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
@@ -268,10 +273,12 @@ class HopperBackend:
     def backward(
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
     ) -> ExpertGradients:
+        if self.schedule.overlap == "mega":
+            return hopper_mega.backward(self, dy_TD, inputs, saved, needs, main_grads)
         from uniep.kernels import launch, launch_groups
 
         cfg, device, experts, ids_TK = self.cfg, self.device, inputs.experts, inputs.ids_TK
-        x_TD, dy_TD = _aligned(inputs.x_TD), _aligned(dy_TD)
+        x_TD, dy_TD = aligned(inputs.x_TD), aligned(dy_TD)
         *of_plan, h_2NF, kept = saved
         plan = self.planner.restore(ids_TK.shape[0], of_plan)
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
@@ -628,11 +635,6 @@ def _check_experts(experts: ExpertWeights) -> None:
                     f"that begin at multiples of 16 bytes; pass a contiguous, aligned {name}"
                 )
     w13_block(experts, 1, 2, 8, 8)  # of w1 and w3, the distance
-
-
-def _aligned(matrix: Tensor) -> Tensor:
-    """`matrix`, at a multiple of 16 bytes: kernels copy 16 bytes at once."""
-    return matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()
 
 
 def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:

@@ -68,21 +68,84 @@ def tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N: tl.constexpr, GROUP_
 
 
 @triton.jit
-def count_tile(progress_ptr, order_ptr, step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Count the tile of a step at its row tile, as soon as its block stores are visible.
+def row_tile_of_step(step, num_m, order_ptr, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """The row tile of a step; of a step below 0, any.
 
-    Called a turn late, so that nobody waits for stores that are under way.  It takes the step and looks the tile up:
-    what a loop carries from one tile to the next arrives too early where Triton flattens the loop (docs/log.md).
+    What is counted a turn late is looked up by its step: a tile that a loop carries on to the next turn arrives there a
+    turn early where Triton flattens the loop (docs/log.md).
     """
-    block_stores_complete()
     position, _ = tile_coordinates(step, num_m, NUM_N, GROUP_M)
-    tl.atomic_add(progress_ptr + tl.load(order_ptr + position), 1, sem="release", scope="gpu")
+    return tl.load(order_ptr + position, mask=step >= 0, other=0)
+
+
+@triton.jit
+def count_tile(progress_ptr, m):
+    """Count a finished tile at its row tile, once its block stores are visible."""
+    block_stores_complete()
+    tl.atomic_add(progress_ptr + m, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The left and the right half of the columns."""
     return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def gate_up_tile(
+    a_ptrs,
+    rows_desc,
+    w13_desc,
+    gate_desc,
+    up_desc,
+    act_desc,
+    weight,
+    row,
+    expert,
+    n,
+    progress_ptr,
+    turn,
+    before,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATHERED: tl.constexpr,
+    SAVE_H: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    UP_FIRST: tl.constexpr,
+    COUNT_TILES: tl.constexpr,
+):
+    """One tile of `gate_up_kernel`.  a_ptrs: first step of the rows, if GATHERED.  weight: of the rows, if WEIGHTED.
+
+    COUNT_TILES: the tile that this program stored in its turn before, of row tile `before`, is counted.
+    """
+    dtype: tl.constexpr = act_desc.dtype
+    HALF: tl.constexpr = BLOCK_N // 2
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, tl.cdiv(D, BLOCK_K)):
+        if GATHERED:
+            a = load_rows(a_ptrs, k, D, BLOCK_K)
+        else:
+            a = rows_desc.load([row, k * BLOCK_K])
+        b = w13_desc.load([expert, 0, n * HALF, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
+        acc = tl.dot(a, b.T, acc)
+    gate, up = halves(acc, BLOCK_M, BLOCK_N)
+    if UP_FIRST:
+        up, gate = gate, up
+    gate_16 = narrow(gate, dtype)
+    up_16 = narrow(up, dtype)
+    if COUNT_TILES:
+        # A turn late, so that nobody waits for stores that are under way.
+        if turn > 0:
+            count_tile(progress_ptr, before)
+    if SAVE_H:
+        gate_desc.store([row, n * HALF], gate_16)
+        up_desc.store([row, n * HALF], up_16)
+    act, _ = swiglu(gate_16.to(tl.float32), up_16.to(tl.float32))
+    if WEIGHTED:
+        act = act * weight[:, None]
+    act_desc.store([row, n * HALF], narrow(act, dtype))
 
 
 @triton.jit(
@@ -149,9 +212,7 @@ def gate_up_kernel(
     gate_desc, up_desc (SAVE_H: the halves of h), act_desc: (N, F).  Blocks of one shape leave through the same shared
     memory, which makes room for a fourth stage.
     """
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    HALF: tl.constexpr = BLOCK_N // 2
-    NUM_N: tl.constexpr = (F + HALF - 1) // HALF
+    NUM_N: tl.constexpr = (F + BLOCK_N // 2 - 1) // (BLOCK_N // 2)
     # The tables of the next tile are read while this one is multiplied, where the lint finds registers left for them.
     AHEAD: tl.constexpr = GATHERED and (CHUNK == 0 or WEIGHTED)
     program = tl.program_id(0)
@@ -176,8 +237,14 @@ def gate_up_kernel(
             step = step_of_turn(turn, alone, shared, program, push_programs)
             m, expert, n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
         row = m * BLOCK_M
+        before = 0
+        if COUNT_TILES:
+            step_before = step_of_turn(turn - 1, alone, shared, program, push_programs)
+            before = row_tile_of_step(tl.where(turn > 0, step_before, -1), num_m, order_ptr, NUM_N, GROUP_M)
         if WEIGHTED:  # loaded where it is used, it costs registers that the epilogue does not have
             weight = tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))
+        else:
+            weight = weight_ptr
         if GATHERED:
             if not AHEAD:
                 source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
@@ -187,35 +254,17 @@ def gate_up_kernel(
                     NUM_RANKS, CHUNK, RECEIVE_BLOCK,
                 )  # fmt: skip
             a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+        else:
+            a_ptrs = x_ptr
         if AHEAD:
             step = step_of_turn(turn + 1, alone, shared, program, push_programs)
             next_m, next_expert, next_n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
             next_rows = next_m * BLOCK_M + tl.arange(0, BLOCK_M)
             next_source = tl.load(source_ptr + next_rows, mask=step < num_steps, other=0)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, tl.cdiv(D, BLOCK_K)):
-            if GATHERED:
-                a = load_rows(a_ptrs, k, D, BLOCK_K)
-            else:
-                a = rows_desc.load([row, k * BLOCK_K])
-            b = w13_desc.load([expert, 0, n * HALF, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
-            acc = tl.dot(a, b.T, acc)
-        gate, up = halves(acc, BLOCK_M, BLOCK_N)
-        if UP_FIRST:
-            up, gate = gate, up
-        gate_16 = narrow(gate, dtype)
-        up_16 = narrow(up, dtype)
-        if COUNT_TILES:
-            if turn > 0:
-                before = step_of_turn(turn - 1, alone, shared, program, push_programs)
-                count_tile(progress_ptr, order_ptr, before, num_m, NUM_N, GROUP_M)
-        if SAVE_H:
-            gate_desc.store([row, n * HALF], gate_16)
-            up_desc.store([row, n * HALF], up_16)
-        act, _ = swiglu(gate_16.to(tl.float32), up_16.to(tl.float32))
-        if WEIGHTED:
-            act = act * weight[:, None]
-        act_desc.store([row, n * HALF], narrow(act, dtype))
+        gate_up_tile(
+            a_ptrs, rows_desc, w13_desc, gate_desc, up_desc, act_desc, weight, row, expert, n, progress_ptr, turn, before,
+            D, BLOCK_M, BLOCK_N, BLOCK_K, GATHERED, SAVE_H, WEIGHTED, UP_FIRST, COUNT_TILES,
+        )  # fmt: skip
         if AHEAD:
             m = next_m
             expert = next_expert
@@ -224,7 +273,36 @@ def gate_up_kernel(
     if COUNT_TILES:
         if count > 0:
             last = step_of_turn(count - 1, alone, shared, program, push_programs)
-            count_tile(progress_ptr, order_ptr, last, num_m, NUM_N, GROUP_M)
+            count_tile(progress_ptr, row_tile_of_step(last, num_m, order_ptr, NUM_N, GROUP_M))
+
+
+@triton.jit
+def gathered_product_tile(
+    a_ptrs,
+    b_desc,
+    out_desc,
+    row,
+    expert,
+    n,
+    progress_ptr,
+    turn,
+    before,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COUNT_TILES: tl.constexpr,
+):
+    """One tile of a product of gathered rows.  a_ptrs: their first step.  COUNT_TILES: as in `gate_up_tile`."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, tl.cdiv(D, BLOCK_K)):
+        a = load_rows(a_ptrs, k, D, BLOCK_K)
+        b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(a, b, acc)
+    if COUNT_TILES:
+        if turn > 0:
+            count_tile(progress_ptr, before)
+    store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(
@@ -304,20 +382,17 @@ def gathered_product_kernel(
                 NUM_RANKS, CHUNK, RECEIVE_BLOCK,
             )  # fmt: skip
         a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, tl.cdiv(D, BLOCK_K)):
-            a = load_rows(a_ptrs, k, D, BLOCK_K)
-            b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
-            acc = tl.dot(a, b, acc)
+        before = 0
         if COUNT_TILES:
-            if turn > 0:
-                before = step_of_turn(turn - 1, alone, shared, program, push_programs)
-                count_tile(progress_ptr, order_ptr, before, num_m, NUM_N, GROUP_M)
-        store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+            step_before = step_of_turn(turn - 1, alone, shared, program, push_programs)
+            before = row_tile_of_step(tl.where(turn > 0, step_before, -1), num_m, order_ptr, NUM_N, GROUP_M)
+        gathered_product_tile(
+            a_ptrs, b_desc, out_desc, row, expert, n, progress_ptr, turn, before, D, BLOCK_M, BLOCK_N, BLOCK_K, COUNT_TILES,
+        )  # fmt: skip
     if COUNT_TILES:
         if count > 0:
             last = step_of_turn(count - 1, alone, shared, program, push_programs)
-            count_tile(progress_ptr, order_ptr, last, num_m, NUM_N, GROUP_M)
+            count_tile(progress_ptr, row_tile_of_step(last, num_m, order_ptr, NUM_N, GROUP_M))
 
 
 @triton.jit
@@ -345,6 +420,7 @@ def product_tile(
     expert_ptr,
     return_ptr,
     returns_table_ptr,
+    status_ptr,
     m,
     n,
     DEPTH: tl.constexpr,
@@ -357,13 +433,16 @@ def product_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCATTER: tl.constexpr,
+    CHECKED: tl.constexpr,
 ):
-    """One tile of `product_kernel`."""
+    """One tile of `product_kernel`.  CHECKED (and SCATTER): nothing is stored once this call has failed."""
     dtype: tl.constexpr = out_desc.dtype
     STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
     HALF: tl.constexpr = BLOCK_N // 2
     expert = tl.load(expert_ptr + m)
     row = m * BLOCK_M
+    if CHECKED:
+        is_lost = tl.load(status_ptr, volatile=True) != 0
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, HALVES * STEPS):
         half = k // STEPS
@@ -377,6 +456,8 @@ def product_tile(
     if SCATTER:
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         slot = tl.load(return_ptr + row + tl.arange(0, BLOCK_M))
+        if CHECKED:
+            slot = tl.where(is_lost, -1, slot)
         base = tl.load(returns_table_ptr + tl.maximum(slot, 0) // SLOTS)
         address = base + (tl.maximum(slot, 0) % SLOTS).to(tl.int64) * (WIDTH * (dtype.primitive_bitwidth // 8))
         ptrs = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
@@ -446,8 +527,8 @@ def product_kernel(
         for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=True):
             m, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
             product_tile(
-                a_desc, b_desc, out_desc, expert_ptr, return_ptr, returns_table_ptr, m, n, DEPTH, WIDTH, SLOTS, HALVES,
-                TRANSPOSED, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K, SCATTER,
+                a_desc, b_desc, out_desc, expert_ptr, return_ptr, returns_table_ptr, status_ptr, m, n, DEPTH, WIDTH,
+                SLOTS, HALVES, TRANSPOSED, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K, SCATTER, False,
             )  # fmt: skip
     else:
         # Twice the time: whoever makes `a` may wait for its peers as long as that.
@@ -463,8 +544,9 @@ def product_kernel(
             for i in tl.range(0, height, flatten=True):
                 m = tl.load(order_ptr + first + i)
                 product_tile(
-                    a_desc, b_desc, out_desc, expert_ptr, return_ptr, returns_table_ptr, m, column % NUM_N, DEPTH,
-                    WIDTH, SLOTS, HALVES, TRANSPOSED, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K, SCATTER,
+                    a_desc, b_desc, out_desc, expert_ptr, return_ptr, returns_table_ptr, status_ptr, m,
+                    column % NUM_N, DEPTH, WIDTH, SLOTS, HALVES, TRANSPOSED, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K,
+                    SCATTER, False,
                 )  # fmt: skip
             column = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     if SCATTER:
@@ -486,7 +568,7 @@ def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def activation_gradient(
+def activation_gradient_item(
     raw_ptr,
     gate_ptr,
     up_ptr,
@@ -494,17 +576,16 @@ def activation_gradient(
     dh_ptr,
     act_ptr,
     groups_ptr,
-    first,
+    row,
     block,
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Of ROWS rows from `first` on and the block-th COLUMNS columns; see `activation_gradient_kernel`."""
+    """What `activation_gradient_kernel` does with these rows (int64) and this block of columns."""
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     GROUPS: tl.constexpr = (F + 63) // 64
-    row = (first + tl.arange(0, ROWS)).to(tl.int64)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < F)[None, :]
     at = row[:, None] * F + column[None, :]
@@ -551,9 +632,9 @@ def activation_gradient_kernel(
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     num_rows = tl.load(totals_ptr)
     for item in range(tl.program_id(0), num_rows // ROWS * BLOCKS, tl.num_programs(0)):
-        activation_gradient(
-            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, item // BLOCKS * ROWS, item % BLOCKS, F,
-            ROWS, COLUMNS, WEIGHTED,
+        row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        activation_gradient_item(
+            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, item % BLOCKS, F, ROWS, COLUMNS, WEIGHTED,
         )  # fmt: skip
 
 
@@ -599,9 +680,10 @@ def claimed_activation_gradient_kernel(
         wait_for(progress_ptr + m + tl.arange(0, WIDE) * 0, rank, TILES, deadline_ns, status_ptr, STAGE_RAW)
         first = m * BLOCK_M + item % PER_TILE * ITEM_ROWS
         for part in range(0, ITEM_ROWS // ROWS * BLOCKS):
-            activation_gradient(
-                raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, first + part // BLOCKS * ROWS,
-                part % BLOCKS, F, ROWS, COLUMNS, WEIGHTED,
+            row = (first + part // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+            activation_gradient_item(
+                raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, part % BLOCKS, F, ROWS, COLUMNS,
+                WEIGHTED,
             )  # fmt: skip
         item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     after_previous()
@@ -633,6 +715,82 @@ def put_gradient(
         out_desc.store([expert, row, column], block)
 
 
+@triton.jit
+def weight_gradient_tile(
+    a_desc,
+    address_ptr,
+    b_desc,
+    rows_ptr,
+    begin,
+    is_lost,
+    expert,
+    m,
+    first_column,
+    n,
+    HEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    """One tile of `weight_gradient_kernel`, fp32: column m of `a`, column n of `b` from first_column on.
+
+    begin: first row of the expert.  is_lost: the call has failed.
+    """
+    dtype: tl.constexpr = b_desc.dtype
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if GATHERED:
+        column = (m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
+        # Addresses are loaded two steps ahead: their latency under load is longer than one (docs/log.md).
+        address = tl.load(address_ptr + begin + tl.arange(0, BLOCK_K))
+        next_address = tl.load(address_ptr + begin + BLOCK_K + tl.arange(0, BLOCK_K))
+    num_rows = tl.load(rows_ptr + expert)
+    for k in range(0, tl.cdiv(num_rows, BLOCK_K)):
+        if GATHERED:
+            base = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)[:, None]
+            ptrs = tl.multiple_of(base + column, (1, 16))
+            if HEIGHT % BLOCK_M == 0:
+                a = tl.load(ptrs)
+            else:
+                a = tl.load(ptrs, mask=column < HEIGHT, other=0.0)
+            # Always the first of the two; as a plain assignment it would stop Triton from pipelining the rows.
+            address = tl.where(num_rows > 0, next_address, address)
+            next_address = tl.load(address_ptr + begin + (k + 2) * BLOCK_K + tl.arange(0, BLOCK_K))
+        else:
+            a = a_desc.load([begin + k * BLOCK_K, m * BLOCK_M])
+        b = b_desc.load([begin + k * BLOCK_K, first_column + n * BLOCK_N])
+        acc = tl.dot(a.T, b, acc)
+    return tl.where(is_lost, float("nan"), acc)
+
+
+@triton.jit
+def put_tile(
+    acc,
+    out_desc,
+    expert,
+    row,
+    column,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """A tile of dW[expert], in blocks like those of `store_tile`."""
+    HALF: tl.constexpr = BLOCK_N // 2
+    left, right = halves(acc, BLOCK_M, BLOCK_N)
+    if out_desc.dtype == tl.float32:  # in quarters, as in `store_tile`
+        a, b = halves(left, BLOCK_M, HALF)
+        put_gradient(a, out_desc, expert, row, column, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+        put_gradient(b, out_desc, expert, row, column + HALF // 2, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+        a, b = halves(right, BLOCK_M, HALF)
+        column += HALF
+        put_gradient(a, out_desc, expert, row, column, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+        put_gradient(b, out_desc, expert, row, column + HALF // 2, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+    else:
+        put_gradient(left, out_desc, expert, row, column, BLOCK_M, HALF, TRANSPOSED, ACCUMULATE)
+        put_gradient(right, out_desc, expert, row, column + HALF, BLOCK_M, HALF, TRANSPOSED, ACCUMULATE)
+
+
 @triton.jit(do_not_specialize=["first_column"])
 def weight_gradient_kernel(
     a_desc,
@@ -661,49 +819,15 @@ def weight_gradient_kernel(
     in the layer's dtype or fp32; ACCUMULATE: what is there plus the finished dW.
     Experts without rows get exact zeros; steps without rows are left out.  After a failed call dW is NaN.
     """
-    dtype: tl.constexpr = b_desc.dtype
     NUM_M: tl.constexpr = (HEIGHT + BLOCK_M - 1) // BLOCK_M
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    HALF: tl.constexpr = BLOCK_N // 2
     for step in tl.range(tl.program_id(0), LOCAL * NUM_M * NUM_N, tl.num_programs(0)):
         expert = step // (NUM_M * NUM_N)
         m, n = tile_coordinates(step % (NUM_M * NUM_N), NUM_M, NUM_N, GROUP_M)
         begin = tl.load(start_ptr + expert)
         is_lost = tl.load(status_ptr) != 0
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if GATHERED:
-            column = (m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
-            # Addresses are loaded two steps ahead: their latency under load is longer than one (docs/log.md).
-            address = tl.load(address_ptr + begin + tl.arange(0, BLOCK_K))
-            next_address = tl.load(address_ptr + begin + BLOCK_K + tl.arange(0, BLOCK_K))
-        num_rows = tl.load(rows_ptr + expert)
-        for k in range(0, tl.cdiv(num_rows, BLOCK_K)):
-            if GATHERED:
-                base = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)[:, None]
-                ptrs = tl.multiple_of(base + column, (1, 16))
-                if HEIGHT % BLOCK_M == 0:
-                    a = tl.load(ptrs)
-                else:
-                    a = tl.load(ptrs, mask=column < HEIGHT, other=0.0)
-                # Always the first of the two; as a plain assignment it would stop Triton from pipelining the rows.
-                address = tl.where(num_rows > 0, next_address, address)
-                next_address = tl.load(address_ptr + begin + (k + 2) * BLOCK_K + tl.arange(0, BLOCK_K))
-            else:
-                a = a_desc.load([begin + k * BLOCK_K, m * BLOCK_M])
-            b = b_desc.load([begin + k * BLOCK_K, first_column + n * BLOCK_N])
-            acc = tl.dot(a.T, b, acc)
-        acc = tl.where(is_lost, float("nan"), acc)
-        left, right = halves(acc, BLOCK_M, BLOCK_N)
-        row = m * BLOCK_M
-        column = n * BLOCK_N
-        if out_desc.dtype == tl.float32:  # in quarters, as in `store_tile`
-            a, b = halves(left, BLOCK_M, HALF)
-            put_gradient(a, out_desc, expert, row, column, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
-            put_gradient(b, out_desc, expert, row, column + HALF // 2, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
-            a, b = halves(right, BLOCK_M, HALF)
-            column += HALF
-            put_gradient(a, out_desc, expert, row, column, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
-            put_gradient(b, out_desc, expert, row, column + HALF // 2, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
-        else:
-            put_gradient(left, out_desc, expert, row, column, BLOCK_M, HALF, TRANSPOSED, ACCUMULATE)
-            put_gradient(right, out_desc, expert, row, column + HALF, BLOCK_M, HALF, TRANSPOSED, ACCUMULATE)
+        acc = weight_gradient_tile(
+            a_desc, address_ptr, b_desc, rows_ptr, begin, is_lost, expert, m, first_column, n, HEIGHT, BLOCK_M,
+            BLOCK_N, BLOCK_K, GATHERED,
+        )  # fmt: skip
+        put_tile(acc, out_desc, expert, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N, TRANSPOSED, ACCUMULATE)

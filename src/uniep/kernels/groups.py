@@ -10,7 +10,7 @@ Suffixes: L lines (R ranks of T_max tokens), K slots, W return slots of a token,
 import triton
 import triton.language as tl
 
-from uniep.kernels.gemm import count_tile, store_tile, tile_coordinates
+from uniep.kernels.gemm import count_tile, row_tile_of_step, store_tile, tile_coordinates
 from uniep.kernels.plan import HEADER
 from uniep.kernels.ptx import after_previous, narrow, next_may_come
 from uniep.kernels.sync import STAGE_SUM, deadline, failed, signal_all, wait_for
@@ -289,11 +289,12 @@ def counted_product_kernel(
             b = b_desc.load([expert, n * BLOCK_N, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
             acc = tl.dot(a, b.T, acc)
         if step > program:
-            count_tile(progress_ptr, order_ptr, step - tl.num_programs(0), num_m, NUM_N, GROUP_M)
+            before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, NUM_N, GROUP_M)
+            count_tile(progress_ptr, before)
         store_tile(acc, out_desc, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N)
     if program < num_steps:
         last = program + (num_steps - 1 - program) // tl.num_programs(0) * tl.num_programs(0)
-        count_tile(progress_ptr, order_ptr, last, num_m, NUM_N, GROUP_M)
+        count_tile(progress_ptr, row_tile_of_step(last, num_m, order_ptr, NUM_N, GROUP_M))
 
 
 @triton.jit(do_not_specialize=["num_lines", "first_line", "flag_offset", "timeout_ns", "rank"])

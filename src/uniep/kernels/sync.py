@@ -86,9 +86,34 @@ def wait_for(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.conste
 
 
 @triton.jit
+def wait_unless_failed(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.constexpr):
+    """`wait_for`, given up as soon as this call has failed: what is awaited may then never come."""
+    seen = load_acquire(flag_ptrs)
+    late = _lateness(seen, needed, deadline_ns)
+    while late == 1:
+        is_lost = load_acquire(status_ptr + tl.zeros_like(peers)) != 0
+        seen = load_acquire(flag_ptrs)
+        late = _lateness(seen, needed, tl.where(is_lost, 0, deadline_ns))
+    if late == 2:
+        peer = tl.max(tl.where(seen - needed < 0, peers, -1))
+        record(status_ptr, TIMEOUT, STAGE, peer, needed, tl.min(seen))
+
+
+@triton.jit
 def failed(status_ptr):
     """Whether this call has failed on this rank; the same in all threads."""
     return tl.atomic_add(status_ptr, 0, sem="relaxed") != 0
+
+
+@triton.jit
+def signal_when_all(flag_table_ptr, offset, call, counter_ptr, number, total, status_ptr, NUM_RANKS: tl.constexpr):
+    """Count `number` tasks of this program as done; who completes `total` signals as in `signal_all`."""
+    tl.debug_barrier()
+    before = tl.atomic_add(counter_ptr, number, sem="acq_rel", scope="sys")
+    if (before + number == total) & (not failed(status_ptr)):
+        for rank in range(NUM_RANKS):
+            flags = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags + offset, call, sem="release", scope="sys")
 
 
 @triton.jit

@@ -9,6 +9,43 @@ from uniep.kernels.sync import deadline, failed, signal_all
 
 
 @triton.jit
+def push_chunk(
+    x_ptr,
+    send_token_ptr,
+    receive_table_ptr,
+    flag_table_ptr,
+    arrived_offset,
+    call,
+    num_tokens,
+    rank,
+    peer,
+    chunk,
+    count,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+):
+    """Store one chunk of the `count` tokens that a peer wants into its receive buffer, then raise the chunk's flag."""
+    block = (rank - (rank > peer)) * BLOCK_SLOTS
+    receive = tl.multiple_of(tl.load(receive_table_ptr + peer).to(x_ptr.dtype), 16)
+    for first in range(0, CHUNK, ROWS):
+        index = chunk * CHUNK + first + tl.arange(0, ROWS)
+        used = index < count
+        token = tl.load(send_token_ptr + peer.to(tl.int64) * num_tokens + index, mask=used, other=0).to(tl.int64)
+        slot = (block + index).to(tl.int64)
+        for d in range(0, D, BLOCK_D):
+            column = d + tl.arange(0, BLOCK_D)
+            mask = used[:, None] & (column < D)[None, :]
+            value = tl.load(x_ptr + token[:, None] * D + column[None, :], mask=mask)
+            tl.store(receive + slot[:, None] * D + column[None, :], value, mask=mask)
+    tl.debug_barrier()
+    flags = tl.load(flag_table_ptr + peer).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags + arrived_offset + block // CHUNK + chunk, call, sem="release", scope="sys")
+
+
+@triton.jit
 def push_tokens(
     x_ptr,
     send_token_ptr,
@@ -43,23 +80,10 @@ def push_tokens(
         peer = (rank + 1 + item % (NUM_RANKS - 1)) % NUM_RANKS
         count = tl.load(send_count_ptr + peer)
         if chunk * CHUNK < count:
-            block = (rank - (rank > peer)) * BLOCK_SLOTS
-            receive = tl.multiple_of(tl.load(receive_table_ptr + peer).to(x_ptr.dtype), 16)
-            for first in range(0, CHUNK, ROWS):
-                index = chunk * CHUNK + first + tl.arange(0, ROWS)
-                used = index < count
-                token = tl.load(send_token_ptr + peer.to(tl.int64) * num_tokens + index, mask=used, other=0).to(
-                    tl.int64
-                )
-                slot = (block + index).to(tl.int64)
-                for d in range(0, D, BLOCK_D):
-                    column = d + tl.arange(0, BLOCK_D)
-                    mask = used[:, None] & (column < D)[None, :]
-                    value = tl.load(x_ptr + token[:, None] * D + column[None, :], mask=mask)
-                    tl.store(receive + slot[:, None] * D + column[None, :], value, mask=mask)
-            tl.debug_barrier()
-            flags = tl.load(flag_table_ptr + peer).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags + arrived_offset + block // CHUNK + chunk, call, sem="release", scope="sys")
+            push_chunk(
+                x_ptr, send_token_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, call, num_tokens, rank, peer,
+                chunk, count, D, BLOCK_D, ROWS, CHUNK, BLOCK_SLOTS,
+            )  # fmt: skip
     signal_all(flag_table_ptr, finished_offset + rank, call, ticket_ptr, num_programs, status_ptr, NUM_RANKS)
 
 
@@ -124,6 +148,36 @@ def push_rows_kernel(
     signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), status_ptr, NUM_RANKS)
 
 
+@triton.jit
+def combine_item(
+    returns_ptr,
+    ids_ptr,
+    weights_ptr,
+    out_ptr,
+    is_lost,
+    token,
+    column,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """`combine_kernel`'s sum for one token (int64) and these columns."""
+    inside = column < D
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for k in tl.static_range(K):
+        used = tl.load(ids_ptr + token * K + k) >= 0
+        value = tl.load(returns_ptr + (token * K + k) * D + column, mask=inside & used, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(weights_ptr + token * K + k)
+            acc = tl.where(used, tl.fma(value, tl.full((BLOCK_D,), 1.0, tl.float32) * weight, acc), acc)
+        else:
+            acc = tl.where(used, acc + value, acc)
+    if is_lost:
+        acc = acc * float("nan")
+    tl.store(out_ptr + token * D + column, narrow(acc, out_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def combine_kernel(
     returns_ptr,
@@ -146,19 +200,7 @@ def combine_kernel(
     for item in range(tl.program_id(0), num_tokens * blocks, tl.num_programs(0)):
         token = (item // blocks).to(tl.int64)
         column = item % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-        inside = column < D
-        acc = tl.zeros((BLOCK_D,), tl.float32)
-        for k in tl.static_range(K):
-            used = tl.load(ids_ptr + token * K + k) >= 0
-            value = tl.load(returns_ptr + (token * K + k) * D + column, mask=inside & used, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                weight = tl.load(weights_ptr + token * K + k)
-                acc = tl.where(used, tl.fma(value, tl.full((BLOCK_D,), 1.0, tl.float32) * weight, acc), acc)
-            else:
-                acc = tl.where(used, acc + value, acc)
-        if is_lost:
-            acc = acc * float("nan")
-        tl.store(out_ptr + token * D + column, narrow(acc, out_ptr.dtype.element_ty), mask=inside)
+        combine_item(returns_ptr, ids_ptr, weights_ptr, out_ptr, is_lost, token, column, D, K, BLOCK_D, WEIGHTED)
 
 
 @triton.jit(
@@ -236,6 +278,15 @@ def expand_kernel(
 
 
 @triton.jit
+def dweights_of(groups_ptr, row, GROUPS: tl.constexpr):
+    """d(weight) of each row: its column groups added in ascending order."""
+    total = tl.load(groups_ptr + row.to(tl.int64) * GROUPS)
+    for group in range(1, GROUPS):
+        total += tl.load(groups_ptr + row.to(tl.int64) * GROUPS + group)
+    return total
+
+
+@triton.jit
 def dweights_kernel(
     groups_ptr,
     return_ptr,
@@ -250,9 +301,7 @@ def dweights_kernel(
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         slot = tl.load(return_ptr + row)
-        total = tl.load(groups_ptr + row.to(tl.int64) * GROUPS)
-        for group in range(1, GROUPS):
-            total += tl.load(groups_ptr + row.to(tl.int64) * GROUPS + group)
+        total = dweights_of(groups_ptr, row, GROUPS)
         base = tl.load(dweights_table_ptr + tl.maximum(slot, 0) // SLOTS).to(tl.pointer_type(tl.float32))
         tl.store(base + tl.maximum(slot, 0) % SLOTS, total, mask=slot >= 0)
 

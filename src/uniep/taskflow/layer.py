@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from uniep.taskflow.graph import running_start
+from uniep.taskflow.graph import Block, running_start
 from uniep.taskflow.operators import (
     Access,
     Operator,
@@ -24,7 +25,7 @@ from uniep.taskflow.operators import (
     segment_of,
     sent,
 )
-from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.schedule import Schedule, down_gradient_tile, forward_tile
 from uniep.taskflow.site import Site, blocks, steps
 
 
@@ -56,6 +57,29 @@ def _own_chunks(site: Site) -> Tensor:
 
 def _peers(site: Site) -> Tensor:
     return torch.tensor(site.lists(site.plan.recv_count_R), dtype=torch.int64).view(-1, 5)
+
+
+def _wgrad2_tiles(site: Site) -> Tensor:
+    cfg, schedule = site.cfg, site.schedule
+    if schedule.overlap != "mega":
+        return site.weight_tiles(cfg.hidden, cfg.ffn, schedule.gemm2)
+    return site.weight_tiles(cfg.hidden, cfg.ffn, schedule.weight_gradient, 1, True)
+
+
+def _wgrad1_tiles(site: Site) -> Tensor:
+    """A GPU makes dW13 transposed, gate and up apart, and zeros for experts without rows."""
+    cfg, schedule = site.cfg, site.schedule
+    if schedule.overlap != "mega":
+        return site.weight_tiles(2 * cfg.ffn, cfg.hidden, schedule.gemm1)
+    tile = schedule.weight_gradient
+    turned = dataclasses.replace(tile, rows=tile.columns, columns=tile.rows)
+    return site.weight_tiles(cfg.ffn, cfg.hidden, turned, 2, True)
+
+
+def _weights(site: Site, columns: int, rows: int) -> tuple[Block, ...]:
+    if site.schedule.overlap == "mega":
+        return tuple(Block(e, 0, rows, 0, columns) for e in range(len(site.start_e1) - 1))
+    return site.segments(columns, rows)
 
 
 def _area(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,8 +195,9 @@ def forward_operators(schedule: Schedule, *, keep: bool, grouped: bool = False) 
     operators = [
         PUSH,
         Operator(
-            "gemm1", "matrix", lambda s: s.row_tiles(s.schedule.gemm1, s.cfg.ffn), lambda s: s.segments(s.cfg.ffn),
-            reads=(Access("arrived", came),), writes=(Access("gemm1", by_tile if separate else rows_of(_rows1)),),
+            "gemm1", "matrix", lambda s: s.row_tiles(forward_tile(s.schedule), s.cfg.ffn),
+            lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),),
+            writes=(Access("gemm1", by_tile if separate else rows_of(_rows1)),),
             work=_gemm(_hidden, products=2),
         ),
     ]  # fmt: skip
@@ -196,11 +221,12 @@ def dispatch_operators() -> Operators:
 def backward_operators(schedule: Schedule, *, grouped: bool = False) -> Operators:
     """Dispatch of dO, both data gradients around that of the activation, d(weight), weight gradients, sums.
     grouped: with combine groups."""
-    separate = schedule.activation == "separate"
+    separate = schedule.activation == "separate" or schedule.overlap == "mega"
     made = "activation_gradient" if separate else "dgrad2"
     dgrad2 = Operator(
-        "dgrad2", "matrix", lambda s: s.row_tiles(s.schedule.gemm1, s.cfg.ffn), lambda s: s.segments(s.cfg.ffn),
-        reads=(Access("arrived", came),), writes=(Access("dgrad2", by_tile if separate else rows_of(_rows1)),),
+        "dgrad2", "matrix", lambda s: s.row_tiles(down_gradient_tile(s.schedule), s.cfg.ffn),
+        lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),),
+        writes=(Access("dgrad2", by_tile if separate else rows_of(_rows1)),),
         work=_gemm(_hidden),
     )  # fmt: skip
     activation_gradient = Operator(
@@ -219,13 +245,11 @@ def backward_operators(schedule: Schedule, *, grouped: bool = False) -> Operator
             ),
             *_returning("dgrad1", lambda s: 2 * s.cfg.ffn, rows, grouped),
             Operator(
-                "wgrad2", "matrix", lambda s: s.weight_tiles(s.cfg.hidden, s.cfg.ffn, s.schedule.gemm2),
-                lambda s: s.segments(s.cfg.ffn, s.cfg.hidden), reads=(segment,),
+                "wgrad2", "matrix", _wgrad2_tiles, lambda s: _weights(s, s.cfg.ffn, s.cfg.hidden), reads=(segment,),
                 work=_wgrad_work, where="weights", lag=1,
             ),
             Operator(
-                "wgrad1", "matrix", lambda s: s.weight_tiles(2 * s.cfg.ffn, s.cfg.hidden, s.schedule.gemm1),
-                lambda s: s.segments(s.cfg.hidden, 2 * s.cfg.ffn), reads=(segment,),
+                "wgrad1", "matrix", _wgrad1_tiles, lambda s: _weights(s, s.cfg.hidden, 2 * s.cfg.ffn), reads=(segment,),
                 work=_wgrad_work, where="weights", lag=1,
             ),
             COLLECT,

@@ -33,14 +33,15 @@ class Schedule:
 
     overlap: "serial", every stage waits for the one before (the oracle); "fused", transfers run
         beside the GEMMs that consume or produce them; "pipelined", on GPUs, fused, and the down product runs on
-        multiprocessors of its own beside gate and up, so that rows return from the first tile on.
+        multiprocessors of its own beside gate and up, so that rows return from the first tile on; "mega", on GPUs, one
+        kernel for each direction behind the plan or the entry, whose programs claim the tasks of the compiler's lists.
     transfer: how GPU ranks send tokens.  "push", programs store the deduplicated tokens; "copy", copy engines send
         every token to every peer: no program is lost to it, and it need not wait for the plan, but tokens travel
         that no expert of the peer wants.
     tile_order: "natural", tiles in expert order; "local-first", tiles whose rows are all local first,
         then the rest, each class in expert order; "chunk-major", `chunk_experts` experts go through all GEMMs, one
-        GEMM behind the other, while the next ones begin; "critical-path", list scheduling: a free worker takes the
-        task that most work still depends on.  The last two are the CPU executor's.
+        GEMM behind the other, while the next ones begin (on GPUs with overlap="mega"); "critical-path", list scheduling
+        by the CPU executor: a free worker takes the task that most work still depends on.
     chunk_experts: of tile_order="chunk-major".
     peer_order: inside an expert, "natural", row tiles ascending; "rotated", the first GEMM in the order in which
         peers' tokens arrive, and what returns rows begins with the next rank's, so that no two ranks write to the
@@ -68,7 +69,7 @@ class Schedule:
         "again", the tokens are dispatched again (no memory between forward and backward).
     """
 
-    overlap: Literal["serial", "fused", "pipelined"] = "fused"
+    overlap: Literal["serial", "fused", "pipelined", "mega"] = "fused"
     transfer: Literal["push", "copy"] = "push"
     tile_order: Literal["natural", "local-first", "chunk-major", "critical-path"] = "local-first"
     chunk_experts: int = 1
@@ -141,6 +142,17 @@ def default_schedule(backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
     return schedule
 
 
+def forward_tile(schedule: Schedule) -> Tile:
+    """Of the first GEMM, as it tiles the columns of F: a GPU's tile holds gate and up."""
+    tile = schedule.gemm1
+    return dataclasses.replace(tile, columns=tile.columns // 2) if schedule.overlap == "mega" else tile
+
+
+def down_gradient_tile(schedule: Schedule) -> Tile:
+    """Of dgrad2."""
+    return schedule.gemm2 if schedule.overlap == "mega" else schedule.gemm1
+
+
 def num_chunks(cfg: MoEConfig, schedule: Schedule) -> int:
     """Chunks of one rank's tokens, and at most of one send list."""
     return -(-cfg.max_tokens_per_rank // schedule.chunk_tokens)
@@ -187,10 +199,12 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
 def refuse_other_fields(schedule: Schedule, backend: str, known: Collection[str]) -> None:
     """Raise ConfigError for fields, and orders of tiles, that mean nothing to `backend`, unless as in its default."""
     default = DEFAULT_SCHEDULES[backend]
-    if backend != "cpu" and schedule.tile_order not in ("natural", "local-first"):
+    orders = ("natural", "local-first", *(("chunk-major",) if schedule.overlap == "mega" else ()))
+    if backend != "cpu" and schedule.tile_order not in orders:
+        listed = ", ".join(map(repr, orders[:-1])) + f" and {orders[-1]!r}"
         raise ConfigError(
-            f"Schedule.tile_order is {schedule.tile_order!r}, but backend {backend!r} knows only 'natural' and "
-            "'local-first'"
+            f"Schedule.tile_order is {schedule.tile_order!r}, but backend {backend!r} knows only {listed} under "
+            f"overlap={schedule.overlap!r}"
         )
     other = [
         f"Schedule.{field.name} is {value!r}, but backend {backend!r} knows only {only!r}"

@@ -126,11 +126,12 @@ class Site:
         )
 
     @_kept
-    def weight_tiles(self, rows: int, columns: int, tile: Tile) -> Tensor:
-        """Tiles over a (rows, columns) output of each expert that has rows; its contraction is never split."""
-        row0_A, row1_A = steps(rows, tile.rows)
+    def weight_tiles(self, rows: int, columns: int, tile: Tile, parts: int = 1, every: bool = False) -> Tensor:
+        """Tiles over a (parts * rows, columns) output of each expert that has rows, or of every one; its contraction is
+        never split, and no tile lies in two parts."""
+        row0_A, row1_A = (torch.cat([t + part * rows for part in range(parts)]) for t in steps(rows, tile.rows))
         column0_C, column1_C = steps(columns, tile.columns)
-        busy = torch.nonzero(self.start_e1.diff()).flatten()
+        busy = torch.nonzero((self.start_e1.diff() > 0) | every).flatten()
         expert_n, a_n, c_n = (t.flatten() for t in torch.meshgrid(busy, count(row0_A), count(column0_C), indexing="ij"))
         return blocks(expert_n, row0_A[a_n], row1_A[a_n], column0_C[c_n], column1_C[c_n])
 

@@ -1,0 +1,178 @@
+"""overlap="mega" of the Hopper backend: behind the plan, or the entry of a backward, one kernel for each direction.
+
+The kernels are in `uniep.kernels.mega`; what they may be asked to do, in `check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+from uniep.errors import ConfigError
+from uniep.taskflow.schedule import Schedule
+from uniep.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from uniep.backends.hopper import HopperBackend
+    from uniep.backends.planner import DevicePlan
+    from uniep.kernels.launch_mega import Lists
+
+FIELDS = ("chunk_experts", "peer_order", "weight_gradient_order")
+
+
+def known_fields(schedule: Schedule, usual: Collection[str]) -> tuple[str, ...]:
+    """Of a Schedule, those that mean something to the backend."""
+    return (*usual, *(FIELDS if schedule.overlap == "mega" else ()))
+
+
+def check(schedule: Schedule, cfg: MoEConfig) -> None:
+    """Raise ConfigError for what the one kernel of a direction cannot do."""
+    if schedule.overlap != "mega":
+        return
+    tiles = {name: getattr(schedule, name) for name in ("gemm1", "gemm2", "weight_gradient")}
+    wrong = [
+        f"{name} is {value!r}, not {only!r}"
+        for name, value, only in (
+            ("Schedule.operand", schedule.operand, "gathered"),
+            ("Schedule.received", schedule.received, "saved"),
+            ("MoEConfig.combine_groups", cfg.combine_groups, None),
+            *((f"{name}.programs_per_sm", tile.programs_per_sm, 1) for name, tile in tiles.items()),
+            *((f"{name}.warps", tile.warps, schedule.gemm1.warps) for name, tile in tiles.items()),
+        )
+        if value != only
+    ]
+    if wrong:
+        raise ConfigError(f"overlap='mega' needs other values: {'; '.join(wrong)}; or use overlap='fused'")
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """`matrix`, at a multiple of 16 bytes: kernels copy 16 bytes at once."""
+    return matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()
+
+
+def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
+    """One try: rows may not fit what is allocated for them (`Planner.fits`)."""
+    from uniep.kernels import launch_mega
+
+    cfg, x_TD, schedule = backend.cfg, inputs.x_TD, backend.schedule
+    copying = backend._copying
+    plan = backend.planner.plan(
+        inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None
+    )
+    rows, num_rows = plan.rows, plan.num_rows
+    lists = _lists(backend, plan, launch_mega.forward_tiles(cfg, schedule), backward=False)
+    backend.mark("plan")
+    like: dict[str, Any] = {"dtype": cfg.dtype, "device": backend.device}
+    act_NF = torch.empty(num_rows, cfg.ffn, **like)
+    h_2NF = torch.empty(2, num_rows, cfg.ffn, **like) if save else None
+    receive = backend.arena.views["receive"]
+    kept = launch_mega.Kept(torch.empty_like(receive), *_sent(backend, plan.recv_count_R)) if save else None
+    sums = launch_mega.Sums(backend.arena.views["returns"], inputs.ids_TK, torch.empty_like(x_TD))
+    launch_mega.launch_forward(
+        x_TD, receive, rows, lists, inputs.experts, backend._peers(), cfg, schedule, backend.sms, h_2NF, act_NF, kept,
+        inputs.weights_TK, sums, **_dispatching(backend),
+    )  # fmt: skip
+    backend._join()
+    backend.mark("forward")
+    return sums.out_TD, [*plan.saved(), h_2NF, kept.kept_MD] if h_2NF is not None and kept is not None else []
+
+
+def backward(
+    backend: HopperBackend, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs,
+    main_grads: MainGrads | None,
+) -> ExpertGradients:  # fmt: skip
+    """Enter, then one kernel."""
+    from uniep.kernels import launch, launch_mega
+
+    cfg, device, schedule, experts, ids_TK = (
+        backend.cfg,
+        backend.device,
+        backend.schedule,
+        inputs.experts,
+        inputs.ids_TK,
+    )
+    x_TD, dy_TD = aligned(inputs.x_TD), aligned(dy_TD)
+    *of_plan, h_2NF, kept = saved
+    plan = backend.planner.restore(ids_TK.shape[0], of_plan)
+    rows, num_rows = plan.rows, plan.num_rows
+    receive = backend.arena.views["receive"]
+    address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
+
+    def find_rows() -> None:
+        if needs.w13 or needs.w2:
+            launch.launch_row_addresses((x_TD, kept), (dy_TD, receive), rows, backend.sms, address_2N)
+
+    backend._enter_backward(dy_TD, find_rows)
+    tiles = launch_mega.backward_tiles(cfg, schedule, w13=needs.w13, w2=needs.w2)
+    lists = _lists(backend, plan, tiles, backward=True)
+    like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    made = launch_mega.Gradients(
+        raw_NF=torch.empty(num_rows, cfg.ffn, **fp32),
+        h_2NF=h_2NF,
+        dh_N2F=torch.empty(num_rows, 2, cfg.ffn, **like),
+        act_NF=torch.empty(num_rows, cfg.ffn, **like),
+        groups_NG=torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), **fp32),
+        address_2N=address_2N,
+        dweights_S=backend.arena.views["dweights"],
+        dweights_table=backend._table("dweights"),
+        dweights_TK=torch.empty(ids_TK.shape, **fp32) if needs.weights else None,
+    )
+    dw = _weight_gradients(backend, experts, needs, main_grads)
+    sums = launch_mega.Sums(backend.arena.views["returns"], ids_TK, torch.empty_like(dy_TD))
+    launch_mega.launch_backward(
+        dy_TD, receive, rows, lists, experts, backend._peers(), cfg, schedule, backend.sms, made, dw, sums,
+        accumulate=main_grads is not None and main_grads.accumulate, **_dispatching(backend),
+    )  # fmt: skip
+    backend._join()
+    backend.mark("backward")
+    given = main_grads is None
+    return ExpertGradients(
+        sums.out_TD if needs.x else None,
+        made.dweights_TK,
+        dw.w13 if given and needs.w13 else None,
+        dw.w2 if given and needs.w2 else None,
+    )
+
+
+def _weight_gradients(
+    backend: HopperBackend, experts: ExpertWeights, needs: Needs, main_grads: MainGrads | None
+) -> ExpertWeights:
+    """Memory of dW13 and dW2; where they are not needed, anything of their shapes, since nothing is stored there."""
+    if main_grads is not None:
+        local, hidden = backend.planner.local, backend.cfg.hidden
+        dw13, dw2 = tuple(dw.view(local, -1, hidden) for dw in main_grads.w13), main_grads.w2
+    else:
+        fresh = experts.like()
+        dw13, dw2 = fresh.w13 if needs.w13 else experts.w13, fresh.w2 if needs.w2 else experts.w2
+    return ExpertWeights(dw13, dw2, experts.layout)
+
+
+def _lists(backend: HopperBackend, plan: DevicePlan, tiles: tuple[int, int, int, int], *, backward: bool) -> Lists:
+    """The tasks of a direction, made on the device."""
+    from uniep.kernels import launch_mega
+
+    schedule = backend.schedule
+    most = plan.num_rows // schedule.gemm1.rows
+    lists = launch_mega.Lists.empty(most, backend.planner.local, tiles, backend.device, backward=backward)
+    launch_mega.launch_lists(plan.counts_RE, plan.rows, lists, schedule, backend.rank, backend.sms, backward=backward)
+    return lists
+
+
+def _sent(backend: HopperBackend, recv_count_R: Tensor) -> tuple[Tensor, int, int]:
+    """`Kept.count`, parity and stride: tokens of a source's send list, or, by copies, all of them."""
+    if not backend._copying:
+        return recv_count_R, 0, 1
+    exchange = backend.arena.views["exchange"]
+    return exchange, exchange.stride(0), exchange.stride(1)
+
+
+def _dispatching(backend: HopperBackend) -> dict[str, Any]:
+    """Whether tokens are waited for, and how many programs push this rank's."""
+    fused = backend._fused
+    return {"fused": fused, "push_programs": backend.schedule.push_programs if fused else 0}

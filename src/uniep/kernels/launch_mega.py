@@ -1,0 +1,280 @@
+"""Launchers of the kernels that run a whole direction: the lists of its tasks, then all tasks.  They allocate nothing.
+
+Suffixes: N padded rows, M row tiles, D hidden, F ffn, e local experts, T tokens, K slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uniep.config import MoEConfig
+from uniep.kernels import mega
+from uniep.kernels.call import Block, launch
+from uniep.kernels.launch import Peers, Rows, options, rows_block, stored_columns, w2_block, w13_block
+from uniep.memory import power_of_2
+from uniep.taskflow.schedule import Schedule, Tile
+from uniep.weights import ExpertWeights
+
+COUNTERS = mega.COUNTERS.value
+SUMS_PER_PROGRAM = 4  # claims of tokens to add
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """The tasks of one direction, as the device writes them: int64 words, see kernels/mega.py.
+
+    tiles: columns of tiles of the first and the returning product; tiles of an expert's dW2 and dW13 (0: not needed).
+    counters: int32.
+    """
+
+    matrix: Tensor
+    vector: Tensor
+    counters: Tensor
+    tiles: tuple[int, int, int, int]
+
+    @classmethod
+    def empty(
+        cls, most: int, local: int, tiles: tuple[int, int, int, int], device: torch.device, *, backward: bool
+    ) -> Lists:
+        """For at most `most` row tiles."""
+        first, returning, *weights = tiles
+        words = most * (first + returning) + local * sum(weights), most * (first + 1) if backward else 1
+        matrix, vector = (torch.empty(n, dtype=torch.int64, device=device) for n in words)
+        return cls(matrix, vector, torch.empty(COUNTERS + 2 * most + local, dtype=torch.int32, device=device), tiles)
+
+
+def forward_tiles(cfg: MoEConfig, schedule: Schedule) -> tuple[int, int, int, int]:
+    """`Lists.tiles` of a forward."""
+    return _steps(cfg.ffn, schedule.gemm1.columns // 2), _steps(cfg.hidden, schedule.gemm2.columns), 0, 0
+
+
+def backward_tiles(cfg: MoEConfig, schedule: Schedule, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
+    """`Lists.tiles` of a backward that needs these gradients."""
+    tile, columns = schedule.weight_gradient, schedule.gemm2.columns
+    of_expert = _steps(cfg.hidden, tile.rows) * _steps(cfg.ffn, tile.columns)
+    return _steps(cfg.ffn, columns), _steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13
+
+
+def _chunk_experts(schedule: Schedule) -> int:
+    return schedule.chunk_experts if schedule.tile_order == "chunk-major" else 0
+
+
+def _steps(extent: int, step: int) -> int:
+    return -(-extent // step)
+
+
+def launch_lists(
+    counts_RE: Tensor, rows: Rows, lists: Lists, schedule: Schedule, rank: int, multiprocessors: int, *, backward: bool
+) -> None:
+    """The tasks of a direction in the order of the schedule, and its counters at zero."""
+    ranks, experts = counts_RE.shape
+    local = experts // ranks
+    first = schedule.gemm2 if backward else schedule.gemm1
+    launch(
+        mega.list_kernel,
+        multiprocessors * 4,
+        (
+            counts_RE, rows.start_e1, rows.rows_e, rows.expert_M, rows.totals, lists.matrix, lists.vector,
+            lists.counters, rank,
+        ),
+        {
+            "E": experts, "LOCAL": local, "LOCAL_P": power_of_2(local), "NUM_RANKS": ranks, "BLOCK_M": first.rows,
+            "GROUP0": first.group_rows, "GROUP1": schedule.gemm2.group_rows,
+            **{f"TILES{op}": count for op, count in enumerate(lists.tiles)},
+            "TILES_P": power_of_2(max(lists.tiles[:2])),
+            "CHUNK_EXPERTS": _chunk_experts(schedule),
+            "INTERLEAVED": schedule.weight_gradient_order == "interleaved",
+            "LOCAL_FIRST": schedule.tile_order == "local-first", "ROTATED": schedule.peer_order == "rotated",
+            "BACKWARD": backward,
+        },
+        num_warps=2,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What a direction adds at its end.  returns_SD: what has returned; out_TD: sums of `ids_TK`'s slots."""
+
+    returns_SD: Tensor
+    ids_TK: Tensor
+    out_TD: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What a backward makes on its way, and the rows that it reads.
+
+    raw: dO @ W2, fp32.  dh (N, 2, F), act (N, F), groups (N, G) fp32: of the activation gradient.  address_2N: of the rows
+    of x and dO.  dweights_S: what other ranks store, at the addresses in dweights_table; dweights_TK: this rank's own or None.
+    """
+
+    raw_NF: Tensor
+    h_2NF: Tensor
+    dh_N2F: Tensor
+    act_NF: Tensor
+    groups_NG: Tensor
+    address_2N: Tensor
+    dweights_S: Tensor
+    dweights_table: Tensor
+    dweights_TK: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A copy of the receive buffer.  count: tokens that each source has sent (int32), `stride` words apart, those of odd
+    calls `parity` words behind those of even ones."""
+
+    kept_MD: Tensor
+    count: Tensor
+    parity: int
+    stride: int
+
+
+def sum_tokens(num_tokens: int, multiprocessors: int) -> int:
+    """Tokens that a program adds before it claims others."""
+    return max(1, min(32, -(-num_tokens // (multiprocessors * SUMS_PER_PROGRAM))))
+
+
+def mega_options(tiles: tuple[Tile, ...]) -> dict[str, Any]:
+    """Launch options of a kernel that multiplies tiles of several shapes."""
+    return {**options(tiles[0]), "num_stages": min(tile.stages for tile in tiles)}
+
+
+def launch_forward(
+    x_TD: Tensor, receive_MD: Tensor, rows: Rows, lists: Lists, experts: ExpertWeights, peers: Peers, cfg: MoEConfig,
+    schedule: Schedule, multiprocessors: int, h_2NF: Tensor | None, act_NF: Tensor, kept: Kept | None,
+    weights_TK: Tensor, sums: Sums, *, fused: bool, push_programs: int, trace: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """A forward behind its plan.  h and kept: None where nothing is saved.  trace: int64 rows of 5, a task each."""
+    tile1, tile2, half = schedule.gemm1, schedule.gemm2, schedule.gemm1.columns // 2
+    hidden, ffn = cfg.hidden, cfg.ffn
+    w13_desc, up_first = w13_block(experts, 1, 2, half, tile1.depth)
+    made_desc = rows_block(act_NF, tile1.rows, half)
+    gate_desc = up_desc = made_desc
+    if h_2NF is not None:
+        gate_desc, up_desc = (rows_block(h_NF, tile1.rows, half) for h_NF in h_2NF.unbind())
+    keep = kept or Kept(x_TD, peers.status, 0, 0)
+    launch(
+        mega.forward_kernel,
+        multiprocessors,
+        (
+            x_TD, receive_MD, rows.source_N, rows.weight_N, rows.return_N, rows.expert_M, rows.totals, lists.matrix,
+            lists.counters, peers.arrived, peers.finished, peers.returned, peers.call, peers.status, peers.timeout_ns,
+            peers.rank, rows.send_token_RT, rows.send_count_R, peers.receive_table, peers.returns_table,
+            peers.flag_table, peers.arrived_offset, peers.finished_offset, peers.returned_offset, x_TD.shape[0],
+            push_programs, sum_tokens(x_TD.shape[0], multiprocessors), keep.kept_MD, keep.count, keep.parity,
+            keep.stride, sums.returns_SD, sums.ids_TK, weights_TK, sums.out_TD, *(trace or (lists.matrix, lists.matrix)), w13_desc,
+            gate_desc, up_desc, made_desc, rows_block(act_NF, tile2.rows, tile2.depth),
+            w2_block(experts, 1, tile2.columns, tile2.depth),
+        ),
+        {
+            "D": hidden, "F": ffn, "K": cfg.top_k, "BLOCK_M": tile1.rows, "BLOCK_N1": tile1.columns,
+            "BLOCK_K1": tile1.depth, "BLOCK_N2": tile2.columns, "BLOCK_K2": tile2.depth,
+            "BLOCK_D": min(power_of_2(hidden), 2048), "NUM_RANKS": peers.num_ranks,
+            "SLOTS": cfg.max_tokens_per_rank * cfg.top_k, "CHUNK": peers.chunk, "KEPT": schedule.chunk_tokens,
+            "RECEIVE_BLOCK": peers.receive_block, "PUSH_D": min(power_of_2(hidden), 1024), "PUSH_ROWS": 32,
+            "FUSED": fused, "SAVE": kept is not None, "WEIGHTED": cfg.weight_at == "activation", "UP_FIRST": up_first,
+            "THREADS": 32 * tile1.warps, "TRACE": trace is not None,
+        },
+        **mega_options((tile1, tile2)),
+    )  # fmt: skip
+
+
+def launch_backward(
+    dy_TD: Tensor, receive_MD: Tensor, rows: Rows, lists: Lists, experts: ExpertWeights, peers: Peers, cfg: MoEConfig,
+    schedule: Schedule, multiprocessors: int, made: Gradients, dw: ExpertWeights, sums: Sums, *, accumulate: bool,
+    fused: bool, push_programs: int, trace: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """A backward behind its entry.  dw: memory of dW13 and dW2 (not touched where `lists` has no task for them)."""
+    tile, weight_tile = schedule.gemm2, schedule.weight_gradient
+    hidden, ffn = cfg.hidden, cfg.ffn
+    num_rows = made.act_NF.shape[0]
+    dh_NH = made.dh_N2F.view(num_rows, 2 * ffn)
+    w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
+    x_address_N, dy_address_N = made.address_2N.unbind()
+    dweights = made.dweights_TK
+    columns = stored_columns(weight_tile, dw.w2[0])
+    launch(
+        mega.backward_kernel,
+        multiprocessors,
+        (
+            dy_TD, receive_MD, rows.source_N, rows.weight_N, rows.return_N, rows.expert_M, rows.start_e1, rows.rows_e,
+            rows.totals, lists.matrix, lists.vector, lists.counters, peers.arrived, peers.finished, peers.returned,
+            peers.call, peers.status, peers.timeout_ns, peers.rank, rows.send_token_RT, rows.send_count_R,
+            peers.receive_table, peers.returns_table, made.dweights_table, peers.flag_table, peers.arrived_offset,
+            peers.finished_offset, peers.returned_offset, dy_TD.shape[0], push_programs,
+            sum_tokens(dy_TD.shape[0], multiprocessors), made.raw_NF, *made.h_2NF.unbind(), made.dh_N2F, made.act_NF,
+            made.groups_NG, x_address_N, dy_address_N, sums.returns_SD, made.dweights_S, sums.ids_TK, sums.out_TD,
+            made.dweights_S if dweights is None else dweights, *(trace or (lists.matrix, lists.matrix)),
+            w2_block(experts, 1, tile.depth, tile.columns),
+            rows_block(made.raw_NF, tile.rows, stored_columns(tile, made.raw_NF)),
+            rows_block(dh_NH, tile.rows, tile.depth), w13_desc,
+            rows_block(made.act_NF, weight_tile.depth, weight_tile.columns),
+            rows_block(dh_NH, weight_tile.depth, weight_tile.columns),
+            Block(dw.w2[0], tuple(dw.w2[0].shape), dw.w2[0].stride(), (1, weight_tile.rows, columns)),
+            *(_half_block(dw, half, columns, weight_tile.rows) for half in (0, 1)),
+        ),
+        {
+            "D": hidden, "F": ffn, "K": cfg.top_k, "KP": power_of_2(cfg.top_k), "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "WEIGHT_M": weight_tile.rows,
+            "WEIGHT_N": weight_tile.columns, "WEIGHT_K": weight_tile.depth,
+            "ITEM_ROWS": min(max(8192 // tile.columns, 1), tile.rows), "BLOCK_D": min(power_of_2(hidden), 2048),
+            "NUM_RANKS": peers.num_ranks, "SLOTS": cfg.max_tokens_per_rank * cfg.top_k, "CHUNK": peers.chunk,
+            "RECEIVE_BLOCK": peers.receive_block, "PUSH_D": min(power_of_2(hidden), 1024), "PUSH_ROWS": 32,
+            "CHUNK_EXPERTS": _chunk_experts(schedule), "FUSED": fused,
+            "WEIGHTED": cfg.weight_at == "activation", "UP_FIRST": up_first, "ACCUMULATE": accumulate,
+            "COLLECTS": dweights is not None, "THREADS": 32 * tile.warps, "TRACE": trace is not None,
+        },
+        **mega_options((tile, weight_tile)),
+    )  # fmt: skip
+
+
+def _half_block(dw: ExpertWeights, half: int, columns: int, rows: int) -> Block:
+    """Blocks of the gate or the up part (e, F, D) of dW13, in which transposed tiles are stored."""
+    part = dw.halves(0)[half]
+    local = dw.w13[0].shape[0]
+    return Block(part, (local, *part.shape), (dw.w13[0].stride(0), part.stride(0), 1), (1, columns, rows))
+
+
+MATRIX_OPS = ("gemm1", "gemm2"), ("dgrad2", "dgrad1", "wgrad2", "wgrad1")
+VECTOR_OPS = (), ("activation_gradient", "dweight")
+"""Names in a `TaskGraph` of the operators of each list, forward and backward."""
+
+
+def descriptors(word_n: Tensor, ops: tuple[str, ...], cfg: MoEConfig, schedule: Schedule) -> list[tuple[Any, ...]]:
+    """Words of a list of these operators as (operator, group, row0, row1, column0, column1), like `TaskGraph.descriptors`."""
+    tile, weight_tile = schedule.gemm2, schedule.weight_gradient
+    columns = {  # (step, extent)
+        "gemm1": (schedule.gemm1.columns // 2, cfg.ffn), "gemm2": (tile.columns, cfg.hidden),
+        "dgrad2": (tile.columns, cfg.ffn), "dgrad1": (tile.columns, cfg.hidden),
+        "activation_gradient": (tile.columns, cfg.ffn), "dweight": (1, 1),
+    }  # fmt: skip
+    found: list[tuple[Any, ...]] = []
+    for word in word_n.tolist():
+        op, expert, number = ops[word >> 56], word >> 40 & 0xFFFF, word & 0xFFFFFFFFFF
+        if op in columns:
+            step, extent = columns[op]
+            row, column = (number >> 16) * tile.rows, (number & 0xFFFF) * step
+            found.append((op, expert, row, row + tile.rows, column, min(column + step, extent)))
+        elif op == "wgrad2":
+            row, column = (
+                i * s
+                for i, s in zip(
+                    divmod(number, _steps(cfg.ffn, weight_tile.columns)),
+                    (weight_tile.rows, weight_tile.columns),
+                    strict=True,
+                )
+            )
+            ends = min(row + weight_tile.rows, cfg.hidden), min(column + weight_tile.columns, cfg.ffn)
+            found.append((op, expert, row, ends[0], column, ends[1]))
+        else:
+            block, m = divmod(number, _steps(cfg.hidden, weight_tile.rows))
+            part, n = divmod(block, _steps(cfg.ffn, weight_tile.columns))
+            row, column = n * weight_tile.columns, m * weight_tile.rows
+            ends = min(row + weight_tile.columns, cfg.ffn), min(column + weight_tile.rows, cfg.hidden)
+            found.append((op, expert, part * cfg.ffn + row, part * cfg.ffn + ends[0], column, ends[1]))
+    return found

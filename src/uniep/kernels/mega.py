@@ -1,0 +1,1040 @@
+"""One launch per direction: programs claim the tasks of lists that the device has made from the plan.
+
+A list holds the tasks of one class in the order of the Schedule, equal to what `taskflow` compiles for the same
+routing (`list_kernel`; docs/taskflow.md).  A program claims the next place of the matrix list and, when the task there
+needs vector tasks before it, or none is left, places of the vector list.  Nothing is dealt out: a claim is the only way
+to a task, so that one resident program finishes everything, and tasks wait for tasks at earlier places only.
+
+A task is one int64: n (16 bits), m (24), expert (16), operator.  m, n: row tile of the rank and column
+block; of a weight gradient both together count the tiles of its expert.
+
+Counters (int32, zeroed by `list_kernel`): HEADER words, then finished tiles of the first product of each row tile (M),
+items of the activation gradient of each row tile (M), and, per local expert, the vector tasks that its later matrix tasks
+need before them.
+
+Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
+"""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.gemm import (
+    activation_gradient_item,
+    gate_up_tile,
+    gathered_product_tile,
+    product_tile,
+    put_tile,
+    weight_gradient_tile,
+)
+from uniep.kernels.ptx import (
+    after_previous,
+    block_loads_follow,
+    block_stores_complete,
+    load_acquire,
+    nanoseconds,
+    next_may_come,
+)
+from uniep.kernels.rows import row_pointers, wait_for_rows
+from uniep.kernels.sync import (
+    STAGE_COMBINE,
+    STAGE_DISPATCH,
+    STAGE_ROWS,
+    WIDE,
+    deadline,
+    every_rank,
+    failed,
+    signal_when_all,
+    wait_unless_failed,
+)
+from uniep.kernels.transfer import combine_item, dweights_of, push_chunk
+
+# Operators of the matrix list: the first product, the one that returns rows, the weight gradients.
+FIRST = tl.constexpr(0)
+RETURN = tl.constexpr(1)
+DOWN_WEIGHTS = tl.constexpr(2)
+# Of the vector list of a backward: activation gradient, d(weight).
+ACTIVATION = tl.constexpr(0)
+
+# Words of the counters.
+ARRIVED = tl.constexpr(0)  # programs
+MATRIX = tl.constexpr(1)  # claimed places
+VECTOR = tl.constexpr(2)
+PUSH = tl.constexpr(3)
+PUSHED = tl.constexpr(4)  # chunks, plus one
+RETURNED = tl.constexpr(5)  # tasks that return something, plus one
+MADE = tl.constexpr(6)  # tiles of the first product
+ACTIVATED = tl.constexpr(7)  # items of the activation gradient
+TASKS = tl.constexpr(8)  # of the matrix list, whose number does not change
+COUNTERS = tl.constexpr(16)
+
+STEP = tl.constexpr(1 << 27)  # of a key, above all row tiles
+
+
+@triton.jit
+def _packed(op, expert, m, n):
+    return (((op * 65536 + expert).to(tl.int64) << 24) + m << 16) + n
+
+
+@triton.jit
+def _stretch(
+    op,
+    late,
+    expert,
+    LOCAL: tl.constexpr,
+    CHUNK_EXPERTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Stretches of a list in ascending order: the tiles of one operator and one expert, and if they are late."""
+    if CHUNK_EXPERTS > 0:
+        wave = expert // CHUNK_EXPERTS + (op > 0)
+        if not INTERLEAVED:
+            wave = tl.where(op >= DOWN_WEIGHTS, LOCAL + 1, wave)
+        key = (wave * 4 + op) * LOCAL + expert
+    else:
+        key = (op * 2 + late) * LOCAL + expert
+        if INTERLEAVED:
+            key = tl.where(op > 0, 2 * LOCAL + expert * 3 + op - 1, key)
+    return key
+
+
+@triton.jit
+def _before(
+    key,
+    early,
+    num_tiles,
+    expert,
+    TILES0: tl.constexpr,
+    TILES1: tl.constexpr,
+    TILES2: tl.constexpr,
+    TILES3: tl.constexpr,
+    LOCAL: tl.constexpr,
+    CHUNK_EXPERTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Tasks of all stretches before `key`.  expert: all of this rank (and more), with their row tiles."""
+    zero = expert * 0
+    first = _stretch(zero, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
+    late = _stretch(zero, zero + 1, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
+    back = _stretch(zero + 1, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
+    count = tl.where(first, early * TILES0, 0) + tl.where(late, (num_tiles - early) * TILES0, 0)
+    count += tl.where(back, num_tiles * TILES1, 0)
+    if TILES2 > 0:
+        count += tl.where(_stretch(zero + 2, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key, TILES2, 0)
+    if TILES3 > 0:
+        count += tl.where(_stretch(zero + 3, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key, TILES3, 0)
+    return tl.sum(tl.where(expert < LOCAL, count, 0))
+
+
+@triton.jit
+def _tile_key(tile, end_R, source, rows, rank, NUM_RANKS: tl.constexpr, ROTATED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(late, step of an arriving tile, step of a returning one) of row tiles of one expert; see docs/taskflow.md.
+
+    end_R: of source `source`, its last row and one.
+    """
+    begin = tile * BLOCK_M
+    used = begin < rows
+    last = tl.minimum(begin + BLOCK_M, rows) - 1
+    # Rows are sorted by source: as many sources end before a row as are smaller than its own.
+    of_first = tl.sum((end_R[None, :] <= begin[:, None]).to(tl.int32), 1)
+    of_last = tl.sum((end_R[None, :] <= last[:, None]).to(tl.int32), 1)
+    late = (used & ((of_first != rank) | (of_last != rank))).to(tl.int32)
+    if ROTATED:
+        waits_for_all = (of_first <= rank) & (rank < of_last)
+        arrives = tl.where(waits_for_all, NUM_RANKS - 1, (rank - of_first + NUM_RANKS) % NUM_RANKS)
+        arrives = tl.where(used, arrives, 0)
+        returns = tl.where(used, (of_first - rank - 1 + NUM_RANKS) % NUM_RANKS, NUM_RANKS)
+    else:
+        arrives = late * 0
+        returns = late * 0
+    return late, arrives, returns
+
+
+@triton.jit
+def _count_if(mask):
+    return tl.sum(mask.to(tl.int32))
+
+
+@triton.jit
+def _store_tiles(list_ptr, offset, op, expert, m, before, same, own, TILES: tl.constexpr, TILES_P: tl.constexpr):
+    """The TILES tasks of a row tile: `before` row tiles lie before those that share its columns (`same`, its place among
+    them `own`)."""
+    n = tl.arange(0, TILES_P)
+    place = offset + before * TILES + n * same + own
+    tl.store(list_ptr + place, _packed(op, expert, m, n), mask=n < TILES)
+
+
+@triton.jit
+def _store_weights(list_ptr, offset, op, expert, TILES: tl.constexpr, TILES_P: tl.constexpr):
+    """The TILES tasks of an expert's weight gradient: their number stands for m and n."""
+    for first in range(0, TILES, TILES_P):
+        tile = first + tl.arange(0, TILES_P)
+        tl.store(list_ptr + offset + tile, _packed(op, expert, 0, 0) + tile, mask=tile < TILES)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def list_kernel(
+    counts_ptr,
+    start_ptr,
+    rows_ptr,
+    expert_ptr,
+    totals_ptr,
+    matrix_ptr,
+    vector_ptr,
+    counters_ptr,
+    rank,
+    E: tl.constexpr,
+    LOCAL: tl.constexpr,
+    LOCAL_P: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP0: tl.constexpr,
+    GROUP1: tl.constexpr,
+    TILES0: tl.constexpr,
+    TILES1: tl.constexpr,
+    TILES2: tl.constexpr,
+    TILES3: tl.constexpr,
+    TILES_P: tl.constexpr,
+    CHUNK_EXPERTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LOCAL_FIRST: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """The lists of one direction, and its counters.
+
+    TILES0, TILES1: columns of tiles of the first and the returning product; TILES2, TILES3: tiles of an expert's weight
+    gradients (0: not needed); GROUP0, GROUP1: row tiles that share a column of weights.  CHUNK_EXPERTS: of chunk-major, else 0.
+    Programs walk row tiles, each of which finds its places by counting the tiles before it.
+    """
+    after_previous()
+    next_may_come()
+    expert = tl.arange(0, LOCAL_P)
+    source = tl.arange(0, NUM_RANKS)
+    inside = expert < LOCAL
+    start = tl.load(start_ptr + expert, mask=inside, other=0)
+    num_tiles = (tl.load(start_ptr + expert + 1, mask=inside, other=0) - start) // BLOCK_M
+    rows = tl.load(rows_ptr + expert, mask=inside, other=0)
+    early = num_tiles
+    if LOCAL_FIRST:
+        at = counts_ptr + source[:, None] * E + rank * LOCAL + expert[None, :]
+        counts = tl.load(at, mask=inside[None, :] & (rows > 0)[None, :], other=0)
+        ahead = tl.sum(tl.where((source < rank)[:, None], counts, 0), 0)
+        own = tl.sum(tl.where((source == rank)[:, None], counts, 0), 0)
+        used = (rows + BLOCK_M - 1) // BLOCK_M
+        first = (ahead + BLOCK_M - 1) // BLOCK_M
+        last = tl.where(ahead + own == rows, used, (ahead + own) // BLOCK_M)
+        early = tl.maximum(last - first, 0) + num_tiles - used  # tiles of own rows only, and of pad rows only
+    num_m = tl.load(totals_ptr + 1)
+    progress_ptr = counters_ptr + COUNTERS
+    program = tl.program_id(0)
+    if program == 0:
+        word = tl.arange(0, COUNTERS)
+        num_tasks = num_m * (TILES0 + TILES1) + LOCAL * (TILES2 + TILES3)
+        tl.store(counters_ptr + word, tl.where(word == TASKS, num_tasks, 0))
+    for item in range(program, num_m + LOCAL, tl.num_programs(0)):
+        if item < num_m:
+            m = item
+            e = tl.load(expert_ptr + m)
+            tl.store(progress_ptr + m, 0)
+            tl.store(progress_ptr + num_m + m, 0)
+            first_m = tl.load(start_ptr + e) // BLOCK_M
+            tiles = tl.load(start_ptr + e + 1) // BLOCK_M - first_m
+            num_rows = tl.load(rows_ptr + e)
+            end_R = tl.cumsum(tl.load(counts_ptr + source * E + rank * LOCAL + e), 0)
+            i = m - first_m
+            one = tl.full((1,), 0, tl.int32) + i
+            own_late, own_arrives, own_returns = _tile_key(
+                one, end_R, source, num_rows, rank, NUM_RANKS, ROTATED, BLOCK_M
+            )
+            late = tl.max(own_late) if LOCAL_FIRST else 0
+            key0 = tl.max(own_arrives) * STEP + i // GROUP0
+            key1 = tl.max(own_returns) * STEP + i // GROUP1
+            before0 = i * 0
+            same0 = i * 0
+            own0 = i * 0
+            before1 = i * 0
+            same1 = i * 0
+            own1 = i * 0
+            for j in range(0, tiles, 64):
+                tile = j + tl.arange(0, 64)
+                is_late, arrives, returns = _tile_key(tile, end_R, source, num_rows, rank, NUM_RANKS, ROTATED, BLOCK_M)
+                exists = tile < tiles
+                alike = exists
+                if LOCAL_FIRST:
+                    alike = exists & (is_late == late)
+                key = arrives * STEP + tile // GROUP0
+                before0 += _count_if(alike & (key < key0))
+                same0 += _count_if(alike & (key == key0))
+                own0 += _count_if(alike & (key == key0) & (tile < i))
+                key = returns * STEP + tile // GROUP1
+                before1 += _count_if(exists & (key < key1))
+                same1 += _count_if(exists & (key == key1))
+                own1 += _count_if(exists & (key == key1) & (tile < i))
+            of_first = _stretch(e * 0, late + e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
+            of_return = _stretch(e * 0 + 1, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
+            offset = _before(
+                of_first, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
+            )
+            _store_tiles(matrix_ptr, offset, 0, e, m, before0, same0, own0, TILES0, TILES_P)
+            offset = _before(
+                of_return, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
+            )
+            _store_tiles(matrix_ptr, offset, 1, e, m, before1, same1, own1, TILES1, TILES_P)
+            if BACKWARD:
+                of_first = _stretch(e * 0, late + e * 0, e, LOCAL, CHUNK_EXPERTS, False)
+                of_return = _stretch(e * 0 + 1, e * 0, e, LOCAL, CHUNK_EXPERTS, False)
+                offset = _before(of_first, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
+                _store_tiles(vector_ptr, offset, 0, e, m, before0, same0, own0, TILES0, TILES_P)
+                offset = _before(of_return, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
+                _store_tiles(vector_ptr, offset, 1, e, m, before1, same1, own1, 1, TILES_P)
+        elif BACKWARD:
+            e = item - num_m
+            if TILES2 > 0:
+                offset = _before(
+                    _stretch(e * 0 + 2, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
+                    TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
+                )  # fmt: skip
+                _store_weights(matrix_ptr, offset, 2, e, TILES2, TILES_P)
+            if TILES3 > 0:
+                offset = _before(
+                    _stretch(e * 0 + 3, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
+                    TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
+                )  # fmt: skip
+                _store_weights(matrix_ptr, offset, 3, e, TILES3, TILES_P)
+            # Before its returning tiles: the activation gradients of its chunk, and what is ahead of those; before those
+            # of the last chunk, and without chunks: all.
+            need = num_m * (TILES0 + 1)
+            if CHUNK_EXPERTS > 0:
+                chunk = e // CHUNK_EXPERTS
+                of_chunk = _before(
+                    (chunk * 4 + 1) * LOCAL, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False
+                )
+                need = tl.where(chunk == (LOCAL - 1) // CHUNK_EXPERTS, need, of_chunk)
+            tl.store(progress_ptr + 2 * num_m + e, need)
+
+
+@triton.jit
+def _claim(counter_ptr, THREADS: tl.constexpr):
+    """Begin to claim the next place of a list: one thread asks.  The answer is used when it has come."""
+    thread = tl.arange(0, THREADS)
+    return tl.atomic_add(counter_ptr + thread * 0, 1, mask=thread == 0, sem="relaxed")
+
+
+@triton.jit
+def _claimed(answer, THREADS: tl.constexpr):
+    """The place that `_claim` asked for; the same in all threads."""
+    return tl.max(tl.where(tl.arange(0, THREADS) == 0, answer, 0))
+
+
+@triton.jit
+def _has_all(counter_ptr, total):
+    """Whether a counter has reached `total`; the same in all threads."""
+    return tl.min(load_acquire(counter_ptr + tl.zeros((WIDE,), tl.int32))) >= total
+
+
+@triton.jit
+def _count_made(counters_ptr, stored, made):
+    """Count the tiles of the first product that this program has stored last: one of row tile `stored`, `made` in all."""
+    block_stores_complete()
+    tl.atomic_add(counters_ptr + COUNTERS + stored, 1, sem="release", scope="gpu")
+    tl.atomic_add(counters_ptr + MADE, made, sem="release", scope="gpu")
+
+
+@triton.jit
+def _num_pushes(send_count_ptr, rank, CHUNK: tl.constexpr, NUM_RANKS: tl.constexpr):
+    total = 0
+    for step in tl.static_range(1, NUM_RANKS):
+        total += tl.cdiv(tl.load(send_count_ptr + (rank + step) % NUM_RANKS), CHUNK)
+    return total
+
+
+@triton.jit
+def _push(
+    x_ptr,
+    send_token_ptr,
+    send_count_ptr,
+    receive_table_ptr,
+    flag_table_ptr,
+    arrived_offset,
+    call,
+    num_tokens,
+    rank,
+    place,
+    D: tl.constexpr,
+    PUSH_D: tl.constexpr,
+    PUSH_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+):
+    """The chunk at this place: the next rank's first."""
+    peer = (rank + 1) % NUM_RANKS
+    chunk = place
+    for step in tl.static_range(1, NUM_RANKS - 1):
+        ahead = (rank + step) % NUM_RANKS
+        chunks = tl.cdiv(tl.load(send_count_ptr + ahead), CHUNK)
+        behind = (peer == ahead) & (chunk >= chunks)
+        chunk = tl.where(behind, chunk - chunks, chunk)
+        peer = tl.where(behind, (rank + step + 1) % NUM_RANKS, peer)
+    count = tl.load(send_count_ptr + peer)
+    push_chunk(
+        x_ptr, send_token_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, call, num_tokens, rank, peer, chunk,
+        count, D, PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _record(trace_ptr, place, claimed_ns, started_ns, ENABLED: tl.constexpr):
+    """One row of a trace: place, program, claimed, started, ended."""
+    if ENABLED:
+        row_ptr = trace_ptr + place.to(tl.int64) * 5
+        tl.debug_barrier()
+        tl.store(row_ptr, place.to(tl.int64))
+        tl.store(row_ptr + 1, tl.program_id(0).to(tl.int64))
+        tl.store(row_ptr + 2, claimed_ns)
+        tl.store(row_ptr + 3, started_ns)
+        tl.store(row_ptr + 4, nanoseconds())
+
+
+@triton.jit
+def _push_first(
+    x_ptr,
+    send_token_ptr,
+    send_count_ptr,
+    receive_table_ptr,
+    flag_table_ptr,
+    arrived_offset,
+    finished_offset,
+    call,
+    counters_ptr,
+    status_ptr,
+    num_tokens,
+    rank,
+    arrival,
+    push_programs,
+    trace_ptr,
+    D: tl.constexpr,
+    PUSH_D: tl.constexpr,
+    PUSH_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    TRACE: tl.constexpr,
+):
+    """The programs that have arrived first push chunks until none is left."""
+    if arrival < push_programs:
+        num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+        pushed = (arrival == 0).to(tl.int32)
+        skips = failed(status_ptr)
+        place = tl.atomic_add(counters_ptr + PUSH, 1, sem="relaxed")
+        while place < num_pushes:
+            claimed_ns = nanoseconds() if TRACE else 0
+            if not skips:
+                _push(
+                    x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, call,
+                    num_tokens, rank, place, D, PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
+                )  # fmt: skip
+            _record(trace_ptr, place, claimed_ns, claimed_ns, TRACE)
+            pushed += 1
+            place = tl.atomic_add(counters_ptr + PUSH, 1, sem="relaxed")
+        if pushed > 0:
+            signal_when_all(
+                flag_table_ptr, finished_offset + rank, call, counters_ptr + PUSHED, pushed, num_pushes + 1,
+                status_ptr, NUM_RANKS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _wait_for_peers(
+    flags_ptr, call, rank, deadline_ns, status_ptr, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr, OWN: tl.constexpr
+):
+    """Wait for the flag of every other rank, and of this one if OWN."""
+    ranks = every_rank(NUM_RANKS)
+    flags = flags_ptr + ranks
+    if not OWN:
+        flags = flags_ptr + tl.where(ranks == rank, (rank + 1) % NUM_RANKS, ranks)
+    wait_unless_failed(flags, ranks, call, deadline_ns, status_ptr, STAGE)
+
+
+@triton.jit
+def _keep(
+    receive_ptr,
+    kept_ptr,
+    counts_ptr,
+    stride,
+    rank,
+    place,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+):
+    """Copy the KEPT tokens at this place out of the receive buffer: sources ascending."""
+    source = 0
+    first = place * KEPT
+    passed = 0
+    for block in tl.static_range(NUM_RANKS - 1):
+        count = tl.load(counts_ptr + tl.where(rank <= block, block + 1, block) * stride)
+        ahead = passed + tl.cdiv(count, KEPT)
+        if block == 0:
+            source_count = count
+        else:
+            source_count = tl.where(place >= passed, count, source_count)
+            source = tl.where(place >= passed, block, source)
+            first = tl.where(place >= passed, (place - passed) * KEPT, first)
+        passed = ahead
+    for r in range(0, KEPT, ROWS):
+        index = first + r + tl.arange(0, ROWS)
+        slot = (source * RECEIVE_BLOCK + index).to(tl.int64)
+        for d in range(0, D, BLOCK_D):
+            column = d + tl.arange(0, BLOCK_D)
+            mask = (index < source_count)[:, None] & (column < D)[None, :]
+            at = slot[:, None] * D + column[None, :]
+            tl.store(kept_ptr + at, tl.load(receive_ptr + at, mask=mask), mask=mask)
+
+
+@triton.jit
+def _num_kept(counts_ptr, stride, rank, KEPT: tl.constexpr, NUM_RANKS: tl.constexpr):
+    total = 0
+    for block in tl.static_range(NUM_RANKS - 1):
+        total += tl.cdiv(tl.load(counts_ptr + tl.where(rank <= block, block + 1, block) * stride), KEPT)
+    return total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "timeout_ns", "rank", "arrived_offset", "finished_offset", "returned_offset", "num_tokens", "push_programs",
+        "sum_tokens", "kept_parity", "kept_stride",
+    ]
+)  # fmt: skip
+def forward_kernel(
+    x_ptr,
+    receive_ptr,
+    source_ptr,
+    weight_ptr,
+    return_ptr,
+    expert_ptr,
+    totals_ptr,
+    list_ptr,
+    counters_ptr,
+    arrived_ptr,
+    finished_ptr,
+    returned_ptr,
+    call_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
+    send_token_ptr,
+    send_count_ptr,
+    receive_table_ptr,
+    returns_table_ptr,
+    flag_table_ptr,
+    arrived_offset,
+    finished_offset,
+    returned_offset,
+    num_tokens,
+    push_programs,
+    sum_tokens,
+    kept_ptr,
+    kept_count_ptr,
+    kept_parity,
+    kept_stride,
+    returns_ptr,
+    ids_ptr,
+    weights_ptr,
+    out_ptr,
+    matrix_trace_ptr,
+    vector_trace_ptr,
+    w13_desc,
+    gate_desc,
+    up_desc,
+    made_desc,
+    act_desc,
+    w2_desc,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N1: tl.constexpr,
+    BLOCK_K1: tl.constexpr,
+    BLOCK_N2: tl.constexpr,
+    BLOCK_K2: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEPT: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+    PUSH_D: tl.constexpr,
+    PUSH_ROWS: tl.constexpr,
+    FUSED: tl.constexpr,
+    SAVE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    UP_FIRST: tl.constexpr,
+    THREADS: tl.constexpr,
+    TRACE: tl.constexpr,
+):
+    """Everything of a forward behind its plan: push, gate and up, down, the copy of what was received, sums.
+
+    made_desc, act_desc: the activation (N, F) in blocks as it is stored and as it is multiplied.  FUSED: peers send tokens,
+    and this rank does where CHUNK > 0.  SAVE: h (gate_desc, up_desc) and the receive buffer.  kept_count: tokens that each
+    source has sent, kept_stride words apart, those of odd calls kept_parity words behind those of even ones.  Other arguments as in kernels/gemm.py and kernels/transfer.py.
+    """
+    NUM_N1: tl.constexpr = (F + BLOCK_N1 // 2 - 1) // (BLOCK_N1 // 2)
+    NUM_N2: tl.constexpr = (D + BLOCK_N2 - 1) // BLOCK_N2
+    PUSHES: tl.constexpr = FUSED and CHUNK > 0
+    call = tl.load(call_ptr)
+    arrival = tl.atomic_add(counters_ptr + ARRIVED, 1, sem="relaxed")
+    deadline_ns = deadline(status_ptr, timeout_ns)
+    num_m = tl.load(totals_ptr + 1)
+    num_first = num_m * NUM_N1
+    num_matrix = tl.load(counters_ptr + TASKS)
+    num_kept = 0
+    kept_count_ptr += call % 2 * kept_parity
+    if SAVE:
+        num_kept = _num_kept(kept_count_ptr, kept_stride, rank, KEPT, NUM_RANKS)
+        if arrival == 0:  # the row that pad rows read
+            column = tl.arange(0, PUSH_D)
+            for d in range(0, D, PUSH_D):
+                last = tl.full((), (NUM_RANKS - 1) * RECEIVE_BLOCK, tl.int64) * D
+                zeros = tl.zeros((PUSH_D,), kept_ptr.dtype.element_ty)
+                tl.store(kept_ptr + last + d + column, zeros, mask=d + column < D)
+    num_pushes = 0  # places of a trace
+    if PUSHES:
+        _push_first(
+            x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
+            call, counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
+            PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
+        )  # fmt: skip
+        if TRACE:
+            num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+    before_sums = num_kept
+    num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
+    progress_ptr = counters_ptr + COUNTERS
+    all_here = 0
+    all_made = 0
+    back = 0  # 1: all results have returned; 2: the call has failed
+    made = 0  # tiles of the first product that are not in MADE yet, the last of them, of row tile `stored`, not counted
+    stored = 0
+    unsent = (arrival == 0).to(tl.int32)  # of RETURNED
+    place = tl.atomic_add(counters_ptr + MATRIX, 1, sem="relaxed")
+    vector_place = tl.atomic_add(counters_ptr + VECTOR, 1, sem="relaxed")
+    while (place < num_matrix) | (vector_place < num_vector):
+        claimed_ns = nanoseconds() if TRACE else 0
+        is_matrix = place < num_matrix
+        word = tl.load(list_ptr + place, mask=is_matrix, other=-1)
+        is_first = is_matrix & ((word >> 56) == FIRST)
+        if (made > 0) & (not is_first):
+            _count_made(counters_ptr, stored, made)
+            made = 0
+        if is_matrix:
+            answer = _claim(counters_ptr + MATRIX, THREADS)
+            m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
+            n = (word & 0xFFFF).to(tl.int32)
+            row = m * BLOCK_M
+            if is_first:
+                expert = ((word >> 40) & 0xFFFF).to(tl.int32)
+                if WEIGHTED:
+                    weight = tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))
+                else:
+                    weight = weight_ptr
+                source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
+                if FUSED:
+                    all_here = wait_for_rows(
+                        source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, BLOCK_M,
+                        NUM_RANKS, CHUNK, RECEIVE_BLOCK,
+                    )  # fmt: skip
+                started_ns = nanoseconds() if TRACE else 0
+                a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K1)[None, :]
+                gate_up_tile(
+                    a_ptrs, made_desc, w13_desc, gate_desc, up_desc, made_desc, weight, row, expert, n, progress_ptr,
+                    made, stored, D, BLOCK_M, BLOCK_N1, BLOCK_K1, True, SAVE, WEIGHTED, UP_FIRST, True,
+                )  # fmt: skip
+                stored = m + 0
+                made += 1
+                _record(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
+            else:
+                if all_made == 0:
+                    all_made = _has_all(counters_ptr + MADE, num_first).to(tl.int32)
+                    if all_made == 0:
+                        lanes = tl.zeros((WIDE,), tl.int32)
+                        wait_unless_failed(
+                            progress_ptr + m + lanes,
+                            lanes + rank,
+                            NUM_N1,
+                            deadline_ns + timeout_ns,
+                            status_ptr,
+                            STAGE_ROWS,
+                        )
+                    block_loads_follow()
+                started_ns = nanoseconds() if TRACE else 0
+                product_tile(
+                    act_desc, w2_desc, made_desc, expert_ptr, return_ptr, returns_table_ptr, status_ptr, m, n, F, D,
+                    SLOTS, 1, True, False, BLOCK_M, BLOCK_N2, BLOCK_K2, True, True,
+                )  # fmt: skip
+                unsent += 1
+                _record(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
+            place = _claimed(answer, THREADS)
+        else:
+            if unsent > 0:
+                signal_when_all(
+                    flag_table_ptr, returned_offset, call, counters_ptr + RETURNED, unsent, num_m * NUM_N2 + 1,
+                    status_ptr, NUM_RANKS,
+                )  # fmt: skip
+                unsent = 0
+            answer = _claim(counters_ptr + VECTOR, THREADS)
+            started_ns = claimed_ns
+            if vector_place < before_sums:
+                if SAVE and NUM_RANKS > 1:
+                    if FUSED:
+                        if all_here == 0:
+                            _wait_for_peers(
+                                finished_ptr, call, rank, deadline_ns, status_ptr, NUM_RANKS, STAGE_DISPATCH, False
+                            )
+                            all_here = 1
+                    started_ns = nanoseconds() if TRACE else 0
+                    _keep(
+                        receive_ptr, kept_ptr, kept_count_ptr, kept_stride, rank, vector_place, D, PUSH_D,
+                        8, KEPT, RECEIVE_BLOCK, NUM_RANKS,
+                    )  # fmt: skip
+            else:
+                if back == 0:
+                    _wait_for_peers(
+                        returned_ptr, call, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE, True
+                    )
+                    back = tl.where(failed(status_ptr), 2, 1)
+                started_ns = nanoseconds() if TRACE else 0
+                first = (vector_place - before_sums) * sum_tokens
+                blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+                for item in range(first * blocks, tl.minimum(first + sum_tokens, num_tokens) * blocks):
+                    token = (item // blocks).to(tl.int64)
+                    column = item % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+                    combine_item(
+                        returns_ptr,
+                        ids_ptr,
+                        weights_ptr,
+                        out_ptr,
+                        back == 2,
+                        token,
+                        column,
+                        D,
+                        K,
+                        BLOCK_D,
+                        not WEIGHTED,
+                    )
+            _record(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
+            vector_place = _claimed(answer, THREADS)
+    # What a program owes that found nothing to do behind its products.
+    if made > 0:
+        _count_made(counters_ptr, stored, made)
+    if unsent > 0:
+        signal_when_all(
+            flag_table_ptr, returned_offset, call, counters_ptr + RETURNED, unsent, num_m * NUM_N2 + 1, status_ptr,
+            NUM_RANKS,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "timeout_ns", "rank", "arrived_offset", "finished_offset", "returned_offset", "num_tokens", "push_programs",
+        "sum_tokens",
+    ]
+)  # fmt: skip
+def backward_kernel(
+    dy_ptr,
+    receive_ptr,
+    source_ptr,
+    weight_ptr,
+    return_ptr,
+    expert_ptr,
+    start_ptr,
+    rows_ptr,
+    totals_ptr,
+    matrix_ptr,
+    vector_ptr,
+    counters_ptr,
+    arrived_ptr,
+    finished_ptr,
+    returned_ptr,
+    call_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
+    send_token_ptr,
+    send_count_ptr,
+    receive_table_ptr,
+    returns_table_ptr,
+    dweights_table_ptr,
+    flag_table_ptr,
+    arrived_offset,
+    finished_offset,
+    returned_offset,
+    num_tokens,
+    push_programs,
+    sum_tokens,
+    raw_ptr,
+    gate_ptr,
+    up_ptr,
+    dh_ptr,
+    act_ptr,
+    groups_ptr,
+    x_address_ptr,
+    dy_address_ptr,
+    returns_ptr,
+    dweights_ptr,
+    ids_ptr,
+    dx_ptr,
+    out_dweights_ptr,
+    matrix_trace_ptr,
+    vector_trace_ptr,
+    w2_desc,
+    raw_desc,
+    dh_desc,
+    w13_desc,
+    act_rows_desc,
+    dh_rows_desc,
+    dw2_desc,
+    dw_gate_desc,
+    dw_up_desc,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHT_M: tl.constexpr,
+    WEIGHT_N: tl.constexpr,
+    WEIGHT_K: tl.constexpr,
+    ITEM_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+    PUSH_D: tl.constexpr,
+    PUSH_ROWS: tl.constexpr,
+    CHUNK_EXPERTS: tl.constexpr,
+    FUSED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    UP_FIRST: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    COLLECTS: tl.constexpr,
+    THREADS: tl.constexpr,
+    TRACE: tl.constexpr,
+):
+    """Everything of a backward behind its entry: push of dO, both data gradients around that of the activation, d(weight),
+    weight gradients, sums.
+
+    Descriptors: what is multiplied, raw in blocks as it is stored, dh and act as rows that weight gradients contract, and
+    dW.  COLLECTS: d(weight) of this rank is needed.  Other arguments as in kernels/gemm.py and kernels/transfer.py.
+    """
+    NUM_F: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+    NUM_D: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    WEIGHT_D: tl.constexpr = (D + WEIGHT_M - 1) // WEIGHT_M
+    WEIGHT_F: tl.constexpr = (F + WEIGHT_N - 1) // WEIGHT_N
+    GROUPS: tl.constexpr = (F + 63) // 64
+    PUSHES: tl.constexpr = FUSED and CHUNK > 0
+    call = tl.load(call_ptr)
+    arrival = tl.atomic_add(counters_ptr + ARRIVED, 1, sem="relaxed")
+    deadline_ns = deadline(status_ptr, timeout_ns)
+    num_m = tl.load(totals_ptr + 1)
+    num_matrix = tl.load(counters_ptr + TASKS)
+    num_pushes = 0  # places of a trace
+    if PUSHES:
+        _push_first(
+            dy_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
+            call, counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
+            PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
+        )  # fmt: skip
+        if TRACE:
+            num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+    before_sums = num_m * (NUM_F + 1)
+    num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
+    num_returns = num_m * (NUM_D + 1) + 1  # rows, d(weight), and one
+    progress_ptr = counters_ptr + COUNTERS
+    activated_ptr = progress_ptr + num_m
+    need_ptr = activated_ptr + num_m
+    all_here = 0
+    all_made = 0
+    all_activated = 0
+    back = 0  # as in `forward_kernel`
+    made = 0
+    stored = 0
+    unsent = (arrival == 0).to(tl.int32)
+    place = tl.atomic_add(counters_ptr + MATRIX, 1, sem="relaxed")
+    vector_place = tl.atomic_add(counters_ptr + VECTOR, 1, sem="relaxed")
+    while (place < num_matrix) | (vector_place < num_vector):
+        claimed_ns = nanoseconds() if TRACE else 0
+        is_matrix = place < num_matrix
+        word = tl.load(matrix_ptr + place, mask=is_matrix, other=0)
+        op = (word >> 56).to(tl.int32)
+        expert = ((word >> 40) & 0xFFFF).to(tl.int32)
+        # The first product of a chunk needs what those that return before it needed; without chunks nothing.
+        of_expert = expert
+        if CHUNK_EXPERTS > 0:
+            of_expert = tl.where(op == FIRST, expert - 2 * CHUNK_EXPERTS, expert)
+        else:
+            of_expert = tl.where(op == FIRST, -1, expert)
+        need = tl.load(need_ptr + of_expert, mask=is_matrix & (of_expert >= 0), other=0)
+        if is_matrix:
+            is_matrix = vector_place >= need
+        if (made > 0) & ((not is_matrix) | (op != FIRST)):
+            _count_made(counters_ptr, stored, made)
+            made = 0
+        owes = (unsent > 0) & tl.where(is_matrix, op >= DOWN_WEIGHTS, vector_place >= before_sums)
+        if owes:
+            signal_when_all(
+                flag_table_ptr, returned_offset, call, counters_ptr + RETURNED, unsent, num_returns, status_ptr,
+                NUM_RANKS,
+            )  # fmt: skip
+            unsent = 0
+        started_ns = claimed_ns
+        if is_matrix:
+            answer = _claim(counters_ptr + MATRIX, THREADS)
+            if op == FIRST:
+                m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
+                n = (word & 0xFFFF).to(tl.int32)
+                source = tl.load(source_ptr + m * BLOCK_M + tl.arange(0, BLOCK_M))
+                if FUSED:
+                    all_here = wait_for_rows(
+                        source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, BLOCK_M,
+                        NUM_RANKS, CHUNK, RECEIVE_BLOCK,
+                    )  # fmt: skip
+                started_ns = nanoseconds() if TRACE else 0
+                a_ptrs = row_pointers(source, dy_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+                gathered_product_tile(
+                    a_ptrs, w2_desc, raw_desc, m * BLOCK_M, expert, n, progress_ptr, made, stored, D, BLOCK_M, BLOCK_N,
+                    BLOCK_K, True,
+                )  # fmt: skip
+                stored = m + 0
+                made += 1
+            else:
+                begin = tl.load(start_ptr + expert)
+                if all_activated == 0:
+                    all_activated = _has_all(counters_ptr + ACTIVATED, num_m * NUM_F).to(tl.int32)
+                    if all_activated == 0:
+                        first_m = begin // BLOCK_M
+                        num_awaited = tl.load(start_ptr + expert + 1) // BLOCK_M - first_m
+                        if op == RETURN:
+                            first_m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
+                            num_awaited = num_awaited * 0 + 1
+                        for i in range(0, num_awaited, WIDE):
+                            lanes = tl.minimum(i + tl.arange(0, WIDE), num_awaited - 1)
+                            wait_unless_failed(
+                                activated_ptr + first_m + lanes, lanes * 0 + rank, NUM_F, deadline_ns + timeout_ns,
+                                status_ptr, STAGE_ROWS,
+                            )  # fmt: skip
+                    block_loads_follow()
+                started_ns = nanoseconds() if TRACE else 0
+                if op == RETURN:
+                    m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
+                    n = (word & 0xFFFF).to(tl.int32)
+                    product_tile(
+                        dh_desc, w13_desc, dh_desc, expert_ptr, return_ptr, returns_table_ptr, status_ptr, m, n, F, D,
+                        SLOTS, 2, False, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K, True, True,
+                    )  # fmt: skip
+                    unsent += 1
+                else:
+                    is_lost = tl.load(status_ptr, volatile=True) != 0
+                    tile = (word & 0xFFFFFFFF).to(tl.int32)
+                    if op == DOWN_WEIGHTS:
+                        m = tile // WEIGHT_F
+                        n = tile % WEIGHT_F
+                        acc = weight_gradient_tile(
+                            act_rows_desc, dy_address_ptr, act_rows_desc, rows_ptr, begin, is_lost, expert, m, 0, n, D,
+                            WEIGHT_M, WEIGHT_N, WEIGHT_K, True,
+                        )  # fmt: skip
+                        put_tile(
+                            acc, dw2_desc, expert, m * WEIGHT_M, n * WEIGHT_N, WEIGHT_M, WEIGHT_N, False, ACCUMULATE
+                        )
+                    else:
+                        part = tile // (WEIGHT_F * WEIGHT_D)
+                        m = tile % WEIGHT_D
+                        n = tile // WEIGHT_D % WEIGHT_F
+                        acc = weight_gradient_tile(
+                            dh_rows_desc, x_address_ptr, dh_rows_desc, rows_ptr, begin, is_lost, expert, m, part * F, n,
+                            D, WEIGHT_M, WEIGHT_N, WEIGHT_K, True,
+                        )  # fmt: skip
+                        if part == 0:
+                            put_tile(
+                                acc, dw_gate_desc, expert, m * WEIGHT_M, n * WEIGHT_N, WEIGHT_M, WEIGHT_N, True,
+                                ACCUMULATE,
+                            )  # fmt: skip
+                        else:
+                            put_tile(
+                                acc, dw_up_desc, expert, m * WEIGHT_M, n * WEIGHT_N, WEIGHT_M, WEIGHT_N, True,
+                                ACCUMULATE,
+                            )  # fmt: skip
+            _record(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
+            place = _claimed(answer, THREADS)
+        else:
+            answer = _claim(counters_ptr + VECTOR, THREADS)
+            if vector_place < before_sums:
+                word = tl.load(vector_ptr + vector_place)
+                m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
+                n = (word & 0xFFFF).to(tl.int32)
+                lanes = tl.zeros((WIDE,), tl.int32)
+                if (word >> 56) == ACTIVATION:
+                    if all_made == 0:
+                        all_made = _has_all(counters_ptr + MADE, num_m * NUM_F).to(tl.int32)
+                        if all_made == 0:
+                            wait_unless_failed(
+                                progress_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
+                                STAGE_ROWS,
+                            )  # fmt: skip
+                    started_ns = nanoseconds() if TRACE else 0
+                    for first in range(0, BLOCK_M, ITEM_ROWS):
+                        row = (m * BLOCK_M + first + tl.arange(0, ITEM_ROWS)).to(tl.int64)
+                        activation_gradient_item(
+                            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, n, F, ITEM_ROWS,
+                            BLOCK_N, WEIGHTED,
+                        )  # fmt: skip
+                    block_loads_follow()  # of what was stored here, by whoever counts on it
+                    tl.atomic_add(activated_ptr + m, 1, sem="release", scope="gpu")
+                    tl.atomic_add(counters_ptr + ACTIVATED, 1, sem="release", scope="gpu")
+                else:
+                    if all_activated == 0:
+                        wait_unless_failed(
+                            activated_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
+                            STAGE_ROWS,
+                        )  # fmt: skip
+                    started_ns = nanoseconds() if TRACE else 0
+                    row = m * BLOCK_M + tl.arange(0, BLOCK_M)
+                    slot = tl.load(return_ptr + row)
+                    total = dweights_of(groups_ptr, row, GROUPS)
+                    base = tl.load(dweights_table_ptr + tl.maximum(slot, 0) // SLOTS).to(tl.pointer_type(tl.float32))
+                    is_lost = tl.load(status_ptr, volatile=True) != 0
+                    tl.store(base + tl.maximum(slot, 0) % SLOTS, total, mask=(slot >= 0) & (not is_lost))
+                    unsent += 1
+            else:
+                if back == 0:
+                    _wait_for_peers(
+                        returned_ptr, call, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE, True
+                    )
+                    back = tl.where(failed(status_ptr), 2, 1)
+                started_ns = nanoseconds() if TRACE else 0
+                begin = (vector_place - before_sums) * sum_tokens
+                end = tl.minimum(begin + sum_tokens, num_tokens)
+                blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+                for item in range(begin * blocks, end * blocks):
+                    token = (item // blocks).to(tl.int64)
+                    column = item % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+                    combine_item(returns_ptr, ids_ptr, ids_ptr, dx_ptr, back == 2, token, column, D, K, BLOCK_D, False)
+                if COLLECTS:
+                    for token in range(begin, end):
+                        slot = token * K + tl.arange(0, KP)
+                        inside = tl.arange(0, KP) < K
+                        used = tl.load(ids_ptr + slot, mask=inside, other=-1) >= 0
+                        value = tl.load(dweights_ptr + slot, mask=used, other=0.0)
+                        tl.store(out_dweights_ptr + slot, tl.where(back == 2, float("nan"), value), mask=inside)
+            _record(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
+            vector_place = _claimed(answer, THREADS)
+    if made > 0:
+        _count_made(counters_ptr, stored, made)
+    if unsent > 0:
+        signal_when_all(
+            flag_table_ptr, returned_offset, call, counters_ptr + RETURNED, unsent, num_returns, status_ptr, NUM_RANKS
+        )

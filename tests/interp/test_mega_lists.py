@@ -1,0 +1,164 @@
+"""Lists that the device makes from a plan, interpreted: the compiler's, and an order in which nothing blocks."""
+
+import dataclasses
+import random
+import types
+
+import pytest
+import torch
+
+from uniep.config import MoEConfig
+from uniep.kernels import launch_mega
+from uniep.kernels.launch import Rows
+from uniep.routing import build_plan
+from uniep.taskflow.lower import lower_backward, lower_forward
+from uniep.taskflow.schedule import Schedule, Tile
+
+FIELDS = {
+    "tile_order": ("natural", "local-first", "chunk-major"),
+    "chunk_experts": (1, 2, 3),
+    "peer_order": ("natural", "rotated"),
+    "weight_gradient_order": ("last", "interleaved"),
+}
+
+
+def random_case(seed: int):
+    """(cfg, schedule, ids of all ranks)."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    ranks = chance.choice((1, 2, 4))
+    experts, tokens = ranks * chance.randint(1, 5), [chance.randint(0, 150) for _ in range(ranks)]
+    top_k, rows = chance.randint(1, min(experts, 4)), chance.choice((64, 128))
+
+    def tile():
+        return Tile(rows=rows, columns=chance.choice((128, 256)), group_rows=chance.choice((1, 2, 8)))
+
+    schedule = Schedule(
+        overlap="mega", gemm1=tile(), gemm2=tile(),
+        weight_gradient=Tile(rows=chance.choice((64, 128)), columns=chance.choice((64, 128))),
+        **{name: chance.choice(values) for name, values in FIELDS.items()},
+    )  # fmt: skip
+    cfg = MoEConfig(
+        hidden=chance.choice((72, 264)), ffn=chance.choice((136, 200)), num_experts=experts, top_k=top_k,
+        max_tokens_per_rank=max(1, *tokens), dtype=torch.float32,
+    )  # fmt: skip
+    ids = [torch.randint(-1, experts, (t, top_k)) for t in tokens]
+    if chance.random() < 0.3:  # an expert with most rows
+        ids = [torch.where(torch.rand(i.shape) < 0.7, 0, i) for i in ids]
+    return cfg, schedule, ids
+
+
+def made_lists(plan, cfg, schedule, rank, *, backward, w13=True, w2=True):
+    """`launch_lists` for a CPU's plan: (matrix, vector, what expert's tasks need)."""
+    start = plan.expert_start_e1.int()
+    local, tile_rows = len(start) - 1, schedule.gemm1.rows
+    counts = plan.counts_RE.int()
+    count_e = (start.diff() // tile_rows).long()
+    num_m = int(count_e.sum())
+    names = {field.name for field in dataclasses.fields(Rows)}
+    rows = types.SimpleNamespace(**dict.fromkeys(names))
+    rows.start_e1, rows.rows_e = start, counts[:, rank * local : (rank + 1) * local].sum(0, dtype=torch.int32)
+    rows.expert_M = torch.arange(local, dtype=torch.int32).repeat_interleave(count_e)
+    rows.expert_M = torch.cat([rows.expert_M, torch.zeros(1, dtype=torch.int32)])
+    rows.totals = torch.tensor([num_m * tile_rows, num_m], dtype=torch.int32)
+    if backward:
+        tiles = launch_mega.backward_tiles(cfg, schedule, w13=w13, w2=w2)
+    else:
+        tiles = launch_mega.forward_tiles(cfg, schedule)
+    lists = launch_mega.Lists.empty(num_m + 2, local, tiles, torch.device("cpu"), backward=backward)
+    lists.matrix.fill_(-1)
+    launch_mega.launch_lists(counts, rows, lists, schedule, rank, 1, backward=backward)
+    tasks = num_m * (tiles[0] + tiles[1]) + local * (tiles[2] + tiles[3])
+    need = lists.counters[launch_mega.COUNTERS + 2 * num_m :][:local].tolist()
+    assert lists.counters[: launch_mega.COUNTERS + 2 * num_m].tolist() == [
+        tasks if word == launch_mega.mega.TASKS.value else 0 for word in range(launch_mega.COUNTERS + 2 * num_m)
+    ]
+    return lists.matrix[:tasks], lists.vector[: num_m * (tiles[0] + 1)], need
+
+
+def compiled(graph, rank, worker, ops):
+    index = graph.indices(rank, worker)
+    return [(graph.ops[op], *block) for op, *block in graph.descriptors(index).tolist() if graph.ops[op] in ops]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lists_are_the_compilers(seed):
+    cfg, schedule, ids = random_case(seed)
+    plans = [build_plan(ids, rank, cfg) for rank in range(len(ids))]
+    tokens = [t.shape[0] for t in ids]
+    w13, w2 = seed % 4 != 1, seed % 4 != 2
+    forward = lower_forward(plans, tokens, cfg, schedule, keep=True)
+    backward = lower_backward(plans, tokens, cfg, schedule, w13=w13, w2=w2)
+    for rank, plan in enumerate(plans):
+        matrix, _, _ = made_lists(plan, cfg, schedule, rank, backward=False)
+        ops = launch_mega.MATRIX_OPS[0]
+        assert launch_mega.descriptors(matrix, ops, cfg, schedule) == compiled(forward, rank, "matrix", ops)
+        matrix, vector, _ = made_lists(plan, cfg, schedule, rank, backward=True, w13=w13, w2=w2)
+        ops = launch_mega.MATRIX_OPS[1]
+        assert launch_mega.descriptors(matrix, ops, cfg, schedule) == compiled(backward, rank, "matrix", ops)
+        ops = launch_mega.VECTOR_OPS[1]
+        assert launch_mega.descriptors(vector, ops, cfg, schedule) == compiled(backward, rank, "vector", ops)
+
+
+class Program:
+    """The claims of one program of a backward, as `backward_kernel` makes them."""
+
+    def __init__(self):
+        self.matrix = self.vector = None
+        self.running = None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_blocks(seed):
+    """Any number of programs that claim in turns, and hold a next place while they work, finish all tasks."""
+    cfg, schedule, ids = random_case(seed)
+    chance = random.Random(seed)
+    rank = chance.randrange(len(ids))
+    plan = build_plan(ids, rank, cfg)
+    matrix, vector, need = made_lists(plan, cfg, schedule, rank, backward=True)
+    tasks = {
+        "matrix": launch_mega.descriptors(matrix, launch_mega.MATRIX_OPS[1], cfg, schedule),
+        "vector": launch_mega.descriptors(vector, launch_mega.VECTOR_OPS[1], cfg, schedule),
+    }
+    start = plan.expert_start_e1.tolist()
+    chunked = schedule.chunk_experts if schedule.tile_order == "chunk-major" else None
+    done, claimed = set(), {"matrix": 0, "vector": 0}
+
+    def claim(worker):
+        claimed[worker] += 1
+        return claimed[worker] - 1
+
+    def ready(worker, place):
+        op, expert, row0, row1, *_ = tasks[worker][place]
+        if op == "dgrad2":
+            return True  # peers push without waiting
+        before = "dgrad2" if op == "activation_gradient" else "activation_gradient"
+        if op.startswith("wgrad"):
+            row0, row1 = start[expert], start[expert + 1]
+        other = "matrix" if before == "dgrad2" else "vector"
+        return all((other, i) in done for i, t in enumerate(tasks[other]) if t[0] == before and row0 <= t[2] < row1)
+
+    programs = [Program() for _ in range(chance.choice((1, 2, 5, 40)))]
+    waiting = 0
+    while len(done) < len(matrix) + len(vector):
+        program = chance.choice(programs)
+        if program.matrix is None:
+            program.matrix, program.vector = claim("matrix"), claim("vector")
+        if program.running is None:
+            worker = "vector"
+            if program.matrix < len(matrix):
+                op, expert = tasks["matrix"][program.matrix][:2]
+                of = expert if op != "dgrad2" else expert - 2 * chunked if chunked else -1
+                if program.vector >= (need[of] if of >= 0 else 0):
+                    worker = "matrix"
+            place = getattr(program, worker)
+            if place >= len(tasks[worker]):
+                continue
+            program.running, program.next = (worker, place), claim(worker)
+        if ready(*program.running):
+            done.add(program.running)
+            setattr(program, program.running[0], program.next)
+            program.running, waiting = None, 0
+        else:
+            waiting += 1
+            assert waiting < 2000 * len(programs), f"blocked: {[p.running for p in programs]}"
