@@ -132,7 +132,14 @@ PIPELINED_FROM = 4096
 def default_schedule(backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
     """What a backend does unless told otherwise: the best measured for most shapes, untuned."""
     schedule = DEFAULT_SCHEDULES[backend]
-    if backend != "hopper" or ep_size == 1:
+    if backend != "hopper":
+        return schedule
+    # Row tiles of one expert, so that its weights are read once; 16 is where the tiles that run at a time share most.
+    tiles = cfg.max_tokens_per_rank * ep_size * cfg.top_k // cfg.num_experts // schedule.gemm1.rows
+    rows = {"group_rows": min(max(tiles, schedule.gemm1.group_rows), 16)}
+    gemm1, gemm2 = (dataclasses.replace(tile, **rows) for tile in (schedule.gemm1, schedule.gemm2))
+    schedule = dataclasses.replace(schedule, gemm1=gemm1, gemm2=gemm2)
+    if ep_size == 1:
         return schedule
     if cfg.wanted(ep_size) >= WORTH_COPYING:
         schedule = dataclasses.replace(schedule, transfer="copy")
