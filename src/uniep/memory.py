@@ -231,6 +231,29 @@ def hopper_histogram(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
     return cfg.num_experts + 1 + ep_size, ep_size * -(-cfg.max_tokens_per_rank // tokens)
 
 
+def steps(extent: int, step: int) -> int:
+    """Steps that cover `extent`."""
+    return -(-extent // step)
+
+
+def forward_tiles(cfg: MoEConfig, schedule: Schedule) -> tuple[int, int, int, int]:
+    """Of one forward with overlap="mega": columns of tiles of both products, and no tiles of weight gradients."""
+    return steps(cfg.ffn, schedule.gemm1.columns // 2), steps(cfg.hidden, schedule.gemm2.columns), 0, 0
+
+
+def backward_tiles(cfg: MoEConfig, schedule: Schedule, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
+    """Of one backward: columns of tiles of dgrad2 and dgrad1; tiles of an expert's dW2 and dW13, where needed."""
+    tile, columns = schedule.weight_gradient, schedule.gemm2.columns
+    of_expert = steps(cfg.hidden, tile.rows) * steps(cfg.ffn, tile.columns)
+    return steps(cfg.ffn, columns), steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13
+
+
+def list_words(most: int, local: int, tiles: tuple[int, int, int, int], *, backward: bool) -> tuple[int, int]:
+    """Tasks of the matrix list and of the vector list that a device makes for at most `most` row tiles."""
+    first, returning, *weights = tiles
+    return most * (first + returning) + local * sum(weights), most * (first + 1) if backward else 1
+
+
 def power_of_2(n: int) -> int:
     """The least power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
@@ -365,6 +388,12 @@ def _hopper(c: _Call) -> list[Buffer]:
         words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
         parts = [Buffer("parts", (words,), _I32, "saved", "which rows combine groups add, and where sums go")]
     in_place = c.schedule.overlap == "serial" or cfg.combine_groups is not None
+    mega = c.schedule.overlap == "mega"  # one kernel, for whose time all is there
+    lists = []
+    if mega:
+        tiles = backward_tiles(cfg, c.schedule, w13=True, w2=True)
+        words = sum(list_words(rows // c.schedule.gemm1.rows, c.local, tiles, backward=True))
+        lists = [Buffer("lists", (words,), _I64, "transient", "tasks of the kernel", _BACKWARD)]
     return [
         *c.shared(arrays),
         Buffer("plan", (plan,), _I32, "saved", "counts, send lists and tile tables, for any number of rows"),
@@ -375,7 +404,15 @@ def _hopper(c: _Call) -> list[Buffer]:
         Buffer("h", (2, rows, cfg.ffn), dtype, "saved", "gate and up before the activation"),
         Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "the receive buffer, for dW13"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
-        Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2", (ACTIVATION_GRADIENT,)),
+        Buffer(
+            "raw",
+            (rows, cfg.ffn),
+            _F32,
+            "transient",
+            "backward: dO @ W2",
+            _BACKWARD if mega else (ACTIVATION_GRADIENT,),
+        ),
+        *lists,
         Buffer("dh", (rows, 2, cfg.ffn), dtype, "transient", "backward: gradient of h", _BACKWARD),
         Buffer("address", (2, rows + 2 * ROW_ALIGN), _I64, "transient", "of rows of x and dO", _BACKWARD),
         _groups(c, rows),

@@ -39,6 +39,17 @@ SCHEDULES = {
     "gradient beside": Schedule(transfer="copy", activation_gradient="beside", beside_from=0),
     "gradient beside, pushed": Schedule(activation_gradient="beside", beside_from=0),
 }
+MEGA = {
+    "mega": Schedule(transfer="push", overlap="mega"),
+    "mega, copied": Schedule(
+        transfer="copy", overlap="mega", tile_order="natural", weight_gradient_order="interleaved", peer_order="rotated"
+    ),
+    "mega, chunks": Schedule(transfer="push", overlap="mega", tile_order="chunk-major", chunk_experts=2),
+    "mega, chunks, copied": Schedule(
+        transfer="copy", overlap="mega", tile_order="chunk-major", weight_gradient_order="interleaved", push_programs=1
+    ),
+}
+SCHEDULES |= MEGA
 SHAPE = {"hidden": 512, "ffn": 264, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 1024}
 
 
@@ -179,7 +190,7 @@ BESIDE = {
     "beside": Schedule(transfer="copy", group_sum="beside"),
     "beside, pushed": Schedule(transfer="push", group_sum="beside"),
 }
-GROUP_SCHEDULES = {"serial": SERIAL, **SCHEDULES, **BESIDE}
+GROUP_SCHEDULES = {"serial": SERIAL, **{how: s for how, s in SCHEDULES.items() if how not in MEGA}, **BESIDE}
 
 
 def check_combine_groups(r):
@@ -452,14 +463,16 @@ def check_collapse(r):
 def check_empty(r):
     """No tokens at all, then only unused slots, after memory was poisoned: exact zeros everywhere."""
     cfg = MoEConfig(**SHAPE)
-    with Workspace(cfg, r.group, timeout_s=60) as workspace:
-        r.run(workspace, r.data(cfg, 1000))
-        poison = [torch.full((1 << 22,), float("nan"), device=r.device) for _ in range(16)]
-        del poison
-        for tokens in (0, 32):
-            x, ids, weights, w13, w2, dy = r.data(cfg, tokens)
-            got = r.run(workspace, (x, torch.full_like(ids, -1), weights, w13, w2, dy))
-            assert all(not t.any() for t in got), [n for n, t in zip(FIELDS, got, strict=True) if t.any()]
+    for schedule in (None, MEGA["mega"], MEGA["mega, chunks, copied"]):
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            r.run(workspace, r.data(cfg, 1000))
+            poison = [torch.full((1 << 22,), float("nan"), device=r.device) for _ in range(16)]
+            del poison
+            for tokens in (0, 32):
+                x, ids, weights, w13, w2, dy = r.data(cfg, tokens)
+                got = r.run(workspace, (x, torch.full_like(ids, -1), weights, w13, w2, dy))
+                wrong = [n for n, t in zip(FIELDS, got, strict=True) if t.any()]
+                assert not wrong, (schedule, wrong)
 
 
 def check_bad_ids(r):
@@ -481,26 +494,28 @@ def check_refusal(r):
     """One rank passes a wrong dtype: all ranks raise its error at once, and the Workspace works afterwards."""
     cfg = MoEConfig(**SHAPE)
     data = r.data(cfg, 200)
-    with Workspace(cfg, r.group, timeout_s=60) as workspace:
-        want = r.run(workspace, data)
-        x = data[0].float() if r.rank == r.size - 1 else data[0]
-        with pytest.raises(uniep.DTypeError, match=r"torch\.float32"):
-            uniep.moe(x, *data[1:5], workspace=workspace)
-        assert not differing(want, r.run(workspace, data))
+    for schedule in (None, MEGA["mega"]):
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            want = r.run(workspace, data)
+            x = data[0].float() if r.rank == r.size - 1 else data[0]
+            with pytest.raises(uniep.DTypeError, match=r"torch\.float32"):
+                uniep.moe(x, *data[1:5], workspace=workspace)
+            assert not differing(want, r.run(workspace, data))
 
 
 def check_capacity(r):
     """max_rows too small: CapacityError on every rank, with rows needed and available; then ClosedError."""
     cfg = MoEConfig(**SHAPE, max_rows=64)
     x, ids, weights, w13, w2, _ = r.data(cfg, 1000)
-    workspace = Workspace(cfg, r.group, timeout_s=60)
-    y = uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
-    torch.cuda.synchronize()
-    assert torch.isnan(y).any()
-    with pytest.raises(uniep.CapacityError, match="max_rows=64"):
-        workspace.check()
-    with pytest.raises(uniep.ClosedError, match="max_rows=64"):
-        uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+    for schedule in (None, MEGA["mega"]):
+        workspace = Workspace(cfg, r.group, schedule=schedule, timeout_s=60)
+        y = uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+        torch.cuda.synchronize()
+        assert torch.isnan(y).any()
+        with pytest.raises(uniep.CapacityError, match="max_rows=64"):
+            workspace.check()
+        with pytest.raises(uniep.ClosedError, match="max_rows=64"):
+            uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
 
 
 def check_frozen_and_twice(r):
@@ -522,8 +537,9 @@ def check_main_grad(r):
     cfg = MoEConfig(**SHAPE)
     x, ids, weights, w13, w2, dy = data = r.data(cfg, [500, 0, 17, 64][r.rank % 4])
     found = {}
-    for backend in ("hopper", "nccl"):
-        with Workspace(cfg, r.group, backend=backend, timeout_s=60) as workspace:
+    ways = {"hopper": {}, "mega": {"schedule": MEGA["mega"]}, "nccl": {"backend": "nccl"}}
+    for backend, how in ways.items():
+        with Workspace(cfg, r.group, timeout_s=60, **how) as workspace:
             want = r.run(workspace, data)[3:]
             parameters = [t.clone().requires_grad_() for t in (w13, w2)]
             for main_grad, before in (("overwrite", float("nan")), ("accumulate", 0.3)):
@@ -552,7 +568,7 @@ def check_graph(r):
     """A captured sync-free forward, replayed with other tokens: the bits of a call."""
     cfg = MoEConfig(**SHAPE, max_rows=8192)
     x, ids, weights, w13, w2, _ = r.data(cfg, 700)
-    ways = {how: (cfg, SCHEDULES[how]) for how in ("copied", "pushed", "pipelined")}
+    ways = {how: (cfg, SCHEDULES[how]) for how in ("copied", "pushed", "pipelined", "mega", "mega, copied")}
     ways["beside"] = dataclasses.replace(cfg, combine_groups=8), BESIDE["beside"]
     for how, (cfg, schedule) in ways.items():
         with Workspace(cfg, r.group, schedule=schedule, timeout_s=10) as workspace:
@@ -575,18 +591,19 @@ def check_timeout(r):
     """A rank that makes no call: the others get PeerTimeoutError naming it, then ClosedError."""
     cfg = MoEConfig(**SHAPE)
     data = r.data(cfg, 100)
-    workspace = Workspace(cfg, r.group, timeout_s=3)
-    r.run(workspace, data)
-    torch.cuda.synchronize()
-    dist.barrier()
-    if r.rank != 1:
-        with pytest.raises(uniep.PeerTimeoutError, match="rank 1"):
-            uniep.moe(*data[:5], workspace=workspace)
-            torch.cuda.synchronize()
-            workspace.check()
-        with pytest.raises(uniep.ClosedError, match="rank 1"):
-            uniep.moe(*data[:5], workspace=workspace)
-    dist.barrier()
+    for schedule in (None, MEGA["mega"]):
+        workspace = Workspace(cfg, r.group, schedule=schedule, timeout_s=3)
+        r.run(workspace, data)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if r.rank != 1:
+            with pytest.raises(uniep.PeerTimeoutError, match="rank 1"):
+                uniep.moe(*data[:5], workspace=workspace)
+                torch.cuda.synchronize()
+                workspace.check()
+            with pytest.raises(uniep.ClosedError, match="rank 1"):
+                uniep.moe(*data[:5], workspace=workspace)
+        dist.barrier()
 
 
 CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from uniep.backends import hopper, planner
 from uniep.config import MoEConfig
-from uniep.kernels import gemm, groups, mega, plan, sync, transfer
+from uniep.kernels import gemm, groups, lists, mega, plan, sync, transfer
 from uniep.taskflow.schedule import Schedule, default_schedule
 
 
@@ -75,7 +75,7 @@ def interpret() -> None:
         time.sleep(0.001)
         return tl.full((), time.monotonic_ns(), tl.int64)
 
-    for module in (gemm, groups, mega, plan, sync, transfer):
+    for module in (gemm, groups, lists, mega, plan, sync, transfer):
         module.range = tensor_range
     sync.nanoseconds = mega.nanoseconds = nanoseconds
 

@@ -5,12 +5,17 @@ nothing left: one resident program is enough.
 """
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
-from fused_rank import BEFORE, MEGA_CASES, MEGA_ROUNDS, SCHEDULE, run
+from fused_rank import BEFORE, MEGA_CASES, MEGA_ROUNDS, SCHEDULE, SMALL, run, tensors
 from hopper_on_host import host_backends
 from test_fused import NAMES, run_ranks
+
+from uniep.errors import ConfigError
+from uniep.routing import build_plan
+from uniep.taskflow.lower import lower_backward, lower_forward
 
 CASES = MEGA_CASES
 
@@ -32,9 +37,40 @@ def test_one_rank(results, key):
     case = CASES[key]
     backend = host_backends(case.config(sum(case.tokens)), 1, SCHEDULE)[0]
     backend.schedule = dataclasses.replace(SCHEDULE, overlap="mega")
+    backend.trace = []
     found = run(backend, case, 0, 1)
     for name in NAMES:
         assert torch.equal(found[name], results[key][0][name]), name
+    # Every task is recorded; sums in parts.
+    ids = [tensors(case)["ids"]]
+    plans, tokens = [build_plan(ids, 0, backend.cfg)], [len(ids[0])]
+    graphs = {
+        "forward": lower_forward(plans, tokens, backend.cfg, backend.schedule, keep=True),
+        "backward": lower_backward(plans, tokens, backend.cfg, backend.schedule),
+    }
+    for phase, graph in graphs.items():
+        recorded = Counter((s.op, s.block) for s in backend.trace if s.phase == phase)
+        tasks = {(t.op, t.block) for t in graph.tasks if t.op != "collect"}
+        assert recorded.keys() == tasks
+        assert all(count == 1 for (op, _), count in recorded.items() if op != "combine")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"operand": "expanded"}, "Schedule.operand is 'expanded'"),
+        ({"received": "again"}, "Schedule.received is 'again'"),
+        ({"gemm2": dataclasses.replace(SMALL, warps=4)}, "gemm2.warps is 4, not 8"),
+        ({"weight_gradient": dataclasses.replace(SMALL, programs_per_sm=2)}, "weight_gradient.programs_per_sm is 2"),
+    ],
+)
+def test_what_one_kernel_cannot_do_is_refused(changes, words):
+    cfg = CASES["fp16"].config(8)
+    with pytest.raises(ConfigError, match=words):
+        host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap="mega", **changes))
+    grouped = dataclasses.replace(cfg, combine_groups=2)
+    with pytest.raises(ConfigError, match="combine_groups is 2, not None"):
+        host_backends(grouped, 1, dataclasses.replace(SCHEDULE, overlap="mega"))
 
 
 @pytest.mark.parametrize("key", CASES)

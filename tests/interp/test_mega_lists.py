@@ -9,7 +9,9 @@ import torch
 
 from uniep.config import MoEConfig
 from uniep.kernels import launch_mega
+from uniep.kernels import lists as tasks
 from uniep.kernels.launch import Rows
+from uniep.memory import backward_tiles, forward_tiles
 from uniep.routing import build_plan
 from uniep.taskflow.lower import lower_backward, lower_forward
 from uniep.taskflow.schedule import Schedule, Tile
@@ -61,19 +63,16 @@ def made_lists(plan, cfg, schedule, rank, *, backward, w13=True, w2=True):
     rows.expert_M = torch.arange(local, dtype=torch.int32).repeat_interleave(count_e)
     rows.expert_M = torch.cat([rows.expert_M, torch.zeros(1, dtype=torch.int32)])
     rows.totals = torch.tensor([num_m * tile_rows, num_m], dtype=torch.int32)
-    if backward:
-        tiles = launch_mega.backward_tiles(cfg, schedule, w13=w13, w2=w2)
-    else:
-        tiles = launch_mega.forward_tiles(cfg, schedule)
+    tiles = backward_tiles(cfg, schedule, w13=w13, w2=w2) if backward else forward_tiles(cfg, schedule)
     lists = launch_mega.Lists.empty(num_m + 2, local, tiles, torch.device("cpu"), backward=backward)
     lists.matrix.fill_(-1)
     launch_mega.launch_lists(counts, rows, lists, schedule, rank, 1, backward=backward)
-    tasks = num_m * (tiles[0] + tiles[1]) + local * (tiles[2] + tiles[3])
+    num_tasks = num_m * (tiles[0] + tiles[1]) + local * (tiles[2] + tiles[3])
     need = lists.counters[launch_mega.COUNTERS + 2 * num_m :][:local].tolist()
     assert lists.counters[: launch_mega.COUNTERS + 2 * num_m].tolist() == [
-        tasks if word == launch_mega.mega.TASKS.value else 0 for word in range(launch_mega.COUNTERS + 2 * num_m)
+        num_tasks if word == tasks.TASKS.value else 0 for word in range(launch_mega.COUNTERS + 2 * num_m)
     ]
-    return lists.matrix[:tasks], lists.vector[: num_m * (tiles[0] + 1)], need
+    return lists.matrix[:num_tasks], lists.vector[: num_m * (tiles[0] + 1)], need
 
 
 def compiled(graph, rank, worker, ops):
@@ -116,7 +115,7 @@ def test_nothing_blocks(seed):
     rank = chance.randrange(len(ids))
     plan = build_plan(ids, rank, cfg)
     matrix, vector, need = made_lists(plan, cfg, schedule, rank, backward=True)
-    tasks = {
+    blocks = {
         "matrix": launch_mega.descriptors(matrix, launch_mega.MATRIX_OPS[1], cfg, schedule),
         "vector": launch_mega.descriptors(vector, launch_mega.VECTOR_OPS[1], cfg, schedule),
     }
@@ -129,14 +128,14 @@ def test_nothing_blocks(seed):
         return claimed[worker] - 1
 
     def ready(worker, place):
-        op, expert, row0, row1, *_ = tasks[worker][place]
+        op, expert, row0, row1, *_ = blocks[worker][place]
         if op == "dgrad2":
             return True  # peers push without waiting
         before = "dgrad2" if op == "activation_gradient" else "activation_gradient"
         if op.startswith("wgrad"):
             row0, row1 = start[expert], start[expert + 1]
         other = "matrix" if before == "dgrad2" else "vector"
-        return all((other, i) in done for i, t in enumerate(tasks[other]) if t[0] == before and row0 <= t[2] < row1)
+        return all((other, i) in done for i, t in enumerate(blocks[other]) if t[0] == before and row0 <= t[2] < row1)
 
     programs = [Program() for _ in range(chance.choice((1, 2, 5, 40)))]
     waiting = 0
@@ -147,12 +146,12 @@ def test_nothing_blocks(seed):
         if program.running is None:
             worker = "vector"
             if program.matrix < len(matrix):
-                op, expert = tasks["matrix"][program.matrix][:2]
+                op, expert = blocks["matrix"][program.matrix][:2]
                 of = expert if op != "dgrad2" else expert - 2 * chunked if chunked else -1
                 if program.vector >= (need[of] if of >= 0 else 0):
                     worker = "matrix"
             place = getattr(program, worker)
-            if place >= len(tasks[worker]):
+            if place >= len(blocks[worker]):
                 continue
             program.running, program.next = (worker, place), claim(worker)
         if ready(*program.running):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from uniep.backends.planner import DevicePlan
     from uniep.kernels.launch import Peers
     from uniep.kernels.launch_groups import Lines, Sums
+    from uniep.taskflow.trace import Span
     from uniep.workspace import Workspace
 
 _T = TypeVar("_T")
@@ -77,7 +78,11 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
 
 
 class HopperBackend:
-    """See the module docstring.  schedule None: `default_schedule`."""
+    """See the module docstring.  schedule None: `default_schedule`.
+
+    trace: with overlap="mega", set to a list to have `Span`s appended; calls then wait for the GPU, and a backward is
+    taken for that of the last forward (whose ids are traced_ids).
+    """
 
     name = "hopper"
 
@@ -114,6 +119,8 @@ class HopperBackend:
         self._forked: set[torch.cuda.Stream] = set()
         self._turn = threading.RLock()
         self.phases: list[tuple[str, torch.cuda.Event]] | None = None
+        self.trace: list[Span] | None = None
+        self.traced_ids: list[Tensor] = []
         self._stay_local = False
 
     def _check_push(self) -> None:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
+from uniep.backends.hopper_trace import Records, exchanged_ids, spans
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError
+from uniep.memory import backward_tiles, forward_tiles
 from uniep.taskflow.schedule import Schedule
 from uniep.weights import ExpertWeights
 
@@ -65,7 +67,7 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
         inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None
     )
     rows, num_rows = plan.rows, plan.num_rows
-    lists = _lists(backend, plan, launch_mega.forward_tiles(cfg, schedule), backward=False)
+    lists = _lists(backend, plan, forward_tiles(cfg, schedule), backward=False)
     backend.mark("plan")
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": backend.device}
     act_NF = torch.empty(num_rows, cfg.ffn, **like)
@@ -73,11 +75,16 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     receive = backend.arena.views["receive"]
     kept = launch_mega.Kept(torch.empty_like(receive), *_sent(backend, plan.recv_count_R)) if save else None
     sums = launch_mega.Sums(backend.arena.views["returns"], inputs.ids_TK, torch.empty_like(x_TD))
+    records = Records.empty(backend, lists) if backend.trace is not None else None
     launch_mega.launch_forward(
         x_TD, receive, rows, lists, inputs.experts, backend._peers(), cfg, schedule, backend.sms, h_2NF, act_NF, kept,
-        inputs.weights_TK, sums, **_dispatching(backend),
+        inputs.weights_TK, sums, **_dispatching(backend), trace=records.buffers if records else None,
     )  # fmt: skip
     backend._join()
+    if records is not None and backend.trace is not None:
+        backend.traced_ids = exchanged_ids(backend)
+        step = launch_mega.sum_tokens(x_TD.shape[0], backend.sms)
+        backend.trace += spans(backend, records, plan, backend.traced_ids, step, keep=save)
     backend.mark("forward")
     return sums.out_TD, [*plan.saved(), h_2NF, kept.kept_MD] if h_2NF is not None and kept is not None else []
 
@@ -108,7 +115,7 @@ def backward(
             launch.launch_row_addresses((x_TD, kept), (dy_TD, receive), rows, backend.sms, address_2N)
 
     backend._enter_backward(dy_TD, find_rows)
-    tiles = launch_mega.backward_tiles(cfg, schedule, w13=needs.w13, w2=needs.w2)
+    tiles = backward_tiles(cfg, schedule, w13=needs.w13, w2=needs.w2)
     lists = _lists(backend, plan, tiles, backward=True)
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -125,11 +132,16 @@ def backward(
     )
     dw = _weight_gradients(backend, experts, needs, main_grads)
     sums = launch_mega.Sums(backend.arena.views["returns"], ids_TK, torch.empty_like(dy_TD))
+    records = Records.empty(backend, lists) if backend.trace is not None else None
     launch_mega.launch_backward(
         dy_TD, receive, rows, lists, experts, backend._peers(), cfg, schedule, backend.sms, made, dw, sums,
         accumulate=main_grads is not None and main_grads.accumulate, **_dispatching(backend),
+        trace=records.buffers if records else None,
     )  # fmt: skip
     backend._join()
+    if records is not None and backend.trace is not None:
+        step = launch_mega.sum_tokens(dy_TD.shape[0], backend.sms)
+        backend.trace += spans(backend, records, plan, backend.traced_ids, step, needs=needs)
     backend.mark("backward")
     given = main_grads is None
     return ExpertGradients(

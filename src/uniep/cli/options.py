@@ -67,8 +67,11 @@ def check_folder(out: Path) -> None:
         raise ConfigError(f"--out {out}: {error.strerror}; name a folder that can be written") from None
 
 
-def parse_schedule(text: str, option: str) -> Schedule:
-    """ "tile_order=critical-path,vector_workers=2" -> a Schedule.  Raises typer.BadParameter, which names `option`."""
+def parse_schedule(text: str, option: str, default: Schedule | None = None) -> Schedule:
+    """ "tile_order=critical-path,vector_workers=2" -> a Schedule, otherwise like `default`.
+
+    Raises typer.BadParameter, which names `option`.
+    """
     plain = {f.name: type(f.default) for f in dataclasses.fields(Schedule) if isinstance(f.default, (int, str))}
     changes: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -78,4 +81,4 @@ def parse_schedule(text: str, option: str) -> Schedule:
         except (KeyError, ValueError):
             kind = "a number" if plain.get(name) is int else f"one of the fields {', '.join(plain)}"
             raise typer.BadParameter(f"{part!r} is not FIELD=VALUE with {kind}", param_hint=option) from None
-    return Schedule(**changes)
+    return dataclasses.replace(default or Schedule(), **changes)

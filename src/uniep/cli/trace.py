@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, Seed, Token
 from uniep.cli.page import write_page
 from uniep.cli.timeline import fastest
 from uniep.cli.verify import Problem
-from uniep.taskflow.schedule import is_valid
+from uniep.taskflow.schedule import default_schedule, is_valid
 from uniep.taskflow.trace import Span, shares, write_trace
 
 WARM_UP, RECORDED = 2, 6
@@ -26,6 +27,7 @@ WARM_UP, RECORDED = 2, 6
 def trace(
     out: Annotated[Path, typer.Option(help="Folder for trace.json and timeline.html.")] = Path("out"),
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks: processes of this machine.", min=1)] = 2,
+    gpus: Annotated[bool, typer.Option("--gpus", help="On GPUs, a rank each, with overlap=mega.")] = False,
     hidden: Hidden = 512,
     ffn: Ffn = 256,
     num_experts: NumExperts = 16,
@@ -35,7 +37,7 @@ def trace(
     schedule: Annotated[str, typer.Option(help="Fields of Schedule: tile_order=critical-path,vector_workers=2.")] = "",
     seed: Seed = 0,
 ) -> None:
-    """Record forward and backward of one layer task by task, on CPU processes.
+    """Record forward and backward of one layer task by task, on CPU processes or on GPUs.
 
     Writes trace.json, which ui.perfetto.dev and chrome://tracing load, and timeline.html, which any browser shows.
     Both say how the workers of each class spent their time: busy, waiting for their own rank, waiting for peers
@@ -46,22 +48,34 @@ def trace(
     )
     cfg.experts_per_rank(ep)
     check_folder(out)
-    chosen = parse_schedule(schedule, "--schedule")
+    device, backend, default = "CPU processes", "cpu", uniep.Schedule()
+    if gpus:
+        if ep > (have := torch.cuda.device_count()):
+            raise uniep.ConfigError(f"--gpus --ep {ep}: this machine has {have} GPUs; a rank needs one of its own")
+        device, backend = "GPUs", "hopper"
+        default = dataclasses.replace(default_schedule("hopper", cfg, ep), overlap="mega")
+    chosen = parse_schedule(schedule, "--schedule", default)
     if reasons := is_valid(chosen, cfg):
         raise uniep.ConfigError(f"--schedule {schedule}: {'; '.join(reasons)}")
+    if gpus and chosen.overlap != "mega":
+        raise uniep.ConfigError(
+            f"--gpus records overlap=mega, not {chosen.overlap}: other schedules have no tasks there"
+        )
     if not launch.under_torchrun():
         launch.run_again(ep)
-    with launch.ranks(cpu=True) as world:
+    with launch.ranks(cpu=not gpus) as world:
         if world.size != ep:
             raise uniep.ConfigError(f"--ep {ep}: torchrun started {world.size} ranks; start as many as --ep says")
-        spans = _record(Problem(cfg, tokens, ep, seed), chosen, world)
+        spans = _record(Problem(cfg, tokens, ep, seed), chosen, world, backend)
         if world.rank == 0:
             about = {
                 "layer": f"hidden {hidden}, ffn {ffn}, {num_experts} experts, top-{top_k}, {dtype.value}",
                 "tokens": f"{tokens} over {ep} ranks",
-                "schedule": f"{chosen.name}, {chosen.matrix_workers} matrix and {chosen.vector_workers} vector workers "
-                "per rank",
-                "recorded": f"CPU processes, the fastest of {RECORDED} steps, uniep {uniep.__version__}, "
+                "schedule": chosen.name
+                if gpus
+                else f"{chosen.name}, {chosen.matrix_workers} matrix and "
+                f"{chosen.vector_workers} vector workers per rank",
+                "recorded": f"{device}, the fastest of {RECORDED} steps, uniep {uniep.__version__}, "
                 f"PyTorch {torch.__version__}",
             }
             write_trace(spans, about, out / "trace.json")
@@ -70,11 +84,13 @@ def trace(
             world.console.print(f"written: {out / 'trace.json'} (ui.perfetto.dev), {out / 'timeline.html'} (a browser)")
 
 
-def _record(problem: Problem, schedule: uniep.Schedule, world: World) -> list[Span]:
+def _record(problem: Problem, schedule: uniep.Schedule, world: World, backend: str) -> list[Span]:
     """Spans of all ranks, of the step that other work of the machine disturbed least."""
     steps = []
-    group = world.control if world.size > 1 else None
-    with uniep.Workspace(problem.cfg, group, device="cpu", backend="cpu", schedule=schedule) as workspace:
+    group = None
+    if world.size > 1:
+        group = world.control if backend == "cpu" else world.first(world.size)
+    with uniep.Workspace(problem.cfg, group, device=world.device, backend=backend, schedule=schedule) as workspace:
         for step in range(WARM_UP + RECORDED):
             spans: list[Span] = []
             workspace.backend.trace = spans if step >= WARM_UP else None  # type: ignore[attr-defined]

@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 
 from uniep.config import MoEConfig
+from uniep.kernels import lists as tasks
 from uniep.kernels import mega
 from uniep.kernels.call import Block, launch
 from uniep.kernels.launch import Peers, Rows, options, rows_block, stored_columns, w2_block, w13_block
-from uniep.memory import power_of_2
+from uniep.memory import list_words, power_of_2, steps
 from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
-COUNTERS = mega.COUNTERS.value
+COUNTERS = tasks.COUNTERS.value
 SUMS_PER_PROGRAM = 4  # claims of tokens to add
 
 
 @dataclasses.dataclass(frozen=True)
 class Lists:
-    """The tasks of one direction, as the device writes them: int64 words, see kernels/mega.py.
+    """The tasks of one direction, as the device writes them: int64 words, see kernels/lists.py.
 
     tiles: columns of tiles of the first and the returning product; tiles of an expert's dW2 and dW13 (0: not needed).
     counters: int32.
@@ -41,30 +42,13 @@ class Lists:
         cls, most: int, local: int, tiles: tuple[int, int, int, int], device: torch.device, *, backward: bool
     ) -> Lists:
         """For at most `most` row tiles."""
-        first, returning, *weights = tiles
-        words = most * (first + returning) + local * sum(weights), most * (first + 1) if backward else 1
+        words = list_words(most, local, tiles, backward=backward)
         matrix, vector = (torch.empty(n, dtype=torch.int64, device=device) for n in words)
         return cls(matrix, vector, torch.empty(COUNTERS + 2 * most + local, dtype=torch.int32, device=device), tiles)
 
 
-def forward_tiles(cfg: MoEConfig, schedule: Schedule) -> tuple[int, int, int, int]:
-    """`Lists.tiles` of a forward."""
-    return _steps(cfg.ffn, schedule.gemm1.columns // 2), _steps(cfg.hidden, schedule.gemm2.columns), 0, 0
-
-
-def backward_tiles(cfg: MoEConfig, schedule: Schedule, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
-    """`Lists.tiles` of a backward that needs these gradients."""
-    tile, columns = schedule.weight_gradient, schedule.gemm2.columns
-    of_expert = _steps(cfg.hidden, tile.rows) * _steps(cfg.ffn, tile.columns)
-    return _steps(cfg.ffn, columns), _steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13
-
-
 def _chunk_experts(schedule: Schedule) -> int:
     return schedule.chunk_experts if schedule.tile_order == "chunk-major" else 0
-
-
-def _steps(extent: int, step: int) -> int:
-    return -(-extent // step)
 
 
 def launch_lists(
@@ -75,7 +59,7 @@ def launch_lists(
     local = experts // ranks
     first = schedule.gemm2 if backward else schedule.gemm1
     launch(
-        mega.list_kernel,
+        tasks.list_kernel,
         multiprocessors * 4,
         (
             counts_RE, rows.start_e1, rows.rows_e, rows.expert_M, rows.totals, lists.matrix, lists.vector,
@@ -264,7 +248,7 @@ def descriptors(word_n: Tensor, ops: tuple[str, ...], cfg: MoEConfig, schedule: 
             row, column = (
                 i * s
                 for i, s in zip(
-                    divmod(number, _steps(cfg.ffn, weight_tile.columns)),
+                    divmod(number, steps(cfg.ffn, weight_tile.columns)),
                     (weight_tile.rows, weight_tile.columns),
                     strict=True,
                 )
@@ -272,8 +256,8 @@ def descriptors(word_n: Tensor, ops: tuple[str, ...], cfg: MoEConfig, schedule: 
             ends = min(row + weight_tile.rows, cfg.hidden), min(column + weight_tile.columns, cfg.ffn)
             found.append((op, expert, row, ends[0], column, ends[1]))
         else:
-            block, m = divmod(number, _steps(cfg.hidden, weight_tile.rows))
-            part, n = divmod(block, _steps(cfg.ffn, weight_tile.columns))
+            block, m = divmod(number, steps(cfg.hidden, weight_tile.rows))
+            part, n = divmod(block, steps(cfg.ffn, weight_tile.columns))
             row, column = n * weight_tile.columns, m * weight_tile.rows
             ends = min(row + weight_tile.columns, cfg.ffn), min(column + weight_tile.rows, cfg.hidden)
             found.append((op, expert, part * cfg.ffn + row, part * cfg.ffn + ends[0], column, ends[1]))

@@ -1,0 +1,281 @@
+"""The lists of tasks that the programs of kernels/mega.py claim, made on the device from a plan.
+
+A list holds the tasks of one class in the order of the Schedule, equal to what `taskflow` compiles for the same
+routing (docs/taskflow.md).  A task is one int64: n (16 bits), m (24), expert (16), operator.  m, n: row tile of the rank
+and column block; of a weight gradient both together count the tiles of its expert.
+
+Counters (int32, zeroed here): COUNTERS words, then finished tiles of the first product of each row tile (M), items of the
+activation gradient of each row tile (M), and, per local expert, the vector tasks that its later matrix tasks need before
+them.
+
+Suffixes: R ranks, M row tiles, e local experts.
+"""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.ptx import after_previous, next_may_come
+
+# Operators of the matrix list: the first product, the one that returns rows, the weight gradients.
+FIRST = tl.constexpr(0)
+RETURN = tl.constexpr(1)
+DOWN_WEIGHTS = tl.constexpr(2)
+# Of the vector list of a backward: activation gradient, d(weight).
+ACTIVATION = tl.constexpr(0)
+
+# Words of the counters.
+ARRIVED = tl.constexpr(0)  # programs
+MATRIX = tl.constexpr(1)  # claimed places
+VECTOR = tl.constexpr(2)
+PUSH = tl.constexpr(3)
+PUSHED = tl.constexpr(4)  # chunks, plus one
+RETURNED = tl.constexpr(5)  # tasks that return something, plus one
+MADE = tl.constexpr(6)  # tiles of the first product
+ACTIVATED = tl.constexpr(7)  # items of the activation gradient
+TASKS = tl.constexpr(8)  # of the matrix list, whose number does not change
+COUNTERS = tl.constexpr(16)
+
+STEP = tl.constexpr(1 << 27)  # of a key, above all row tiles
+
+
+@triton.jit
+def _packed(op, expert, m, n):
+    return (((op * 65536 + expert).to(tl.int64) << 24) + m << 16) + n
+
+
+@triton.jit
+def _stretch(
+    op,
+    late,
+    expert,
+    LOCAL: tl.constexpr,
+    CHUNK_EXPERTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Stretches of a list in ascending order: the tiles of one operator and one expert, and if they are late."""
+    if CHUNK_EXPERTS > 0:
+        wave = expert // CHUNK_EXPERTS + (op > 0)
+        if not INTERLEAVED:
+            wave = tl.where(op >= DOWN_WEIGHTS, LOCAL + 1, wave)
+        key = (wave * 4 + op) * LOCAL + expert
+    else:
+        key = (op * 2 + late) * LOCAL + expert
+        if INTERLEAVED:
+            key = tl.where(op > 0, 2 * LOCAL + expert * 3 + op - 1, key)
+    return key
+
+
+@triton.jit
+def _before(
+    key,
+    early,
+    num_tiles,
+    expert,
+    TILES0: tl.constexpr,
+    TILES1: tl.constexpr,
+    TILES2: tl.constexpr,
+    TILES3: tl.constexpr,
+    LOCAL: tl.constexpr,
+    CHUNK_EXPERTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Tasks of all stretches before `key`.  expert: all of this rank (and more), with their row tiles."""
+    zero = expert * 0
+    first = _stretch(zero, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
+    late = _stretch(zero, zero + 1, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
+    back = _stretch(zero + 1, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
+    count = tl.where(first, early * TILES0, 0) + tl.where(late, (num_tiles - early) * TILES0, 0)
+    count += tl.where(back, num_tiles * TILES1, 0)
+    if TILES2 > 0:
+        count += tl.where(_stretch(zero + 2, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key, TILES2, 0)
+    if TILES3 > 0:
+        count += tl.where(_stretch(zero + 3, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key, TILES3, 0)
+    return tl.sum(tl.where(expert < LOCAL, count, 0))
+
+
+@triton.jit
+def _tile_key(tile, end_R, source, rows, rank, NUM_RANKS: tl.constexpr, ROTATED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(late, step of an arriving tile, step of a returning one) of row tiles of one expert; see docs/taskflow.md.
+
+    end_R: of source `source`, its last row and one.
+    """
+    begin = tile * BLOCK_M
+    used = begin < rows
+    last = tl.minimum(begin + BLOCK_M, rows) - 1
+    # Rows are sorted by source: as many sources end before a row as are smaller than its own.
+    of_first = tl.sum((end_R[None, :] <= begin[:, None]).to(tl.int32), 1)
+    of_last = tl.sum((end_R[None, :] <= last[:, None]).to(tl.int32), 1)
+    late = (used & ((of_first != rank) | (of_last != rank))).to(tl.int32)
+    if ROTATED:
+        waits_for_all = (of_first <= rank) & (rank < of_last)
+        arrives = tl.where(waits_for_all, NUM_RANKS - 1, (rank - of_first + NUM_RANKS) % NUM_RANKS)
+        arrives = tl.where(used, arrives, 0)
+        returns = tl.where(used, (of_first - rank - 1 + NUM_RANKS) % NUM_RANKS, NUM_RANKS)
+    else:
+        arrives = late * 0
+        returns = late * 0
+    return late, arrives, returns
+
+
+@triton.jit
+def _count_if(mask):
+    return tl.sum(mask.to(tl.int32))
+
+
+@triton.jit
+def _store_tiles(list_ptr, offset, op, expert, m, before, same, own, TILES: tl.constexpr, TILES_P: tl.constexpr):
+    """The TILES tasks of a row tile: `before` row tiles lie before those that share its columns (`same`, its place among
+    them `own`)."""
+    n = tl.arange(0, TILES_P)
+    place = offset + before * TILES + n * same + own
+    tl.store(list_ptr + place, _packed(op, expert, m, n), mask=n < TILES)
+
+
+@triton.jit
+def _store_weights(list_ptr, offset, op, expert, TILES: tl.constexpr, TILES_P: tl.constexpr):
+    """The TILES tasks of an expert's weight gradient: their number stands for m and n."""
+    for first in range(0, TILES, TILES_P):
+        tile = first + tl.arange(0, TILES_P)
+        tl.store(list_ptr + offset + tile, _packed(op, expert, 0, 0) + tile, mask=tile < TILES)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def list_kernel(
+    counts_ptr,
+    start_ptr,
+    rows_ptr,
+    expert_ptr,
+    totals_ptr,
+    matrix_ptr,
+    vector_ptr,
+    counters_ptr,
+    rank,
+    E: tl.constexpr,
+    LOCAL: tl.constexpr,
+    LOCAL_P: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP0: tl.constexpr,
+    GROUP1: tl.constexpr,
+    TILES0: tl.constexpr,
+    TILES1: tl.constexpr,
+    TILES2: tl.constexpr,
+    TILES3: tl.constexpr,
+    TILES_P: tl.constexpr,
+    CHUNK_EXPERTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LOCAL_FIRST: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """The lists of one direction, and its counters.
+
+    TILES0, TILES1: columns of tiles of the first and the returning product; TILES2, TILES3: tiles of an expert's weight
+    gradients (0: not needed); GROUP0, GROUP1: row tiles that share a column of weights.  CHUNK_EXPERTS: of chunk-major, else 0.
+    Programs walk row tiles, each of which finds its places by counting the tiles before it.
+    """
+    after_previous()
+    next_may_come()
+    expert = tl.arange(0, LOCAL_P)
+    source = tl.arange(0, NUM_RANKS)
+    inside = expert < LOCAL
+    start = tl.load(start_ptr + expert, mask=inside, other=0)
+    num_tiles = (tl.load(start_ptr + expert + 1, mask=inside, other=0) - start) // BLOCK_M
+    rows = tl.load(rows_ptr + expert, mask=inside, other=0)
+    early = num_tiles
+    if LOCAL_FIRST:
+        at = counts_ptr + source[:, None] * E + rank * LOCAL + expert[None, :]
+        counts = tl.load(at, mask=inside[None, :] & (rows > 0)[None, :], other=0)
+        ahead = tl.sum(tl.where((source < rank)[:, None], counts, 0), 0)
+        own = tl.sum(tl.where((source == rank)[:, None], counts, 0), 0)
+        used = (rows + BLOCK_M - 1) // BLOCK_M
+        first = (ahead + BLOCK_M - 1) // BLOCK_M
+        last = tl.where(ahead + own == rows, used, (ahead + own) // BLOCK_M)
+        early = tl.maximum(last - first, 0) + num_tiles - used  # tiles of own rows only, and of pad rows only
+    num_m = tl.load(totals_ptr + 1)
+    progress_ptr = counters_ptr + COUNTERS
+    program = tl.program_id(0)
+    if program == 0:
+        word = tl.arange(0, COUNTERS)
+        num_tasks = num_m * (TILES0 + TILES1) + LOCAL * (TILES2 + TILES3)
+        tl.store(counters_ptr + word, tl.where(word == TASKS, num_tasks, 0))
+    for item in range(program, num_m + LOCAL, tl.num_programs(0)):
+        if item < num_m:
+            m = item
+            e = tl.load(expert_ptr + m)
+            tl.store(progress_ptr + m, 0)
+            tl.store(progress_ptr + num_m + m, 0)
+            first_m = tl.load(start_ptr + e) // BLOCK_M
+            tiles = tl.load(start_ptr + e + 1) // BLOCK_M - first_m
+            num_rows = tl.load(rows_ptr + e)
+            end_R = tl.cumsum(tl.load(counts_ptr + source * E + rank * LOCAL + e), 0)
+            i = m - first_m
+            one = tl.full((1,), 0, tl.int32) + i
+            own_late, own_arrives, own_returns = _tile_key(
+                one, end_R, source, num_rows, rank, NUM_RANKS, ROTATED, BLOCK_M
+            )
+            late = tl.max(own_late) if LOCAL_FIRST else 0
+            key0 = tl.max(own_arrives) * STEP + i // GROUP0
+            key1 = tl.max(own_returns) * STEP + i // GROUP1
+            before0 = i * 0
+            same0 = i * 0
+            own0 = i * 0
+            before1 = i * 0
+            same1 = i * 0
+            own1 = i * 0
+            for j in range(0, tiles, 64):
+                tile = j + tl.arange(0, 64)
+                is_late, arrives, returns = _tile_key(tile, end_R, source, num_rows, rank, NUM_RANKS, ROTATED, BLOCK_M)
+                exists = tile < tiles
+                alike = exists
+                if LOCAL_FIRST:
+                    alike = exists & (is_late == late)
+                key = arrives * STEP + tile // GROUP0
+                before0 += _count_if(alike & (key < key0))
+                same0 += _count_if(alike & (key == key0))
+                own0 += _count_if(alike & (key == key0) & (tile < i))
+                key = returns * STEP + tile // GROUP1
+                before1 += _count_if(exists & (key < key1))
+                same1 += _count_if(exists & (key == key1))
+                own1 += _count_if(exists & (key == key1) & (tile < i))
+            of_first = _stretch(e * 0, late + e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
+            of_return = _stretch(e * 0 + 1, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
+            offset = _before(
+                of_first, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
+            )
+            _store_tiles(matrix_ptr, offset, 0, e, m, before0, same0, own0, TILES0, TILES_P)
+            offset = _before(
+                of_return, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
+            )
+            _store_tiles(matrix_ptr, offset, 1, e, m, before1, same1, own1, TILES1, TILES_P)
+            if BACKWARD:
+                of_first = _stretch(e * 0, late + e * 0, e, LOCAL, CHUNK_EXPERTS, False)
+                of_return = _stretch(e * 0 + 1, e * 0, e, LOCAL, CHUNK_EXPERTS, False)
+                offset = _before(of_first, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
+                _store_tiles(vector_ptr, offset, 0, e, m, before0, same0, own0, TILES0, TILES_P)
+                offset = _before(of_return, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
+                _store_tiles(vector_ptr, offset, 1, e, m, before1, same1, own1, 1, TILES_P)
+        elif BACKWARD:
+            e = item - num_m
+            if TILES2 > 0:
+                offset = _before(
+                    _stretch(e * 0 + 2, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
+                    TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
+                )  # fmt: skip
+                _store_weights(matrix_ptr, offset, 2, e, TILES2, TILES_P)
+            if TILES3 > 0:
+                offset = _before(
+                    _stretch(e * 0 + 3, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
+                    TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
+                )  # fmt: skip
+                _store_weights(matrix_ptr, offset, 3, e, TILES3, TILES_P)
+            # Before its returning tiles: the activation gradients of its chunk, and what is ahead of those; before those
+            # of the last chunk, and without chunks: all.
+            need = num_m * (TILES0 + 1)
+            if CHUNK_EXPERTS > 0:
+                chunk = e // CHUNK_EXPERTS
+                of_chunk = _before(
+                    (chunk * 4 + 1) * LOCAL, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False
+                )
+                need = tl.where(chunk == (LOCAL - 1) // CHUNK_EXPERTS, need, of_chunk)
+            tl.store(progress_ptr + 2 * num_m + e, need)
