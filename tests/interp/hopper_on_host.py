@@ -8,6 +8,7 @@ call it in a process of its own.
 import builtins
 import contextlib
 import dataclasses
+import os
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from uniep.backends import hopper, planner
 from uniep.config import MoEConfig
-from uniep.kernels import gemm, groups, lists, mega, plan, sync, transfer
+from uniep.kernels import gemm, groups, launch_mega, lists, mega, plan, sync, transfer
 from uniep.taskflow.schedule import Schedule, default_schedule
 
 
@@ -78,6 +79,43 @@ def interpret() -> None:
     for module in (gemm, groups, lists, mega, plan, sync, transfer):
         module.range = tensor_range
     sync.nanoseconds = mega.nanoseconds = nanoseconds
+
+
+def programs_at_once(count: int) -> None:
+    """From here on, kernels of overlap="mega" run `count` programs beside each other, in processes of their own.
+
+    All memory is shared, since nobody knows what such a kernel will be given.
+    """
+    launch = launch_mega.launch
+
+    def forked(kernel, programs, args, constants, **options):
+        if kernel not in (mega.forward_kernel, mega.backward_kernel):
+            return launch(kernel, programs, args, constants, **options)
+        children = []
+        for number in range(1, count):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    time.sleep(0.01 * number)
+                    launch(kernel, 1, args, constants, **options)
+                    status = 0
+                finally:
+                    os._exit(status)
+            children.append(child)
+        launch(kernel, 1, args, constants, **options)
+        assert all(os.waitpid(child, 0)[1] == 0 for child in children), "a program failed"
+
+    def shared(make):
+        def made(*args, **options):
+            tensor = make(*args, **options)
+            return tensor.share_memory_() if tensor.numel() else tensor
+
+        return made
+
+    launch_mega.launch = forked
+    for name in ("empty", "full", "zeros", "empty_like"):
+        setattr(torch, name, shared(getattr(torch, name)))
 
 
 def host_backend(

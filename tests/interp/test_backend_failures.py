@@ -31,11 +31,13 @@ def inputs(cfg: MoEConfig, rank: int, ranks: int) -> Inputs:
     return Inputs(normal(tokens, cfg.hidden), ids_TK, weights_TK, ExpertWeights((w13,), (w2,), "stacked"))
 
 
+@pytest.mark.parametrize("overlap", ["fused", "mega"])
 @pytest.mark.parametrize("transfer", ["push", "copy"])
-def test_a_rank_that_comes_after_its_peer_gave_up_gets_an_error(transfer):
+def test_a_rank_that_comes_after_its_peer_gave_up_gets_an_error(transfer, overlap):
     """Never a sum of what the peer did not send."""
     cfg = MoEConfig(**SHAPE)
-    backends = host_backends(cfg, 2, dataclasses.replace(SCHEDULE, transfer=transfer), timeout_s=0.3)
+    schedule = dataclasses.replace(SCHEDULE, transfer=transfer, overlap=overlap)
+    backends = host_backends(cfg, 2, schedule, timeout_s=0.3)
     for rank, backend in enumerate(backends):
         with pytest.raises(PeerTimeoutError):
             backend.forward(inputs(cfg, rank, 2), save=False)
@@ -54,10 +56,11 @@ def test_a_forward_against_a_backward_is_an_error_on_both_ranks():
         second.check()
 
 
-def test_overflow_seen_late_reads_nothing():
+@pytest.mark.parametrize("overlap", ["fused", "mega"])
+def test_overflow_seen_late_reads_nothing(overlap):
     """The host queues the backward before it sees that rows did not fit: no address of no row is followed."""
     cfg = MoEConfig(**SHAPE | {"max_rows": 20, "num_experts": 2, "max_tokens_per_rank": 400})
-    backend = host_backends(cfg, 1, SCHEDULE)[0]
+    backend = host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap=overlap))[0]
     given, check, empty = inputs(cfg, 0, 1), backend.planner.check, torch.empty
     backend.planner.check = lambda: None
     y_TD, saved = backend.forward(given, save=True)
@@ -77,11 +80,12 @@ def test_overflow_seen_late_reads_nothing():
         check()
 
 
+@pytest.mark.parametrize("overlap", ["pipelined", "mega"])
 @pytest.mark.parametrize("timeout_s", [0.5, 1.5, 3.0])
-def test_pipelined_waits_as_long_as_it_is_told(timeout_s):
+def test_pipelined_waits_as_long_as_it_is_told(timeout_s, overlap):
     """Twice the timeout in nanoseconds does not fit 32 bits from 1.07 s on."""
     cfg = MoEConfig(**SHAPE)
-    backend = host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap="pipelined"), timeout_s=timeout_s)[0]
+    backend = host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap=overlap), timeout_s=timeout_s)[0]
     backend.forward(inputs(cfg, 0, 1), save=False)
     backend.check()
 
@@ -103,9 +107,10 @@ def test_weights_that_block_loads_cannot_read_are_refused_before_anything_moves(
     assert backend.planner.calls_made == 0
 
 
-def test_x_and_gradients_at_odd_addresses():
+@pytest.mark.parametrize("overlap", ["fused", "mega"])
+def test_x_and_gradients_at_odd_addresses(overlap):
     cfg = MoEConfig(**SHAPE)
-    backend, given = host_backends(cfg, 1, SCHEDULE)[0], inputs(cfg, 0, 1)
+    backend, given = host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap=overlap))[0], inputs(cfg, 0, 1)
     dy_TD = torch.randn(given.x_TD.shape).to(cfg.dtype)
 
     def odd(matrix: torch.Tensor) -> torch.Tensor:

@@ -144,6 +144,21 @@ def test_every_lowering_passes_the_checks(case, schedule, keep, needs):
         assert flags[needed] or op not in ops, "tasks exist only for gradients that are needed"
 
 
+@settings(max_examples=20, deadline=None)
+@given(problems(), schedules())
+def test_what_one_kernel_runs_passes_the_checks(case, schedule):
+    """Split as a GPU does; gradients of all experts, of those without rows, too."""
+    schedule = dataclasses.replace(schedule, overlap="mega", gemm2=schedule.gemm1)
+    check(case.forward(schedule))
+    graph = case.backward(schedule)
+    check(graph)
+    local = case.cfg.num_experts // case.ranks
+    for op in ("wgrad1", "wgrad2"):
+        assert {(t.rank, t.block.group) for t in graph.tasks if t.op == op} == {
+            (rank, expert) for rank in range(case.ranks) for expert in range(local)
+        }
+
+
 @settings(max_examples=30, deadline=None)
 @given(problems(), schedules())
 def test_a_tile_waits_for_the_chunks_of_its_rows(case, schedule):
