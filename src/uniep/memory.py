@@ -388,7 +388,7 @@ def _hopper(c: _Call) -> list[Buffer]:
         words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
         parts = [Buffer("parts", (words,), _I32, "saved", "which rows combine groups add, and where sums go")]
     in_place = c.schedule.overlap == "serial" or cfg.combine_groups is not None
-    mega = c.schedule.overlap == "mega"  # one kernel, for whose time all is there
+    mega = c.schedule.is_mega(c.tokens)  # one kernel, for whose time all is there
     lists = []
     if mega:
         tiles = backward_tiles(cfg, c.schedule, w13=True, w2=True)

@@ -81,6 +81,8 @@ MEGA_CASES = {
 }
 MEGA_ROUNDS = (
     {"overlap": "serial"},
+    {"mega_to": 40},  # one of two ranks
+    {"mega_to": 40, "transfer": "copy"},
     {"overlap": "mega"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "natural", "weight_gradient_order": "interleaved"},
     {"overlap": "mega", "tile_order": "chunk-major", "peer_order": "rotated"},

@@ -51,7 +51,7 @@ SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
     "push_programs", "down_sms", "pipelined_from", "received", "group_sum", "activation_gradient",
-    "beside_from",
+    "beside_from", "mega_to",
 )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ class HopperBackend:
                 return result
 
     def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
-        if self.schedule.overlap == "mega":
+        if self.schedule.is_mega(inputs.x_TD.shape[0]):
             return hopper_mega.forward(self, inputs, save)
         from uniep.kernels import launch, launch_groups
 
@@ -280,7 +280,7 @@ class HopperBackend:
     def backward(
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
     ) -> ExpertGradients:
-        if self.schedule.overlap == "mega":
+        if self.schedule.is_mega(dy_TD.shape[0]):
             return hopper_mega.backward(self, dy_TD, inputs, saved, needs, main_grads)
         from uniep.kernels import launch, launch_groups
 

@@ -34,7 +34,7 @@ def known_fields(schedule: Schedule, usual: Collection[str]) -> tuple[str, ...]:
 
 def check(schedule: Schedule, cfg: MoEConfig) -> None:
     """Raise ConfigError for what the one kernel of a direction cannot do."""
-    if schedule.overlap != "mega":
+    if not schedule.is_mega(0):
         return
     tiles = {name: getattr(schedule, name) for name in ("gemm1", "gemm2", "weight_gradient")}
     wrong = [
@@ -49,7 +49,8 @@ def check(schedule: Schedule, cfg: MoEConfig) -> None:
         if value != only
     ]
     if wrong:
-        raise ConfigError(f"overlap='mega' needs other values: {'; '.join(wrong)}; or use overlap='fused'")
+        way_out = "overlap='fused'" if schedule.overlap == "mega" else "mega_to=0"
+        raise ConfigError(f"overlap='mega' needs other values: {'; '.join(wrong)}; or use {way_out}")
 
 
 def aligned(matrix: Tensor) -> Tensor:

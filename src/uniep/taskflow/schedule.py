@@ -56,6 +56,7 @@ class Schedule:
     gemm1, gemm2: tiles of the forward GEMMs; gemm2 also serves dgrad1 and dgrad2.  weight_gradient: of dW13 and
         dW2; its rows and columns tile the output.  (The CPU takes gemm1 and gemm2 for the backward, too.)
     push_programs: GPU programs that push tokens before they join the other work.
+    mega_to: tokens of a rank up to which a call of this rank runs as overlap="mega" (unless serial); on GPUs.
     down_sms: multiprocessors of the pipelined down product until gate and up are done.
     pipelined_from: tokens of a rank from which it is pipelined; with fewer, a call of this rank is fused.
     group_sum: where GPUs add the rows of combine groups in the forward.  "after", in a pass behind the down product;
@@ -87,9 +88,14 @@ class Schedule:
     group_sum: Literal["after", "beside"] = "after"
     activation_gradient: Literal["after", "beside"] = "after"
     beside_from: int = 2048
+    mega_to: int = 0
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
+
+    def is_mega(self, num_tokens: int) -> bool:
+        """Whether a call of a rank with so many tokens is one kernel for each direction."""
+        return self.overlap == "mega" or (self.overlap != "serial" and 0 < self.mega_to >= num_tokens)
 
     @property
     def name(self) -> str:
@@ -128,6 +134,9 @@ WORTH_PIPELINING = 1.7
 PIPELINED_FROM = 4096
 """Tokens; with fewer, sharing the multiprocessors costs more than the wire."""
 
+MEGA_TO = 512
+"""Tokens; with more, tiles that programs claim cost more than the launches that one kernel saves."""
+
 
 def default_schedule(backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
     """What a backend does unless told otherwise: the best measured for most shapes, untuned."""
@@ -138,9 +147,10 @@ def default_schedule(backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
     tiles = cfg.max_tokens_per_rank * ep_size * cfg.top_k // cfg.num_experts // schedule.gemm1.rows
     rows = {"group_rows": min(max(tiles, schedule.gemm1.group_rows), 16)}
     gemm1, gemm2 = (dataclasses.replace(tile, **rows) for tile in (schedule.gemm1, schedule.gemm2))
-    schedule = dataclasses.replace(schedule, gemm1=gemm1, gemm2=gemm2)
-    if ep_size == 1:
-        return schedule
+    mega_to = MEGA_TO if cfg.combine_groups is None else 0
+    schedule = dataclasses.replace(schedule, gemm1=gemm1, gemm2=gemm2, mega_to=mega_to)
+    if ep_size == 1 or cfg.max_tokens_per_rank <= mega_to:
+        return schedule  # a push inside the one kernel beats copies, which are launches, too
     if cfg.wanted(ep_size) >= WORTH_COPYING:
         schedule = dataclasses.replace(schedule, transfer="copy")
     sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
