@@ -81,12 +81,17 @@ def interpret() -> None:
     sync.nanoseconds = mega.nanoseconds = nanoseconds
 
 
-def programs_at_once(count: int) -> None:
+def programs_at_once(count: int, slow: bool) -> None:
     """From here on, kernels of overlap="mega" run `count` programs beside each other, in processes of their own.
 
-    All memory is shared, since nobody knows what such a kernel will be given.
+    slow: all but one take their time to return rows.
+    All memory is shared, since nobody knows what such a kernel will be given; new memory is NaN.
     """
-    launch = launch_mega.launch
+    launch, tile = launch_mega.launch, mega.product_tile
+
+    def slow_tile(*args):
+        time.sleep(0.05)
+        return tile(*args)
 
     def forked(kernel, programs, args, constants, **options):
         if kernel not in (mega.forward_kernel, mega.backward_kernel):
@@ -98,6 +103,7 @@ def programs_at_once(count: int) -> None:
                 status = 1
                 try:
                     time.sleep(0.01 * number)
+                    mega.product_tile = slow_tile if slow else tile
                     launch(kernel, 1, args, constants, **options)
                     status = 0
                 finally:
@@ -109,7 +115,11 @@ def programs_at_once(count: int) -> None:
     def shared(make):
         def made(*args, **options):
             tensor = make(*args, **options)
-            return tensor.share_memory_() if tensor.numel() else tensor
+            if tensor.numel() == 0:
+                return tensor
+            if make.__name__.startswith("empty") and tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+            return tensor.share_memory_()
 
         return made
 

@@ -344,7 +344,7 @@ def forward_kernel(
                 last = tl.full((), (NUM_RANKS - 1) * RECEIVE_BLOCK, tl.int64) * D
                 zeros = tl.zeros((PUSH_D,), kept_ptr.dtype.element_ty)
                 tl.store(kept_ptr + last + d + column, zeros, mask=d + column < D)
-    num_pushes = 0  # places of a trace
+    num_pushes = 0  # of a trace, whose rows they come first in
     if PUSHES:
         _push_first(
             x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
@@ -404,13 +404,9 @@ def forward_kernel(
                     if all_made == 0:
                         lanes = tl.zeros((WIDE,), tl.int32)
                         wait_unless_failed(
-                            progress_ptr + m + lanes,
-                            lanes + rank,
-                            NUM_N1,
-                            deadline_ns + timeout_ns,
-                            status_ptr,
+                            progress_ptr + m + lanes, lanes + rank, NUM_N1, deadline_ns + timeout_ns, status_ptr,
                             STAGE_ROWS,
-                        )
+                        )  # fmt: skip
                     block_loads_follow()
                 started_ns = nanoseconds() if TRACE else 0
                 product_tile(
@@ -445,15 +441,9 @@ def forward_kernel(
             else:
                 if back == 0:
                     _wait_for_peers(
-                        returned_ptr,
-                        call_ptr,
-                        rank,
-                        deadline_ns + timeout_ns,
-                        status_ptr,
-                        NUM_RANKS,
-                        STAGE_COMBINE,
+                        returned_ptr, call_ptr, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE,
                         True,
-                    )
+                    )  # fmt: skip
                     back = tl.where(failed(status_ptr), 2, 1)
                 started_ns = nanoseconds() if TRACE else 0
                 first = (vector_place - before_sums) * sum_tokens
@@ -462,18 +452,9 @@ def forward_kernel(
                     token = (item // blocks).to(tl.int64)
                     column = item % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
                     combine_item(
-                        returns_ptr,
-                        ids_ptr,
-                        weights_ptr,
-                        out_ptr,
-                        back == 2,
-                        token,
-                        column,
-                        D,
-                        K,
-                        BLOCK_D,
+                        returns_ptr, ids_ptr, weights_ptr, out_ptr, back == 2, token, column, D, K, BLOCK_D,
                         not WEIGHTED,
-                    )
+                    )  # fmt: skip
             _record(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
             vector_place = _claimed(answer, THREADS)
     # What a program owes that found nothing to do behind its products.
@@ -591,7 +572,7 @@ def backward_kernel(
     deadline_ns = deadline(status_ptr, timeout_ns)
     num_m = tl.load(totals_ptr + 1)
     num_matrix = tl.load(counters_ptr + TASKS)
-    num_pushes = 0  # places of a trace
+    num_pushes = 0  # of a trace, whose rows they come first in
     if PUSHES:
         _push_first(
             dy_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
@@ -761,15 +742,9 @@ def backward_kernel(
             else:
                 if back == 0:
                     _wait_for_peers(
-                        returned_ptr,
-                        call_ptr,
-                        rank,
-                        deadline_ns + timeout_ns,
-                        status_ptr,
-                        NUM_RANKS,
-                        STAGE_COMBINE,
+                        returned_ptr, call_ptr, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE,
                         True,
-                    )
+                    )  # fmt: skip
                     back = tl.where(failed(status_ptr), 2, 1)
                 started_ns = nanoseconds() if TRACE else 0
                 begin = (vector_place - before_sums) * sum_tokens
@@ -792,12 +767,6 @@ def backward_kernel(
         _count_made(counters_ptr, stored, made)
     if unsent > 0:
         signal_when_all(
-            flag_table_ptr,
-            returned_offset,
-            tl.load(call_ptr),
-            counters_ptr + RETURNED,
-            unsent,
-            num_returns,
-            status_ptr,
-            NUM_RANKS,
-        )
+            flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_returns,
+            status_ptr, NUM_RANKS,
+        )  # fmt: skip
