@@ -219,7 +219,7 @@ def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ..
     """Shapes of the int32 arrays that say which rows combine groups add; one allocation, see kernels/groups.py."""
     lines = (ep_size * cfg.max_tokens_per_rank, cfg.top_k)
     used = (cfg.max_tokens_per_rank, cfg.return_slots)
-    return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "counters": (2,)}
+    return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "cursor": (1,)}
 
 
 PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at
@@ -388,7 +388,7 @@ def _hopper(c: _Call) -> list[Buffer]:
         words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
         parts = [Buffer("parts", (words,), _I32, "saved", "which rows combine groups add, and where sums go")]
     in_place = c.schedule.overlap == "serial" or cfg.combine_groups is not None
-    mega = c.schedule.overlap == "mega"  # one kernel, for whose time all is there
+    mega = c.schedule.is_mega(c.tokens)  # one kernel, for whose time all is there
     lists = []
     if mega:
         tiles = backward_tiles(cfg, c.schedule, w13=True, w2=True)

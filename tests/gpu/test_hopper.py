@@ -36,6 +36,8 @@ SCHEDULES = {
     "pipelined, pushed": Schedule(transfer="push", overlap="pipelined", down_sms=7),
     "copied again": Schedule(transfer="copy", received="again"),
     "pushed again": Schedule(transfer="push", received="again"),
+    "gradient beside": Schedule(transfer="copy", activation_gradient="beside", beside_from=0),
+    "gradient beside, pushed": Schedule(activation_gradient="beside", beside_from=0),
 }
 MEGA = {
     "mega": Schedule(transfer="push", overlap="mega"),
@@ -172,10 +174,21 @@ def check_bits(r):
                 assert ours <= 2 * theirs, f"{name}: error {ours:.2e}, torch's own {theirs:.2e}"
 
 
+def check_many_tiles(r):
+    """Where every program has a dozen tiles, all schedules have the same bits, with combine groups and without."""
+    cfg = MoEConfig(hidden=1024, ffn=704, num_experts=32, top_k=8, max_tokens_per_rank=4096)
+    expanded = Schedule(operand="expanded", overlap="pipelined")
+    for groups, schedules in ((None, {**SCHEDULES, "expanded, pipelined": expanded}), (8, GROUP_SCHEDULES)):
+        cfg = dataclasses.replace(cfg, combine_groups=groups)
+        data = r.data(cfg, 4000, seed=6)
+        want = r.once(cfg, data, SERIAL)
+        wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in schedules.items()}
+        assert not any(wrong.values()), (groups, {k: v for k, v in wrong.items() if v})
+
+
 BESIDE = {
     "beside": Schedule(transfer="copy", group_sum="beside"),
-    "beside, pushed, few": Schedule(transfer="push", group_sum="beside", sum_programs=3),
-    "beside, many": Schedule(transfer="copy", group_sum="beside", sum_programs=1000),
+    "beside, pushed": Schedule(transfer="push", group_sum="beside"),
 }
 GROUP_SCHEDULES = {"serial": SERIAL, **{how: s for how, s in SCHEDULES.items() if how not in MEGA}, **BESIDE}
 

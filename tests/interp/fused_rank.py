@@ -23,16 +23,17 @@ from uniep.weights import ExpertWeights
 RANKS = 2
 TIMEOUT_S = 400
 SMALL = Tile(rows=64, columns=128, depth=64)
-SCHEDULE = Schedule(gemm1=SMALL, gemm2=SMALL, weight_gradient=SMALL, chunk_tokens=32)
-ROUNDS = (  # overlap, operand, transfer, received
-    ("serial", "gathered", "push", "saved"),
-    ("fused", "gathered", "push", "saved"),
-    ("fused", "expanded", "push", "saved"),
-    ("serial", "expanded", "copy", "saved"),
-    ("pipelined", "gathered", "copy", "saved"),
-    ("fused", "expanded", "copy", "saved"),
-    ("pipelined", "gathered", "push", "again"),
-    ("fused", "gathered", "copy", "again"),
+SCHEDULE = Schedule(gemm1=SMALL, gemm2=SMALL, weight_gradient=SMALL, chunk_tokens=32, beside_from=0)
+ROUNDS = (  # overlap, operand, transfer, received, activation_gradient
+    ("serial", "gathered", "push", "saved", "after"),
+    ("fused", "gathered", "push", "saved", "beside"),
+    ("fused", "expanded", "push", "saved", "after"),
+    ("serial", "expanded", "copy", "saved", "beside"),
+    ("pipelined", "gathered", "copy", "saved", "after"),
+    ("fused", "expanded", "copy", "saved", "beside"),
+    ("pipelined", "expanded", "push", "saved", "after"),
+    ("pipelined", "gathered", "push", "again", "beside"),
+    ("fused", "gathered", "copy", "again", "after"),
 )
 BEFORE = 1.0  # in main_grads that are added to
 LATE = (  # kernels that a rank starts late, so that its peer has to wait for what they send
@@ -80,6 +81,8 @@ MEGA_CASES = {
 }
 MEGA_ROUNDS = (
     {"overlap": "serial"},
+    {"mega_to": 40},  # one of two ranks
+    {"mega_to": 40, "transfer": "copy"},
     {"overlap": "mega"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "natural", "weight_gradient_order": "interleaved"},
     {"overlap": "mega", "tile_order": "chunk-major", "peer_order": "rotated"},
@@ -208,7 +211,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
         backend = hopper_on_host.host_backend(case.config(max(case.tokens)), rank, RANKS, memories, SCHEDULE)
         results = []
         for how in rounds:
-            fields = ("overlap", "operand", "transfer", "received", "group_sum")
+            fields = ("overlap", "operand", "transfer", "received", "activation_gradient", "group_sum")
             changes = how if isinstance(how, dict) else dict(zip(fields, how, strict=False))
             backend.schedule = dataclasses.replace(SCHEDULE, **changes)
             results.append(run(backend, case, rank, RANKS))

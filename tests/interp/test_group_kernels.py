@@ -6,10 +6,8 @@ import time
 
 import pytest
 import torch
-import triton.language as tl
 
 from uniep.config import MoEConfig
-from uniep.kernels import groups
 from uniep.kernels.launch import Peers, Rows
 from uniep.kernels.launch_groups import (
     Lines,
@@ -119,18 +117,12 @@ def test_sums(name, dtype, weighted):
     launch_group_sum(sums, box.peers, PROGRAMS, signal=True)
     box.assert_holds(want)
 
-    # By claims, beside a product of three programs and behind it.
-    tile, products, progress = Tile(rows=64, columns=64), 3, 3  # D needs three columns of tiles
-    for started in (products - 1, products):  # not all: beside it nobody waits, so that all is done behind it
-        box = Box(p, dtype)
-        p.lines.counters.copy_(int32(0, started))
-        rows = p.rows(progress_M=torch.full((p.plan.num_rows // 64,), progress, dtype=torch.int32))
-        how = sums, rows, p.lines, box.peers, tile, products, (PROGRAMS, PROGRAMS)
-        launch_claimed_sum(*how, beside=True)
-        if started < products:
-            box.assert_untouched()
-        launch_claimed_sum(*how, beside=False)
-        box.assert_holds(want)
+    # By claims, beside a product whose three columns of tiles are done.
+    box = Box(p, dtype)
+    p.lines.cursor.zero_()
+    rows = p.rows(progress_M=torch.full((p.plan.num_rows // 64,), 3, dtype=torch.int32))
+    launch_claimed_sum(sums, rows, p.lines, box.peers, Tile(rows=64, columns=64), 1)
+    box.assert_holds(want)
 
 
 def test_sums_wait_for_their_tiles():
@@ -138,13 +130,11 @@ def test_sums_wait_for_their_tiles():
     p = Problem("four groups on each rank", 0)
     rows_ND = torch.full((p.plan.num_rows, D), float("nan"), dtype=torch.float16)
     values_ND = torch.randn(rows_ND.shape, generator=torch.Generator().manual_seed(1)).half()
-    box, tile, columns = Box(p, rows_ND.dtype), Tile(rows=64, columns=64), 3
+    box, columns = Box(p, rows_ND.dtype), 3
     progress_M = torch.zeros(p.plan.num_rows // 64, dtype=torch.int32)
-    p.lines.counters.copy_(int32(0, 0))
+    p.lines.cursor.zero_()
 
     def product() -> None:
-        time.sleep(0.05)
-        p.lines.counters[1] = 1  # has started
         for number in torch.randperm(len(progress_M)).tolist():
             for column in range(columns):
                 time.sleep(0.01)
@@ -153,17 +143,13 @@ def test_sums_wait_for_their_tiles():
                 progress_M[number] += 1
 
     sums = Sums(rows_ND, None, p.lines.row_LK, p.lines.slot_LK, p.return_slots, False)
-    how = sums, p.rows(progress_M=progress_M), p.lines, box.peers, tile, 1, (PROGRAMS, PROGRAMS)
-    groups.PATIENCE_NS, usual = tl.constexpr(10_000_000_000), groups.PATIENCE_NS
+    rows = p.rows(progress_M=progress_M)
     thread = threading.Thread(target=product)
     thread.start()
     try:
-        launch_claimed_sum(*how, beside=True)
-        assert p.lines.counters[0] * 16 >= len(p.lines.row_LK), "all was added beside"
+        launch_claimed_sum(sums, rows, p.lines, box.peers, Tile(rows=64, columns=64), 1)
     finally:
         thread.join()
-        groups.PATIENCE_NS = usual
-    launch_claimed_sum(*how, beside=False)
     box.assert_holds(combine_slots(values_ND[p.parts.row_PK.clamp(min=0)], p.parts.row_PK, None).half())
 
 

@@ -6,6 +6,8 @@ result when it is rounded to the layer's dtype; nothing else is allowed.
 """
 
 import dataclasses
+import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.kernels.gemm import activation_gradient_kernel, gate_up_kernel, product_kernel, weight_gradient_kernel
+from uniep.kernels.launch import Peers, Rows, launch_claimed_activation_gradient
 from uniep.kernels.transfer import (
     combine_kernel,
     dweights_kernel,
@@ -329,6 +332,38 @@ def test_activation_gradient_bits(dtype, weight_at):
     assert not torch.equal(groups_NG, one_by_one), "the data do not tell one order from another"
     assert not dh_N2F[~p.used].any()
     assert not act_NF[~p.used].any()
+
+
+def test_activation_gradient_waits_for_its_tiles():
+    """Rows and counts that come while the kernel runs: nothing is read before its row tile is done."""
+    p, tile = problem(torch.float16, "normal"), Tile(rows=64, columns=128)
+    n = p.plan.num_rows
+    h_2NF, made_NF = made((2, n, F), torch.float16, "normal", 6), made((n, F), torch.float32, "normal", 7)
+    want = activation_gradient(p, made_NF, h_2NF.transpose(0, 1))
+    raw_NF, got = torch.full((n, F), float("nan")), [torch.full_like(t, float("nan")) for t in want]
+    order_M, progress_M = torch.randperm(n // 64).int(), torch.zeros(n // 64, dtype=torch.int32)
+    zero, cursor = torch.zeros(2, dtype=torch.int32).split(1)
+    totals = torch.tensor([n, n // 64], dtype=torch.int32)
+    rows = Rows(*[zero] * 2, p.weight_N, *[zero] * 4, order_M, *[zero] * 4, totals)
+    peers = dataclasses.replace(Peers.alone(zero), timeout_ns=10**10)
+
+    def product() -> None:
+        for m in torch.randperm(n // 64).tolist():
+            for column in range(0, F, 128):
+                time.sleep(0.01)
+                part = slice(64 * m, 64 * m + 64), slice(column, column + 128)
+                raw_NF[part] = made_NF[part]
+                progress_M[m] += 1
+
+    thread = threading.Thread(target=product)
+    thread.start()
+    try:
+        launch_claimed_activation_gradient(
+            raw_NF, h_2NF, rows, peers, tile, 1, progress_M, cursor, *got, weighted=False
+        )  # fmt: skip
+    finally:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @both_weightings

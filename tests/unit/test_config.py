@@ -103,16 +103,27 @@ def test_default_schedules_are_valid():
 
 
 def test_default_schedule_of_hopper():
-    """Copies where most tokens are wanted anyway; pipelined where results take longer than what computes them."""
+    """Copies where most tokens are wanted anyway, unless all calls are small; pipelined where results take longer than
+    what computes them; small calls are one kernel each way; row tiles of an expert share its weights."""
+
+    def schedule(ep_size, **changes):
+        usual = GOOD | {"num_experts": 128, "top_k": 8, "max_tokens_per_rank": 8192}
+        return default_schedule("hopper", MoEConfig(**usual | changes), ep_size)
 
     def default(ep_size, **changes):
-        schedule = default_schedule("hopper", MoEConfig(**GOOD | {"num_experts": 128, "top_k": 8} | changes), ep_size)
-        return schedule.transfer, schedule.overlap
+        made = schedule(ep_size, **changes)
+        return made.transfer, made.overlap
 
     assert default(1, ffn=768) == ("push", "fused")
+    assert default(2, ffn=768, max_tokens_per_rank=512) == ("push", "fused")
     assert default(2, ffn=768) == ("copy", "fused")
     assert default(4, ffn=768) == ("copy", "pipelined")
     assert default(8, ffn=2048) == ("push", "fused")
+    usual, grouped = schedule(2), schedule(2, combine_groups=8)
+    assert [usual.is_mega(tokens) for tokens in (0, 512, 513)] == [True, True, False]
+    assert not any(made.is_mega(0) for made in (grouped, dataclasses.replace(usual, overlap="serial"), Schedule()))
+    rows = [schedule(2, num_experts=experts).gemm1.group_rows for experts in (128, 64, 32, 256)]
+    assert rows == [8, 16, 16, 8]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +137,6 @@ def test_default_schedule_of_hopper():
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"group_sum": "during"}, "group_sum is 'during'"),
         ({"group_sum": "beside", "overlap": "serial"}, "'beside' needs overlap='fused', not 'serial'"),
-        ({"sum_programs": 0}, "sum_programs is 0"),
         ({"matrix_workers": 0}, "matrix_workers is 0"),
         ({"vector_workers": -1}, "vector_workers is -1"),
         ({"overlap": "mega", "operand": "expanded"}, "operand is 'expanded'; overlap='mega' needs 'gathered'"),

@@ -90,15 +90,20 @@ def test_the_plan_is_what_the_backend_has(backend, received, groups):
 
 
 def test_peak_is_what_meets():
-    """Saved tensors, and either the activation's gradient in fp32 or the results of the backward."""
-    cfg = MoEConfig(hidden=64, ffn=128, num_experts=4, top_k=2, max_tokens_per_rank=64)
-    plan = plan_memory(cfg, 1)
+    """Saved tensors, and either the activation's gradient in fp32 or the results of the backward; both, and the lists
+    of tasks, where one kernel is a direction."""
+    cfg, schedule = MoEConfig(hidden=64, ffn=128, num_experts=4, top_k=2, max_tokens_per_rank=64), Schedule()
+    plan = plan_memory(cfg, 1, schedule=schedule)
     of = {name: buffer.bytes for name, buffer in by_name(plan).items()}
     backward = of["act"] + of["dh"] + of["dweight_groups"] + of["address"] + of["y"]
     results = of["dx"] + of["dw13"] + of["dw2"]
     assert plan.peak_bytes() == plan.total_bytes("saved") + backward + max(of["raw"], results)
     assert of["raw"] > results
-    small = plan_memory(dataclasses.replace(cfg, hidden=256, max_tokens_per_rank=1), 1)
+    mega = plan_memory(cfg, 1)
+    lists = by_name(mega)["lists"].bytes
+    assert lists > 0
+    assert mega.peak_bytes() == mega.total_bytes("saved") + backward + lists + of["raw"] + results
+    small = plan_memory(dataclasses.replace(cfg, hidden=256, max_tokens_per_rank=1), 1, schedule=schedule)
     of = {name: buffer.bytes for name, buffer in by_name(small).items()}
     results = of["dx"] + of["dw13"] + of["dw2"]
     assert results > of["raw"]

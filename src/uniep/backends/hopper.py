@@ -50,7 +50,8 @@ PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
-    "push_programs", "down_sms", "pipelined_from", "received", "group_sum", "sum_programs",
+    "push_programs", "down_sms", "pipelined_from", "received", "group_sum", "activation_gradient",
+    "beside_from", "mega_to",
 )  # fmt: skip
 
 
@@ -212,7 +213,7 @@ class HopperBackend:
                 return result
 
     def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
-        if self.schedule.overlap == "mega":
+        if self.schedule.is_mega(inputs.x_TD.shape[0]):
             return hopper_mega.forward(self, inputs, save)
         from uniep.kernels import launch, launch_groups
 
@@ -278,38 +279,29 @@ class HopperBackend:
     def backward(
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
     ) -> ExpertGradients:
-        if self.schedule.overlap == "mega":
+        if self.schedule.is_mega(dy_TD.shape[0]):
             return hopper_mega.backward(self, dy_TD, inputs, saved, needs, main_grads)
         from uniep.kernels import launch, launch_groups
 
-        cfg, device, experts, ids_TK, tile = self.cfg, self.device, inputs.experts, inputs.ids_TK, self.schedule.gemm2
+        cfg, device, experts, ids_TK = self.cfg, self.device, inputs.experts, inputs.ids_TK
         x_TD, dy_TD = aligned(inputs.x_TD), aligned(dy_TD)
         *of_plan, h_2NF, kept = saved
         plan = self.planner.restore(ids_TK.shape[0], of_plan)
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
-        groups = -(-cfg.ffn // COLUMN_GROUP)
-        like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
         receive = self.arena.views["receive"]
         address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
         where_x = x_TD, receive if self.schedule.received == "again" else kept
 
-        def find_rows() -> None:
+        claims = torch.empty(2, -(-rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
+
+        def prepare() -> None:
+            claims.zero_()
             if needs.w13 or needs.w2:
                 launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.sms, address_2N)
 
-        self._enter_backward(dy_TD, find_rows)
+        self._enter_backward(dy_TD, prepare)
         self._dispatch(dy_TD, plan, peers)
-        raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=device)
-        launch.launch_gathered_down_gradient(
-            dy_TD, receive, rows, experts, peers, tile, self.sms, raw_NF, **self._dispatching(ids_TK.shape[0], tile)
-        )
-        self.mark("down_gradient")
-        dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
-        groups_NG = torch.empty(num_rows, groups, dtype=torch.float32, device=device)
-        weighted = cfg.weight_at == "activation"
-        launch.launch_activation_gradient(raw_NF, h_2NF, rows, self.sms, dh_N2F, act_NF, groups_NG, weighted=weighted)
-        self.mark("activation_gradient")
-        del raw_NF
+        dh_N2F, act_NF, groups_NG = self._through_activation(dy_TD, h_2NF, plan, peers, experts, claims)
         launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.slots, self.sms)
 
         # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
@@ -335,6 +327,40 @@ class HopperBackend:
         if main_grads is not None:
             dw13 = dw2 = None
         return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)
+
+    def _through_activation(
+        self, dy_TD: Tensor, h_2NF: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights, claims: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dO back through W2 and the activation: dh (N, 2, F), the activation that dW2 contracts (N, F), and sums for
+        d(weight) (N, G).  claims: zero; two rows of a word or more for each row tile."""
+        from uniep.kernels import launch
+
+        cfg, rows, schedule, num_rows = self.cfg, plan.rows, self.schedule, plan.num_rows
+        num_tokens, tile = dy_TD.shape[0], schedule.gemm2
+        like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
+        raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=self.device)
+        dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
+        groups_NG = torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), dtype=torch.float32, device=self.device)
+        made, weighted = (dh_N2F, act_NF, groups_NG), cfg.weight_at == "activation"
+        beside = (
+            schedule.overlap != "serial"
+            and schedule.activation_gradient == "beside"
+            and num_tokens >= schedule.beside_from
+        )
+        progress_M, cursor = claims.unbind()
+        launch.launch_gathered_down_gradient(
+            dy_TD, self.arena.views["receive"], rows, experts, peers, tile, self.sms, raw_NF,
+            progress_M=progress_M if beside else None, **self._dispatching(num_tokens, tile),
+        )  # fmt: skip
+        if beside:
+            launch.launch_claimed_activation_gradient(
+                raw_NF, h_2NF, rows, peers, tile, self.sms, progress_M, cursor, *made, weighted=weighted
+            )
+        else:
+            self.mark("down_gradient")
+            launch.launch_activation_gradient(raw_NF, h_2NF, rows, self.sms, *made, weighted=weighted)
+        self.mark("activation_gradient")
+        return made
 
     def _weight_gradients(
         self, address_2N: Tensor, x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor, experts: ExpertWeights,
@@ -510,21 +536,14 @@ class HopperBackend:
     def _down_and_sums(
         self, act_NF: Tensor, lines: Lines, plan: DevicePlan, peers: Peers, experts: ExpertWeights, sums: Sums
     ) -> None:
-        """The down product, its rows added by groups beside it as their tiles are done; what is left, behind it."""
+        """The down product, its rows added by groups beside it as their tiles are done."""
         from uniep.kernels import launch_groups
 
         tile, rows = self.schedule.gemm2, plan.rows
         order_M = torch.empty_like(rows.order_M)
         launch_groups.launch_return_order(plan.counts_RE, rows, self.rank, tile.rows, order_M)
-        self._fork(self.side)
-        launch_groups.launch_counted_down(act_NF, rows, order_M, lines, experts, tile, self.sms, sums.rows_ND)
-        products = self.sms * tile.programs_per_sm
-        how = sums, rows, lines, peers, tile, products, (self.schedule.sum_programs, self.sms * 6)
-        with torch.cuda.stream(self.side):
-            launch_groups.launch_claimed_sum(*how, beside=True)
-        self.mark("return")
-        launch_groups.launch_claimed_sum(*how, beside=False)
-        self._stream.wait_stream(self.side)  # whose programs are counted before anybody waits for this rank's sums
+        launch_groups.launch_counted_down(act_NF, rows, order_M, experts, tile, self.sms, sums.rows_ND)
+        launch_groups.launch_claimed_sum(sums, rows, lines, peers, tile, self.sms)
         self.mark("group_sum")
 
     def _combine(

@@ -63,7 +63,8 @@ def spans(
     """
     if backend.device.type == "cuda":
         torch.cuda.synchronize(backend.device)
-    cfg, schedule, rank = backend.cfg, backend.schedule, backend.rank
+    cfg, rank = backend.cfg, backend.rank
+    schedule = dataclasses.replace(backend.schedule, overlap="mega")  # also of calls that are few enough tokens
     plans = [build_plan(list(ids), r, cfg) for r in range(backend.num_ranks)]
     tokens = [t.shape[0] for t in ids]
     if int(plan.rows.totals[0]) != plans[rank].num_rows:

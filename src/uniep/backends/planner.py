@@ -50,6 +50,7 @@ STAGES = {
     sync.STAGE_COMBINE.value: "return of results",
     sync.STAGE_ROWS.value: "rows of gate and up",
     sync.STAGE_SUM.value: "rows of the down product",
+    sync.STAGE_RAW.value: "rows of the gradient of the activation",
 }
 TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED, OTHER_CALL = (
     c.value for c in (sync.TIMEOUT, sync.BAD_ID, sync.TOO_MANY_ROWS, sync.REFUSED, sync.OTHER_CALL)

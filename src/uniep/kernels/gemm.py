@@ -13,9 +13,9 @@ Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
 import triton
 import triton.language as tl
 
-from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, sigmoid
+from uniep.kernels.ptx import after_previous, block_loads_follow, block_stores_complete, narrow, next_may_come, sigmoid
 from uniep.kernels.rows import load_rows, row_pointers, wait_for_rows
-from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
+from uniep.kernels.sync import STAGE_RAW, STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
 
 
@@ -65,6 +65,24 @@ def tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N: tl.constexpr, GROUP_
     inside = step < num_m * NUM_N
     m = tl.load(order_ptr + position, mask=inside, other=0)
     return m, tl.load(expert_ptr + m, mask=inside, other=0), n
+
+
+@triton.jit
+def row_tile_of_step(step, num_m, order_ptr, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """The row tile of a step; of a step below 0, any.
+
+    What is counted a turn late is looked up by its step: a tile that a loop carries on to the next turn arrives there a
+    turn early where Triton flattens the loop (docs/log.md).
+    """
+    position, _ = tile_coordinates(step, num_m, NUM_N, GROUP_M)
+    return tl.load(order_ptr + position, mask=step >= 0, other=0)
+
+
+@triton.jit
+def count_tile(progress_ptr, m):
+    """Count a finished tile at its row tile, once its block stores are visible."""
+    block_stores_complete()
+    tl.atomic_add(progress_ptr + m, 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -120,8 +138,7 @@ def gate_up_tile(
     if COUNT_TILES:
         # A turn late, so that nobody waits for stores that are under way.
         if turn > 0:
-            block_stores_complete()
-            tl.atomic_add(progress_ptr + before, 1, sem="release", scope="gpu")
+            count_tile(progress_ptr, before)
     if SAVE_H:
         gate_desc.store([row, n * HALF], gate_16)
         up_desc.store([row, n * HALF], up_16)
@@ -211,7 +228,6 @@ def gate_up_kernel(
     deadline_ns = deadline(status_ptr, timeout_ns)
     alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
     all_here = 0
-    counted = 0  # the row tile of the turn before
     if AHEAD:
         step = step_of_turn(0, alone, shared, program, push_programs)
         m, expert, n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
@@ -221,6 +237,10 @@ def gate_up_kernel(
             step = step_of_turn(turn, alone, shared, program, push_programs)
             m, expert, n = tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N, GROUP_M)
         row = m * BLOCK_M
+        before = 0
+        if COUNT_TILES:
+            step_before = step_of_turn(turn - 1, alone, shared, program, push_programs)
+            before = row_tile_of_step(tl.where(turn > 0, step_before, -1), num_m, order_ptr, NUM_N, GROUP_M)
         if WEIGHTED:  # loaded where it is used, it costs registers that the epilogue does not have
             weight = tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))
         else:
@@ -242,11 +262,9 @@ def gate_up_kernel(
             next_rows = next_m * BLOCK_M + tl.arange(0, BLOCK_M)
             next_source = tl.load(source_ptr + next_rows, mask=step < num_steps, other=0)
         gate_up_tile(
-            a_ptrs, rows_desc, w13_desc, gate_desc, up_desc, act_desc, weight, row, expert, n, progress_ptr, turn, counted,
+            a_ptrs, rows_desc, w13_desc, gate_desc, up_desc, act_desc, weight, row, expert, n, progress_ptr, turn, before,
             D, BLOCK_M, BLOCK_N, BLOCK_K, GATHERED, SAVE_H, WEIGHTED, UP_FIRST, COUNT_TILES,
         )  # fmt: skip
-        if COUNT_TILES:
-            counted = m + 0
         if AHEAD:
             m = next_m
             expert = next_expert
@@ -254,8 +272,37 @@ def gate_up_kernel(
             source = next_source
     if COUNT_TILES:
         if count > 0:
-            block_stores_complete()
-            tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
+            last = step_of_turn(count - 1, alone, shared, program, push_programs)
+            count_tile(progress_ptr, row_tile_of_step(last, num_m, order_ptr, NUM_N, GROUP_M))
+
+
+@triton.jit
+def gathered_product_tile(
+    a_ptrs,
+    b_desc,
+    out_desc,
+    row,
+    expert,
+    n,
+    progress_ptr,
+    turn,
+    before,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COUNT_TILES: tl.constexpr,
+):
+    """One tile of a product of gathered rows.  a_ptrs: their first step.  COUNT_TILES: as in `gate_up_tile`."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, tl.cdiv(D, BLOCK_K)):
+        a = load_rows(a_ptrs, k, D, BLOCK_K)
+        b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(a, b, acc)
+    if COUNT_TILES:
+        if turn > 0:
+            count_tile(progress_ptr, before)
+    store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(
@@ -286,6 +333,7 @@ def gathered_product_kernel(
     num_tokens,
     push_programs,
     push_rounds,
+    progress_ptr,
     b_desc,
     out_desc,
     D: tl.constexpr,
@@ -300,10 +348,16 @@ def gathered_product_kernel(
     PUSH_D: tl.constexpr,
     PUSH_ROWS: tl.constexpr,
     FUSED: tl.constexpr,
+    COUNT_TILES: tl.constexpr,
 ):
-    """out (N, WIDTH) fp32 = rows (N, D) @ B, rows read where they lie.  b_desc: (e, D, WIDTH).  FUSED: as above."""
+    """out (N, WIDTH) fp32 = rows (N, D) @ B, rows read where they lie.  b_desc: (e, D, WIDTH).  FUSED: as above.
+
+    COUNT_TILES: as above, for the next kernel, which may run beside this one.
+    """
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
+    if COUNT_TILES:
+        next_may_come()
     if FUSED and CHUNK > 0:
         if program < push_programs:
             push_tokens(
@@ -328,12 +382,17 @@ def gathered_product_kernel(
                 NUM_RANKS, CHUNK, RECEIVE_BLOCK,
             )  # fmt: skip
         a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, tl.cdiv(D, BLOCK_K)):
-            a = load_rows(a_ptrs, k, D, BLOCK_K)
-            b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
-            acc = tl.dot(a, b, acc)
-        store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+        before = 0
+        if COUNT_TILES:
+            step_before = step_of_turn(turn - 1, alone, shared, program, push_programs)
+            before = row_tile_of_step(tl.where(turn > 0, step_before, -1), num_m, order_ptr, NUM_N, GROUP_M)
+        gathered_product_tile(
+            a_ptrs, b_desc, out_desc, row, expert, n, progress_ptr, turn, before, D, BLOCK_M, BLOCK_N, BLOCK_K, COUNT_TILES,
+        )  # fmt: skip
+    if COUNT_TILES:
+        if count > 0:
+            last = step_of_turn(count - 1, alone, shared, program, push_programs)
+            count_tile(progress_ptr, row_tile_of_step(last, num_m, order_ptr, NUM_N, GROUP_M))
 
 
 @triton.jit
@@ -509,85 +568,6 @@ def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def activation_gradient_kernel(
-    raw_ptr,
-    gate_ptr,
-    up_ptr,
-    weight_ptr,
-    totals_ptr,
-    dh_ptr,
-    act_ptr,
-    groups_ptr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
-    """From raw = dO @ W2 (N, F) fp32, gate and up (N, F): dh, the activation that dW2 contracts, sums for d(weight).
-
-    dh: (N, 2, F).  act: (N, F).  groups: (N, ceil(F / 64)) fp32, raw * act by the adjacent-pairs tree.
-    A pass of its own, at memory bandwidth: as the GEMM's epilogue it took twice as long (docs/log.md).
-    """
-    dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    GROUPS: tl.constexpr = (F + 63) // 64
-    BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
-    num_rows = tl.load(totals_ptr)
-    for item in range(tl.program_id(0), num_rows // ROWS * BLOCKS, tl.num_programs(0)):
-        row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        column = item % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (column < F)[None, :]
-        at = row[:, None] * F + column[None, :]
-        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        raw = tl.load(raw_ptr + at, mask=inside, other=0.0)
-        weight = tl.load(weight_ptr + row)[:, None]
-        act, gate_sigmoid = swiglu(gate, up)
-        if WEIGHTED:
-            scored = act
-        else:
-            scored = narrow(act, dtype).to(tl.float32)
-        tl.store(act_ptr + at, narrow(weight * scored, dtype), mask=inside)
-        d_act = weight * raw
-        d_gate = d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
-        at += row[:, None] * F
-        tl.store(dh_ptr + at, narrow(d_gate, dtype), mask=inside)
-        tl.store(dh_ptr + at + F, narrow(d_act * (gate * gate_sigmoid), dtype), mask=inside)
-        sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
-        group = item % BLOCKS * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
-        tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
-
-
-@triton.jit
-def gathered_product_tile(
-    a_ptrs,
-    b_desc,
-    out_desc,
-    row,
-    expert,
-    n,
-    progress_ptr,
-    turn,
-    before,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    COUNT_TILES: tl.constexpr,
-):
-    """One tile of a product of gathered rows.  a_ptrs: their first step.  COUNT_TILES: as in `gate_up_tile`."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, tl.cdiv(D, BLOCK_K)):
-        a = load_rows(a_ptrs, k, D, BLOCK_K)
-        b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
-        acc = tl.dot(a, b, acc)
-    if COUNT_TILES:
-        if turn > 0:
-            block_stores_complete()
-            tl.atomic_add(progress_ptr + before, 1, sem="release", scope="gpu")
-    store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
 def activation_gradient_item(
     raw_ptr,
     gate_ptr,
@@ -627,6 +607,86 @@ def activation_gradient_item(
     sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
     group = block * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
     tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
+
+
+@triton.jit
+def activation_gradient_kernel(
+    raw_ptr,
+    gate_ptr,
+    up_ptr,
+    weight_ptr,
+    totals_ptr,
+    dh_ptr,
+    act_ptr,
+    groups_ptr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """From raw = dO @ W2 (N, F) fp32, gate and up (N, F): dh, the activation that dW2 contracts, sums for d(weight).
+
+    dh: (N, 2, F).  act: (N, F).  groups: (N, ceil(F / 64)) fp32, raw * act by the adjacent-pairs tree.
+    A pass of its own, at memory bandwidth: as the GEMM's epilogue it took twice as long (docs/log.md).
+    """
+    BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    num_rows = tl.load(totals_ptr)
+    for item in range(tl.program_id(0), num_rows // ROWS * BLOCKS, tl.num_programs(0)):
+        row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        activation_gradient_item(
+            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, item % BLOCKS, F, ROWS, COLUMNS, WEIGHTED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["timeout_ns", "rank"])
+def claimed_activation_gradient_kernel(
+    raw_ptr,
+    gate_ptr,
+    up_ptr,
+    weight_ptr,
+    totals_ptr,
+    dh_ptr,
+    act_ptr,
+    groups_ptr,
+    order_ptr,
+    progress_ptr,
+    cursor_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ITEM_ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """As `activation_gradient_kernel`, beside the product that makes raw, which lies in L2 then; the next kernel in the
+    stream after it.  Programs claim ITEM_ROWS rows at a time.
+
+    They come when all programs of the product have started, where these leave room, so that the product will finish
+    whatever multiprocessors are taken; the rest of them when its programs end.  They end after it.
+    order (M,): row tiles as the product walks them; progress (M,) counts finished tiles, TILES of each.
+    """
+    BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    PER_TILE: tl.constexpr = BLOCK_M // ITEM_ROWS
+    # Twice the time: whoever makes raw may wait for its peers as long as that.
+    deadline_ns = deadline(status_ptr, timeout_ns.to(tl.int64) * 2)
+    num_items = tl.load(totals_ptr + 1) * PER_TILE
+    item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
+    while item < num_items:
+        m = tl.load(order_ptr + item // PER_TILE)
+        wait_for(progress_ptr + m + tl.arange(0, WIDE) * 0, rank, TILES, deadline_ns, status_ptr, STAGE_RAW)
+        first = m * BLOCK_M + item % PER_TILE * ITEM_ROWS
+        for part in range(0, ITEM_ROWS // ROWS * BLOCKS):
+            row = (first + part // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+            activation_gradient_item(
+                raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, part % BLOCKS, F, ROWS, COLUMNS,
+                WEIGHTED,
+            )  # fmt: skip
+        item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
+    after_previous()
 
 
 @triton.jit

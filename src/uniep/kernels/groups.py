@@ -10,13 +10,12 @@ Suffixes: L lines (R ranks of T_max tokens), K slots, W return slots of a token,
 import triton
 import triton.language as tl
 
-from uniep.kernels.gemm import store_tile, tile_coordinates
+from uniep.kernels.gemm import count_tile, row_tile_of_step, store_tile, tile_coordinates
 from uniep.kernels.plan import HEADER
-from uniep.kernels.ptx import flat_block_stores_complete, narrow
-from uniep.kernels.sync import STAGE_SUM, WIDE, deadline, failed, has_reached, signal_all, wait_for
+from uniep.kernels.ptx import after_previous, narrow, next_may_come
+from uniep.kernels.sync import STAGE_SUM, deadline, failed, signal_all, wait_for
 
 NO_GROUP = tl.constexpr(2**30)  # of unused slots, behind all others
-PATIENCE_NS = tl.constexpr(100_000)  # for a product to start that sums run beside
 
 
 @triton.jit
@@ -48,7 +47,7 @@ def parts_kernel(
     row_ptr,
     slot_ptr,
     used_ptr,
-    counters_ptr,
+    cursor_ptr,
     call_ptr,
     rank,
     num_tokens,
@@ -65,7 +64,7 @@ def parts_kernel(
     """The tables of lines, from the plan and the exchanged ids; `row` is full of -1 before.
 
     GROUP: experts of a group.  used (T, W): 0 for the return slots that each token of this rank has, -1 for others.
-    counters (2 or more,): zero, see `claimed_sum_kernel`.
+    cursor: zero after it, see `claimed_sum_kernel`.
     Each row finds its place by itself: it counts the slots of its token that come before it.
     """
     call = tl.load(call_ptr)
@@ -73,7 +72,7 @@ def parts_kernel(
     column = tl.arange(0, KP)[None, :]
     lowest = rank * LOCAL // GROUP
     if tl.program_id(0) == 0:
-        tl.store(counters_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+        tl.store(cursor_ptr, 0)
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         back = tl.load(return_ptr + row)
@@ -266,7 +265,6 @@ def counted_product_kernel(
     totals_ptr,
     order_ptr,
     progress_ptr,
-    counters_ptr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -275,13 +273,12 @@ def counted_product_kernel(
     GROUP_M: tl.constexpr,
 ):
     """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`; progress (M,) counts the finished tiles
-    of each row tile, and counters[1] the programs that have started.  b_desc: (e, WIDTH, DEPTH)."""
+    of each row tile, for the next kernel, which may run beside this one.  b_desc: (e, WIDTH, DEPTH)."""
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
-    tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
+    next_may_come()
     num_m = tl.load(totals_ptr + 1)
     num_steps = num_m * NUM_N
-    counted = 0  # the row tile of the turn before
     for step in tl.range(program, num_steps, tl.num_programs(0), flatten=True):
         position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
         m = tl.load(order_ptr + position)
@@ -291,18 +288,16 @@ def counted_product_kernel(
             a = a_desc.load([m * BLOCK_M, k * BLOCK_K])
             b = b_desc.load([expert, n * BLOCK_N, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
             acc = tl.dot(a, b.T, acc)
-        # A turn late, so that nobody waits for stores that are under way.
         if step > program:
-            flat_block_stores_complete()
-            tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
-        counted = m + 0
+            before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, NUM_N, GROUP_M)
+            count_tile(progress_ptr, before)
         store_tile(acc, out_desc, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N)
     if program < num_steps:
-        flat_block_stores_complete()
-        tl.atomic_add(progress_ptr + counted, 1, sem="release", scope="gpu")
+        last = program + (num_steps - 1 - program) // tl.num_programs(0) * tl.num_programs(0)
+        count_tile(progress_ptr, row_tile_of_step(last, num_m, order_ptr, NUM_N, GROUP_M))
 
 
-@triton.jit(do_not_specialize=["num_lines", "first_line", "flag_offset", "products", "programs", "timeout_ns", "rank"])
+@triton.jit(do_not_specialize=["num_lines", "first_line", "flag_offset", "timeout_ns", "rank"])
 def claimed_sum_kernel(
     rows_ptr,
     weight_ptr,
@@ -317,9 +312,7 @@ def claimed_sum_kernel(
     num_lines,
     first_line,
     progress_ptr,
-    counters_ptr,
-    products,
-    programs,
+    cursor_ptr,
     timeout_ns,
     rank,
     D: tl.constexpr,
@@ -334,35 +327,27 @@ def claimed_sum_kernel(
     BLOCK_D: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ONE_GROUP: tl.constexpr,
-    BESIDE: tl.constexpr,
 ):
-    """As `group_sum_kernel`, in two launches that claim ITEM_L lines at a time at a shared cursor, counters[0]: one beside
-    the product (BESIDE), which waits for the tiles of its lines, one behind it for what is left.
+    """As `group_sum_kernel`, beside the product that makes the rows, the next kernel in the stream after it.  Programs claim
+    ITEM_L lines at a time, and wait for their tiles.
 
-    A program waits only once all `products` programs of the product have started: then they will finish, whatever
-    multiprocessors this kernel holds.  If they do not in time, it leaves its work to the launch behind.
-    TILES: of a row tile of BLOCK_M rows.  programs: of both launches.
+    They come when all programs of the product have started, where these leave room, so that the product will finish
+    whatever multiprocessors are taken; the rest of them when its programs end.  They end after it.
+    TILES: of a row tile of BLOCK_M rows.
     """
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     deadline_ns = deadline(status_ptr, timeout_ns)
     num_items = tl.where(failed(status_ptr), 0, tl.cdiv(num_lines, ITEM_L))
-    item = num_items
-    if BESIDE:
-        flags = counters_ptr + 1 + tl.arange(0, WIDE) * 0
-        if has_reached(flags, products, PATIENCE_NS):
-            item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
-    else:
-        item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
+    item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     while item < num_items:
-        if BESIDE:
-            all_lines = item * ITEM_L + tl.arange(0, ITEM_L)
-            slot = tl.arange(0, KP)[None, :]
-            at = ((first_line + all_lines) % num_lines).to(tl.int64)[:, None] * K + slot
-            row = tl.load(row_ptr + at, mask=(all_lines < num_lines)[:, None] & (slot < K), other=-1)
-            highest = tl.max(row)
-            if highest >= 0:
-                tile = tl.where(row >= 0, row, highest) // BLOCK_M
-                wait_for(progress_ptr + tile, rank, TILES, deadline_ns, status_ptr, STAGE_SUM)
+        all_lines = item * ITEM_L + tl.arange(0, ITEM_L)
+        slot = tl.arange(0, KP)[None, :]
+        at = ((first_line + all_lines) % num_lines).to(tl.int64)[:, None] * K + slot
+        row = tl.load(row_ptr + at, mask=(all_lines < num_lines)[:, None] & (slot < K), other=-1)
+        highest = tl.max(row)
+        if highest >= 0:
+            tile = tl.where(row >= 0, row, highest) // BLOCK_M
+            wait_for(progress_ptr + tile, rank, TILES, deadline_ns, status_ptr, STAGE_SUM)
         for part in range(0, tl.cdiv(tl.minimum(num_lines - item * ITEM_L, ITEM_L), BLOCK_L) * BLOCKS):
             number = item * ITEM_L + part // BLOCKS * BLOCK_L + tl.arange(0, BLOCK_L)
             column = part % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
@@ -370,5 +355,6 @@ def claimed_sum_kernel(
                 rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, (first_line + number) % num_lines,
                 number < num_lines, column, D, K, SLOTS, BLOCK_D, WEIGHTED, ONE_GROUP,
             )  # fmt: skip
-        item = tl.atomic_add(counters_ptr, 1, sem="relaxed")
-    signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, programs, status_ptr, NUM_RANKS)
+        item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
+    after_previous()
+    signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), status_ptr, NUM_RANKS)

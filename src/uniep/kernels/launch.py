@@ -19,6 +19,7 @@ from uniep.errors import UnsupportedError
 from uniep.kernels.call import Block, launch
 from uniep.kernels.gemm import (
     activation_gradient_kernel,
+    claimed_activation_gradient_kernel,
     gate_up_kernel,
     gathered_product_kernel,
     product_kernel,
@@ -252,8 +253,12 @@ def launch_down_gradient(
 def launch_gathered_down_gradient(
     dy_TD: Tensor, receive_MD: Tensor, rows: Rows, experts: ExpertWeights, peers: Peers, tile: Tile,
     multiprocessors: int, raw_NF: Tensor, *, fused: bool, push_programs: int, push_rounds: int,
+    progress_M: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The same with dO gathered where it lies; if `fused` waited for, while `push_programs` push this rank's."""
+    """The same with dO gathered where it lies; if `fused` waited for, while `push_programs` push this rank's.
+
+    progress_M: zero; counts finished tiles for what the next launch runs beside this one.
+    """
     width = dy_TD.shape[1]
     launch(
         gathered_product_kernel,
@@ -261,11 +266,13 @@ def launch_gathered_down_gradient(
         (
             dy_TD, receive_MD, rows.source_N, rows.backward_order_M, rows.expert_M, rows.totals,
             *peers.arguments(dy_TD.shape[0], rows), push_programs, push_rounds,
+            progress_M if progress_M is not None else rows.progress_M,
             w2_block(experts, 1, tile.depth, tile.columns), rows_block(raw_NF, tile.rows, stored_columns(tile, raw_NF)),
         ),
         {
             "D": width, "WIDTH": raw_NF.shape[1], "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
             "BLOCK_K": tile.depth, "GROUP_M": tile.group_rows, **peers.constants(width, 32), "FUSED": fused,
+            "COUNT_TILES": progress_M is not None,
         },
         **options(tile),
     )  # fmt: skip
@@ -317,6 +324,26 @@ def launch_activation_gradient(
         multiprocessors * 8,
         (raw_NF, *h_2NF.unbind(), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
         {"F": raw_NF.shape[1], "ROWS": 16, "COLUMNS": 256, "WEIGHTED": weighted},
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def launch_claimed_activation_gradient(
+    raw_NF: Tensor, h_2NF: Tensor, rows: Rows, peers: Peers, tile: Tile, multiprocessors: int, progress_M: Tensor,
+    cursor: Tensor, dh_N2F: Tensor, act_NF: Tensor, groups_NG: Tensor, *, weighted: bool,
+) -> None:  # fmt: skip
+    """The same, beside the `launch_gathered_down_gradient` right before it.  cursor: zero."""
+    launch(
+        claimed_activation_gradient_kernel,
+        multiprocessors * 6,
+        (
+            raw_NF, *h_2NF.unbind(), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG, rows.backward_order_M,
+            progress_M, cursor, peers.status, peers.timeout_ns, peers.rank,
+        ),
+        {
+            "F": raw_NF.shape[1], "ROWS": 8, "COLUMNS": 256, "WEIGHTED": weighted, "BLOCK_M": tile.rows, "ITEM_ROWS": 32,
+            "TILES": -(-raw_NF.shape[1] // tile.columns),
+        },
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -32,14 +32,14 @@ class Lines:
     """Which rows are added: views of one int32 tensor, which a backward needs again.
 
     row_LK, slot_LK: see kernels/groups.py.  used_TW: 0 for return slots in use, -1 for others; T the most tokens of a call.
-    counters: of sums beside the product.
+    cursor: of sums beside the product.
     """
 
     flat: Tensor
     row_LK: Tensor
     slot_LK: Tensor
     used_TW: Tensor
-    counters: Tensor
+    cursor: Tensor
 
     @classmethod
     def of(cls, flat: Tensor, cfg: MoEConfig, ep_size: int) -> Lines:
@@ -61,7 +61,7 @@ def launch_parts(
         parts_kernel,
         multiprocessors * 2,
         (
-            exchange, rows.return_N, rows.totals, lines.row_LK, lines.slot_LK, lines.used_TW, lines.counters, call,
+            exchange, rows.return_N, rows.totals, lines.row_LK, lines.slot_LK, lines.used_TW, lines.cursor, call,
             rank, num_tokens,
         ),
         {
@@ -134,17 +134,16 @@ def launch_return_order(counts_RE: Tensor, rows: Rows, rank: int, tile_rows: int
 
 
 def launch_counted_down(
-    act_NF: Tensor, rows: Rows, order_M: Tensor, lines: Lines, experts: ExpertWeights, tile: Tile,
-    multiprocessors: int, out_ND: Tensor,
+    act_NF: Tensor, rows: Rows, order_M: Tensor, experts: ExpertWeights, tile: Tile, multiprocessors: int,
+    out_ND: Tensor,
 ) -> None:  # fmt: skip
-    """out (N, D) = act @ W2^T in the order of `order`, counting finished tiles for sums beside it."""
+    """out (N, D) = act @ W2^T in the order of `order`, counting finished tiles for sums that the next launch runs beside."""
     launch(
         counted_product_kernel,
         multiprocessors * tile.programs_per_sm,
         (
             rows_block(act_NF, tile.rows, tile.depth), w2_block(experts, 1, tile.columns, tile.depth),
             rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)), rows.expert_M, rows.totals, order_M, rows.progress_M,
-            lines.counters,
         ),
         {
             "DEPTH": act_NF.shape[1], "WIDTH": out_ND.shape[1], "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
@@ -155,25 +154,20 @@ def launch_counted_down(
 
 
 def launch_claimed_sum(
-    sums: Sums, rows: Rows, lines: Lines, peers: Peers, tile: Tile, products: int, programs: tuple[int, int],
-    *, beside: bool,
+    sums: Sums, rows: Rows, lines: Lines, peers: Peers, tile: Tile, multiprocessors: int
 ) -> None:  # fmt: skip
-    """The sums of lines that no launch has claimed yet, beside a `launch_counted_down` of `products` programs or behind it.
-
-    programs: of the two launches, beside and behind.
-    """
+    """The sums of all lines, beside the `launch_counted_down` right before it."""
     constants = sums.constants(peers)
     top_k = power_of_2(sums.row_LK.shape[1])
     launch(
         claimed_sum_kernel,
-        programs[not beside],
+        multiprocessors * 6,
         (
-            *sums.arguments(peers), rows.progress_M, lines.counters, products, sum(programs), peers.timeout_ns,
-            peers.rank,
+            *sums.arguments(peers), rows.progress_M, lines.cursor, peers.timeout_ns, peers.rank,
         ),
         {
             **constants, "KP": top_k, "BLOCK_M": tile.rows, "TILES": -(-sums.rows_ND.shape[1] // tile.columns),
-            "ITEM_L": max(4 * LINES_AT_ONCE, 64 // top_k), "BESIDE": beside,
+            "ITEM_L": max(4 * LINES_AT_ONCE, 64 // top_k),
         },
         **sums.options, maxnreg=96 if sums.one_group else 128,  # left to itself, ptxas spills to use fewer
     )  # fmt: skip

@@ -34,10 +34,6 @@ if INTERPRETED:
         """Wait until all block stores (TMA) of this program are visible to it."""
 
     @triton.jit
-    def flat_block_stores_complete():
-        """`block_stores_complete` for loops that Triton flattens."""
-
-    @triton.jit
     def block_loads_follow():
         """Let block loads (TMA) from here on see what this program has acquired."""
 
@@ -82,13 +78,10 @@ else:
 
     @triton.jit
     def block_stores_complete():
-        """Wait until all block stores (TMA) of this program are visible to it."""
-        _statement("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
-        tl.debug_barrier()
+        """Wait until all block stores (TMA) of this program are visible to it.
 
-    @triton.jit
-    def flat_block_stores_complete():
-        """`block_stores_complete` for loops that Triton flattens: where it sees a barrier, it does not pipeline loads."""
+        The barrier is inside: in loops that Triton flattens, where it sees one, it does not pipeline loads.
+        """
         _statement("cp.async.bulk.wait_group 0; bar.sync 0; mov.u32 $0, 0;")
 
     @triton.jit

@@ -28,6 +28,7 @@ STAGE_DISPATCH = tl.constexpr(2)
 STAGE_COMBINE = tl.constexpr(3)
 STAGE_ROWS = tl.constexpr(4)
 STAGE_SUM = tl.constexpr(5)
+STAGE_RAW = tl.constexpr(6)
 
 # What a rank enters.
 IS_FORWARD = tl.constexpr(0)
@@ -96,16 +97,6 @@ def wait_unless_failed(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE:
     if late == 2:
         peer = tl.max(tl.where(seen - needed < 0, peers, -1))
         record(status_ptr, TIMEOUT, STAGE, peer, needed, tl.min(seen))
-
-
-@triton.jit
-def has_reached(flag_ptrs, needed, patience_ns):
-    """Whether every flag reaches `needed` within `patience_ns`; the same in all threads.  flag_ptrs: WIDE or more."""
-    deadline_ns = nanoseconds() + patience_ns
-    late = _lateness(load_acquire(flag_ptrs), needed, deadline_ns)
-    while late == 1:
-        late = _lateness(load_acquire(flag_ptrs), needed, deadline_ns)
-    return late == 0
 
 
 @triton.jit

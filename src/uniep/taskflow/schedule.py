@@ -56,12 +56,15 @@ class Schedule:
     gemm1, gemm2: tiles of the forward GEMMs; gemm2 also serves dgrad1 and dgrad2.  weight_gradient: of dW13 and
         dW2; its rows and columns tile the output.  (The CPU takes gemm1 and gemm2 for the backward, too.)
     push_programs: GPU programs that push tokens before they join the other work.
+    mega_to: tokens of a rank up to which a call of this rank runs as overlap="mega" (unless serial); on GPUs.
     down_sms: multiprocessors of the pipelined down product until gate and up are done.
     pipelined_from: tokens of a rank from which it is pipelined; with fewer, a call of this rank is fused.
     group_sum: where GPUs add the rows of combine groups in the forward.  "after", in a pass behind the down product;
         "beside", by programs of their own as its row tiles are done, those of peers' tokens first, so that sums travel
         while the product goes on (fused only).  In the backward they hide under the weight gradients.
-    sum_programs: programs beside the product; those of 4 warps, for which a GEMM leaves room.
+    activation_gradient: where GPUs run the activation's gradient.  "after", in a pass behind the product that feeds it;
+        "beside", by programs of their own as its row tiles are done and lie in L2 (not serial).
+    beside_from: tokens of a rank from which it runs beside; with fewer, after.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
     received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
         "again", the tokens are dispatched again (no memory between forward and backward).
@@ -83,10 +86,16 @@ class Schedule:
     down_sms: int = 32
     pipelined_from: int = 0
     group_sum: Literal["after", "beside"] = "after"
-    sum_programs: int = 128
+    activation_gradient: Literal["after", "beside"] = "after"
+    beside_from: int = 2048
+    mega_to: int = 0
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
+
+    def is_mega(self, num_tokens: int) -> bool:
+        """Whether a call of a rank with so many tokens is one kernel for each direction."""
+        return self.overlap == "mega" or (self.overlap != "serial" and 0 < self.mega_to >= num_tokens)
 
     @property
     def name(self) -> str:
@@ -106,7 +115,7 @@ CHOICES = {
 
 DEFAULT_SCHEDULES = {
     "cpu": Schedule(),
-    "hopper": Schedule(push_programs=16, chunk_tokens=32),
+    "hopper": Schedule(push_programs=16, chunk_tokens=32, activation_gradient="beside"),
     "nccl": Schedule(overlap="serial", tile_order="natural"),
 }
 """What each backend starts from unless told otherwise; see `default_schedule`."""
@@ -125,12 +134,23 @@ WORTH_PIPELINING = 1.7
 PIPELINED_FROM = 4096
 """Tokens; with fewer, sharing the multiprocessors costs more than the wire."""
 
+MEGA_TO = 512
+"""Tokens; with more, tiles that programs claim cost more than the launches that one kernel saves."""
+
 
 def default_schedule(backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
     """What a backend does unless told otherwise: the best measured for most shapes, untuned."""
     schedule = DEFAULT_SCHEDULES[backend]
-    if backend != "hopper" or ep_size == 1:
+    if backend != "hopper":
         return schedule
+    # Row tiles of one expert, so that its weights are read once; 16 is where the tiles that run at a time share most.
+    tiles = cfg.max_tokens_per_rank * ep_size * cfg.top_k // cfg.num_experts // schedule.gemm1.rows
+    rows = {"group_rows": min(max(tiles, schedule.gemm1.group_rows), 16)}
+    gemm1, gemm2 = (dataclasses.replace(tile, **rows) for tile in (schedule.gemm1, schedule.gemm2))
+    mega_to = MEGA_TO if cfg.combine_groups is None else 0
+    schedule = dataclasses.replace(schedule, gemm1=gemm1, gemm2=gemm2, mega_to=mega_to)
+    if ep_size == 1 or cfg.max_tokens_per_rank <= mega_to:
+        return schedule  # a push inside the one kernel beats copies, which are launches, too
     if cfg.wanted(ep_size) >= WORTH_COPYING:
         schedule = dataclasses.replace(schedule, transfer="copy")
     sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
@@ -172,7 +192,8 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         f"group_sum='beside' needs overlap='fused', not {schedule.overlap!r}",
     )
     tiles = {name: getattr(schedule, name) for name in ("gemm1", "gemm2", "weight_gradient")}
-    if schedule.overlap == "mega":
+    if schedule.is_mega(0):
+        way_out = "overlap='fused'" if schedule.overlap == "mega" else "mega_to=0"
         for name, value, only in (
             ("operand", schedule.operand, "gathered"),
             ("received", schedule.received, "saved"),
@@ -180,7 +201,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             *((f"{name}.programs_per_sm", tile.programs_per_sm, 1) for name, tile in tiles.items()),
             *((f"{name}.warps", tile.warps, schedule.gemm1.warps) for name, tile in tiles.items()),
         ):
-            need(value == only, f"{name} is {value!r}; overlap='mega' needs {only!r}, or use overlap='fused'")
+            need(value == only, f"{name} is {value!r}; overlap='mega' needs {only!r}; or use {way_out}")
     for name, tile in tiles.items():
         need(
             tile.rows in (64, 128) and ROW_ALIGN % tile.rows == 0,
@@ -195,7 +216,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
             f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",
         )
-    counts = ("chunk_tokens", "chunk_experts", "push_programs", "down_sms", "sum_programs")
+    counts = ("chunk_tokens", "chunk_experts", "push_programs", "down_sms")
     for name in (*counts, "matrix_workers", "vector_workers"):
         value = getattr(schedule, name)
         need(value >= 1, f"{name} is {value}; it must be at least 1")
