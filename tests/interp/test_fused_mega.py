@@ -8,11 +8,9 @@ import dataclasses
 
 import pytest
 import torch
-from fused_rank import BEFORE, MEGA_CASES, MEGA_ROUNDS, SCHEDULE, SMALL, run
+from fused_rank import BEFORE, MEGA_CASES, MEGA_ROUNDS, SCHEDULE, run
 from hopper_on_host import host_backends
 from test_fused import NAMES, run_ranks
-
-from uniep.errors import ConfigError
 
 CASES = MEGA_CASES
 
@@ -37,24 +35,6 @@ def test_one_rank(results, key):
     found = run(backend, case, 0, 1)
     for name in NAMES:
         assert torch.equal(found[name], results[key][0][name]), name
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"operand": "expanded"}, "Schedule.operand is 'expanded'"),
-        ({"received": "again"}, "Schedule.received is 'again'"),
-        ({"gemm2": dataclasses.replace(SMALL, warps=4)}, "gemm2.warps is 4, not 8"),
-        ({"weight_gradient": dataclasses.replace(SMALL, programs_per_sm=2)}, "weight_gradient.programs_per_sm is 2"),
-    ],
-)
-def test_what_one_kernel_cannot_do_is_refused(changes, words):
-    cfg = CASES["fp16"].config(8)
-    with pytest.raises(ConfigError, match=words):
-        host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap="mega", **changes))
-    grouped = dataclasses.replace(cfg, combine_groups=2)
-    with pytest.raises(ConfigError, match="combine_groups is 2, not None"):
-        host_backends(grouped, 1, dataclasses.replace(SCHEDULE, overlap="mega"))
 
 
 @pytest.mark.parametrize("key", CASES)

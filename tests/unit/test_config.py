@@ -139,11 +139,20 @@ def test_default_schedule_of_hopper():
         ({"group_sum": "beside", "overlap": "serial"}, "'beside' needs overlap='fused', not 'serial'"),
         ({"matrix_workers": 0}, "matrix_workers is 0"),
         ({"vector_workers": -1}, "vector_workers is -1"),
+        ({"overlap": "mega", "operand": "expanded"}, "operand is 'expanded'; overlap='mega' needs 'gathered'"),
+        ({"overlap": "mega", "received": "again"}, "received is 'again'; overlap='mega' needs 'saved'"),
+        ({"overlap": "mega", "gemm2": Tile(warps=4)}, "gemm2.warps is 4; overlap='mega' needs 8"),
+        ({"overlap": "mega", "gemm1": Tile(programs_per_sm=2)}, "gemm1.programs_per_sm is 2; overlap='mega' needs 1"),
     ],
 )
 def test_schedules_that_cannot_run(change, text):
     (reason,) = is_valid(Schedule(**change), MoEConfig(**GOOD))
     assert text in reason
+
+
+def test_combine_groups_are_not_for_one_kernel():
+    (reason,) = is_valid(Schedule(overlap="mega"), MoEConfig(**GOOD, combine_groups=2))
+    assert "combine_groups is 2; overlap='mega' needs None" in reason
 
 
 def test_import_touches_nothing():

@@ -1,6 +1,7 @@
 """overlap="mega" of the Hopper backend: behind the plan, or the entry of a backward, one kernel for each direction.
 
-The kernels are in `uniep.kernels.mega`; what they may be asked to do, in `check`.
+The kernels are in `uniep.kernels.mega`; what they may be asked to do, in
+`taskflow.schedule.is_valid`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
 from uniep.backends.hopper_trace import Records, exchanged_ids, spans
-from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
-from uniep.errors import ConfigError
+from uniep.config import COLUMN_GROUP, ROW_ALIGN
 from uniep.memory import backward_tiles, forward_tiles
 from uniep.taskflow.schedule import Schedule
 from uniep.weights import ExpertWeights
@@ -30,27 +30,6 @@ FIELDS = ("chunk_experts", "peer_order", "weight_gradient_order")
 def known_fields(schedule: Schedule, usual: Collection[str]) -> tuple[str, ...]:
     """Of a Schedule, those that mean something to the backend."""
     return (*usual, *(FIELDS if schedule.overlap == "mega" else ()))
-
-
-def check(schedule: Schedule, cfg: MoEConfig) -> None:
-    """Raise ConfigError for what the one kernel of a direction cannot do."""
-    if not schedule.is_mega(0):
-        return
-    tiles = {name: getattr(schedule, name) for name in ("gemm1", "gemm2", "weight_gradient")}
-    wrong = [
-        f"{name} is {value!r}, not {only!r}"
-        for name, value, only in (
-            ("Schedule.operand", schedule.operand, "gathered"),
-            ("Schedule.received", schedule.received, "saved"),
-            ("MoEConfig.combine_groups", cfg.combine_groups, None),
-            *((f"{name}.programs_per_sm", tile.programs_per_sm, 1) for name, tile in tiles.items()),
-            *((f"{name}.warps", tile.warps, schedule.gemm1.warps) for name, tile in tiles.items()),
-        )
-        if value != only
-    ]
-    if wrong:
-        way_out = "overlap='fused'" if schedule.overlap == "mega" else "mega_to=0"
-        raise ConfigError(f"overlap='mega' needs other values: {'; '.join(wrong)}; or use {way_out}")
 
 
 def aligned(matrix: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def launch_lists(
             "LOCAL_FIRST": schedule.tile_order == "local-first", "ROTATED": schedule.peer_order == "rotated",
             "BACKWARD": backward,
         },
-        num_warps=2,
+        num_warps=1,  # sums without barriers
     )  # fmt: skip
 
 

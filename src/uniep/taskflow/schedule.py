@@ -191,8 +191,18 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
         schedule.group_sum != "beside" or schedule.overlap == "fused",
         f"group_sum='beside' needs overlap='fused', not {schedule.overlap!r}",
     )
-    for name in ("gemm1", "gemm2", "weight_gradient"):
-        tile = getattr(schedule, name)
+    tiles = {name: getattr(schedule, name) for name in ("gemm1", "gemm2", "weight_gradient")}
+    if schedule.is_mega(0):
+        way_out = "overlap='fused'" if schedule.overlap == "mega" else "mega_to=0"
+        for name, value, only in (
+            ("operand", schedule.operand, "gathered"),
+            ("received", schedule.received, "saved"),
+            ("combine_groups", cfg.combine_groups, None),
+            *((f"{name}.programs_per_sm", tile.programs_per_sm, 1) for name, tile in tiles.items()),
+            *((f"{name}.warps", tile.warps, schedule.gemm1.warps) for name, tile in tiles.items()),
+        ):
+            need(value == only, f"{name} is {value!r}; overlap='mega' needs {only!r}, or use {way_out}")
+    for name, tile in tiles.items():
         need(
             tile.rows in (64, 128) and ROW_ALIGN % tile.rows == 0,
             f"{name}.rows is {tile.rows}; it must be 64 or 128 (segments are aligned to {ROW_ALIGN})",
