@@ -201,7 +201,7 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             *((f"{name}.programs_per_sm", tile.programs_per_sm, 1) for name, tile in tiles.items()),
             *((f"{name}.warps", tile.warps, schedule.gemm1.warps) for name, tile in tiles.items()),
         ):
-            need(value == only, f"{name} is {value!r}; overlap='mega' needs {only!r}; or use {way_out}")
+            need(value == only, f"{name} is {value!r}; overlap='mega' needs {only!r}, or use {way_out}")
     for name, tile in tiles.items():
         need(
             tile.rows in (64, 128) and ROW_ALIGN % tile.rows == 0,
