@@ -1,6 +1,7 @@
 """Markdown tables from result files, printed or written between two marks of a README.
 
 python benchmarks/table.py benchmarks/results/*.json --readme README.md
+python benchmarks/table.py benchmarks/results/h200x2_groups.json --impl uniep,uniep-groups,deepep-nowait
 """
 
 from __future__ import annotations
@@ -43,6 +44,17 @@ def _table(machine: str, load_name: str, direction: str, timings: list[Timing]) 
     return "\n".join(lines) + "\n"
 
 
+def comparison(timings: list[Timing], impls: list[str]) -> str:
+    """Milliseconds of these implementations, a column each; a table per machine, load and direction."""
+    groups: dict[str, list[str]] = {}
+    for t in timings:
+        title = f"**{DIRECTIONS[t.direction].capitalize()}, {t.machine}, {t.load}, ms** (commit {t.meta['commit']})"
+        head = f"| shape | tokens per GPU | {' | '.join(impls)} |\n|---|---:|{'---:|' * len(impls)}"
+        cells = [t.shape, str(t.tokens), *(_number(t.ms.get(impl)) for impl in impls)]
+        groups.setdefault(f"{title}\n\n{head}", []).append(f"| {' | '.join(cells)} |")
+    return "\n".join("\n".join([head, *lines, ""]) for head, lines in groups.items())
+
+
 def _number(ms: float | None, mark: bool = False) -> str:
     if ms is None:
         return ""
@@ -63,13 +75,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--readme", type=Path, help="write there instead of printing")
     parser.add_argument("--load", help="only this load, window or sustained")
     parser.add_argument("--tokens", type=int, help="only this number of tokens")
+    parser.add_argument("--impl", help="compare these implementations: names, separated by commas")
     args = parser.parse_args(argv)
     timings = [
         timing
         for timing in load(args.files)
         if args.load in (None, timing.load) and args.tokens in (None, timing.tokens)
     ]
-    text = tables(timings)
+    text = comparison(timings, args.impl.split(",")) if args.impl else tables(timings)
     if args.readme:
         args.readme.write_text(insert(args.readme.read_text(), text))
     else:

@@ -26,7 +26,7 @@ TILE_ORDERS: tuple[Literal["natural", "local-first"], ...] = ("natural", "local-
 
 def schedules(backend: str) -> list[uniep.Schedule]:
     """serial and fused, each in natural and local-first tile order, and where there are copy engines tokens that they
-    send, as far as `backend` knows them.
+    send, pipelined, and one kernel for each direction, as far as `backend` knows them.
 
     The first is the oracle.
     """
@@ -39,7 +39,8 @@ def schedules(backend: str) -> list[uniep.Schedule]:
     ]
     if "transfer" in known:
         copied = dataclasses.replace(default, transfer="copy")
-        found += [copied, dataclasses.replace(copied, overlap="pipelined")]
+        found += [copied, *(dataclasses.replace(copied, overlap=overlap) for overlap in ("pipelined", "mega"))]
+        found.append(dataclasses.replace(default, overlap="mega"))
     return found
 
 
