@@ -58,8 +58,8 @@ def install(multiprocessors: int) -> None:
     hopper._check_support = lambda cfg, ep_size, device: None  # the interpreter computes in fp32, too
 
 
-def interpret() -> None:
-    """`install` for processes that interpret.  Few programs, since they run one after another.
+def interpret(ahead_ns: int = 0) -> None:
+    """`install` for processes that interpret.  Few programs, since they run one after another.  ahead_ns: of its clock.
 
     Two things are nearer to compiled kernels here than in Triton's interpreter: `for i in range(...)` yields
     int32 tensors, not Python ints, and there is a clock, so that waits end.  It also lets other processes run
@@ -74,11 +74,11 @@ def interpret() -> None:
 
     def nanoseconds():
         time.sleep(0.001)
-        return tl.full((), time.monotonic_ns(), tl.int64)
+        return tl.full((), time.monotonic_ns() + ahead_ns, tl.int64)
 
     for module in (gemm, groups, lists, mega, plan, sync, transfer):
         module.range = tensor_range
-    sync.nanoseconds = mega.nanoseconds = nanoseconds
+    sync.nanoseconds = mega.nanoseconds = plan.nanoseconds = nanoseconds
 
 
 def programs_at_once(count: int, slow: bool) -> None:

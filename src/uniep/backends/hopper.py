@@ -81,7 +81,8 @@ class HopperBackend:
     """See the module docstring.  schedule None: `default_schedule`.
 
     trace: with overlap="mega", set to a list to have `Span`s appended; calls then wait for the GPU, and a backward is
-    taken for that of the last forward (whose ids are traced_ids).
+    taken for that of the last forward.  Times count from when all ranks had entered that forward (traced_from, by this
+    GPU's clock: those of other GPUs differ); its ids are traced_ids.
     """
 
     name = "hopper"
@@ -120,6 +121,7 @@ class HopperBackend:
         self.phases: list[tuple[str, torch.cuda.Event]] | None = None
         self.trace: list[Span] | None = None
         self.traced_ids: list[Tensor] = []
+        self.traced_from: Tensor | None = None
         self._stay_local = False
 
     def _check_push(self) -> None:

@@ -42,7 +42,8 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     from uniep.kernels import launch_mega
 
     cfg, x_TD, schedule = backend.cfg, inputs.x_TD, backend.schedule
-    copying = backend._copying
+    copying, tracing = backend._copying, backend.trace is not None
+    backend.planner.entered_ns = torch.zeros(1, dtype=torch.int64, device=backend.device) if tracing else None
     plan = backend.planner.plan(
         inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None
     )
@@ -62,7 +63,8 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     )  # fmt: skip
     backend._join()
     if records is not None and backend.trace is not None:
-        backend.traced_ids = exchanged_ids(backend)
+        backend.traced_ids, backend.traced_from = exchanged_ids(backend), backend.planner.entered_ns
+        backend.planner.entered_ns = None
         step = launch_mega.sum_tokens(x_TD.shape[0], backend.sms)
         backend.trace += spans(backend, records, plan, backend.traced_ids, step, keep=save)
     backend.mark("forward")

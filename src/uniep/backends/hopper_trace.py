@@ -74,6 +74,9 @@ def spans(
     else:
         phase, graph = "backward", lower_backward(plans, tokens, cfg, schedule, w13=needs.w13, w2=needs.w2)
     matrix, vector = (t[t[:, 0] >= 0].cpu() for t in records.buffers)
+    if backend.traced_from is not None:
+        for rows in (matrix, vector):
+            rows[:, 2:] -= backend.traced_from.cpu()
     chosen = graph.indices(rank, "vector")
     pushes = 0 if backend._copying else _count(graph, chosen, "push")
     if needs is None:

@@ -122,6 +122,7 @@ class Planner:
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.timeout_ns = int(workspace.timeout_s * 1e9)
         self.calls_made = 0
+        self.entered_ns: Tensor | None = None  # int64: by this device's clock, when all ranks had entered
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[int, HeadLayout] = {}
         self.call = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -202,8 +203,12 @@ class Planner:
         self.wait("entered")
 
     def wait_entered(self, kind: int) -> None:
-        """Wait until every rank has entered this call, of this kind."""
+        """Wait until every rank has entered this call, of this kind; note when that was, if somebody asks."""
         self.wait("entered", kind)
+        if self.entered_ns is not None:
+            from uniep.kernels.plan import clock_kernel
+
+            launch(clock_kernel, 1, (self.entered_ns,), {}, num_warps=1)
 
     def wait(self, flag: str, kind: int = -1) -> None:
         """Make the stream wait until `flag` of every other rank has reached this call.

@@ -22,7 +22,7 @@ Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M
 import triton
 import triton.language as tl
 
-from uniep.kernels.ptx import after_previous, next_may_come
+from uniep.kernels.ptx import after_previous, nanoseconds, next_may_come
 from uniep.kernels.sync import (
     BAD_ID,
     IS_BACKWARD,
@@ -132,6 +132,13 @@ def barrier_kernel(
             other = kind == IS_BACKWARD  # refusals have an error of their own
         if tl.max(other.to(tl.int32)) != 0:
             record(status_ptr, OTHER_CALL, tl.max(tl.where(other, ranks, -1)), KIND, 0, 0)
+
+
+@triton.jit
+def clock_kernel(time_ptr):
+    """This device's clock (int64, ns), when the kernel before it has ended."""
+    after_previous()
+    tl.store(time_ptr, nanoseconds())
 
 
 @triton.jit

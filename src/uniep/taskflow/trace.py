@@ -23,7 +23,7 @@ PHASES = ("forward", "backward")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """One task in one call (ns, one clock for all ranks).
+    """One task in one call (ns, one clock for all ranks, or one origin).
 
     worker: its class, and which one of the class: "matrix 0".  remote: reads what peers send.  for_peers: waits for
     peers, itself or by the gate of its stage.
@@ -46,7 +46,7 @@ def device_spans(graph: TaskGraph, list_n: Tensor, record_n5: Tensor, phase: str
     """The records of a device's programs: int64 rows of (task, program, claimed, start, end).
 
     list_n: the tasks of one class on one rank, in the order in which programs claim them; task: the place in it.
-    Times: nanoseconds of one clock for all ranks.
+    Times: nanoseconds from one origin for all ranks.
     Raises InputError for a record of no task, or one that ends before it begins.
     """
     rows = record_n5.tolist()
