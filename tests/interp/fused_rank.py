@@ -141,6 +141,14 @@ def run_main_grad(backend, case: Case, rank: int, ranks: int) -> dict[str, Tenso
         got = backend.backward(dy_TD, inputs, saved, Needs(), MainGrads(*main_grads, accumulate))
         assert got.w13 is None and got.w2 is None
         found |= dict(zip(names, (stacked(case, main_grads[0]), main_grads[1][0]), strict=True))
+    # What is frozen on one rank has no main_grad there.
+    w13, w2 = ([torch.full(t.shape, BEFORE) for t in ts] for ts in (experts.w13, experts.w2))
+    if rank == 0:
+        backend.backward(dy_TD, inputs, saved, Needs(w13=False), MainGrads((), tuple(w2), True))
+        assert torch.equal(w2[0], found["sum2"])
+    else:
+        backend.backward(dy_TD, inputs, saved, Needs(w2=False), MainGrads(tuple(w13), (), True))
+        assert torch.equal(stacked(case, tuple(w13)), found["sum13"])
     return found
 
 

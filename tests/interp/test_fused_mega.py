@@ -12,6 +12,10 @@ from fused_rank import BEFORE, MEGA_CASES, MEGA_ROUNDS, SCHEDULE, run
 from hopper_on_host import host_backends
 from test_fused import NAMES, run_ranks
 
+from uniep.backends import planner
+from uniep.kernels import launch as launchers
+from uniep.kernels import launch_groups, launch_mega
+
 CASES = MEGA_CASES
 
 
@@ -25,6 +29,32 @@ def test_equals_serial(results, key):
     for turn, how in enumerate(MEGA_ROUNDS):
         for name in NAMES:
             assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"
+
+
+def test_prepare_launches_all_that_calls_do(monkeypatch):
+    """Kernels with their constants: of calls of few tokens, of more, and of many."""
+    case = dataclasses.replace(CASES["fp16"], tokens=(8, 0))
+    schedule = dataclasses.replace(SCHEDULE, activation_gradient="beside", beside_from=24, mega_to=16)
+    backend = host_backends(case.config(40), 1, schedule)[0]
+    launched = set()
+    for module in (launchers, launch_groups, launch_mega, planner):
+        real = module.launch
+
+        def launch(kernel, programs, args, constants, real=real, **options):
+            launched.add((kernel.__name__, *constants.items()))
+            real(kernel, programs, args, constants, **options)
+
+        monkeypatch.setattr(module, "launch", launch)
+    usual = backend.schedule
+    backend.prepare()
+    assert backend.schedule is usual
+    prepared = set(launched)
+    kernels = {8: "backward_kernel", 20: "activation_gradient_kernel", 40: "claimed_activation_gradient_kernel"}
+    for tokens, kernel in kernels.items():
+        launched.clear()
+        run(backend, dataclasses.replace(case, tokens=(tokens, 0)), 0, 1)
+        assert any(name == kernel for name, *_ in launched)
+        assert launched <= prepared, tokens
 
 
 @pytest.mark.parametrize("key", CASES)

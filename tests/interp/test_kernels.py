@@ -456,9 +456,15 @@ def test_dweights():
     groups_NG = made((p.plan.num_rows, 4), torch.float32, "normal", 6)
     slots = p.cfg.max_tokens_per_rank * K
     got = [unwritten(slots, dtype=torch.float32) for _ in range(2)]
-    given = {"groups_ptr": groups_NG, "dweights_table_ptr": addresses(got)}
+    given = {
+        "groups_ptr": groups_NG,
+        "dweights_table_ptr": addresses(got),
+        "status_ptr": torch.zeros(1, dtype=torch.int32),
+    }
     launch(dweights_kernel, **p.tables, **given, GROUPS=4, SLOTS=slots, ROWS=128)
-    want = unwritten(2 * slots, dtype=torch.float32)
+    given["status_ptr"].fill_(1)
+    launch(dweights_kernel, **p.tables, **given | {"groups_ptr": groups_NG + 1}, GROUPS=4, SLOTS=slots, ROWS=128)
+    want = unwritten(2 * slots, dtype=torch.float32)  # after a failure nothing is stored
     want[p.plan.row_return_N[p.used].long()] = add_ascending(groups_NG)[p.used]
     assert torch.equal(torch.cat(got).nan_to_num(12345.0), want.nan_to_num(12345.0))
     assert not torch.equal(add_ascending(groups_NG), add_ascending(groups_NG.flip(1)))

@@ -11,7 +11,7 @@ from uniep.config import MoEConfig
 from uniep.kernels import launch_mega
 from uniep.kernels import lists as tasks
 from uniep.kernels.launch import Rows
-from uniep.memory import backward_tiles, forward_tiles
+from uniep.memory import backward_tiles, forward_tiles, steps
 from uniep.routing import build_plan
 from uniep.taskflow.lower import lower_backward, lower_forward
 from uniep.taskflow.schedule import Schedule, Tile
@@ -75,6 +75,46 @@ def made_lists(plan, cfg, schedule, rank, *, backward, w13=True, w2=True):
     return lists.matrix[:num_tasks], lists.vector[: num_m * (tiles[0] + 1)], need
 
 
+MATRIX_OPS = ("gemm1", "gemm2"), ("dgrad2", "dgrad1", "wgrad2", "wgrad1")
+VECTOR_OPS = (), ("activation_gradient", "dweight")
+"""Names in a `TaskGraph` of the operators of each list, forward and backward."""
+
+
+def descriptors(word_n, ops, cfg, schedule):
+    """Words of a list of these operators as (operator, group, row0, row1, column0, column1): a `TaskGraph`'s."""
+    tile, weight_tile = schedule.gemm2, schedule.weight_gradient
+    columns = {  # (step, extent)
+        "gemm1": (schedule.gemm1.columns // 2, cfg.ffn), "gemm2": (tile.columns, cfg.hidden),
+        "dgrad2": (tile.columns, cfg.ffn), "dgrad1": (tile.columns, cfg.hidden),
+        "activation_gradient": (tile.columns, cfg.ffn), "dweight": (1, 1),
+    }  # fmt: skip
+    found = []
+    for word in word_n.tolist():
+        op, expert, number = ops[word >> 56], word >> 40 & 0xFFFF, word & 0xFFFFFFFFFF
+        if op in columns:
+            step, extent = columns[op]
+            row, column = (number >> 16) * tile.rows, (number & 0xFFFF) * step
+            found.append((op, expert, row, row + tile.rows, column, min(column + step, extent)))
+        elif op == "wgrad2":
+            row, column = (
+                i * s
+                for i, s in zip(
+                    divmod(number, steps(cfg.ffn, weight_tile.columns)),
+                    (weight_tile.rows, weight_tile.columns),
+                    strict=True,
+                )
+            )
+            ends = min(row + weight_tile.rows, cfg.hidden), min(column + weight_tile.columns, cfg.ffn)
+            found.append((op, expert, row, ends[0], column, ends[1]))
+        else:
+            block, m = divmod(number, steps(cfg.hidden, weight_tile.rows))
+            part, n = divmod(block, steps(cfg.ffn, weight_tile.columns))
+            row, column = n * weight_tile.columns, m * weight_tile.rows
+            ends = min(row + weight_tile.columns, cfg.ffn), min(column + weight_tile.rows, cfg.hidden)
+            found.append((op, expert, part * cfg.ffn + row, part * cfg.ffn + ends[0], column, ends[1]))
+    return found
+
+
 def compiled(graph, rank, worker, ops):
     index = graph.indices(rank, worker)
     return [(graph.ops[op], *block) for op, *block in graph.descriptors(index).tolist() if graph.ops[op] in ops]
@@ -90,13 +130,13 @@ def test_lists_are_the_compilers(seed):
     backward = lower_backward(plans, tokens, cfg, schedule, w13=w13, w2=w2)
     for rank, plan in enumerate(plans):
         matrix, _, _ = made_lists(plan, cfg, schedule, rank, backward=False)
-        ops = launch_mega.MATRIX_OPS[0]
-        assert launch_mega.descriptors(matrix, ops, cfg, schedule) == compiled(forward, rank, "matrix", ops)
+        ops = MATRIX_OPS[0]
+        assert descriptors(matrix, ops, cfg, schedule) == compiled(forward, rank, "matrix", ops)
         matrix, vector, _ = made_lists(plan, cfg, schedule, rank, backward=True, w13=w13, w2=w2)
-        ops = launch_mega.MATRIX_OPS[1]
-        assert launch_mega.descriptors(matrix, ops, cfg, schedule) == compiled(backward, rank, "matrix", ops)
-        ops = launch_mega.VECTOR_OPS[1]
-        assert launch_mega.descriptors(vector, ops, cfg, schedule) == compiled(backward, rank, "vector", ops)
+        ops = MATRIX_OPS[1]
+        assert descriptors(matrix, ops, cfg, schedule) == compiled(backward, rank, "matrix", ops)
+        ops = VECTOR_OPS[1]
+        assert descriptors(vector, ops, cfg, schedule) == compiled(backward, rank, "vector", ops)
 
 
 class Program:
@@ -116,8 +156,8 @@ def test_nothing_blocks(seed):
     plan = build_plan(ids, rank, cfg)
     matrix, vector, need = made_lists(plan, cfg, schedule, rank, backward=True)
     blocks = {
-        "matrix": launch_mega.descriptors(matrix, launch_mega.MATRIX_OPS[1], cfg, schedule),
-        "vector": launch_mega.descriptors(vector, launch_mega.VECTOR_OPS[1], cfg, schedule),
+        "matrix": descriptors(matrix, MATRIX_OPS[1], cfg, schedule),
+        "vector": descriptors(vector, VECTOR_OPS[1], cfg, schedule),
     }
     start = plan.expert_start_e1.tolist()
     chunked = schedule.chunk_experts if schedule.tile_order == "chunk-major" else None

@@ -22,8 +22,7 @@ from torch import SymInt, Tensor
 
 from uniep.backends import hopper_mega
 from uniep.backends.arena import WAY_OUT, Arena
-from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
-from uniep.backends.hopper_mega import aligned
+from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs, aligned
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.kernels.call import copy
@@ -95,7 +94,7 @@ class HopperBackend:
         self.cfg, self.device = cfg, device
         self.rank, self.num_ranks = workspace.rank, workspace.ep_size
         self.schedule = schedule or default_schedule(self.name, cfg, self.num_ranks)
-        refuse_other_fields(self.schedule, self.name, hopper_mega.known_fields(self.schedule, SCHEDULE_FIELDS))
+        refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         rows = self.schedule.gemm1.rows
         if rows != self.schedule.gemm2.rows:
             raise ConfigError(
@@ -154,7 +153,7 @@ class HopperBackend:
         self.planner.check()
 
     def prepare(self) -> None:
-        """Compile every kernel by an empty forward and backward.  Collective."""
+        """Compile every kernel that calls of this schedule launch, by empty forwards and backwards.  Collective."""
         cfg, local = self.cfg, self.planner.local
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
         w13, w2 = torch.zeros(local, 2 * cfg.ffn, cfg.hidden, **like), torch.zeros(local, cfg.hidden, cfg.ffn, **like)
@@ -162,9 +161,16 @@ class HopperBackend:
         ids_TK = torch.zeros(0, cfg.top_k, dtype=torch.int64, device=self.device)
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
         inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights((w13,), (w2,), "stacked"))
-        self.forward(inputs, save=False)
-        _, saved = self.forward(inputs, save=True)
-        self.backward(x_TD, inputs, saved, Needs())
+        usual = self.schedule  # for few tokens, then for more, then for many
+        more = dataclasses.replace(usual, mega_to=0)
+        many = dataclasses.replace(more, pipelined_from=0, beside_from=0)
+        try:
+            for self.schedule in dict.fromkeys((usual, more, many)):
+                self.forward(inputs, save=False)
+                _, saved = self.forward(inputs, save=True)
+                self.backward(x_TD, inputs, saved, Needs())
+        finally:
+            self.schedule = usual
         torch.cuda.synchronize(self.device)
 
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
@@ -178,7 +184,9 @@ class HopperBackend:
     def report(self) -> dict[str, str]:
         return {
             "backend": f"hopper: rank {self.rank} of {self.num_ranks} on {torch.cuda.get_device_name(self.device)}",
-            "schedule": self.schedule.name,
+            "schedule": self.schedule.name
+            if self.schedule.mega_to == 0
+            else f"{self.schedule.name}; one kernel each way for calls of up to {self.schedule.mega_to} tokens",
             "rows": "allocated by the last call's need, read back beside the GPU's work"
             if self.cfg.max_rows is None
             else f"max_rows={self.cfg.max_rows}, no host read",
@@ -294,17 +302,20 @@ class HopperBackend:
         address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
         where_x = x_TD, receive if self.schedule.received == "again" else kept
 
-        claims = torch.empty(2, -(-rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
+        claims = None
+        if self.schedule.is_beside(dy_TD.shape[0]):
+            claims = torch.empty(2, -(-rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
 
-        def prepare() -> None:
-            claims.zero_()
+        def meanwhile() -> None:
+            if claims is not None:
+                claims.zero_()
             if needs.w13 or needs.w2:
                 launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.sms, address_2N)
 
-        self._enter_backward(dy_TD, prepare)
+        self._enter_backward(dy_TD, meanwhile)
         self._dispatch(dy_TD, plan, peers)
         dh_N2F, act_NF, groups_NG = self._through_activation(dy_TD, h_2NF, plan, peers, experts, claims)
-        launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.slots, self.sms)
+        launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.planner.status, self.slots, self.sms)
 
         # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
         dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
@@ -331,10 +342,11 @@ class HopperBackend:
         return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)
 
     def _through_activation(
-        self, dy_TD: Tensor, h_2NF: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights, claims: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dy_TD: Tensor, h_2NF: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights,
+        claims: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """dO back through W2 and the activation: dh (N, 2, F), the activation that dW2 contracts (N, F), and sums for
-        d(weight) (N, G).  claims: zero; two rows of a word or more for each row tile."""
+        d(weight) (N, G).  claims: zero, two rows of a word or more for each row tile, to do both at once; or None."""
         from uniep.kernels import launch
 
         cfg, rows, schedule, num_rows = self.cfg, plan.rows, self.schedule, plan.num_rows
@@ -344,17 +356,12 @@ class HopperBackend:
         dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
         groups_NG = torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), dtype=torch.float32, device=self.device)
         made, weighted = (dh_N2F, act_NF, groups_NG), cfg.weight_at == "activation"
-        beside = (
-            schedule.overlap != "serial"
-            and schedule.activation_gradient == "beside"
-            and num_tokens >= schedule.beside_from
-        )
-        progress_M, cursor = claims.unbind()
+        progress_M, cursor = claims.unbind() if claims is not None else (None, None)
         launch.launch_gathered_down_gradient(
             dy_TD, self.arena.views["receive"], rows, experts, peers, tile, self.sms, raw_NF,
-            progress_M=progress_M if beside else None, **self._dispatching(num_tokens, tile),
+            progress_M=progress_M, **self._dispatching(num_tokens, tile),
         )  # fmt: skip
-        if beside:
+        if progress_M is not None and cursor is not None:
             launch.launch_claimed_activation_gradient(
                 raw_NF, h_2NF, rows, peers, tile, self.sms, progress_M, cursor, *made, weighted=weighted
             )

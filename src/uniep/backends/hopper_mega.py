@@ -6,35 +6,22 @@ The kernels are in `uniep.kernels.mega`; what they may be asked to do, in
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
+from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs, aligned
 from uniep.backends.hopper_trace import Records, exchanged_ids, spans
 from uniep.config import COLUMN_GROUP, ROW_ALIGN
 from uniep.memory import backward_tiles, forward_tiles
-from uniep.taskflow.schedule import Schedule
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from uniep.backends.hopper import HopperBackend
     from uniep.backends.planner import DevicePlan
     from uniep.kernels.launch_mega import Lists
-
-FIELDS = ("chunk_experts", "peer_order", "weight_gradient_order")
-
-
-def known_fields(schedule: Schedule, usual: Collection[str]) -> tuple[str, ...]:
-    """Of a Schedule, those that mean something to the backend."""
-    return (*usual, *(FIELDS if schedule.overlap == "mega" else ()))
-
-
-def aligned(matrix: Tensor) -> Tensor:
-    """`matrix`, at a multiple of 16 bytes: kernels copy 16 bytes at once."""
-    return matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()
 
 
 def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -43,10 +30,11 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
 
     cfg, x_TD, schedule = backend.cfg, inputs.x_TD, backend.schedule
     copying, tracing = backend._copying, backend.trace is not None
-    backend.planner.entered_ns = torch.zeros(1, dtype=torch.int64, device=backend.device) if tracing else None
+    entered_ns = torch.zeros(1, dtype=torch.int64, device=backend.device) if tracing else None
     plan = backend.planner.plan(
-        inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None
-    )
+        inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None,
+        entered_ns=entered_ns,
+    )  # fmt: skip
     rows, num_rows = plan.rows, plan.num_rows
     lists = _lists(backend, plan, forward_tiles(cfg, schedule), backward=False)
     backend.mark("plan")
@@ -63,8 +51,7 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     )  # fmt: skip
     backend._join()
     if records is not None and backend.trace is not None:
-        backend.traced_ids, backend.traced_from = exchanged_ids(backend), backend.planner.entered_ns
-        backend.planner.entered_ns = None
+        backend.traced_ids, backend.traced_from = exchanged_ids(backend), entered_ns
         step = launch_mega.sum_tokens(x_TD.shape[0], backend.sms)
         backend.trace += spans(backend, records, plan, backend.traced_ids, step, keep=save)
     backend.mark("forward")
@@ -137,13 +124,17 @@ def backward(
 def _weight_gradients(
     backend: HopperBackend, experts: ExpertWeights, needs: Needs, main_grads: MainGrads | None
 ) -> ExpertWeights:
-    """Memory of dW13 and dW2; where they are not needed, anything of their shapes, since nothing is stored there."""
+    """Memory of dW13 and dW2; where one is not needed, the weight in its place, since nothing is stored there."""
+    dw13, dw2 = experts.w13, experts.w2
     if main_grads is not None:
-        local, hidden = backend.planner.local, backend.cfg.hidden
-        dw13, dw2 = tuple(dw.view(local, -1, hidden) for dw in main_grads.w13), main_grads.w2
+        if needs.w13:
+            dw13 = tuple(dw.view(backend.planner.local, -1, backend.cfg.hidden) for dw in main_grads.w13)
+        if needs.w2:
+            dw2 = main_grads.w2
     else:
-        fresh = experts.like()
-        dw13, dw2 = fresh.w13 if needs.w13 else experts.w13, fresh.w2 if needs.w2 else experts.w2
+        fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        dw13 = tuple(map(fresh, dw13)) if needs.w13 else dw13
+        dw2 = tuple(map(fresh, dw2)) if needs.w2 else dw2
     return ExpertWeights(dw13, dw2, experts.layout)
 
 

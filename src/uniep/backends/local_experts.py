@@ -287,7 +287,7 @@ class KernelExperts:
         num_ranks, slots = plan.counts_RE.shape[0], self.cfg.max_tokens_per_rank * self.cfg.top_k
         found = groups_NG.new_empty(num_ranks * slots)
         table = found.data_ptr() + torch.arange(num_ranks, device=found.device) * (slots * found.element_size())
-        self.launch.launch_dweights(groups_NG, rows, table, slots, self.sms)
+        self.launch.launch_dweights(groups_NG, rows, table, self.alone.status, slots, self.sms)
         return found[plan.row_return_N.clamp(min=0)]
 
     def _weight_gradients(

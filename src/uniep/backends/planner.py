@@ -50,7 +50,8 @@ STAGES = {
     sync.STAGE_COMBINE.value: "return of results",
     sync.STAGE_ROWS.value: "rows of gate and up",
     sync.STAGE_SUM.value: "rows of the down product",
-    sync.STAGE_RAW.value: "rows of the gradient of the activation",
+    sync.STAGE_RAW.value: "rows of dO @ W2",
+    sync.STAGE_ACTIVATED.value: "rows of the activation's gradient",
 }
 TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED, OTHER_CALL = (
     c.value for c in (sync.TIMEOUT, sync.BAD_ID, sync.TOO_MANY_ROWS, sync.REFUSED, sync.OTHER_CALL)
@@ -122,7 +123,6 @@ class Planner:
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.timeout_ns = int(workspace.timeout_s * 1e9)
         self.calls_made = 0
-        self.entered_ns: Tensor | None = None  # int64: by this device's clock, when all ranks had entered
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[int, HeadLayout] = {}
         self.call = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -203,12 +203,8 @@ class Planner:
         self.wait("entered")
 
     def wait_entered(self, kind: int) -> None:
-        """Wait until every rank has entered this call, of this kind; note when that was, if somebody asks."""
+        """Wait until every rank has entered this call, of this kind."""
         self.wait("entered", kind)
-        if self.entered_ns is not None:
-            from uniep.kernels.plan import clock_kernel
-
-            launch(clock_kernel, 1, (self.entered_ns,), {}, num_warps=1)
 
     def wait(self, flag: str, kind: int = -1) -> None:
         """Make the stream wait until `flag` of every other rank has reached this call.
@@ -260,13 +256,14 @@ class Planner:
         weights_TK: Tensor,
         leads: tuple[int, int] = (0, 0),
         send_all: Callable[[], None] | None = None,
+        entered_ns: Tensor | None = None,
     ) -> DevicePlan:
         """Enter a call and plan it.  leads: experts whose local tiles run first, in the forward and the backward.
 
         send_all: queues the sending of all tokens of this rank, whatever their ids, once all peers have entered;
-        None: the tokens of the send lists are sent.
+        None: the tokens of the send lists are sent.  entered_ns (1,): takes the device's time at that moment.
         """
-        from uniep.kernels.plan import histogram_kernel, place_kernel, scan_kernel, tiles_kernel
+        from uniep.kernels.plan import clock_kernel, histogram_kernel, place_kernel, scan_kernel, tiles_kernel
 
         cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
         slots_p = power_of_2(cfg.top_k)
@@ -289,6 +286,8 @@ class Planner:
         self.enter(ids_TK, weights_TK, num_tokens)
         # One program waits for late ranks, so that others' kernels find multiprocessors meanwhile.
         self.wait_entered(FORWARD)
+        if entered_ns is not None:
+            launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
         if send_all is not None:
             send_all()
         launch(

@@ -348,12 +348,14 @@ def launch_claimed_activation_gradient(
     )  # fmt: skip
 
 
-def launch_dweights(groups_NG: Tensor, rows: Rows, dweights_table: Tensor, slots: int, multiprocessors: int) -> None:
+def launch_dweights(
+    groups_NG: Tensor, rows: Rows, dweights_table: Tensor, status: Tensor, slots: int, multiprocessors: int
+) -> None:
     """d(weight) of every row, into its slot of the array whose address `dweights_table` has for the source rank."""
     launch(
         dweights_kernel,
         multiprocessors * 2,
-        (groups_NG, rows.return_N, rows.totals, dweights_table),
+        (groups_NG, rows.return_N, rows.totals, dweights_table, status),
         {"GROUPS": groups_NG.shape[1], "SLOTS": slots, "ROWS": 128},
         num_warps=4,
     )

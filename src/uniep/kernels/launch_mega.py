@@ -16,7 +16,7 @@ from uniep.kernels import lists as tasks
 from uniep.kernels import mega
 from uniep.kernels.call import Block, launch
 from uniep.kernels.launch import Peers, Rows, options, rows_block, stored_columns, w2_block, w13_block
-from uniep.memory import list_words, power_of_2, steps
+from uniep.memory import list_words, power_of_2
 from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
@@ -118,6 +118,12 @@ class Kept:
     stride: int
 
 
+def num_programs(multiprocessors: int) -> int:
+    """Of one kernel: all multiprocessors but one.  Its programs wait for peers, who may be in a kernel of another
+    Workspace, which must find room here; one program of it is enough."""
+    return max(multiprocessors - 1, 1)
+
+
 def sum_tokens(num_tokens: int, multiprocessors: int) -> int:
     """Tokens that a program adds before it claims others."""
     return max(1, min(32, -(-num_tokens // (multiprocessors * SUMS_PER_PROGRAM))))
@@ -144,7 +150,7 @@ def launch_forward(
     keep = kept or Kept(x_TD, peers.status, 0, 0)
     launch(
         mega.forward_kernel,
-        multiprocessors,
+        num_programs(multiprocessors),
         (
             x_TD, receive_MD, rows.source_N, rows.weight_N, rows.return_N, rows.expert_M, rows.totals, lists.matrix,
             lists.counters, peers.arrived, peers.finished, peers.returned, peers.call, peers.status, peers.timeout_ns,
@@ -158,9 +164,8 @@ def launch_forward(
         {
             "D": hidden, "F": ffn, "K": cfg.top_k, "BLOCK_M": tile1.rows, "BLOCK_N1": tile1.columns,
             "BLOCK_K1": tile1.depth, "BLOCK_N2": tile2.columns, "BLOCK_K2": tile2.depth,
-            "BLOCK_D": min(power_of_2(hidden), 2048), "NUM_RANKS": peers.num_ranks,
-            "SLOTS": cfg.max_tokens_per_rank * cfg.top_k, "CHUNK": peers.chunk, "KEPT": schedule.chunk_tokens,
-            "RECEIVE_BLOCK": peers.receive_block, "PUSH_D": min(power_of_2(hidden), 1024), "PUSH_ROWS": 32,
+            "BLOCK_D": min(power_of_2(hidden), 2048), "SLOTS": cfg.max_tokens_per_rank * cfg.top_k,
+            "KEPT": schedule.chunk_tokens, **peers.constants(hidden, 32),
             "FUSED": fused, "SAVE": kept is not None, "WEIGHTED": cfg.weight_at == "activation", "UP_FIRST": up_first,
             "THREADS": 32 * tile1.warps, "TRACE": trace is not None,
         },
@@ -181,10 +186,9 @@ def launch_backward(
     w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     x_address_N, dy_address_N = made.address_2N.unbind()
     dweights = made.dweights_TK
-    columns = stored_columns(weight_tile, dw.w2[0])
     launch(
         mega.backward_kernel,
-        multiprocessors,
+        num_programs(multiprocessors),
         (
             dy_TD, receive_MD, rows.source_N, rows.weight_N, rows.return_N, rows.expert_M, rows.start_e1, rows.rows_e,
             rows.totals, lists.matrix, lists.vector, lists.counters, peers.arrived, peers.finished, peers.returned,
@@ -199,16 +203,18 @@ def launch_backward(
             rows_block(dh_NH, tile.rows, tile.depth), w13_desc,
             rows_block(made.act_NF, weight_tile.depth, weight_tile.columns),
             rows_block(dh_NH, weight_tile.depth, weight_tile.columns),
-            Block(dw.w2[0], tuple(dw.w2[0].shape), dw.w2[0].stride(), (1, weight_tile.rows, columns)),
-            *(_half_block(dw, half, columns, weight_tile.rows) for half in (0, 1)),
+            Block(
+                dw.w2[0], tuple(dw.w2[0].shape), dw.w2[0].stride(),
+                (1, weight_tile.rows, stored_columns(weight_tile, dw.w2[0])),
+            ),
+            *(_half_block(dw, half, weight_tile) for half in (0, 1)),
         ),
         {
             "D": hidden, "F": ffn, "K": cfg.top_k, "KP": power_of_2(cfg.top_k), "BLOCK_M": tile.rows,
             "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "WEIGHT_M": weight_tile.rows,
             "WEIGHT_N": weight_tile.columns, "WEIGHT_K": weight_tile.depth,
             "ITEM_ROWS": min(max(8192 // tile.columns, 1), tile.rows), "BLOCK_D": min(power_of_2(hidden), 2048),
-            "NUM_RANKS": peers.num_ranks, "SLOTS": cfg.max_tokens_per_rank * cfg.top_k, "CHUNK": peers.chunk,
-            "RECEIVE_BLOCK": peers.receive_block, "PUSH_D": min(power_of_2(hidden), 1024), "PUSH_ROWS": 32,
+            "SLOTS": cfg.max_tokens_per_rank * cfg.top_k, **peers.constants(hidden, 32),
             "CHUNK_EXPERTS": _chunk_experts(schedule), "FUSED": fused,
             "WEIGHTED": cfg.weight_at == "activation", "UP_FIRST": up_first, "ACCUMULATE": accumulate,
             "COLLECTS": dweights is not None, "THREADS": 32 * tile.warps, "TRACE": trace is not None,
@@ -217,48 +223,8 @@ def launch_backward(
     )  # fmt: skip
 
 
-def _half_block(dw: ExpertWeights, half: int, columns: int, rows: int) -> Block:
+def _half_block(dw: ExpertWeights, half: int, tile: Tile) -> Block:
     """Blocks of the gate or the up part (e, F, D) of dW13, in which transposed tiles are stored."""
-    part = dw.halves(0)[half]
-    local = dw.w13[0].shape[0]
-    return Block(part, (local, *part.shape), (dw.w13[0].stride(0), part.stride(0), 1), (1, columns, rows))
-
-
-MATRIX_OPS = ("gemm1", "gemm2"), ("dgrad2", "dgrad1", "wgrad2", "wgrad1")
-VECTOR_OPS = (), ("activation_gradient", "dweight")
-"""Names in a `TaskGraph` of the operators of each list, forward and backward."""
-
-
-def descriptors(word_n: Tensor, ops: tuple[str, ...], cfg: MoEConfig, schedule: Schedule) -> list[tuple[Any, ...]]:
-    """Words of a list of these operators as (operator, group, row0, row1, column0, column1), like `TaskGraph.descriptors`."""
-    tile, weight_tile = schedule.gemm2, schedule.weight_gradient
-    columns = {  # (step, extent)
-        "gemm1": (schedule.gemm1.columns // 2, cfg.ffn), "gemm2": (tile.columns, cfg.hidden),
-        "dgrad2": (tile.columns, cfg.ffn), "dgrad1": (tile.columns, cfg.hidden),
-        "activation_gradient": (tile.columns, cfg.ffn), "dweight": (1, 1),
-    }  # fmt: skip
-    found: list[tuple[Any, ...]] = []
-    for word in word_n.tolist():
-        op, expert, number = ops[word >> 56], word >> 40 & 0xFFFF, word & 0xFFFFFFFFFF
-        if op in columns:
-            step, extent = columns[op]
-            row, column = (number >> 16) * tile.rows, (number & 0xFFFF) * step
-            found.append((op, expert, row, row + tile.rows, column, min(column + step, extent)))
-        elif op == "wgrad2":
-            row, column = (
-                i * s
-                for i, s in zip(
-                    divmod(number, steps(cfg.ffn, weight_tile.columns)),
-                    (weight_tile.rows, weight_tile.columns),
-                    strict=True,
-                )
-            )
-            ends = min(row + weight_tile.rows, cfg.hidden), min(column + weight_tile.columns, cfg.ffn)
-            found.append((op, expert, row, ends[0], column, ends[1]))
-        else:
-            block, m = divmod(number, steps(cfg.hidden, weight_tile.rows))
-            part, n = divmod(block, steps(cfg.ffn, weight_tile.columns))
-            row, column = n * weight_tile.columns, m * weight_tile.rows
-            ends = min(row + weight_tile.columns, cfg.ffn), min(column + weight_tile.rows, cfg.hidden)
-            found.append((op, expert, part * cfg.ffn + row, part * cfg.ffn + ends[0], column, ends[1]))
-    return found
+    part, whole = dw.halves(0)[half], dw.w13[0]
+    block = 1, stored_columns(tile, whole), tile.rows
+    return Block(part, (whole.shape[0], *part.shape), (whole.stride(0), part.stride(0), 1), block)

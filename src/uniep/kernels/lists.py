@@ -20,8 +20,10 @@ from uniep.kernels.ptx import after_previous, next_may_come
 FIRST = tl.constexpr(0)
 RETURN = tl.constexpr(1)
 DOWN_WEIGHTS = tl.constexpr(2)
+GATE_UP_WEIGHTS = tl.constexpr(3)
 # Of the vector list of a backward: activation gradient, d(weight).
 ACTIVATION = tl.constexpr(0)
+DWEIGHTS = tl.constexpr(1)
 
 # Words of the counters.
 ARRIVED = tl.constexpr(0)  # programs
@@ -243,32 +245,32 @@ def list_kernel(
             offset = _before(
                 of_first, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
             )
-            _store_tiles(matrix_ptr, offset, 0, e, m, before0, same0, own0, TILES0, TILES_P)
+            _store_tiles(matrix_ptr, offset, FIRST, e, m, before0, same0, own0, TILES0, TILES_P)
             offset = _before(
                 of_return, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
             )
-            _store_tiles(matrix_ptr, offset, 1, e, m, before1, same1, own1, TILES1, TILES_P)
+            _store_tiles(matrix_ptr, offset, RETURN, e, m, before1, same1, own1, TILES1, TILES_P)
             if BACKWARD:
                 of_first = _stretch(e * 0, late + e * 0, e, LOCAL, CHUNK_EXPERTS, False)
                 of_return = _stretch(e * 0 + 1, e * 0, e, LOCAL, CHUNK_EXPERTS, False)
                 offset = _before(of_first, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
-                _store_tiles(vector_ptr, offset, 0, e, m, before0, same0, own0, TILES0, TILES_P)
+                _store_tiles(vector_ptr, offset, ACTIVATION, e, m, before0, same0, own0, TILES0, TILES_P)
                 offset = _before(of_return, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
-                _store_tiles(vector_ptr, offset, 1, e, m, before1, same1, own1, 1, TILES_P)
+                _store_tiles(vector_ptr, offset, DWEIGHTS, e, m, before1, same1, own1, 1, TILES_P)
         elif BACKWARD:
             e = item - num_m
             if TILES2 > 0:
                 offset = _before(
-                    _stretch(e * 0 + 2, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
+                    _stretch(e * 0 + DOWN_WEIGHTS, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
                     TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
                 )  # fmt: skip
-                _store_weights(matrix_ptr, offset, 2, e, TILES2, TILES_P)
+                _store_weights(matrix_ptr, offset, DOWN_WEIGHTS, e, TILES2, TILES_P)
             if TILES3 > 0:
                 offset = _before(
-                    _stretch(e * 0 + 3, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
+                    _stretch(e * 0 + GATE_UP_WEIGHTS, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
                     TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
                 )  # fmt: skip
-                _store_weights(matrix_ptr, offset, 3, e, TILES3, TILES_P)
+                _store_weights(matrix_ptr, offset, GATE_UP_WEIGHTS, e, TILES3, TILES_P)
             # Before its returning tiles: the activation gradients of its chunk, and what is ahead of those; before those
             # of the last chunk, and without chunks: all.
             need = num_m * (TILES0 + 1)

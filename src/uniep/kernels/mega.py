@@ -44,8 +44,10 @@ from uniep.kernels.ptx import (
 )
 from uniep.kernels.rows import row_pointers, wait_for_rows
 from uniep.kernels.sync import (
+    STAGE_ACTIVATED,
     STAGE_COMBINE,
     STAGE_DISPATCH,
+    STAGE_RAW,
     STAGE_ROWS,
     WIDE,
     deadline,
@@ -54,7 +56,7 @@ from uniep.kernels.sync import (
     signal_when_all,
     wait_unless_failed,
 )
-from uniep.kernels.transfer import combine_item, dweights_of, push_chunk
+from uniep.kernels.transfer import combine_item, push_chunk, return_dweights
 
 
 @triton.jit
@@ -655,7 +657,7 @@ def backward_kernel(
                             lanes = tl.minimum(i + tl.arange(0, WIDE), num_awaited - 1)
                             wait_unless_failed(
                                 activated_ptr + first_m + lanes, lanes * 0 + rank, NUM_F, deadline_ns + timeout_ns,
-                                status_ptr, STAGE_ROWS,
+                                status_ptr, STAGE_ACTIVATED,
                             )  # fmt: skip
                     block_loads_follow()
                 started_ns = nanoseconds() if TRACE else 0
@@ -713,7 +715,7 @@ def backward_kernel(
                         if all_made == 0:
                             wait_unless_failed(
                                 progress_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
-                                STAGE_ROWS,
+                                STAGE_RAW,
                             )  # fmt: skip
                     started_ns = nanoseconds() if TRACE else 0
                     for first in range(0, BLOCK_M, ITEM_ROWS):
@@ -729,15 +731,13 @@ def backward_kernel(
                     if all_activated == 0:
                         wait_unless_failed(
                             activated_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
-                            STAGE_ROWS,
+                            STAGE_ACTIVATED,
                         )  # fmt: skip
                     started_ns = nanoseconds() if TRACE else 0
-                    row = m * BLOCK_M + tl.arange(0, BLOCK_M)
-                    slot = tl.load(return_ptr + row)
-                    total = dweights_of(groups_ptr, row, GROUPS)
-                    base = tl.load(dweights_table_ptr + tl.maximum(slot, 0) // SLOTS).to(tl.pointer_type(tl.float32))
-                    is_lost = tl.load(status_ptr, volatile=True) != 0
-                    tl.store(base + tl.maximum(slot, 0) % SLOTS, total, mask=(slot >= 0) & (not is_lost))
+                    return_dweights(
+                        groups_ptr, return_ptr, dweights_table_ptr, status_ptr, m * BLOCK_M + tl.arange(0, BLOCK_M), GROUPS,
+                        SLOTS,
+                    )  # fmt: skip
                     unsent += 1
             else:
                 if back == 0:

@@ -29,6 +29,7 @@ STAGE_COMBINE = tl.constexpr(3)
 STAGE_ROWS = tl.constexpr(4)
 STAGE_SUM = tl.constexpr(5)
 STAGE_RAW = tl.constexpr(6)
+STAGE_ACTIVATED = tl.constexpr(7)
 
 # What a rank enters.
 IS_FORWARD = tl.constexpr(0)

@@ -278,12 +278,18 @@ def expand_kernel(
 
 
 @triton.jit
-def dweights_of(groups_ptr, row, GROUPS: tl.constexpr):
-    """d(weight) of each row: its column groups added in ascending order."""
+def return_dweights(
+    groups_ptr, return_ptr, dweights_table_ptr, status_ptr, row, GROUPS: tl.constexpr, SLOTS: tl.constexpr
+):
+    """d(weight) of each row, its column groups added in ascending order, stored at the source rank; not after a failure,
+    when a late peer may still read what an earlier call returned."""
+    slot = tl.load(return_ptr + row)
     total = tl.load(groups_ptr + row.to(tl.int64) * GROUPS)
     for group in range(1, GROUPS):
         total += tl.load(groups_ptr + row.to(tl.int64) * GROUPS + group)
-    return total
+    base = tl.load(dweights_table_ptr + tl.maximum(slot, 0) // SLOTS).to(tl.pointer_type(tl.float32))
+    is_lost = tl.load(status_ptr, volatile=True) != 0
+    tl.store(base + tl.maximum(slot, 0) % SLOTS, total, mask=(slot >= 0) & (not is_lost))
 
 
 @triton.jit
@@ -292,18 +298,16 @@ def dweights_kernel(
     return_ptr,
     totals_ptr,
     dweights_table_ptr,
+    status_ptr,
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """d(weight) of each row: its column groups added in ascending order, stored at the source rank."""
+    """`return_dweights` of all rows."""
     num_rows = tl.load(totals_ptr)
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
-        slot = tl.load(return_ptr + row)
-        total = dweights_of(groups_ptr, row, GROUPS)
-        base = tl.load(dweights_table_ptr + tl.maximum(slot, 0) // SLOTS).to(tl.pointer_type(tl.float32))
-        tl.store(base + tl.maximum(slot, 0) % SLOTS, total, mask=slot >= 0)
+        return_dweights(groups_ptr, return_ptr, dweights_table_ptr, status_ptr, row, GROUPS, SLOTS)
 
 
 @triton.jit

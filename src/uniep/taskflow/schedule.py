@@ -45,9 +45,9 @@ class Schedule:
     chunk_experts: of tile_order="chunk-major".
     peer_order: inside an expert, "natural", row tiles ascending; "rotated", the first GEMM in the order in which
         peers' tokens arrive, and what returns rows begins with the next rank's, so that no two ranks write to the
-        same peer in the same place of their lists.
+        same peer in the same place of their lists.  (On GPUs with overlap="mega".)
     weight_gradient_order: "last", when all else of the backward is done or waits; "interleaved", those of an expert
-        behind the rows that it returns, so that returns are spread over the weight gradients.
+        behind the rows that it returns, so that returns are spread over the weight gradients.  (On GPUs likewise.)
     activation: "fused", in the epilogue of the GEMM before it; "separate", tiles of their own for vector workers.
     chunk_tokens: tokens pushed under one arrival signal.
     operand: how GPU kernels read the rows of the first GEMM.  "gathered", where they lie, so that the
@@ -96,6 +96,10 @@ class Schedule:
     def is_mega(self, num_tokens: int) -> bool:
         """Whether a call of a rank with so many tokens is one kernel for each direction."""
         return self.overlap == "mega" or (self.overlap != "serial" and 0 < self.mega_to >= num_tokens)
+
+    def is_beside(self, num_tokens: int) -> bool:
+        """Whether the activation's gradient of a call that is not mega runs beside the product that feeds it."""
+        return self.overlap != "serial" and self.activation_gradient == "beside" and num_tokens >= self.beside_from
 
     @property
     def name(self) -> str:
@@ -220,21 +224,30 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
     for name in (*counts, "matrix_workers", "vector_workers"):
         value = getattr(schedule, name)
         need(value >= 1, f"{name} is {value}; it must be at least 1")
+    for name in ("pipelined_from", "beside_from", "mega_to"):
+        value = getattr(schedule, name)
+        need(value >= 0, f"{name} is {value} tokens; it must be at least 0")
     return reasons
+
+
+MEGA_FIELDS = ("chunk_experts", "peer_order", "weight_gradient_order")
+"""Of the GPUs' lists of tasks."""
 
 
 def refuse_other_fields(schedule: Schedule, backend: str, known: Collection[str]) -> None:
     """Raise ConfigError for fields, and orders of tiles, that mean nothing to `backend`, unless as in its default."""
     default = DEFAULT_SCHEDULES[backend]
-    orders = ("natural", "local-first", *(("chunk-major",) if schedule.overlap == "mega" else ()))
+    mega = backend == "hopper" and schedule.overlap == "mega"
+    how = f" with overlap={schedule.overlap!r}" if backend == "hopper" else ""
+    known = (*known, *(MEGA_FIELDS if mega else ()))
+    orders = ("natural", "local-first", *(("chunk-major",) if mega else ()))
     if backend != "cpu" and schedule.tile_order not in orders:
-        listed = ", ".join(map(repr, orders[:-1])) + f" and {orders[-1]!r}"
         raise ConfigError(
-            f"Schedule.tile_order is {schedule.tile_order!r}, but backend {backend!r} knows only {listed} under "
-            f"overlap={schedule.overlap!r}"
+            f"Schedule.tile_order is {schedule.tile_order!r}, but backend {backend!r} knows only "
+            f"{' and '.join(map(repr, orders))}{how}"
         )
     other = [
-        f"Schedule.{field.name} is {value!r}, but backend {backend!r} knows only {only!r}"
+        f"Schedule.{field.name} is {value!r}, but backend {backend!r} knows only {only!r}{how}"
         for field in dataclasses.fields(schedule)
         if (value := getattr(schedule, field.name)) != (only := getattr(default, field.name))
         and field.name not in known
