@@ -42,7 +42,7 @@ STEP = tl.constexpr(1 << 27)  # of a key, above all row tiles
 
 @triton.jit
 def _packed(op, expert, m, n):
-    return (((op * 65536 + expert).to(tl.int64) << 24) + m << 16) + n
+    return (((expert + op * 65536).to(tl.int64) << 24) + m << 16) + n
 
 
 @triton.jit
