@@ -427,6 +427,27 @@ def check_large(r):
             assert torch.equal(whole[some], part)
 
 
+def check_large_weights(r):
+    """Weights, saved pre-activations and their gradients of more than 2**31 values: sampled tokens have the bits
+    that they have alone, and gradients of the first and the last expert those of its own tokens alone."""
+    local = 80
+    cfg = MoEConfig(hidden=2048, ffn=8192, num_experts=local * r.size, top_k=8, max_tokens_per_rank=17000)
+    data = r.data(cfg, 17000, unused=0.0)
+    some = torch.tensor([0, 1, 17, 8_400, 16_999], device=r.device)
+    for schedule in (FUSED, MEGA["mega"]):
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            y, dx, dweights, dw13, dw2 = r.run(workspace, data)
+            few = [t[some] if t.shape[0] == 17000 else t for t in data]
+            for whole, part in zip((y, dx, dweights), r.run(workspace, few), strict=False):
+                assert torch.equal(whole[some], part)
+            x, ids, *rest = data
+            for own in (0, local - 1):
+                alone = torch.where(ids % local == own, ids, -1)
+                *_, own13, own2 = r.run(workspace, (x, alone, *rest))
+                assert torch.equal(dw13[own], own13[own]), f"dw13 of expert {own}"
+                assert torch.equal(dw2[own], own2[own]), f"dw2 of expert {own}"
+
+
 def check_memory(r):
     """Peak memory of a forward and its backward is what `plan_memory` says, within 5 %."""
     plain = MoEConfig(hidden=2048, ffn=768, num_experts=16, top_k=8, max_tokens_per_rank=8192, max_rows=66_000)
@@ -589,6 +610,22 @@ def check_graph(r):
                 assert torch.equal(uniep.moe(x, ids, weights, w13, w2, workspace=workspace), replayed), f"{how}, {seed}"
 
 
+def check_ten_steps(r):
+    """Ten steps of every schedule, a product on a side stream beside each: one set of bits.  Also run where launches
+    wait for their kernels (CUDA_LAUNCH_BLOCKING=1)."""
+    cfg = MoEConfig(**SHAPE)
+    data, side = r.data(cfg, [300, 700, 0, 64][r.rank % 4]), torch.cuda.Stream()
+    block = torch.randn(2048, 2048, device=r.device, dtype=torch.bfloat16)
+    want = r.once(cfg, data, SERIAL)
+    for how, schedule in {"default": None, **SCHEDULES}.items():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            for step in range(10):
+                with torch.cuda.stream(side):
+                    block @ block
+                wrong = differing(want, r.run(workspace, data))
+                assert not wrong, f"{how}, step {step}: {wrong}"
+
+
 def check_timeout(r):
     """A rank that makes no call: the others get PeerTimeoutError naming it, then ClosedError."""
     cfg = MoEConfig(**SHAPE)
@@ -611,13 +648,14 @@ def check_timeout(r):
 CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
 
 
-def _main(rank, size, port, results):
+def _main(rank, size, port, results, names, environment):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= environment
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    for name, check in CHECKS.items():
+    for name in names:
         try:
-            check(Rank(rank, size))
+            CHECKS[name](Rank(rank, size))
             results.put((name, rank, ""))
         except BaseException:
             results.put((name, rank, traceback.format_exc()))
@@ -625,8 +663,7 @@ def _main(rank, size, port, results):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def outcomes():
+def launched(*names, **environment):
     """{check: {rank: error text}} of one launch on all GPUs, a power of two of them."""
     import torch.multiprocessing as mp
 
@@ -635,7 +672,7 @@ def outcomes():
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_main, args=(size, port, results), nprocs=size)
+    mp.spawn(_main, args=(size, port, results, names, environment), nprocs=size)
     found: dict[str, dict[int, str]] = {}
     while not results.empty():
         name, rank, error = results.get()
@@ -643,8 +680,22 @@ def outcomes():
     return found
 
 
+def assert_right(outcome):
+    errors = {rank: text for rank, text in outcome.items() if text}
+    assert not errors, "\n".join(f"rank {rank}:\n{text}" for rank, text in errors.items())
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return launched(*CHECKS)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CHECKS)
 def test_hopper(name, outcomes):
-    errors = {rank: text for rank, text in outcomes[name].items() if text}
-    assert not errors, "\n".join(f"rank {rank}:\n{text}" for rank, text in errors.items())
+    assert_right(outcomes[name])
+
+
+@pytest.mark.timeout(300)
+def test_launches_that_wait():
+    assert_right(launched("ten_steps", CUDA_LAUNCH_BLOCKING="1")["ten_steps"])
