@@ -69,7 +69,6 @@ CASES = (
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push"),
     Case("dsv2-lite", FP16, "activation", 8, "mega", "split", transfer="push"),
     Case("deepseek-v3", BF16, "activation", 4, "mega", "stacked", transfer="copy"),
-    Case("mixtral-8x7b", FP16, "output", 1, "mega", "split"),
     Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside"),
 )

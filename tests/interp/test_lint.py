@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,24 +33,18 @@ TIMEOUT_S = 600
 @pytest.fixture(scope="module")
 def runs():
     """Both at once."""
-    started = {}
-    for name, folder in TRITONS.items():
-        if folder is None or folder.is_dir():
-            path = [str(folder)] if folder else []
-            if inherited := os.environ.get("PYTHONPATH"):
-                path.append(inherited)
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-            started[name] = subprocess.Popen(
-                [sys.executable, str(SCRIPT)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-    yield started
-    for process in started.values():
-        process.kill()
-        process.communicate()
+
+    def run(folder: Path | None) -> subprocess.CompletedProcess[str]:
+        path = [str(folder)] if folder else []
+        if inherited := os.environ.get("PYTHONPATH"):
+            path.append(inherited)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(SCRIPT)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        there = {name: folder for name, folder in TRITONS.items() if folder is None or folder.is_dir()}
+        yield {name: pool.submit(run, folder) for name, folder in there.items()}
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
@@ -57,9 +52,9 @@ def runs():
 def test_kernels_compile_well(runs, name):
     if name not in runs:
         pytest.skip(f"{OTHER} does not exist; `make test` installs Triton 3.6 there")
-    output, errors = runs[name].communicate(timeout=TIMEOUT_S)
-    assert runs[name].returncode == 0, errors
-    rows = [json.loads(line) for line in output.splitlines()]
+    done = runs[name].result()
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
     if name != "installed":
         assert {row["triton"].rpartition(".")[0] for row in rows} == {name}
     assert {row["kernel"] for row in rows} >= ALWAYS
