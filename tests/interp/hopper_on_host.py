@@ -19,7 +19,7 @@ from torch import Tensor
 
 from uniep.backends import hopper, planner
 from uniep.config import MoEConfig
-from uniep.kernels import gemm, groups, launch_mega, lists, mega, plan, sync, transfer
+from uniep.kernels import claims, gemm, gradients, groups, launch_mega, lists, mega, plan, sync, transfer
 from uniep.taskflow.schedule import Schedule, default_schedule
 
 
@@ -76,9 +76,10 @@ def interpret(ahead_ns: int = 0) -> None:
         time.sleep(0.001)
         return tl.full((), time.monotonic_ns() + ahead_ns, tl.int64)
 
-    for module in (gemm, groups, lists, mega, plan, sync, transfer):
+    for module in (claims, gemm, gradients, groups, lists, mega, plan, sync, transfer):
         module.range = tensor_range
-    sync.nanoseconds = mega.nanoseconds = plan.nanoseconds = nanoseconds
+    for module in (claims, mega, plan, sync):
+        module.nanoseconds = nanoseconds
 
 
 def programs_at_once(count: int, slow: bool) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.config import COLUMN_GROUP, MoEConfig
-from uniep.kernels.gemm import activation_gradient_kernel, gate_up_kernel, product_kernel, weight_gradient_kernel
+from uniep.kernels.gemm import gate_up_kernel, product_kernel
+from uniep.kernels.gradients import activation_gradient_kernel, weight_gradient_kernel
 from uniep.kernels.launch import Peers, Rows, launch_claimed_activation_gradient
 from uniep.kernels.transfer import (
     combine_kernel,

@@ -17,12 +17,10 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.errors import UnsupportedError
 from uniep.kernels.call import Block, launch
-from uniep.kernels.gemm import (
+from uniep.kernels.gemm import gate_up_kernel, gathered_product_kernel, product_kernel
+from uniep.kernels.gradients import (
     activation_gradient_kernel,
     claimed_activation_gradient_kernel,
-    gate_up_kernel,
-    gathered_product_kernel,
-    product_kernel,
     weight_gradient_kernel,
 )
 from uniep.kernels.transfer import (

@@ -12,14 +12,20 @@ Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
 import triton
 import triton.language as tl
 
-from uniep.kernels.gemm import (
-    activation_gradient_item,
-    gate_up_tile,
-    gathered_product_tile,
-    product_tile,
-    put_tile,
-    weight_gradient_tile,
+from uniep.kernels.claims import (
+    claim,
+    claimed,
+    count_kept,
+    count_made,
+    count_pushes,
+    has_all,
+    keep,
+    push_first,
+    record_task,
+    wait_for_peers,
 )
+from uniep.kernels.gemm import gate_up_tile, gathered_product_tile, product_tile
+from uniep.kernels.gradients import activation_gradient_item, put_tile, weight_gradient_tile
 from uniep.kernels.lists import (
     ACTIVATED,
     ACTIVATION,
@@ -29,8 +35,6 @@ from uniep.kernels.lists import (
     FIRST,
     MADE,
     MATRIX,
-    PUSH,
-    PUSHED,
     RETURN,
     RETURNED,
     TASKS,
@@ -38,8 +42,6 @@ from uniep.kernels.lists import (
 )
 from uniep.kernels.ptx import (
     block_loads_follow,
-    block_stores_complete,
-    load_acquire,
     nanoseconds,
 )
 from uniep.kernels.rows import row_pointers, wait_for_rows
@@ -51,202 +53,11 @@ from uniep.kernels.sync import (
     STAGE_ROWS,
     WIDE,
     deadline,
-    every_rank,
     failed,
     signal_when_all,
     wait_unless_failed,
 )
-from uniep.kernels.transfer import combine_item, push_chunk, return_dweights
-
-
-@triton.jit
-def _claim(counter_ptr, THREADS: tl.constexpr):
-    """Begin to claim the next place of a list: one thread asks.  The answer is used when it has come."""
-    thread = tl.arange(0, THREADS)
-    return tl.atomic_add(counter_ptr + thread * 0, 1, mask=thread == 0, sem="relaxed")
-
-
-@triton.jit
-def _claimed(answer, THREADS: tl.constexpr):
-    """The place that `_claim` asked for; the same in all threads."""
-    return tl.max(tl.where(tl.arange(0, THREADS) == 0, answer, 0))
-
-
-@triton.jit
-def _has_all(counter_ptr, total):
-    """Whether a counter has reached `total`; the same in all threads."""
-    return tl.min(load_acquire(counter_ptr + tl.zeros((WIDE,), tl.int32))) >= total
-
-
-@triton.jit
-def _count_made(counters_ptr, stored, made):
-    """Count the tiles of the first product that this program has stored last: one of row tile `stored`, `made` in all."""
-    block_stores_complete()
-    tl.atomic_add(counters_ptr + COUNTERS + stored, 1, sem="release", scope="gpu")
-    tl.atomic_add(counters_ptr + MADE, made, sem="release", scope="gpu")
-
-
-@triton.jit
-def _num_pushes(send_count_ptr, rank, CHUNK: tl.constexpr, NUM_RANKS: tl.constexpr):
-    total = 0
-    for step in tl.static_range(1, NUM_RANKS):
-        total += tl.cdiv(tl.load(send_count_ptr + (rank + step) % NUM_RANKS), CHUNK)
-    return total
-
-
-@triton.jit
-def _push(
-    x_ptr,
-    send_token_ptr,
-    send_count_ptr,
-    receive_table_ptr,
-    flag_table_ptr,
-    arrived_offset,
-    call,
-    num_tokens,
-    rank,
-    place,
-    D: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    PUSH_ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-):
-    """The chunk at this place: the next rank's first."""
-    peer = (rank + 1) % NUM_RANKS
-    chunk = place
-    for step in tl.static_range(1, NUM_RANKS - 1):
-        ahead = (rank + step) % NUM_RANKS
-        chunks = tl.cdiv(tl.load(send_count_ptr + ahead), CHUNK)
-        behind = (peer == ahead) & (chunk >= chunks)
-        chunk = tl.where(behind, chunk - chunks, chunk)
-        peer = tl.where(behind, (rank + step + 1) % NUM_RANKS, peer)
-    count = tl.load(send_count_ptr + peer)
-    push_chunk(
-        x_ptr, send_token_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, call, num_tokens, rank, peer, chunk,
-        count, D, PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def _record(trace_ptr, place, claimed_ns, started_ns, ENABLED: tl.constexpr):
-    """One row of a trace: place, program, claimed, started, ended."""
-    if ENABLED:
-        row_ptr = trace_ptr + place.to(tl.int64) * 5
-        tl.debug_barrier()
-        tl.store(row_ptr, place.to(tl.int64))
-        tl.store(row_ptr + 1, tl.program_id(0).to(tl.int64))
-        tl.store(row_ptr + 2, claimed_ns)
-        tl.store(row_ptr + 3, started_ns)
-        tl.store(row_ptr + 4, nanoseconds())
-
-
-@triton.jit
-def _push_first(
-    x_ptr,
-    send_token_ptr,
-    send_count_ptr,
-    receive_table_ptr,
-    flag_table_ptr,
-    arrived_offset,
-    finished_offset,
-    call,
-    counters_ptr,
-    status_ptr,
-    num_tokens,
-    rank,
-    arrival,
-    push_programs,
-    trace_ptr,
-    D: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    PUSH_ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    TRACE: tl.constexpr,
-):
-    """The programs that have arrived first push chunks until none is left."""
-    if arrival < push_programs:
-        num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
-        pushed = (arrival == 0).to(tl.int32)
-        skips = failed(status_ptr)
-        place = tl.atomic_add(counters_ptr + PUSH, 1, sem="relaxed")
-        while place < num_pushes:
-            claimed_ns = nanoseconds() if TRACE else 0
-            if not skips:
-                _push(
-                    x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, call,
-                    num_tokens, rank, place, D, PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
-                )  # fmt: skip
-            _record(trace_ptr, place, claimed_ns, claimed_ns, TRACE)
-            pushed += 1
-            place = tl.atomic_add(counters_ptr + PUSH, 1, sem="relaxed")
-        if pushed > 0:
-            signal_when_all(
-                flag_table_ptr, finished_offset + rank, call, counters_ptr + PUSHED, pushed, num_pushes + 1,
-                status_ptr, NUM_RANKS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _wait_for_peers(
-    flags_ptr, call_ptr, rank, deadline_ns, status_ptr, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr, OWN: tl.constexpr
-):
-    """Wait for the flag of every other rank, and of this one if OWN."""
-    ranks = every_rank(NUM_RANKS)
-    flags = flags_ptr + ranks
-    if not OWN:
-        flags = flags_ptr + tl.where(ranks == rank, (rank + 1) % NUM_RANKS, ranks)
-    wait_unless_failed(flags, ranks, tl.load(call_ptr), deadline_ns, status_ptr, STAGE)
-
-
-@triton.jit
-def _keep(
-    receive_ptr,
-    kept_ptr,
-    counts_ptr,
-    stride,
-    rank,
-    place,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEPT: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-):
-    """Copy the KEPT tokens at this place out of the receive buffer: sources ascending."""
-    source = 0
-    first = place * KEPT
-    passed = 0
-    for block in tl.static_range(NUM_RANKS - 1):
-        count = tl.load(counts_ptr + tl.where(rank <= block, block + 1, block) * stride)
-        ahead = passed + tl.cdiv(count, KEPT)
-        if block == 0:
-            source_count = count
-        else:
-            source_count = tl.where(place >= passed, count, source_count)
-            source = tl.where(place >= passed, block, source)
-            first = tl.where(place >= passed, (place - passed) * KEPT, first)
-        passed = ahead
-    for r in range(0, KEPT, ROWS):
-        index = first + r + tl.arange(0, ROWS)
-        slot = (source * RECEIVE_BLOCK + index).to(tl.int64)
-        for d in range(0, D, BLOCK_D):
-            column = d + tl.arange(0, BLOCK_D)
-            mask = (index < source_count)[:, None] & (column < D)[None, :]
-            at = slot[:, None] * D + column[None, :]
-            tl.store(kept_ptr + at, tl.load(receive_ptr + at, mask=mask), mask=mask)
-
-
-@triton.jit
-def _num_kept(counts_ptr, stride, rank, KEPT: tl.constexpr, NUM_RANKS: tl.constexpr):
-    total = 0
-    for block in tl.static_range(NUM_RANKS - 1):
-        total += tl.cdiv(tl.load(counts_ptr + tl.where(rank <= block, block + 1, block) * stride), KEPT)
-    return total
+from uniep.kernels.transfer import combine_item, return_dweights
 
 
 @triton.jit(
@@ -339,7 +150,7 @@ def forward_kernel(
     num_kept = 0
     kept_count_ptr += tl.load(call_ptr) % 2 * kept_parity
     if SAVE:
-        num_kept = _num_kept(kept_count_ptr, kept_stride, rank, KEPT, NUM_RANKS)
+        num_kept = count_kept(kept_count_ptr, kept_stride, rank, KEPT, NUM_RANKS)
         if arrival == 0:  # the row that pad rows read
             column = tl.arange(0, PUSH_D)
             for d in range(0, D, PUSH_D):
@@ -348,13 +159,13 @@ def forward_kernel(
                 tl.store(kept_ptr + last + d + column, zeros, mask=d + column < D)
     num_pushes = 0  # of a trace, whose rows they come first in
     if PUSHES:
-        _push_first(
+        push_first(
             x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
             tl.load(call_ptr), counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
             PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
         )  # fmt: skip
         if TRACE:
-            num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+            num_pushes = count_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
     before_sums = num_kept
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
     progress_ptr = counters_ptr + COUNTERS
@@ -372,10 +183,10 @@ def forward_kernel(
         word = tl.load(list_ptr + place, mask=is_matrix, other=-1)
         is_first = is_matrix & ((word >> 56) == FIRST)
         if (made > 0) & (not is_first):
-            _count_made(counters_ptr, stored, made)
+            count_made(counters_ptr, stored, made)
             made = 0
         if is_matrix:
-            answer = _claim(counters_ptr + MATRIX, THREADS)
+            answer = claim(counters_ptr + MATRIX, THREADS)
             m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
             n = (word & 0xFFFF).to(tl.int32)
             row = m * BLOCK_M
@@ -399,10 +210,10 @@ def forward_kernel(
                 )  # fmt: skip
                 stored = m + 0
                 made += 1
-                _record(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
+                record_task(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
             else:
                 if all_made == 0:
-                    all_made = _has_all(counters_ptr + MADE, num_first).to(tl.int32)
+                    all_made = has_all(counters_ptr + MADE, num_first).to(tl.int32)
                     if all_made == 0:
                         lanes = tl.zeros((WIDE,), tl.int32)
                         wait_unless_failed(
@@ -416,8 +227,8 @@ def forward_kernel(
                     SLOTS, 1, True, False, BLOCK_M, BLOCK_N2, BLOCK_K2, True, True,
                 )  # fmt: skip
                 unsent += 1
-                _record(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
-            place = _claimed(answer, THREADS)
+                record_task(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
+            place = claimed(answer, THREADS)
         else:
             if unsent > 0:
                 signal_when_all(
@@ -425,24 +236,24 @@ def forward_kernel(
                     status_ptr, NUM_RANKS,
                 )  # fmt: skip
                 unsent = 0
-            answer = _claim(counters_ptr + VECTOR, THREADS)
+            answer = claim(counters_ptr + VECTOR, THREADS)
             started_ns = claimed_ns
             if vector_place < before_sums:
                 if SAVE and NUM_RANKS > 1:
                     if FUSED:
                         if all_here == 0:
-                            _wait_for_peers(
+                            wait_for_peers(
                                 finished_ptr, call_ptr, rank, deadline_ns, status_ptr, NUM_RANKS, STAGE_DISPATCH, False
                             )
                             all_here = 1
                     started_ns = nanoseconds() if TRACE else 0
-                    _keep(
+                    keep(
                         receive_ptr, kept_ptr, kept_count_ptr, kept_stride, rank, vector_place, D, PUSH_D,
                         8, KEPT, RECEIVE_BLOCK, NUM_RANKS,
                     )  # fmt: skip
             else:
                 if back == 0:
-                    _wait_for_peers(
+                    wait_for_peers(
                         returned_ptr, call_ptr, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE,
                         True,
                     )  # fmt: skip
@@ -457,11 +268,11 @@ def forward_kernel(
                         returns_ptr, ids_ptr, weights_ptr, out_ptr, back == 2, token, column, D, K, BLOCK_D,
                         not WEIGHTED,
                     )  # fmt: skip
-            _record(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
-            vector_place = _claimed(answer, THREADS)
+            record_task(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
+            vector_place = claimed(answer, THREADS)
     # What a program owes that found nothing to do behind its products.
     if made > 0:
-        _count_made(counters_ptr, stored, made)
+        count_made(counters_ptr, stored, made)
     if unsent > 0:
         signal_when_all(
             flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_m * NUM_N2 + 1, status_ptr,
@@ -576,13 +387,13 @@ def backward_kernel(
     num_matrix = tl.load(counters_ptr + TASKS)
     num_pushes = 0  # of a trace, whose rows they come first in
     if PUSHES:
-        _push_first(
+        push_first(
             dy_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
             tl.load(call_ptr), counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
             PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
         )  # fmt: skip
         if TRACE:
-            num_pushes = _num_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+            num_pushes = count_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
     before_sums = num_m * (NUM_F + 1)
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
     num_returns = num_m * (NUM_D + 1) + 1  # rows, d(weight), and one
@@ -614,7 +425,7 @@ def backward_kernel(
         if is_matrix:
             is_matrix = vector_place >= need
         if (made > 0) & ((not is_matrix) | (op != FIRST)):
-            _count_made(counters_ptr, stored, made)
+            count_made(counters_ptr, stored, made)
             made = 0
         owes = (unsent > 0) & tl.where(is_matrix, op >= DOWN_WEIGHTS, vector_place >= before_sums)
         if owes:
@@ -625,7 +436,7 @@ def backward_kernel(
             unsent = 0
         started_ns = claimed_ns
         if is_matrix:
-            answer = _claim(counters_ptr + MATRIX, THREADS)
+            answer = claim(counters_ptr + MATRIX, THREADS)
             if op == FIRST:
                 m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
                 n = (word & 0xFFFF).to(tl.int32)
@@ -646,7 +457,7 @@ def backward_kernel(
             else:
                 begin = tl.load(start_ptr + expert)
                 if all_activated == 0:
-                    all_activated = _has_all(counters_ptr + ACTIVATED, num_m * NUM_F).to(tl.int32)
+                    all_activated = has_all(counters_ptr + ACTIVATED, num_m * NUM_F).to(tl.int32)
                     if all_activated == 0:
                         first_m = begin // BLOCK_M
                         num_awaited = tl.load(start_ptr + expert + 1) // BLOCK_M - first_m
@@ -700,10 +511,10 @@ def backward_kernel(
                                 acc, dw_up_desc, expert, m * WEIGHT_M, n * WEIGHT_N, WEIGHT_M, WEIGHT_N, True,
                                 ACCUMULATE,
                             )  # fmt: skip
-            _record(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
-            place = _claimed(answer, THREADS)
+            record_task(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
+            place = claimed(answer, THREADS)
         else:
-            answer = _claim(counters_ptr + VECTOR, THREADS)
+            answer = claim(counters_ptr + VECTOR, THREADS)
             if vector_place < before_sums:
                 word = tl.load(vector_ptr + vector_place)
                 m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
@@ -711,7 +522,7 @@ def backward_kernel(
                 lanes = tl.zeros((WIDE,), tl.int32)
                 if (word >> 56) == ACTIVATION:
                     if all_made == 0:
-                        all_made = _has_all(counters_ptr + MADE, num_m * NUM_F).to(tl.int32)
+                        all_made = has_all(counters_ptr + MADE, num_m * NUM_F).to(tl.int32)
                         if all_made == 0:
                             wait_unless_failed(
                                 progress_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
@@ -741,7 +552,7 @@ def backward_kernel(
                     unsent += 1
             else:
                 if back == 0:
-                    _wait_for_peers(
+                    wait_for_peers(
                         returned_ptr, call_ptr, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE,
                         True,
                     )  # fmt: skip
@@ -761,10 +572,10 @@ def backward_kernel(
                         used = tl.load(ids_ptr + slot, mask=inside, other=-1) >= 0
                         value = tl.load(dweights_ptr + slot, mask=used, other=0.0)
                         tl.store(out_dweights_ptr + slot, tl.where(back == 2, float("nan"), value), mask=inside)
-            _record(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
-            vector_place = _claimed(answer, THREADS)
+            record_task(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
+            vector_place = claimed(answer, THREADS)
     if made > 0:
-        _count_made(counters_ptr, stored, made)
+        count_made(counters_ptr, stored, made)
     if unsent > 0:
         signal_when_all(
             flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_returns,

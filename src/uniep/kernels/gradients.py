@@ -1,0 +1,291 @@
+"""Kernels of the backward that are no products of rows: the activation's gradient, and the weights' gradients.
+
+Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
+"""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.gemm import halves, swiglu, tile_coordinates
+from uniep.kernels.ptx import after_previous, narrow
+from uniep.kernels.sync import STAGE_RAW, WIDE, deadline, wait_for
+
+
+@triton.jit
+def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS, COLUMNS) -> (ROWS, COLUMNS / 64): adjacent pairs, six times.
+
+    A sum of two has one order only, so that no layout can change it.
+    """
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 2, 2)), 2)
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 4, 2)), 2)
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 8, 2)), 2)
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 16, 2)), 2)
+    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 32, 2)), 2)
+    return tl.sum(tl.reshape(x, (ROWS, COLUMNS // 64, 2)), 2)
+
+
+@triton.jit
+def activation_gradient_item(
+    raw_ptr,
+    gate_ptr,
+    up_ptr,
+    weight_ptr,
+    dh_ptr,
+    act_ptr,
+    groups_ptr,
+    row,
+    block,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """What `activation_gradient_kernel` does with these rows (int64) and this block of columns."""
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    GROUPS: tl.constexpr = (F + 63) // 64
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (column < F)[None, :]
+    at = row[:, None] * F + column[None, :]
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    raw = tl.load(raw_ptr + at, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + row)[:, None]
+    act, gate_sigmoid = swiglu(gate, up)
+    if WEIGHTED:
+        scored = act
+    else:
+        scored = narrow(act, dtype).to(tl.float32)
+    tl.store(act_ptr + at, narrow(weight * scored, dtype), mask=inside)
+    d_act = weight * raw
+    d_gate = d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
+    at += row[:, None] * F
+    tl.store(dh_ptr + at, narrow(d_gate, dtype), mask=inside)
+    tl.store(dh_ptr + at + F, narrow(d_act * (gate * gate_sigmoid), dtype), mask=inside)
+    sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
+    group = block * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
+    tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
+
+
+@triton.jit
+def activation_gradient_kernel(
+    raw_ptr,
+    gate_ptr,
+    up_ptr,
+    weight_ptr,
+    totals_ptr,
+    dh_ptr,
+    act_ptr,
+    groups_ptr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """From raw = dO @ W2 (N, F) fp32, gate and up (N, F): dh, the activation that dW2 contracts, sums for d(weight).
+
+    dh: (N, 2, F).  act: (N, F).  groups: (N, ceil(F / 64)) fp32, raw * act by the adjacent-pairs tree.
+    A pass of its own, at memory bandwidth: as the GEMM's epilogue it took twice as long (docs/log.md).
+    """
+    BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    num_rows = tl.load(totals_ptr)
+    for item in range(tl.program_id(0), num_rows // ROWS * BLOCKS, tl.num_programs(0)):
+        row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        activation_gradient_item(
+            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, item % BLOCKS, F, ROWS, COLUMNS, WEIGHTED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["timeout_ns", "rank"])
+def claimed_activation_gradient_kernel(
+    raw_ptr,
+    gate_ptr,
+    up_ptr,
+    weight_ptr,
+    totals_ptr,
+    dh_ptr,
+    act_ptr,
+    groups_ptr,
+    order_ptr,
+    progress_ptr,
+    cursor_ptr,
+    status_ptr,
+    timeout_ns,
+    rank,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ITEM_ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """As `activation_gradient_kernel`, beside the product that makes raw, which lies in L2 then; the next kernel in the
+    stream after it.  Programs claim ITEM_ROWS rows at a time.
+
+    They come when all programs of the product have started, where these leave room, so that the product will finish
+    whatever multiprocessors are taken; the rest of them when its programs end.  They end after it.
+    order (M,): row tiles as the product walks them; progress (M,) counts finished tiles, TILES of each.
+    """
+    BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    PER_TILE: tl.constexpr = BLOCK_M // ITEM_ROWS
+    # Twice the time: whoever makes raw may wait for its peers as long as that.
+    deadline_ns = deadline(status_ptr, timeout_ns.to(tl.int64) * 2)
+    num_items = tl.load(totals_ptr + 1) * PER_TILE
+    item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
+    while item < num_items:
+        m = tl.load(order_ptr + item // PER_TILE)
+        wait_for(progress_ptr + m + tl.arange(0, WIDE) * 0, rank, TILES, deadline_ns, status_ptr, STAGE_RAW)
+        first = m * BLOCK_M + item % PER_TILE * ITEM_ROWS
+        for part in range(0, ITEM_ROWS // ROWS * BLOCKS):
+            row = (first + part // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+            activation_gradient_item(
+                raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, part % BLOCKS, F, ROWS, COLUMNS,
+                WEIGHTED,
+            )  # fmt: skip
+        item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
+    after_previous()
+
+
+@triton.jit
+def put_gradient(
+    value,
+    out_desc,
+    expert,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """A block of dW[expert], stored or added to what is there."""
+    block = narrow(value, out_desc.dtype)
+    if TRANSPOSED:
+        block = block.T.reshape(1, COLUMNS, ROWS)
+        if ACCUMULATE:
+            block = out_desc.load([expert, column, row]) + block
+        out_desc.store([expert, column, row], block)
+    else:
+        block = block.reshape(1, ROWS, COLUMNS)
+        if ACCUMULATE:
+            block = out_desc.load([expert, row, column]) + block
+        out_desc.store([expert, row, column], block)
+
+
+@triton.jit
+def weight_gradient_tile(
+    a_desc,
+    address_ptr,
+    b_desc,
+    rows_ptr,
+    begin,
+    is_lost,
+    expert,
+    m,
+    first_column,
+    n,
+    HEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    """One tile of `weight_gradient_kernel`, fp32: column m of `a`, column n of `b` from first_column on.
+
+    begin: first row of the expert.  is_lost: the call has failed.
+    """
+    dtype: tl.constexpr = b_desc.dtype
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if GATHERED:
+        column = (m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
+        # Addresses are loaded two steps ahead: their latency under load is longer than one (docs/log.md).
+        address = tl.load(address_ptr + begin + tl.arange(0, BLOCK_K))
+        next_address = tl.load(address_ptr + begin + BLOCK_K + tl.arange(0, BLOCK_K))
+    num_rows = tl.load(rows_ptr + expert)
+    for k in range(0, tl.cdiv(num_rows, BLOCK_K)):
+        if GATHERED:
+            base = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)[:, None]
+            ptrs = tl.multiple_of(base + column, (1, 16))
+            if HEIGHT % BLOCK_M == 0:
+                a = tl.load(ptrs)
+            else:
+                a = tl.load(ptrs, mask=column < HEIGHT, other=0.0)
+            # Always the first of the two; as a plain assignment it would stop Triton from pipelining the rows.
+            address = tl.where(num_rows > 0, next_address, address)
+            next_address = tl.load(address_ptr + begin + (k + 2) * BLOCK_K + tl.arange(0, BLOCK_K))
+        else:
+            a = a_desc.load([begin + k * BLOCK_K, m * BLOCK_M])
+        b = b_desc.load([begin + k * BLOCK_K, first_column + n * BLOCK_N])
+        acc = tl.dot(a.T, b, acc)
+    return tl.where(is_lost, float("nan"), acc)
+
+
+@triton.jit
+def put_tile(
+    acc,
+    out_desc,
+    expert,
+    row,
+    column,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """A tile of dW[expert], in blocks like those of `store_tile`."""
+    HALF: tl.constexpr = BLOCK_N // 2
+    left, right = halves(acc, BLOCK_M, BLOCK_N)
+    if out_desc.dtype == tl.float32:  # in quarters, as in `store_tile`
+        a, b = halves(left, BLOCK_M, HALF)
+        put_gradient(a, out_desc, expert, row, column, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+        put_gradient(b, out_desc, expert, row, column + HALF // 2, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+        a, b = halves(right, BLOCK_M, HALF)
+        column += HALF
+        put_gradient(a, out_desc, expert, row, column, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+        put_gradient(b, out_desc, expert, row, column + HALF // 2, BLOCK_M, HALF // 2, TRANSPOSED, ACCUMULATE)
+    else:
+        put_gradient(left, out_desc, expert, row, column, BLOCK_M, HALF, TRANSPOSED, ACCUMULATE)
+        put_gradient(right, out_desc, expert, row, column + HALF, BLOCK_M, HALF, TRANSPOSED, ACCUMULATE)
+
+
+@triton.jit(do_not_specialize=["first_column"])
+def weight_gradient_kernel(
+    a_desc,
+    address_ptr,
+    b_desc,
+    out_desc,
+    start_ptr,
+    rows_ptr,
+    status_ptr,
+    first_column,
+    LOCAL: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    GATHERED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """dW[e] = a[rows of e]^T @ b[rows of e, first_column :]: the whole segment in one accumulator, from zero.
+
+    a_desc: (N, HEIGHT); GATHERED: rows are read where they lie, address (N + 2 * BLOCK_K,) int64 says where.
+    b_desc: (N, at least first_column + WIDTH).  out_desc: (e, HEIGHT, WIDTH), or (e, WIDTH, HEIGHT) if TRANSPOSED,
+    in the layer's dtype or fp32; ACCUMULATE: what is there plus the finished dW.
+    Experts without rows get exact zeros; steps without rows are left out.  After a failed call dW is NaN.
+    """
+    NUM_M: tl.constexpr = (HEIGHT + BLOCK_M - 1) // BLOCK_M
+    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    for step in tl.range(tl.program_id(0), LOCAL * NUM_M * NUM_N, tl.num_programs(0)):
+        expert = step // (NUM_M * NUM_N)
+        m, n = tile_coordinates(step % (NUM_M * NUM_N), NUM_M, NUM_N, GROUP_M)
+        begin = tl.load(start_ptr + expert)
+        is_lost = tl.load(status_ptr) != 0
+        acc = weight_gradient_tile(
+            a_desc, address_ptr, b_desc, rows_ptr, begin, is_lost, expert, m, first_column, n, HEIGHT, BLOCK_M,
+            BLOCK_N, BLOCK_K, GATHERED,
+        )  # fmt: skip
+        put_tile(acc, out_desc, expert, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N, TRANSPOSED, ACCUMULATE)
