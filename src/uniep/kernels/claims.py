@@ -5,7 +5,7 @@ import triton.language as tl
 
 from uniep.kernels.lists import COUNTERS, MADE, PUSH, PUSHED
 from uniep.kernels.ptx import block_stores_complete, load_acquire, nanoseconds
-from uniep.kernels.sync import WIDE, every_rank, failed, signal_when_all, wait_unless_failed
+from uniep.kernels.sync import WIDE, every_rank, failed, signal_when_all, wait_for
 from uniep.kernels.transfer import push_chunk
 
 
@@ -149,7 +149,7 @@ def wait_for_peers(
     flags = flags_ptr + ranks
     if not OWN:
         flags = flags_ptr + tl.where(ranks == rank, (rank + 1) % NUM_RANKS, ranks)
-    wait_unless_failed(flags, ranks, tl.load(call_ptr), deadline_ns, status_ptr, STAGE)
+    wait_for(flags, ranks, tl.load(call_ptr), deadline_ns, status_ptr, STAGE, True)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ from uniep.kernels.sync import (
     deadline,
     failed,
     signal_when_all,
-    wait_unless_failed,
+    wait_for,
 )
 from uniep.kernels.transfer import combine_item, return_dweights
 
@@ -216,9 +216,9 @@ def forward_kernel(
                     all_made = has_all(counters_ptr + MADE, num_first).to(tl.int32)
                     if all_made == 0:
                         lanes = tl.zeros((WIDE,), tl.int32)
-                        wait_unless_failed(
+                        wait_for(
                             progress_ptr + m + lanes, lanes + rank, NUM_N1, deadline_ns + timeout_ns, status_ptr,
-                            STAGE_ROWS,
+                            STAGE_ROWS, True,
                         )  # fmt: skip
                     block_loads_follow()
                 started_ns = nanoseconds() if TRACE else 0
@@ -466,9 +466,9 @@ def backward_kernel(
                             num_awaited = num_awaited * 0 + 1
                         for i in range(0, num_awaited, WIDE):
                             lanes = tl.minimum(i + tl.arange(0, WIDE), num_awaited - 1)
-                            wait_unless_failed(
+                            wait_for(
                                 activated_ptr + first_m + lanes, lanes * 0 + rank, NUM_F, deadline_ns + timeout_ns,
-                                status_ptr, STAGE_ACTIVATED,
+                                status_ptr, STAGE_ACTIVATED, True,
                             )  # fmt: skip
                     block_loads_follow()
                 started_ns = nanoseconds() if TRACE else 0
@@ -524,9 +524,9 @@ def backward_kernel(
                     if all_made == 0:
                         all_made = has_all(counters_ptr + MADE, num_m * NUM_F).to(tl.int32)
                         if all_made == 0:
-                            wait_unless_failed(
+                            wait_for(
                                 progress_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
-                                STAGE_RAW,
+                                STAGE_RAW, True,
                             )  # fmt: skip
                     started_ns = nanoseconds() if TRACE else 0
                     for first in range(0, BLOCK_M, ITEM_ROWS):
@@ -540,9 +540,9 @@ def backward_kernel(
                     tl.atomic_add(counters_ptr + ACTIVATED, 1, sem="release", scope="gpu")
                 else:
                     if all_activated == 0:
-                        wait_unless_failed(
+                        wait_for(
                             activated_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
-                            STAGE_ACTIVATED,
+                            STAGE_ACTIVATED, True,
                         )  # fmt: skip
                     started_ns = nanoseconds() if TRACE else 0
                     return_dweights(

@@ -71,30 +71,23 @@ def _lateness(seen, needed, deadline_ns):
 
 
 @triton.jit
-def wait_for(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.constexpr):
+def wait_for(
+    flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.constexpr, UNTIL_FAILURE: tl.constexpr = False
+):
     """Spin until every flag has reached `needed`; after `deadline_ns` record the late peer and give up.
 
-    flag_ptrs: WIDE or more.
+    flag_ptrs: WIDE or more.  UNTIL_FAILURE: give up, too, as soon as this call has failed: what is awaited may then
+    never come.
     """
     seen = load_acquire(flag_ptrs)
     late = _lateness(seen, needed, deadline_ns)
     while late == 1:
+        until_ns = deadline_ns
+        if UNTIL_FAILURE:
+            is_lost = load_acquire(status_ptr + tl.zeros_like(peers)) != 0
+            until_ns = tl.where(is_lost, 0, deadline_ns)
         seen = load_acquire(flag_ptrs)
-        late = _lateness(seen, needed, deadline_ns)
-    if late == 2:
-        peer = tl.max(tl.where(seen - needed < 0, peers, -1))
-        record(status_ptr, TIMEOUT, STAGE, peer, needed, tl.min(seen))
-
-
-@triton.jit
-def wait_unless_failed(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.constexpr):
-    """`wait_for`, given up as soon as this call has failed: what is awaited may then never come."""
-    seen = load_acquire(flag_ptrs)
-    late = _lateness(seen, needed, deadline_ns)
-    while late == 1:
-        is_lost = load_acquire(status_ptr + tl.zeros_like(peers)) != 0
-        seen = load_acquire(flag_ptrs)
-        late = _lateness(seen, needed, tl.where(is_lost, 0, deadline_ns))
+        late = _lateness(seen, needed, until_ns)
     if late == 2:
         peer = tl.max(tl.where(seen - needed < 0, peers, -1))
         record(status_ptr, TIMEOUT, STAGE, peer, needed, tl.min(seen))
