@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
+from uniep.kernels.gemm import count_tile
 from uniep.kernels.lists import COUNTERS, MADE, PUSH, PUSHED
-from uniep.kernels.ptx import block_stores_complete, load_acquire, nanoseconds
+from uniep.kernels.ptx import load_acquire, nanoseconds
 from uniep.kernels.sync import WIDE, every_rank, failed, signal_when_all, wait_for
 from uniep.kernels.transfer import push_chunk
 
@@ -18,7 +19,7 @@ def claim(counter_ptr, THREADS: tl.constexpr):
 
 @triton.jit
 def claimed(answer, THREADS: tl.constexpr):
-    """The place that `_claim` asked for; the same in all threads."""
+    """The place that `claim` asked for; the same in all threads."""
     return tl.max(tl.where(tl.arange(0, THREADS) == 0, answer, 0))
 
 
@@ -31,13 +32,13 @@ def has_all(counter_ptr, total):
 @triton.jit
 def count_made(counters_ptr, stored, made):
     """Count the tiles of the first product that this program has stored last: one of row tile `stored`, `made` in all."""
-    block_stores_complete()
-    tl.atomic_add(counters_ptr + COUNTERS + stored, 1, sem="release", scope="gpu")
+    count_tile(counters_ptr + COUNTERS, stored)
     tl.atomic_add(counters_ptr + MADE, made, sem="release", scope="gpu")
 
 
 @triton.jit
 def count_pushes(send_count_ptr, rank, CHUNK: tl.constexpr, NUM_RANKS: tl.constexpr):
+    """Chunks that this rank pushes to all others."""
     total = 0
     for step in tl.static_range(1, NUM_RANKS):
         total += tl.cdiv(tl.load(send_count_ptr + (rank + step) % NUM_RANKS), CHUNK)
@@ -193,6 +194,7 @@ def keep(
 
 @triton.jit
 def count_kept(counts_ptr, stride, rank, KEPT: tl.constexpr, NUM_RANKS: tl.constexpr):
+    """Places of `keep`."""
     total = 0
     for block in tl.static_range(NUM_RANKS - 1):
         total += tl.cdiv(tl.load(counts_ptr + tl.where(rank <= block, block + 1, block) * stride), KEPT)
