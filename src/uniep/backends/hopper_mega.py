@@ -1,7 +1,6 @@
 """overlap="mega" of the Hopper backend: behind the plan, or the entry of a backward, one kernel for each direction.
 
-The kernels are in `uniep.kernels.mega`; what they may be asked to do, in
-`taskflow.schedule.is_valid`.
+The kernels are in `uniep.kernels.mega`; what they may be asked to do, in `taskflow.schedule.is_valid`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     receive = backend.arena.views["receive"]
     kept = launch_mega.Kept(torch.empty_like(receive), *_sent(backend, plan.recv_count_R)) if save else None
     sums = launch_mega.Sums(backend.arena.views["returns"], inputs.ids_TK, torch.empty_like(x_TD))
-    records = Records.empty(backend, lists) if backend.trace is not None else None
+    records = Records.empty(backend, lists) if tracing else None
     launch_mega.launch_forward(
         x_TD, receive, rows, lists, inputs.experts, backend._peers(), cfg, schedule, backend.sms, h_2NF, act_NF, kept,
         inputs.weights_TK, sums, **_dispatching(backend), trace=records.buffers if records else None,
@@ -65,13 +64,8 @@ def backward(
     """Enter, then one kernel."""
     from uniep.kernels import launch, launch_mega
 
-    cfg, device, schedule, experts, ids_TK = (
-        backend.cfg,
-        backend.device,
-        backend.schedule,
-        inputs.experts,
-        inputs.ids_TK,
-    )
+    cfg, device, schedule = backend.cfg, backend.device, backend.schedule
+    experts, ids_TK = inputs.experts, inputs.ids_TK
     x_TD, dy_TD = aligned(inputs.x_TD), aligned(dy_TD)
     *of_plan, h_2NF, kept = saved
     plan = backend.planner.restore(ids_TK.shape[0], of_plan)
