@@ -1,6 +1,5 @@
 """The kernels of combine groups, interpreted: tables of lines against `build_parts`, sums against `combine_slots`."""
 
-import dataclasses
 import threading
 import time
 
@@ -63,7 +62,7 @@ class Problem:
         launch_parts(exchange, *arguments)
 
     def rows(self, **changes: torch.Tensor) -> Rows:
-        return dataclasses.replace(self._rows, **changes)
+        return self._rows._replace(**changes)
 
     @property
     def return_slots(self) -> int:

@@ -1,6 +1,5 @@
 """Lists that the device makes from a plan, interpreted: the compiler's, and an order in which nothing blocks."""
 
-import dataclasses
 import random
 import types
 
@@ -57,8 +56,7 @@ def made_lists(plan, cfg, schedule, rank, *, backward, w13=True, w2=True):
     counts = plan.counts_RE.int()
     count_e = (start.diff() // tile_rows).long()
     num_m = int(count_e.sum())
-    names = {field.name for field in dataclasses.fields(Rows)}
-    rows = types.SimpleNamespace(**dict.fromkeys(names))
+    rows = types.SimpleNamespace(**dict.fromkeys(Rows._fields))
     rows.start_e1, rows.rows_e = start, counts[:, rank * local : (rank + 1) * local].sum(0, dtype=torch.int32)
     rows.expert_M = torch.arange(local, dtype=torch.int32).repeat_interleave(count_e)
     rows.expert_M = torch.cat([rows.expert_M, torch.zeros(1, dtype=torch.int32)])

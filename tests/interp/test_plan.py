@@ -11,6 +11,7 @@ from uniep.backends.base import Inputs
 from uniep.backends.planner import Planner
 from uniep.config import ROW_ALIGN, MoEConfig
 from uniep.errors import CapacityError, DTypeError, InputError, PeerTimeoutError
+from uniep.kernels.call import tensor
 from uniep.memory import plan_memory
 from uniep.routing import build_plan
 from uniep.taskflow.schedule import Schedule, Tile
@@ -88,8 +89,8 @@ def plans(planners, ids_of_rank, weights_of_rank, lead=0):
         if fits[0]:
             return made
         for plan in made:
-            assert not plan.rows.send_count_R.any()
-            assert plan.rows.totals.tolist()[:2] == [0, 0]
+            assert not tensor(plan.rows.send_count_R).any()
+            assert tensor(plan.rows.totals).tolist()[:2] == [0, 0]
 
 
 def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int) -> list[int]:
@@ -119,25 +120,25 @@ def check(planners, ids_of_rank, cfg: MoEConfig, lead: int = 0) -> None:
         want = build_plan(ids_of_rank, rank, cfg)
         tables, rows = got.rows, want.num_rows
         for name, device_name in PLAN_FIELDS.items():
-            value = getattr(got if hasattr(got, device_name) else tables, device_name)
+            value = tensor(getattr(got if hasattr(got, device_name) else tables, device_name))
             if name.startswith("row_"):
                 value = value[:rows]
             torch.testing.assert_close(value, getattr(want, name), rtol=0, atol=0, msg=f"rank {rank}: {name}")
         for peer, count in enumerate(want.send_count_R.tolist()):
-            assert torch.equal(got.rows.send_token_RT[peer, :count], want.send_token_RT[peer, :count])
+            assert torch.equal(tensor(got.rows.send_token_RT)[peer, :count], want.send_token_RT[peer, :count])
         weight = torch.where(want.row_return_N >= 0, flat_weights.flatten()[want.row_return_N.clamp(min=0).long()], 0.0)
-        assert torch.equal(tables.weight_N[:rows], weight)
+        assert torch.equal(tensor(tables.weight_N)[:rows], weight)
 
         height = planners[rank].tile_rows
         tiles = rows // height
-        assert tables.totals.tolist()[:2] == [rows, tiles]
+        assert tensor(tables.totals).tolist()[:2] == [rows, tiles]
         first = rank * planners[rank].local
-        assert torch.equal(tables.rows_e, want.counts_RE.sum(0)[first : first + planners[rank].local].int())
+        assert torch.equal(tensor(tables.rows_e), want.counts_RE.sum(0)[first : first + planners[rank].local].int())
         starts = want.expert_start_e1
         expert = torch.searchsorted(starts, torch.arange(tiles, dtype=torch.int32) * height, right=True) - 1
-        assert tables.expert_M[:tiles].tolist() == expert.tolist()
+        assert tensor(tables.expert_M)[:tiles].tolist() == expert.tolist()
         for lead_of, order in ((lead, tables.order_M), (lead + 1, tables.backward_order_M)):
-            assert order[:tiles].tolist() == expected_order(want, rank, cfg, height, lead_of)
+            assert tensor(order)[:tiles].tolist() == expected_order(want, rank, cfg, height, lead_of)
 
 
 def random_ids(tokens: int, top_k: int, num_experts: int, seed: int) -> torch.Tensor:
@@ -232,10 +233,10 @@ def test_tile_order_by_hand(lead, orders):
     planners = roomy_planners(cfg, 2, make_schedule(rows=64))
     ids_of_rank = [torch.tensor(ids) for ids in HAND_IDS]
     got = plans(planners, ids_of_rank, make_weights(ids_of_rank), lead)
-    assert got[0].rows.expert_M[:4].tolist() == [0, 0, 1, 1]
-    assert got[1].rows.expert_M[:6].tolist() == [0, 0, 1, 1, 1, 1]
+    assert tensor(got[0].rows.expert_M)[:4].tolist() == [0, 0, 1, 1]
+    assert tensor(got[1].rows.expert_M)[:6].tolist() == [0, 0, 1, 1, 1, 1]
     for plan, order in zip(got, orders, strict=True):
-        assert plan.rows.order_M[: len(order)].tolist() == order
+        assert tensor(plan.rows.order_M)[: len(order)].tolist() == order
 
 
 @pytest.mark.parametrize("value", [8, -2, 2**31, 2**40, -(2**40)])
@@ -261,7 +262,7 @@ def test_a_refusal_reaches_every_rank():
     second.refuse(DTypeError("rank 1: x has dtype torch.float64"))
     del second.wait
     plan = first.plan(ids_of_rank[0], torch.zeros(80, 2))
-    assert plan.rows.totals.tolist() == [0, 0]
+    assert tensor(plan.rows.totals).tolist() == [0, 0]
     with pytest.raises(DTypeError, match=r"^rank 1: x has dtype torch.float64$"):
         first.fits()
     check(planners, ids_of_rank, cfg)
@@ -305,8 +306,8 @@ def test_overflow_is_recorded_everywhere():
     assert [planner.capacity for planner in planners] == [2 * ROW_ALIGN] * 2
     ids_of_rank = [torch.ones(200, 1, dtype=torch.int64), torch.ones(200, 1, dtype=torch.int64)]
     for plan in attempt(planners, ids_of_rank, make_weights(ids_of_rank)):
-        assert plan.rows.totals.tolist()[:2] == [0, 0]
-        assert not plan.rows.send_count_R.any()
+        assert tensor(plan.rows.totals).tolist()[:2] == [0, 0]
+        assert not tensor(plan.rows.send_count_R).any()
     for planner in planners:
         with pytest.raises(CapacityError, match=r"rank 1 was routed 400 rows but max_rows=10 leaves room for 256"):
             planner.check()

@@ -25,7 +25,7 @@ from uniep.backends.arena import WAY_OUT, Arena
 from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs, aligned
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
-from uniep.kernels.call import copy
+from uniep.kernels.call import copy, parts
 from uniep.kernels.support import why_not
 from uniep.memory import hopper_arrays, pack
 from uniep.routing import RoutingPlan
@@ -116,12 +116,14 @@ class HopperBackend:
         self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._stream = torch.cuda.current_stream(device)  # of the last call
         self._forked: set[torch.cuda.Stream] = set()
+        self._point = torch.cuda.Event()  # of a stream that another is to wait for
         self._turn = threading.RLock()
         self.phases: list[tuple[str, torch.cuda.Event]] | None = None
         self.trace: list[Span] | None = None
         self.traced_ids: list[Tensor] = []
         self.traced_from: Tensor | None = None
         self._stay_local = False
+        self._known_peers: dict[tuple[bool, int], Peers] = {}
 
     def _check_push(self) -> None:
         """Somebody must be left to compute while tokens are pushed."""
@@ -199,6 +201,7 @@ class HopperBackend:
     def close(self) -> None:
         """Drop the arena; calls in flight keep what they use alive through the CUDA stream order."""
         self.arena = self.planner.arena = None  # type: ignore[assignment]
+        self._known_peers.clear()
 
     def mark(self, name: str) -> None:
         """A phase boundary for the benchmark; free when nobody listens."""
@@ -384,7 +387,7 @@ class HopperBackend:
         accumulate = main_grads is not None and main_grads.accumulate
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
-        x_address_N, dy_address_N = address_2N.unbind()
+        x_address_N, dy_address_N = parts(address_2N)
         if needs.w2:
             dw2 = main_grads.w2 if main_grads else (fresh(experts.w2[0]),)
             launch.launch_weight_gradient(
@@ -408,13 +411,18 @@ class HopperBackend:
 
     def _fork(self, stream: torch.cuda.Stream) -> None:
         """Let `stream` go on from here, beside this call's own."""
-        stream.wait_stream(self._stream)
+        self._follow(stream, self._stream)
         self._forked.add(stream)
 
     def _join(self) -> None:
         """Wait for what was forked."""
         while self._forked:
-            self._stream.wait_stream(self._forked.pop())
+            self._follow(self._stream, self._forked.pop())
+
+    def _follow(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
+        """`wait_stream`, without a new event."""
+        self._point.record(earlier)
+        later.wait_event(self._point)
 
     def _down_sms(self, num_tokens: int) -> int:
         """Multiprocessors of the down product beside gate_up; 0: it runs after it."""
@@ -431,10 +439,13 @@ class HopperBackend:
 
     def _peers(self) -> Peers:
         """What kernels need of the other ranks."""
+        chunk = self.schedule.chunk_tokens if self.schedule.transfer == "push" else 0
+        if (known := self._known_peers.get((self._stay_local, chunk))) is not None:
+            return known
         from uniep.kernels.launch import Peers
 
         arena, planner = self.arena, self.planner
-        return Peers(
+        made = self._known_peers[self._stay_local, chunk] = Peers(
             rank=self.rank,
             num_ranks=self.num_ranks,
             call=planner.call,
@@ -451,9 +462,10 @@ class HopperBackend:
             returned_offset=arena.flag_offset("returned") + self.rank,
             push_ticket=self.push_ticket,
             return_ticket=self.return_ticket,
-            chunk=self.schedule.chunk_tokens if self.schedule.transfer == "push" else 0,
+            chunk=chunk,
             receive_block=self.cfg.receive_block,
         )
+        return made
 
     def _send_all(self, x_TD: Tensor) -> None:
         """Queue copies of all tokens to every peer, each with the peer's `finished` flag behind it."""
@@ -463,9 +475,9 @@ class HopperBackend:
             peer = (self.rank + step) % self.num_ranks
             if num_tokens:
                 first = recv_base(self.cfg, self.rank, peer)
-                copy(self.arena.everywhere["receive"][peer][first : first + num_tokens], x_TD, self.copies)
+                copy(self.arena.everywhere["receive"][peer][first:], x_TD, self.copies)
             flag = self.arena.flag_offset("finished") + self.rank
-            copy(self.arena.everywhere["flags"][peer][flag : flag + 1], self.planner.call, self.copies)
+            copy(self.arena.everywhere["flags"][peer][flag:], self.planner.call, self.copies)
 
     def _enter_backward(self, sent_TD: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Enter a call that knows its plan, and queue the copies of what it sends.  meanwhile: until all entered."""
@@ -513,10 +525,10 @@ class HopperBackend:
         return rows_ND
 
     def _results(self, plan: DevicePlan) -> Tensor:
-        """Memory for the rows (N, D) of a product that are to be added by groups, or pushed later; else one row."""
-        in_place = plan.lines is not None or self.schedule.overlap == "serial"
-        num_rows = plan.num_rows if in_place else 1
-        return torch.empty(num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
+        """Memory for the rows (N, D) of a product that are to be added by groups, or pushed later; else any as wide."""
+        if plan.lines is None and self.schedule.overlap != "serial":
+            return self.arena.views["receive"]
+        return torch.empty(plan.num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
 
     def _return_rows(
         self, product: Callable[..., None], a: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights,
@@ -538,7 +550,7 @@ class HopperBackend:
         """What combine groups add to what.  weighted: rows by their routing weight."""
         from uniep.kernels.launch_groups import Sums
 
-        weight_N = plan.weight_N if weighted else None
+        weight_N = plan.rows.weight_N if weighted else None
         one_group = self.cfg.combine_groups == self.num_ranks
         return Sums(results_ND, weight_N, lines.row_LK, lines.slot_LK, lines.used_TW.numel(), one_group)
 
@@ -549,7 +561,7 @@ class HopperBackend:
         from uniep.kernels import launch_groups
 
         tile, rows = self.schedule.gemm2, plan.rows
-        order_M = torch.empty_like(rows.order_M)
+        order_M = torch.empty(rows.order_M.shape, dtype=torch.int32, device=self.device)
         launch_groups.launch_return_order(plan.counts_RE, rows, self.rank, tile.rows, order_M)
         launch_groups.launch_counted_down(act_NF, rows, order_M, experts, tile, self.sms, sums.rows_ND)
         launch_groups.launch_claimed_sum(sums, rows, lines, peers, tile, self.sms)

@@ -20,6 +20,7 @@ from uniep.weights import ExpertWeights
 if TYPE_CHECKING:
     from uniep.backends.hopper import HopperBackend
     from uniep.backends.planner import DevicePlan
+    from uniep.kernels.call import Memory
     from uniep.kernels.launch_mega import Lists
 
 
@@ -143,7 +144,7 @@ def _lists(backend: HopperBackend, plan: DevicePlan, tiles: tuple[int, int, int,
     return lists
 
 
-def _sent(backend: HopperBackend, recv_count_R: Tensor) -> tuple[Tensor, int, int]:
+def _sent(backend: HopperBackend, recv_count_R: Memory) -> tuple[Memory, int, int]:
     """`Kept.count`, parity and stride: tokens of a source's send list, or, by copies, all of them."""
     if not backend._copying:
         return recv_count_R, 0, 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from uniep.backends.base import Needs
+from uniep.kernels.call import tensor
 from uniep.memory import EXCHANGE_HEADER
 from uniep.routing import build_plan
 from uniep.taskflow.graph import TaskGraph
@@ -67,7 +68,7 @@ def spans(
     schedule = dataclasses.replace(backend.schedule, overlap="mega")  # also of calls that are few enough tokens
     plans = [build_plan(list(ids), r, cfg) for r in range(backend.num_ranks)]
     tokens = [t.shape[0] for t in ids]
-    if int(plan.rows.totals[0]) != plans[rank].num_rows:
+    if int(tensor(plan.rows.totals)[0]) != plans[rank].num_rows:
         return []
     if needs is None:
         phase, graph = "forward", lower_forward(plans, tokens, cfg, schedule, keep=keep)

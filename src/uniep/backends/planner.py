@@ -7,7 +7,7 @@ The plan is one call's `RoutingPlan` and the tile tables that kernels walk, made
 from __future__ import annotations
 
 import ctypes
-import math
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -20,7 +20,7 @@ from uniep.backends.protocol import bad_id_error, decoded, encoded, error_index,
 from uniep.config import ROW_ALIGN
 from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError
 from uniep.kernels import sync
-from uniep.kernels.call import launch
+from uniep.kernels.call import Part, launch, parts, tensor
 from uniep.kernels.launch import Rows
 from uniep.kernels.launch_groups import Lines, launch_parts
 from uniep.memory import (
@@ -60,54 +60,33 @@ FORWARD, BACKWARD = sync.IS_FORWARD.value, sync.IS_BACKWARD.value
 
 
 class HeadLayout(NamedTuple):
-    """Of `DevicePlan.head`: words of each part, and (name, shape, size) of the array in it."""
+    """Of `DevicePlan.head`: its words, and (offset in bytes, shape) of each array in it."""
 
-    words: list[int]
-    arrays: list[tuple[str, tuple[int, ...], int]]
+    words: int
+    arrays: dict[str, tuple[int, tuple[int, ...]]]
 
 
 class DevicePlan:
     """A RoutingPlan on the device, with the tile tables.  All int32 but the routing weights.
 
-    Three allocations, which autograd saves: `head`, what is known before the number of rows is; `rows_2N`,
-    source and return slot of every row; `weight_N`.  The rest are views.  lines: with combine groups, which rows are
-    added; one more allocation.
+    Two allocations, which autograd saves: `head`, what is known before the number of rows is; `rows_3N`, source, return
+    slot and routing weight of every row.  lines: with combine groups, which rows are added; one more allocation.
     """
 
-    def __init__(
-        self, layout: HeadLayout, head: Tensor, rows_2N: Tensor, weight_N: Tensor, lines: Lines | None = None
-    ) -> None:
-        self.head, self.rows_2N, self.weight_N, self.lines = head, rows_2N, weight_N, lines
-        parts = head.split(layout.words)
-        view = {
-            name: part.view(shape) if part.numel() == size else part[:size].view(shape)
-            for (name, shape, size), part in zip(layout.arrays, parts, strict=True)
-        }
-        self.counts_RE, self.recv_count_R = view["counts_RE"], view["recv_count_R"]
-        source_N, return_N = rows_2N.unbind()
-        self.rows = Rows(
-            source_N=source_N,
-            return_N=return_N,
-            weight_N=weight_N,
-            start_e1=view["start_e1"],
-            rows_e=view["rows_e"],
-            expert_M=view["expert_M"],
-            order_M=view["order_M"],
-            backward_order_M=view["backward_order_M"],
-            progress_M=view["progress_M"],
-            cursor=view["cursor"],
-            send_token_RT=view["send_token_RT"],
-            send_count_R=view["send_count_R"],
-            totals=view["totals"],
-        )
+    def __init__(self, layout: HeadLayout, head: Tensor, rows_3N: Tensor, lines: Lines | None = None) -> None:
+        self.head, self.rows_3N, self.lines = head, rows_3N, lines
+        part = {name: Part(head, offset, torch.int32, shape) for name, (offset, shape) in layout.arrays.items()}
+        self.counts_RE, self.recv_count_R = part.pop("counts_RE"), part.pop("recv_count_R")
+        source_N, return_N, weight_N = parts(rows_3N)
+        self.rows = Rows(source_N, return_N, weight_N._replace(dtype=torch.float32), **part)
 
     @property
     def num_rows(self) -> int:
         """Rows allocated: N or more."""
-        return self.weight_N.shape[0]
+        return self.rows_3N.shape[1]
 
     def saved(self) -> list[Tensor]:
-        return [self.head, self.rows_2N, self.weight_N, *([self.lines.flat] if self.lines is not None else [])]
+        return [self.head, self.rows_3N, *([self.lines.flat] if self.lines is not None else [])]
 
 
 class Planner:
@@ -223,9 +202,9 @@ class Planner:
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
-        head, rows_2N, weight_N, *parts = saved
-        lines = Lines.of(parts[0], self.cfg, self.num_ranks) if parts else None
-        return DevicePlan(self._layout(num_tokens), head, rows_2N, weight_N, lines)
+        head, rows_3N, *flat = saved
+        lines = Lines.of(flat[0], self.cfg, self.num_ranks) if flat else None
+        return DevicePlan(self._layout(num_tokens), head, rows_3N, lines)
 
     def _arrays(self, num_tokens: int | SymInt) -> dict[str, Any]:
         return hopper_plan_arrays(self.cfg, self.num_ranks, self.most_tiles, num_tokens)
@@ -235,9 +214,9 @@ class Planner:
             if len(self._layouts) > 1000:  # any number of lengths may come
                 self._layouts.clear()
             arrays = self._arrays(num_tokens)
-            self._layouts[num_tokens] = HeadLayout(
-                plan_words(arrays), [(name, shape, math.prod(shape)) for name, shape in arrays.items()]
-            )
+            ends = list(itertools.accumulate(plan_words(arrays), initial=0))
+            where = {name: (4 * end, shape) for (name, shape), end in zip(arrays.items(), ends, strict=False)}
+            self._layouts[num_tokens] = HeadLayout(ends[-1], where)
         return self._layouts[num_tokens]
 
     def fake(self, num_tokens: int | SymInt, rows: int | SymInt, like: Tensor) -> list[Tensor]:
@@ -245,8 +224,7 @@ class Planner:
         words = sum(plan_words(self._arrays(num_tokens)))
         return [
             like.new_empty((words,), dtype=torch.int32),
-            like.new_empty((2, rows), dtype=torch.int32),
-            like.new_empty((rows,), dtype=torch.float32),
+            like.new_empty((3, rows), dtype=torch.int32),
             *([like.new_empty((self._parts_words,), dtype=torch.int32)] if self.cfg.combine_groups is not None else []),
         ]
 
@@ -272,12 +250,7 @@ class Planner:
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         histogram = torch.empty(hopper_histogram(cfg, ranks), **int32)
         layout = self._layout(num_tokens)
-        plan = DevicePlan(
-            layout,
-            torch.empty(sum(layout.words), **int32),
-            torch.empty(2, self.allocate, **int32),
-            torch.empty(self.allocate, dtype=torch.float32, device=self.device),
-        )
+        plan = DevicePlan(layout, torch.empty(layout.words, **int32), torch.empty(3, self.allocate, **int32))
         rows, exchange = plan.rows, self.arena.views["exchange"]
         shape: dict[str, Any] = {
             "K": cfg.top_k, "KP": slots_p, "SLOTS": self.slots, "NUM_RANKS": ranks, "BLOCKS": blocks,
@@ -382,14 +355,15 @@ class Planner:
 
     def routing_plan(self, plan: DevicePlan, num_tokens: int) -> RoutingPlan:
         """The public plan, without what lies behind the counts."""
-        rows = int(plan.rows.totals[0])
-        listed = torch.arange(num_tokens, device=self.device) < plan.rows.send_count_R[:, None]
+        rows = plan.rows
+        num_rows, send_count_R = int(tensor(rows.totals)[0]), tensor(rows.send_count_R)
+        listed = torch.arange(num_tokens, device=self.device) < send_count_R[:, None]
         return RoutingPlan(
-            counts_RE=plan.counts_RE,
-            expert_start_e1=plan.rows.start_e1,
-            send_count_R=plan.rows.send_count_R,
-            send_token_RT=torch.where(listed, plan.rows.send_token_RT, -1),
-            recv_count_R=plan.recv_count_R,
-            row_source_N=plan.rows.source_N[:rows],
-            row_return_N=plan.rows.return_N[:rows],
+            counts_RE=tensor(plan.counts_RE),
+            expert_start_e1=tensor(rows.start_e1),
+            send_count_R=send_count_R,
+            send_token_RT=torch.where(listed, tensor(rows.send_token_RT), -1),
+            recv_count_R=tensor(plan.recv_count_R),
+            row_source_N=plan.rows_3N[0, :num_rows],
+            row_return_N=plan.rows_3N[1, :num_rows],
         )

@@ -9,14 +9,14 @@ Suffixes: N padded rows, M row tiles, e local experts, D hidden, F ffn, T tokens
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.errors import UnsupportedError
-from uniep.kernels.call import Block, launch
+from uniep.kernels.call import Block, Memory, launch, parts
 from uniep.kernels.gemm import gate_up_kernel, gathered_product_kernel, product_kernel
 from uniep.kernels.gradients import (
     activation_gradient_kernel,
@@ -39,8 +39,7 @@ from uniep.weights import ExpertWeights
 MAX_STRIDE_BYTES = 2**40  # of a Hopper tensor map
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Tables of the rows; all int32 but weight_N (fp32).
 
     start_e1, rows_e: first row and number of rows of each expert.  expert_M: expert of each row tile.
@@ -49,19 +48,19 @@ class Rows:
     send_token_RT, send_count_R: what this rank sends to each.  totals: (2 or more,), padded rows and row tiles.
     """
 
-    source_N: Tensor
-    return_N: Tensor
-    weight_N: Tensor
-    start_e1: Tensor
-    rows_e: Tensor
-    expert_M: Tensor
-    order_M: Tensor
-    backward_order_M: Tensor
-    progress_M: Tensor
-    cursor: Tensor
-    send_token_RT: Tensor
-    send_count_R: Tensor
-    totals: Tensor
+    source_N: Memory
+    return_N: Memory
+    weight_N: Memory
+    start_e1: Memory
+    rows_e: Memory
+    expert_M: Memory
+    order_M: Memory
+    backward_order_M: Memory
+    progress_M: Memory
+    cursor: Memory
+    send_token_RT: Memory
+    send_count_R: Memory
+    totals: Memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +132,7 @@ def stored_columns(tile: Tile, out: Tensor) -> int:
     return tile.columns // (4 if out.dtype == torch.float32 else 2)
 
 
-def rows_block(matrix: Tensor, rows: int, columns: int) -> Block:
+def rows_block(matrix: Memory, rows: int, columns: int) -> Block:
     """Blocks of a contiguous matrix."""
     shape = matrix.shape
     return Block(matrix, (shape[0], shape[1]), (shape[1], 1), (rows, columns))
@@ -144,9 +143,15 @@ def w13_block(experts: ExpertWeights, *block: int) -> tuple[Block, bool]:
 
     A pair (w1, w3) is one 4-dimensional tensor whose second stride is the distance between the two.
     """
-    gate, up = experts.halves(0)
-    f, d = gate.shape
-    e = experts.w13[0].shape[0]
+    if experts.layout == "stacked":  # (e, 2F, D) or (e, 2, F, D)
+        w13 = experts.w13[0]
+        f, row = w13.shape[-2], w13.stride(-2)
+        if w13.dim() == 3:
+            f //= 2
+        half = f * row if w13.dim() == 3 else w13.stride(1)
+        return Block(w13, (w13.shape[0], 2, f, w13.shape[-1]), (w13.stride(0), half, row, 1), block), False
+    gate, up = experts.w13
+    e, f, d = gate.shape
     distance = up.data_ptr() - gate.data_ptr()
     if abs(distance) >= MAX_STRIDE_BYTES or distance % 16:
         raise UnsupportedError(
@@ -154,7 +159,7 @@ def w13_block(experts: ExpertWeights, *block: int) -> tuple[Block, bool]:
             f"{MAX_STRIDE_BYTES}; allocate them together, or as one w13 (e, 2F, D)"
         )
     first = gate if distance > 0 else up
-    strides = (experts.w13[0].stride(0), abs(distance) // gate.element_size(), gate.stride(0), 1)
+    strides = (gate.stride(0), abs(distance) // gate.element_size(), gate.stride(1), 1)
     return Block(first, (e, 2, f, d), strides, block), distance < 0
 
 
@@ -206,7 +211,7 @@ def launch_gate_up(
     rows_desc = act_desc if rows_ND is None else rows_block(rows_ND, tile.rows, tile.depth)
     gate_desc = up_desc = act_desc
     if h_2NF is not None:
-        gate_desc, up_desc = (rows_block(h_NF, tile.rows, half) for h_NF in h_2NF.unbind())
+        gate_desc, up_desc = (rows_block(h_NF, tile.rows, half) for h_NF in parts(h_2NF))
     launch(
         gate_up_kernel,
         multiprocessors * tile.programs_per_sm,
@@ -320,7 +325,7 @@ def launch_activation_gradient(
     launch(
         activation_gradient_kernel,
         multiprocessors * 8,
-        (raw_NF, *h_2NF.unbind(), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
+        (raw_NF, *parts(h_2NF), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
         {"F": raw_NF.shape[1], "ROWS": 16, "COLUMNS": 256, "WEIGHTED": weighted},
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -335,7 +340,7 @@ def launch_claimed_activation_gradient(
         claimed_activation_gradient_kernel,
         multiprocessors * 6,
         (
-            raw_NF, *h_2NF.unbind(), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG, rows.backward_order_M,
+            raw_NF, *parts(h_2NF), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG, rows.backward_order_M,
             progress_M, cursor, peers.status, peers.timeout_ns, peers.rank,
         ),
         {
@@ -376,7 +381,7 @@ def launch_row_addresses(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], rows: Rows, multiprocessors: int, address_2N: Tensor
 ) -> None:
     """Addresses of every row of a and b, each (local (T, D), received (M, D)); address_2N: int64."""
-    of_a, of_b = address_2N.unbind()
+    of_a, of_b = parts(address_2N)
     launch(
         row_addresses_kernel,
         multiprocessors,
@@ -387,7 +392,7 @@ def launch_row_addresses(
 
 
 def launch_weight_gradient(
-    a: Tensor, b_NW: Tensor, first_column: int, dw: Tensor, start: Tensor, count: Tensor, status: Tensor, tile: Tile,
+    a: Memory, b_NW: Tensor, first_column: int, dw: Tensor, start: Memory, count: Memory, status: Tensor, tile: Tile,
     multiprocessors: int, *, transposed: bool, accumulate: bool = False,
 ) -> None:  # fmt: skip
     """dW[e] = a[rows of e]^T @ b[rows of e, first_column :].  dw: (e, H, W), or (e, W, H) if transposed, of b's dtype

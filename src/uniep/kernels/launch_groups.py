@@ -11,7 +11,7 @@ import math
 from torch import Tensor
 
 from uniep.config import MoEConfig
-from uniep.kernels.call import launch
+from uniep.kernels.call import Memory, launch
 from uniep.kernels.groups import (
     claimed_sum_kernel,
     counted_product_kernel,
@@ -81,13 +81,13 @@ class Sums:
     """
 
     rows_ND: Tensor
-    weight_N: Tensor | None
+    weight_N: Memory | None
     row_LK: Tensor
     slot_LK: Tensor
     slots: int
     one_group: bool
 
-    def arguments(self, peers: Peers) -> tuple[Tensor | int, ...]:
+    def arguments(self, peers: Peers) -> tuple[Memory | int, ...]:
         """The lines of the next rank come first."""
         num_lines = self.row_LK.shape[0]
         first_line = (peers.rank + 1) % peers.num_ranks * (num_lines // peers.num_ranks)
@@ -119,7 +119,7 @@ def launch_group_sum(sums: Sums, peers: Peers, multiprocessors: int, *, signal: 
     launch(group_sum_kernel, multiprocessors * 6, sums.arguments(peers), constants, **sums.options)
 
 
-def launch_return_order(counts_RE: Tensor, rows: Rows, rank: int, tile_rows: int, order_M: Tensor) -> None:
+def launch_return_order(counts_RE: Memory, rows: Rows, rank: int, tile_rows: int, order_M: Tensor) -> None:
     """order (M,): the row tiles by source rank, the next rank's first."""
     (num_ranks, experts), local = counts_RE.shape, rows.rows_e.shape[0]
     launch(

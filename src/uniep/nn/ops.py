@@ -28,7 +28,7 @@ __all__ = ["SAVE_OPS", "call", "moe_forward"]
 def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
     """Raise ConfigError unless all have one number of tokens, which the Workspace can take."""
     for name, tensor in named.items():
-        if len(tensor) != len(named["ids"]):
+        if tensor.shape[0] != named["ids"].shape[0]:
             raise ConfigError(f"{name} and ids differ in their number of tokens: {len(tensor)} and {len(named['ids'])}")
     if len(named["ids"]) > workspace.cfg.max_tokens_per_rank:
         raise ConfigError(

@@ -1,0 +1,185 @@
+"""Time uniep's six grouped products, one by one on one GPU, next to PyTorch's grouped GEMM on the same rows.
+
+    python benchmarks/products.py --json benchmarks/results/h200_products.json
+
+Rows and experts are those that one of two ranks has.  PyTorch's operands are contiguous rows; uniep gathers x and dO
+where they lie, and gate_up applies SwiGLU and stores gate and up, too, so that it does more.  Results are compared
+before they are timed.  Median of `window` calls, mean of `sustained` ones; see timing.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+
+import timing
+import uniep
+from cases import Shape, make_case, make_weights, parse_shape
+from kernels import grouped_mm
+from moe import commit
+from uniep.config import ROW_ALIGN
+
+RANKS = 2
+
+
+class Products:
+    """What both sides compute, by name: (uniep's, PyTorch's, what uniep's leaves behind)."""
+
+    def __init__(self, shape: Shape, tokens: int, device: torch.device) -> None:
+        from uniep.kernels import launch
+
+        local = Shape(shape.name, shape.hidden, shape.ffn, shape.num_experts // RANKS, shape.top_k)
+        case = make_case(local, tokens, "balanced", 0, make_weights(shape, 0, RANKS, torch.bfloat16, device))
+        self.tflop = local.tflop(tokens, "fwd") / 3  # of one with F columns
+        cfg = uniep.MoEConfig(
+            hidden=local.hidden, ffn=local.ffn, num_experts=local.num_experts, top_k=local.top_k,
+            max_tokens_per_rank=tokens,
+        )  # fmt: skip
+        self.workspace = uniep.Workspace(cfg, None, device=device)
+        backend: Any = self.workspace.backend
+        schedule, sms, planner = backend.schedule, backend.sms, backend.planner
+        while True:
+            plan = planner.plan(case.ids_TK, case.weights_TK)
+            if planner.fits():
+                break
+        rows, peers, num_rows = plan.rows, backend._peers(), plan.num_rows
+        experts = uniep.weights.ExpertWeights((case.w13_e2FD,), (case.w2_eDF,), "stacked")
+        used = planner.routing_plan(plan, tokens)
+        end_e = used.expert_start_e1[1:]
+        taken_N = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        taken_N[: used.num_rows] = used.row_source_N.long()
+        pad_N1 = (taken_N < 0)[:, None]
+        x_ND, dy_ND = (t[taken_N.clamp(min=0)].masked_fill(pad_N1, 0) for t in (case.x_TD, case.dy_TD))
+        receive = backend.arena.views["receive"]
+
+        def new(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=device)
+
+        ffn, hidden, e = local.ffn, local.hidden, local.num_experts
+        act_NF, dh_NH = (torch.randn_like(new(num_rows, width)).masked_fill(pad_N1, 0) for width in (ffn, 2 * ffn))
+        h_2NF, made_NF, raw_NF = new(2, num_rows, ffn), new(num_rows, ffn), new(num_rows, ffn, dtype=torch.float32)
+        y_ND, dw13, dw2 = new(num_rows, hidden), new(e, 2 * ffn, hidden), new(e, hidden, ffn)
+        address_2N = new(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64)
+        launch.launch_row_addresses((case.x_TD, receive), (case.dy_TD, receive), rows, sms, address_2N)
+        x_address_N, dy_address_N = address_2N.unbind()
+        alone = {"fused": False, "push_programs": 0, "push_rounds": 0}
+        in_place = {"slots": backend.slots, "scatter": False}
+        how = rows.start_e1, rows.rows_e, planner.status, schedule.weight_gradient, sms
+        w13, w2 = case.w13_e2FD, case.w2_eDF
+        self.of: dict[str, tuple[Callable[[], object], Callable[[], Tensor], Callable[[], Tensor]]] = {
+            "x @ W13, SwiGLU": (
+                lambda: launch.launch_gate_up(
+                    case.x_TD, receive, None, rows, experts, peers, cfg, schedule.gemm1, sms, h_2NF, made_NF, **alone
+                ),
+                lambda: grouped_mm(x_ND, w13.mT, end_e),
+                lambda: torch.cat([*h_2NF], 1),
+            ),
+            "a @ W2": (
+                lambda: launch.launch_down(act_NF, rows, experts, peers, schedule.gemm2, sms, y_ND, **in_place),
+                lambda: grouped_mm(act_NF, w2.mT, end_e),
+                lambda: y_ND,
+            ),
+            "dO @ W2": (
+                lambda: launch.launch_gathered_down_gradient(
+                    case.dy_TD, receive, rows, experts, peers, schedule.gemm2, sms, raw_NF, **alone
+                ),
+                lambda: grouped_mm(dy_ND, w2, end_e),
+                lambda: raw_NF,
+            ),
+            "dH @ W13": (
+                lambda: launch.launch_gate_up_gradient(
+                    dh_NH, rows, experts, peers, schedule.gemm2, sms, y_ND, **in_place
+                ),
+                lambda: grouped_mm(dh_NH, w13, end_e),
+                lambda: y_ND,
+            ),
+            "dO^T @ a": (
+                lambda: launch.launch_weight_gradient(dy_address_N, act_NF, 0, dw2, *how, transposed=False),
+                lambda: grouped_mm(dy_ND.t(), act_NF, end_e),
+                lambda: dw2,
+            ),
+            "dH^T @ x": (
+                lambda: launch.launch_weight_gradient(
+                    x_address_N, dh_NH, 0, dw13.view(e, -1, hidden), *how, transposed=True
+                ),
+                lambda: grouped_mm(dh_NH.t(), x_ND, end_e),
+                lambda: dw13,
+            ),
+        }
+        self.num_rows = used.num_rows
+
+    def check(self, name: str) -> None:
+        """Raise AssertionError where the two sides differ by more than rounding."""
+        own, other, left = self.of[name]
+        own()
+        mine, theirs = left(), other()
+        if mine.shape[0] >= self.num_rows:
+            mine, theirs = mine[: self.num_rows], theirs[: self.num_rows]
+        largest = theirs.abs().max().item()
+        difference = (mine.float() - theirs.float()).abs().max().item()
+        assert difference <= 2**-7 * largest, f"{name}: differs by {difference}, values up to {largest}"
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", type=Path, help="results file")
+    arguments.add_argument("--shapes", default="qwen3-30b,dsv2-lite,qwen3-235b,deepseek-v3,mixtral-8x7b")
+    arguments.add_argument("--tokens", type=int, default=8192, help="per rank")
+    arguments.add_argument("--iters", type=int, default=20, help="window calls of each")
+    arguments.add_argument("--sustained-s", type=float, default=0.1)
+    arguments.add_argument("--commit", help="recorded in the results where there is no git checkout")
+    args = arguments.parse_args()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    timing.setup(device, None)
+    meta = {
+        "card": torch.cuda.get_device_name(), "gpus": 1, "torch": torch.__version__, "triton": triton.__version__,
+        "commit": args.commit or commit(), "command": shlex.join(["benchmarks/products.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"), "tokens": args.tokens, "experts_of": f"one of {RANKS} ranks",
+    }  # fmt: skip
+    found = []
+    for shape in (parse_shape(name) for name in args.shapes.split(",")):
+        products = Products(shape, args.tokens, device)
+        for name, (own, other, _) in products.of.items():
+            products.check(name)
+            sides = {"uniep": own, "grouped_mm": other}
+            windows: dict[str, list[float]] = {side: [] for side in sides}
+            for _ in range(args.iters):
+                for side, call in sides.items():
+                    windows[side].append(timing.window(call))
+            tflop = products.tflop * (2 if "H" in name or "W13" in name else 1)
+            row = {"shape": shape.name, "product": name, "tflop": round(tflop, 4)}
+            for side, call in sides.items():
+                row[f"{side}_ms"] = round(statistics.median(windows[side]), 4)
+                row[f"{side}_sustained_ms"] = round(timing.sustained(call, args.sustained_s), 4)
+            found.append(row)
+            parts = []
+            for load in ("", "_sustained"):
+                mine, theirs = row[f"uniep{load}_ms"], row[f"grouped_mm{load}_ms"]
+                parts.append(
+                    f"{mine:.3f} ms, {tflop / mine * 1e3:3.0f} TFLOP/s, grouped_mm {theirs:6.3f} ({theirs / mine:.2f}x)"
+                )
+            print(f"{shape.name:13s} {name:16s} window {parts[0]}; sustained {parts[1]}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps({"meta": meta, "products": found}, indent=1) + "\n")
+        products.workspace.close()
+        del products
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
