@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -271,7 +272,7 @@ class Bench:
         return lambda: layer.forward(case) if direction == "fwd" else layer.forward_backward(case)
 
     def phases(self, layer: Layer, case: Case, direction: str) -> dict[str, float]:
-        """Median milliseconds of each phase that the layer reports, this rank's."""
+        """Median milliseconds of each phase that the layer reports, this rank's; one that comes again has a number."""
         taken: dict[str, list[float]] = {}
         call = self.call(layer, case, direction)
         try:
@@ -280,8 +281,11 @@ class Bench:
                 before = timing.aligned()
                 call()
                 timing.synchronize()
+                times: Counter[str] = Counter()
                 for name, event in layer.phases or ():
-                    taken.setdefault(name, []).append(before.elapsed_time(event))
+                    times[name] += 1
+                    label = name if times[name] == 1 else f"{name} {times[name]}"
+                    taken.setdefault(label, []).append(before.elapsed_time(event))
                     before = event
         finally:
             layer.phases = None

@@ -2,11 +2,13 @@
 
 python benchmarks/table.py benchmarks/results/*.json --readme README.md
 python benchmarks/table.py benchmarks/results/h200x2_groups.json --impl uniep,uniep-groups,deepep-nowait
+python benchmarks/table.py --products benchmarks/results/h200_products.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from results import DIRECTIONS, PEERS, Timing, best_peer, load
@@ -55,6 +57,21 @@ def comparison(timings: list[Timing], impls: list[str]) -> str:
     return "\n".join("\n".join([head, *lines, ""]) for head, lines in groups.items())
 
 
+def products(path: Path) -> str:
+    """Of a file of products.py: a row per shape, a column per product; ms, and how much longer PyTorch's takes."""
+    content = json.loads(path.read_text())
+    names = list(dict.fromkeys(row["product"] for row in content["products"]))
+    lines = []
+    for load_name, suffix in (("window", "_ms"), ("sustained", "_sustained_ms")):
+        of_shape: dict[str, list[str]] = {}
+        for row in content["products"]:
+            own, other = row["uniep" + suffix], row["grouped_mm" + suffix]
+            of_shape.setdefault(row["shape"], []).append(f"{own:.3f}, {other / own:.2f}x")
+        lines += [f"**{load_name}**", "", f"| shape | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+        lines += [f"| {shape} | {' | '.join(cells)} |" for shape, cells in of_shape.items()] + [""]
+    return "\n".join(lines)
+
+
 def _number(ms: float | None, mark: bool = False) -> str:
     if ms is None:
         return ""
@@ -71,12 +88,16 @@ def insert(readme: str, text: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+")
+    parser.add_argument("files", nargs="*")
     parser.add_argument("--readme", type=Path, help="write there instead of printing")
     parser.add_argument("--load", help="only this load, window or sustained")
     parser.add_argument("--tokens", type=int, help="only this number of tokens")
     parser.add_argument("--impl", help="compare these implementations: names, separated by commas")
+    parser.add_argument("--products", type=Path, help="print the table of a file of products.py")
     args = parser.parse_args(argv)
+    if args.products:
+        print(products(args.products))
+        return
     timings = [
         timing
         for timing in load(args.files)

@@ -129,6 +129,15 @@ def check_sort():
     assert torch.equal(end_E.long(), count_E.cumsum(0))
 
 
+def test_a_phase_that_comes_again_is_another_phase():
+    """Two products that return rows have a time each; `layer.phases` is None again afterwards."""
+    layer = SimpleNamespace(phases=None)
+    layer.forward = lambda case: layer.phases.extend((name, moe.timing.HostEvent()) for name in ("a", "b", "a"))
+    bench = SimpleNamespace(call=moe.Bench.call)
+    assert set(moe.Bench.phases(bench, layer, None, "fwd")) == {"a", "b", "a 2"}
+    assert layer.phases is None
+
+
 def test_relative_error_sees_nan_and_works_in_pieces(monkeypatch):
     a, b = torch.randn(7, 5), torch.randn(7, 5)
     monkeypatch.setattr(moe, "PIECE", 8)
@@ -226,6 +235,18 @@ def test_table_is_written_between_the_marks_and_again(result_file, tmp_path):
     assert "Commit abc, 2026-11-27, PyTorch 2.11, Triton 3.6." in text
     with pytest.raises(SystemExit, match="needs the two lines"):
         table.insert("no marks", "")
+
+
+def test_table_of_products(tmp_path, capsys):
+    path = tmp_path / "products.json"
+    of = {"uniep_ms": 1.0, "grouped_mm_ms": 1.2, "uniep_sustained_ms": 2.0, "grouped_mm_sustained_ms": 1.9}
+    rows = [{"shape": s, "product": p, **of} for s in ("one", "two") for p in ("a @ W2", "dO @ W2")]
+    path.write_text(json.dumps({"meta": {}, "products": rows}))
+    table.main(["--products", str(path)])
+    window, sustained = capsys.readouterr().out.split("**sustained**")
+    assert "| shape | a @ W2 | dO @ W2 |" in window
+    assert "| two | 1.000, 1.20x | 1.000, 1.20x |" in window
+    assert "| one | 2.000, 0.95x | 2.000, 0.95x |" in sustained
 
 
 def test_picture_is_drawn(result_file, tmp_path):
