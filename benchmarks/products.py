@@ -15,7 +15,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,42 @@ class Products:
         assert difference <= 2**-7 * largest, f"{name}: differs by {difference}, values up to {largest}"
 
 
+def timed(products: Products, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A row of the results."""
+    products.check(name)
+    own, other, _ = products.of[name]
+    sides = {"uniep": own, "grouped_mm": other}
+    windows: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(args.iters):
+        for side, call in sides.items():
+            windows[side].append(timing.window(call))
+    row: dict[str, Any] = {
+        "product": name,
+        "tflop": round(products.tflop * (2 if "H" in name or "W13" in name else 1), 4),
+    }
+    for side, call in sides.items():
+        row[f"{side}_ms"] = round(statistics.median(windows[side]), 4)
+        row[f"{side}_sustained_ms"] = round(timing.sustained(call, args.sustained_s), 4)
+    return row
+
+
+def of_shape(shape: Shape, args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Rows of all products of a shape, whose memory is free afterwards."""
+    products = Products(shape, args.tokens, device)
+    for name in products.of:
+        yield {"shape": shape.name, **timed(products, name, args)}
+    products.workspace.close()
+
+
+def describe(row: dict[str, Any]) -> str:
+    parts = []
+    for load in ("", "_sustained"):
+        own, other = row[f"uniep{load}_ms"], row[f"grouped_mm{load}_ms"]
+        speed = f"{own:.3f} ms, {row['tflop'] / own * 1e3:3.0f} TFLOP/s"
+        parts.append(f"{speed}, grouped_mm {other:6.3f} ({other / own:.2f}x)")
+    return f"{row['shape']:13s} {row['product']:16s} window {parts[0]}; sustained {parts[1]}"
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, help="results file")
@@ -151,32 +187,12 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M:%S"), "tokens": args.tokens, "experts_of": f"one of {RANKS} ranks",
     }  # fmt: skip
     found = []
-    for shape in (parse_shape(name) for name in args.shapes.split(",")):
-        products = Products(shape, args.tokens, device)
-        for name, (own, other, _) in products.of.items():
-            products.check(name)
-            sides = {"uniep": own, "grouped_mm": other}
-            windows: dict[str, list[float]] = {side: [] for side in sides}
-            for _ in range(args.iters):
-                for side, call in sides.items():
-                    windows[side].append(timing.window(call))
-            tflop = products.tflop * (2 if "H" in name or "W13" in name else 1)
-            row = {"shape": shape.name, "product": name, "tflop": round(tflop, 4)}
-            for side, call in sides.items():
-                row[f"{side}_ms"] = round(statistics.median(windows[side]), 4)
-                row[f"{side}_sustained_ms"] = round(timing.sustained(call, args.sustained_s), 4)
+    for shape in [parse_shape(name) for name in args.shapes.split(",")]:
+        for row in of_shape(shape, args, device):
             found.append(row)
-            parts = []
-            for load in ("", "_sustained"):
-                mine, theirs = row[f"uniep{load}_ms"], row[f"grouped_mm{load}_ms"]
-                parts.append(
-                    f"{mine:.3f} ms, {tflop / mine * 1e3:3.0f} TFLOP/s, grouped_mm {theirs:6.3f} ({theirs / mine:.2f}x)"
-                )
-            print(f"{shape.name:13s} {name:16s} window {parts[0]}; sustained {parts[1]}", flush=True)
+            print(describe(row), flush=True)
             if args.json:
                 args.json.write_text(json.dumps({"meta": meta, "products": found}, indent=1) + "\n")
-        products.workspace.close()
-        del products
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 

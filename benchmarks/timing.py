@@ -24,8 +24,8 @@ _device = torch.device("cpu")
 _one = torch.zeros(1)
 
 
-def setup(device: torch.device, control: dist.ProcessGroup) -> None:
-    """control: a gloo group over all ranks, so that decisions never queue behind a device's work."""
+def setup(device: torch.device, control: dist.ProcessGroup | None) -> None:
+    """control: a gloo group over all ranks, so that decisions never queue behind a device's work; None: one rank."""
     global _control, _device, _one
     _control, _device, _one = control, device, torch.zeros(1, device=device)
 

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import random
 import socket
+import threading
 import traceback
 
 import pytest
@@ -16,6 +17,7 @@ import triton
 
 import uniep
 from uniep import MoEConfig, Schedule, Tile, Workspace
+from uniep.kernels import call
 from uniep.kernels.ptx import nanoseconds
 from uniep.reference import composition
 from uniep.routing import build_plan
@@ -608,6 +610,44 @@ def check_graph(r):
                 workspace.check()
                 replayed = y.clone()
                 assert torch.equal(uniep.moe(x, ids, weights, w13, w2, workspace=workspace), replayed), f"{how}, {seed}"
+
+    exact = MoEConfig(**SHAPE)
+    with Workspace(exact, r.group, timeout_s=10) as workspace:
+        want = uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(uniep.UnsupportedError, match=r"set MoEConfig\.max_rows"):  # noqa: SIM117
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+        assert torch.equal(uniep.moe(x, ids, weights, w13, w2, workspace=workspace), want)
+
+
+def check_prepare(r):
+    """Calls after `prepare` are made once and compile nothing, also from a thread that CUDA has not seen; afterwards
+    from another stream, and the Workspace is closed at once."""
+    cfg = MoEConfig(**SHAPE)
+    data, found = r.data(cfg, 700), []
+    want = r.once(cfg, data, SERIAL)
+    for schedule in (FUSED, MEGA["mega"], Schedule(transfer="push")):
+        workspace = Workspace(cfg, r.group, schedule=schedule, timeout_s=60)
+        planner = workspace.backend.planner
+        rows = planner.allocate
+        workspace.prepare()
+        assert planner.allocate == rows
+        calls, known = planner.calls_made, len(call._known)
+        caller = threading.Thread(target=lambda: found.append(r.run(workspace, data)))  # noqa: B023
+        caller.start()
+        caller.join()
+        assert planner.calls_made == calls + 2
+        assert len(call._known) == known
+        assert not differing(want, found.pop())
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found.append(r.run(workspace, data))
+        workspace.close()
+        zeros = torch.zeros(2**24, device=r.device)  # may take what the Workspace had
+        torch.cuda.synchronize()
+        assert not differing(want, found.pop()) and not zeros.any()
 
 
 def check_ten_steps(r):

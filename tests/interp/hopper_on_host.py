@@ -49,7 +49,8 @@ def install(multiprocessors: int) -> None:
     cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.get_device_name = lambda device=None: "no GPU"
     cuda.Stream = cuda.Event = Nothing
-    cuda.current_stream = lambda device=None: Nothing()
+    here = Nothing()
+    cuda.current_stream = lambda device=None: here
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.synchronize = lambda device=None: None
     cuda.is_current_stream_capturing = lambda: False

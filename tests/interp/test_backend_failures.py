@@ -107,8 +107,20 @@ def test_weights_that_block_loads_cannot_read_are_refused_before_anything_moves(
     assert backend.planner.calls_made == 0
 
 
+def test_a_pair_that_no_tensor_map_covers_is_refused():
+    """w3 a part of a larger tensor, w1 not: with the strides of w1, experts behind the first would read other rows."""
+    cfg = MoEConfig(**SHAPE)
+    backend, given = host_backends(cfg, 1, SCHEDULE)[0], inputs(cfg, 0, 1)
+    w13 = given.experts.w13[0]
+    experts = ExpertWeights((w13[:, : cfg.ffn].clone(), w13[:, cfg.ffn :]), given.experts.w2, "split")
+    with pytest.raises(UnsupportedError, match=r"w1 and w3 have strides \(9792, 72, 1\) and \(19584, 72, 1\)"):
+        backend.forward(dataclasses.replace(given, experts=experts), save=False)
+    assert backend.planner.calls_made == 0
+
+
 @pytest.mark.parametrize("overlap", ["fused", "mega"])
-def test_x_and_gradients_at_odd_addresses(overlap):
+def test_inputs_and_gradients_at_odd_addresses(overlap):
+    """The same bits, and kernels get addresses that they were compiled for."""
     cfg = MoEConfig(**SHAPE)
     backend, given = host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap=overlap))[0], inputs(cfg, 0, 1)
     dy_TD = torch.randn(given.x_TD.shape).to(cfg.dtype)
@@ -118,9 +130,17 @@ def test_x_and_gradients_at_odd_addresses(overlap):
         assert moved.data_ptr() % 16
         return moved.copy_(matrix)
 
+    def plan(*tensors, **options):
+        assert not any(t.data_ptr() % 16 for t in tensors if isinstance(t, torch.Tensor))
+        return made(*tensors, **options)
+
+    made, backend.planner.plan = backend.planner.plan, plan
     results = []
-    for x, dy in ((given.x_TD, dy_TD), (odd(given.x_TD), odd(dy_TD))):
-        moved = dataclasses.replace(given, x_TD=x)
+    for x, ids, weights, dy in (
+        (given.x_TD, given.ids_TK, given.weights_TK, dy_TD),
+        [odd(t) for t in (given.x_TD, given.ids_TK, given.weights_TK, dy_TD)],
+    ):
+        moved = Inputs(x, ids, weights, given.experts)
         y_TD, saved = backend.forward(moved, save=True)
         got = backend.backward(dy, moved, saved, Needs())
         results.append((y_TD, got.x, got.w13[0], got.w2[0]))

@@ -17,7 +17,7 @@ SERIAL = uniep.Schedule(
     overlap="serial", tile_order="natural", gemm1=uniep.Tile(rows=64, columns=128, depth=32), gemm2=TILE,
     weight_gradient=TILE,
 )  # fmt: skip
-LAYOUTS = ("stacked", "split", "list")
+LAYOUTS = ("stacked", "split", "split, two strides", "list")
 
 
 def config(**changes):
@@ -35,6 +35,8 @@ def experts_of(cfg, local, layout):
     if layout == "split":
         both = w13.view(local, 2, cfg.ffn, -1).transpose(0, 1).contiguous()  # a tensor map's stride joins them
         return ExpertWeights((both[0], both[1]), (w2,), layout)
+    if layout == "split, two strides":
+        return ExpertWeights((w13[:, : cfg.ffn].clone(), w13[:, cfg.ffn :]), (w2,), "split")
     if layout == "list":
         return ExpertWeights(tuple(w.clone() for w in w13), tuple(w.clone() for w in w2), layout)
     return ExpertWeights((w13,), (w2,), layout)

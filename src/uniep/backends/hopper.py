@@ -25,7 +25,7 @@ from uniep.backends.arena import WAY_OUT, Arena
 from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs, aligned
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
-from uniep.kernels.call import copy, parts
+from uniep.kernels.call import copy, unbind
 from uniep.kernels.support import why_not
 from uniep.memory import hopper_arrays, pack
 from uniep.routing import RoutingPlan
@@ -65,9 +65,12 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
         elsewhere = self.device.type == "cuda" and torch.cuda.current_device() != self.device.index
         with self._turn, torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext():
             current = torch.cuda.current_stream(self.device)
-            if current != self._stream and not torch.cuda.is_current_stream_capturing():
-                current.wait_stream(self._stream)
-            self._stream = current
+            if current != self._stream:
+                if not torch.cuda.is_current_stream_capturing():
+                    current.wait_stream(self._stream)
+                for memory in self._lasting:
+                    memory.record_stream(current)
+                self._stream = current
             try:
                 return method(self, *args, **kwargs)
             finally:
@@ -112,6 +115,10 @@ class HopperBackend:
         self.planner = Planner(workspace, self.arena, rows)
         self.sms = self.planner.sms
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
+        self._lasting = [  # memory of the stream that is current now
+            self.arena.memories[self.rank], *self.arena.tables.values(), self.planner.call, self.planner.ticket,
+            self.planner.status, self.push_ticket, self.return_ticket,
+        ]  # fmt: skip
         self._check_push()
         self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._stream = torch.cuda.current_stream(device)  # of the last call
@@ -155,7 +162,10 @@ class HopperBackend:
         self.planner.check()
 
     def prepare(self) -> None:
-        """Compile every kernel that calls of this schedule launch, by empty forwards and backwards.  Collective."""
+        """Compile what calls of this schedule launch, by empty forwards and backwards.  Collective.
+
+        For int64 ids, stacked w13 and all gradients; other calls compile some kernels at their first time.
+        """
         cfg, local = self.cfg, self.planner.local
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
         w13, w2 = torch.zeros(local, 2 * cfg.ffn, cfg.hidden, **like), torch.zeros(local, cfg.hidden, cfg.ffn, **like)
@@ -163,16 +173,18 @@ class HopperBackend:
         ids_TK = torch.zeros(0, cfg.top_k, dtype=torch.int64, device=self.device)
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
         inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights((w13,), (w2,), "stacked"))
-        usual = self.schedule  # for few tokens, then for more, then for many
-        more = dataclasses.replace(usual, mega_to=0)
-        many = dataclasses.replace(more, pipelined_from=0, beside_from=0)
-        try:
-            for self.schedule in dict.fromkeys((usual, more, many)):
-                self.forward(inputs, save=False)
-                _, saved = self.forward(inputs, save=True)
-                self.backward(x_TD, inputs, saved, Needs())
-        finally:
-            self.schedule = usual
+        with self._turn:
+            usual = self.schedule  # for few tokens, then for more, then for many
+            more = dataclasses.replace(usual, mega_to=0)
+            many = dataclasses.replace(more, pipelined_from=0, beside_from=0)
+            allocate = self.planner.allocate  # these calls need none
+            try:
+                for self.schedule in dict.fromkeys((usual, more, many)):
+                    self.forward(inputs, save=False)
+                    _, saved = self.forward(inputs, save=True)
+                    self.backward(x_TD, inputs, saved, Needs())
+            finally:
+                self.schedule, self.planner.allocate = usual, allocate
         torch.cuda.synchronize(self.device)
 
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
@@ -199,9 +211,10 @@ class HopperBackend:
         }
 
     def close(self) -> None:
-        """Drop the arena; calls in flight keep what they use alive through the CUDA stream order."""
+        """Drop the arena; its memory is free when all streams that calls came on have gone past them."""
         self.arena = self.planner.arena = None  # type: ignore[assignment]
         self._known_peers.clear()
+        self._lasting.clear()
 
     def mark(self, name: str) -> None:
         """A phase boundary for the benchmark; free when nobody listens."""
@@ -219,11 +232,13 @@ class HopperBackend:
         except UniEPError as error:
             self.refuse(error)
             raise
-        inputs = dataclasses.replace(inputs, x_TD=aligned(inputs.x_TD))
+        x_TD, ids_TK, weights_TK = map(aligned, (inputs.x_TD, inputs.ids_TK, inputs.weights_TK))
+        inputs = Inputs(x_TD, ids_TK, weights_TK, inputs.experts)
         while True:
             result = self._forward(inputs, save)
             if self.planner.fits():
                 return result
+            del result
 
     def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         if self.schedule.is_mega(inputs.x_TD.shape[0]):
@@ -232,7 +247,6 @@ class HopperBackend:
 
         cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
         num_tokens, receive = x_TD.shape[0], self.arena.views["receive"]
-        current, side = self._stream, self.side
         send_all = functools.partial(self._send_all, x_TD) if self._copying else None
         plan = self.planner.plan(inputs.ids_TK, inputs.weights_TK, self._leads(num_tokens), send_all)
         self.mark("plan")
@@ -245,7 +259,7 @@ class HopperBackend:
         pipelined = down_sms > 0
         results_ND, weighted = self._results(plan), cfg.weight_at == "output"
         if pipelined:
-            self._fork(side)
+            self._fork(self.side)
         launch.launch_gate_up(
             x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_2NF, act_NF,
             count_tiles=pipelined, **self._dispatching(num_tokens, schedule.gemm1, x_ND),
@@ -257,10 +271,10 @@ class HopperBackend:
             tiles_before = -(-cfg.ffn // (schedule.gemm1.columns // 2))
             beside = launch.Beside(tiles_before, self.sms * schedule.gemm2.programs_per_sm)
             down = functools.partial(self._return_rows, launch.launch_down, act_NF, plan, peers, inputs.experts)
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(self.side):
                 down(down_sms, results_ND, beside=beside)
             down(self.sms - down_sms, results_ND, beside=beside)
-            current.wait_stream(side)
+            self._join()
         elif plan.lines is not None and schedule.group_sum == "beside":
             sums = self._sums(results_ND, plan.lines, plan, weighted=weighted)
             self._down_and_sums(act_NF, plan.lines, plan, peers, inputs.experts, sums)
@@ -296,8 +310,8 @@ class HopperBackend:
             return hopper_mega.backward(self, dy_TD, inputs, saved, needs, main_grads)
         from uniep.kernels import launch, launch_groups
 
-        cfg, device, experts, ids_TK = self.cfg, self.device, inputs.experts, inputs.ids_TK
-        x_TD, dy_TD = aligned(inputs.x_TD), aligned(dy_TD)
+        cfg, device, experts = self.cfg, self.device, inputs.experts
+        x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
         *of_plan, h_2NF, kept = saved
         plan = self.planner.restore(ids_TK.shape[0], of_plan)
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
@@ -359,7 +373,7 @@ class HopperBackend:
         dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
         groups_NG = torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), dtype=torch.float32, device=self.device)
         made, weighted = (dh_N2F, act_NF, groups_NG), cfg.weight_at == "activation"
-        progress_M, cursor = claims.unbind() if claims is not None else (None, None)
+        progress_M, cursor = unbind(claims) if claims is not None else (None, None)
         launch.launch_gathered_down_gradient(
             dy_TD, self.arena.views["receive"], rows, experts, peers, tile, self.sms, raw_NF,
             progress_M=progress_M, **self._dispatching(num_tokens, tile),
@@ -387,7 +401,7 @@ class HopperBackend:
         accumulate = main_grads is not None and main_grads.accumulate
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
-        x_address_N, dy_address_N = parts(address_2N)
+        x_address_N, dy_address_N = unbind(address_2N)
         if needs.w2:
             dw2 = main_grads.w2 if main_grads else (fresh(experts.w2[0]),)
             launch.launch_weight_gradient(
@@ -493,9 +507,10 @@ class HopperBackend:
         """Serial schedule: push all tokens (unless copies are under way), wait until all have arrived."""
         if self.num_ranks == 1 or self._fused or self._stay_local:
             return
-        self._send_listed(x_TD, plan, peers)
+        self._finish_dispatch(x_TD, plan, peers)
 
-    def _send_listed(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
+    def _finish_dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
+        """Push the tokens of the send lists, unless copies are under way, and wait until all have arrived."""
         from uniep.kernels.launch import launch_push_tokens
 
         if not self._copying:
@@ -509,7 +524,7 @@ class HopperBackend:
             return
         self._join()  # what reads the number of this call
         self._enter_backward(x_TD)
-        self._send_listed(x_TD, plan, self._peers())
+        self._finish_dispatch(x_TD, plan, self._peers())
 
     def _expand(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> Tensor:
         """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
@@ -625,11 +640,12 @@ class HopperBackend:
 
     @contextlib.contextmanager
     def _without_communication(self) -> Iterator[None]:
-        self._stay_local = True
-        try:
-            yield
-        finally:
-            self._stay_local = False
+        with self._turn:
+            self._stay_local = True
+            try:
+                yield
+            finally:
+                self._stay_local = False
 
     def compute_only(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         """The forward's kernels with no token or row crossing the wire: a bound to measure against, not a result."""

@@ -66,8 +66,8 @@ def backward(
     from uniep.kernels import launch, launch_mega
 
     cfg, device, schedule = backend.cfg, backend.device, backend.schedule
-    experts, ids_TK = inputs.experts, inputs.ids_TK
-    x_TD, dy_TD = aligned(inputs.x_TD), aligned(dy_TD)
+    experts = inputs.experts
+    x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
     *of_plan, h_2NF, kept = saved
     plan = backend.planner.restore(ids_TK.shape[0], of_plan)
     rows, num_rows = plan.rows, plan.num_rows

@@ -326,12 +326,13 @@ class KernelExperts:
 
 
 def _stacked(experts: ExpertWeights) -> ExpertWeights:
-    """The kernels walk one tensor; lists are copied into one, per call."""
+    """The kernels walk one tensor; lists are copied into one, and what they cannot read is copied, per call."""
     w13, w2 = experts.w13, experts.w2
     layout = experts.layout
     if layout == "list":
         w13, layout = (torch.stack(w13),), "stacked"
     if w2[0].dim() == 2:
         w2 = (torch.stack(w2),)
-    dense = lambda ts: tuple(t if t.stride(-1) == 1 else t.contiguous() for t in ts)  # noqa: E731
+    alike = len({t.stride() for t in w13}) == 1  # one tensor map reads w1 and w3
+    dense = lambda ts: tuple(t if t.stride(-1) == 1 and alike else t.contiguous() for t in ts)  # noqa: E731
     return ExpertWeights(dense(w13), dense(w2), layout)

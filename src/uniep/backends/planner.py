@@ -18,9 +18,9 @@ from torch import SymInt, Tensor
 from uniep.backends.arena import Arena
 from uniep.backends.protocol import bad_id_error, decoded, encoded, error_index, error_of
 from uniep.config import ROW_ALIGN
-from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError
+from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.kernels import sync
-from uniep.kernels.call import Part, launch, parts, tensor
+from uniep.kernels.call import Part, launch, tensor, unbind
 from uniep.kernels.launch import Rows
 from uniep.kernels.launch_groups import Lines, launch_parts
 from uniep.memory import (
@@ -77,7 +77,7 @@ class DevicePlan:
         self.head, self.rows_3N, self.lines = head, rows_3N, lines
         part = {name: Part(head, offset, torch.int32, shape) for name, (offset, shape) in layout.arrays.items()}
         self.counts_RE, self.recv_count_R = part.pop("counts_RE"), part.pop("recv_count_R")
-        source_N, return_N, weight_N = parts(rows_3N)
+        source_N, return_N, weight_N = unbind(rows_3N)
         self.rows = Rows(source_N, return_N, weight_N._replace(dtype=torch.float32), **part)
 
     @property
@@ -243,6 +243,11 @@ class Planner:
         """
         from uniep.kernels.plan import clock_kernel, histogram_kernel, place_kernel, scan_kernel, tiles_kernel
 
+        if self.cfg.max_rows is None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "this call is being captured in a CUDA graph, but max_rows is None, so that the host has to read the "
+                "number of rows; set MoEConfig.max_rows"
+            )
         cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
         slots_p = power_of_2(cfg.top_k)
         block_t = max(PLAN_ENTRIES // slots_p, 1)

@@ -26,6 +26,7 @@ log = logging.getLogger("uniep")
 _MAP_BYTES, _MAP_ALIGN = 128, 64  # of a CUtensorMap
 _L2_PROMOTION_128B = 2
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MOST_MAPS = 256  # kept per kernel; activations come and go
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b[^,\[\])]*(?:\[(\d+)\])?")
 
@@ -58,7 +59,7 @@ def tensor(memory: Memory) -> Tensor:
     return own.view(memory.dtype).view(memory.shape)
 
 
-def parts(whole: Tensor) -> list[Part]:
+def unbind(whole: Tensor) -> list[Part]:
     """A contiguous tensor along its first dimension."""
     dtype, shape, step = whole.dtype, whole.shape[1:], whole.stride(0) * whole.dtype.itemsize
     return [Part(whole, index * step, dtype, shape) for index in range(whole.shape[0])]
@@ -108,7 +109,7 @@ def launch(
         return
     given = [_triton_descriptor(a) if type(a) is Block else tensor(a) if type(a) is Part else a for a in args]
     compiled = kernel[(programs,)](*given, **constants, **options)
-    if key not in _known:
+    if key not in _known and not misaligned & 15:
         sizes = parameter_sizes(kernel, compiled, args) if device >= 0 else None
         _known[key] = _Compiled(compiled, args, device, sizes) if sizes else None
 
@@ -118,7 +119,8 @@ def copy(target: Tensor, source: Tensor, stream: Any) -> None:
     if not source.is_cuda:
         target[: len(source)].copy_(source)
         return
-    code = _driver().cuMemcpyDtoDAsync_v2(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream)
+    given = target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream
+    code = _in_context(source.get_device(), _driver().cuMemcpyDtoDAsync_v2, *given)
     if code:
         raise RuntimeError(f"cuMemcpyDtoDAsync of {source.nbytes} bytes failed with CUDA error {code}")
 
@@ -190,7 +192,8 @@ class _Compiled:
         with self.lock:  # backward launches from another thread
             struct.pack_into(self.format, self.memory, self.offset, *values, 0, 0)
             self.config.programs, self.config.stream = programs, stream
-            code = self.launch(ctypes.byref(self.config), self.function, self.parameters, None)
+            given = ctypes.byref(self.config), self.function, self.parameters, None
+            code = _in_context(self.device, self.launch, *given)
         if code:
             raise RuntimeError(f"cuLaunchKernelEx of {self.compiled.metadata.name} failed with CUDA error {code}")
 
@@ -224,6 +227,17 @@ class _LaunchConfig(ctypes.Structure):
 _known: dict[Any, _Compiled | None] = {}  # None: Triton launches
 
 
+def _in_context(device: int, function: Any, *args: Any) -> int:
+    """The code that `function` returns.  A thread in which only the caching allocator was used has no context yet."""
+    code = function(*args)
+    if code == _NO_CONTEXT:
+        context = ctypes.c_void_p()
+        driver = _driver()
+        code = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) or driver.cuCtxSetCurrent(context)
+        code = code or function(*args)
+    return code
+
+
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -236,12 +250,14 @@ def _triton_descriptor(block: Block) -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """libcuda with the signatures of what is called here.  The calls are short: PyDLL does not hand over the
-    interpreter's lock for them."""
-    library = ctypes.PyDLL("libcuda.so.1")
+    """libcuda with the signatures of what is called here.  Calls hand over the interpreter's lock: where the GPU is a
+    thousand launches behind, a launch waits for it."""
+    library = ctypes.CDLL("libcuda.so.1")
     word, pointer = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernelEx.argtypes = [pointer] * 4
     library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    library.cuCtxSetCurrent.argtypes = [pointer]
     library.cuTensorMapEncodeTiled.argtypes = [pointer, word, word, *[pointer] * 5, word, word, word, word]
     return library
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.errors import UnsupportedError
-from uniep.kernels.call import Block, Memory, launch, parts
+from uniep.kernels.call import Block, Memory, launch, unbind
 from uniep.kernels.gemm import gate_up_kernel, gathered_product_kernel, product_kernel
 from uniep.kernels.gradients import (
     activation_gradient_kernel,
@@ -151,6 +151,11 @@ def w13_block(experts: ExpertWeights, *block: int) -> tuple[Block, bool]:
         half = f * row if w13.dim() == 3 else w13.stride(1)
         return Block(w13, (w13.shape[0], 2, f, w13.shape[-1]), (w13.stride(0), half, row, 1), block), False
     gate, up = experts.w13
+    if gate.stride() != up.stride():
+        raise UnsupportedError(
+            f"w1 and w3 have strides {gate.stride()} and {up.stride()}; one tensor map reads both: allocate them alike, "
+            "or as one w13 (e, 2F, D)"
+        )
     e, f, d = gate.shape
     distance = up.data_ptr() - gate.data_ptr()
     if abs(distance) >= MAX_STRIDE_BYTES or distance % 16:
@@ -211,7 +216,7 @@ def launch_gate_up(
     rows_desc = act_desc if rows_ND is None else rows_block(rows_ND, tile.rows, tile.depth)
     gate_desc = up_desc = act_desc
     if h_2NF is not None:
-        gate_desc, up_desc = (rows_block(h_NF, tile.rows, half) for h_NF in parts(h_2NF))
+        gate_desc, up_desc = (rows_block(h_NF, tile.rows, half) for h_NF in unbind(h_2NF))
     launch(
         gate_up_kernel,
         multiprocessors * tile.programs_per_sm,
@@ -237,7 +242,7 @@ def launch_down(
     """out (N, D) = act @ W2^T.  scatter: each row into its slot at the source rank; out gives dtype and width."""
     b_desc = w2_block(experts, 1, tile.columns, tile.depth)
     _product(
-        act_NF, b_desc, out_ND, rows, peers, tile, multiprocessors, parts=1, transposed=True, up_first=False,
+        act_NF, b_desc, out_ND, rows, peers, tile, multiprocessors, halves=1, transposed=True, up_first=False,
         slots=slots, scatter=scatter, beside=beside,
     )  # fmt: skip
 
@@ -248,7 +253,7 @@ def launch_down_gradient(
     """raw (N, F) fp32 = dy @ W2."""
     b_desc = w2_block(experts, 1, 1, tile.depth, tile.columns)
     _product(
-        dy_ND, b_desc, raw_NF, rows, peers, tile, multiprocessors, parts=1, transposed=False, up_first=False, slots=1,
+        dy_ND, b_desc, raw_NF, rows, peers, tile, multiprocessors, halves=1, transposed=False, up_first=False, slots=1,
         scatter=False,
     )  # fmt: skip
 
@@ -256,7 +261,7 @@ def launch_down_gradient(
 def launch_gathered_down_gradient(
     dy_TD: Tensor, receive_MD: Tensor, rows: Rows, experts: ExpertWeights, peers: Peers, tile: Tile,
     multiprocessors: int, raw_NF: Tensor, *, fused: bool, push_programs: int, push_rounds: int,
-    progress_M: Tensor | None = None,
+    progress_M: Memory | None = None,
 ) -> None:  # fmt: skip
     """The same with dO gathered where it lies; if `fused` waited for, while `push_programs` push this rank's.
 
@@ -288,13 +293,13 @@ def launch_gate_up_gradient(
     """out (N, D) = dh (N, 2F) @ W13.  scatter: as for `launch_down`."""
     b_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     _product(
-        dh_NH, b_desc, out_ND, rows, peers, tile, multiprocessors, parts=2, transposed=False, up_first=up_first,
+        dh_NH, b_desc, out_ND, rows, peers, tile, multiprocessors, halves=2, transposed=False, up_first=up_first,
         slots=slots, scatter=scatter,
     )  # fmt: skip
 
 
 def _product(
-    a: Tensor, b_desc: Any, out: Tensor, rows: Rows, peers: Peers, tile: Tile, multiprocessors: int, *, parts: int,
+    a: Tensor, b_desc: Any, out: Tensor, rows: Rows, peers: Peers, tile: Tile, multiprocessors: int, *, halves: int,
     transposed: bool, up_first: bool, slots: int, scatter: bool, beside: Beside | None = None,
 ) -> None:  # fmt: skip
     programs = multiprocessors * tile.programs_per_sm
@@ -308,7 +313,7 @@ def _product(
             peers.status, peers.timeout_ns, peers.rank,
         ),
         {
-            "DEPTH": a.shape[1] // parts, "WIDTH": out.shape[1], "SLOTS": slots, "HALVES": parts,
+            "DEPTH": a.shape[1] // halves, "WIDTH": out.shape[1], "SLOTS": slots, "HALVES": halves,
             "TRANSPOSED": transposed, "UP_FIRST": up_first, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
             "BLOCK_K": tile.depth, "GROUP_M": tile.group_rows, "NUM_RANKS": peers.num_ranks, "SCATTER": scatter,
             "TILES_BEFORE": beside.tiles_before if beside else 0,
@@ -325,22 +330,22 @@ def launch_activation_gradient(
     launch(
         activation_gradient_kernel,
         multiprocessors * 8,
-        (raw_NF, *parts(h_2NF), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
+        (raw_NF, *unbind(h_2NF), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
         {"F": raw_NF.shape[1], "ROWS": 16, "COLUMNS": 256, "WEIGHTED": weighted},
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def launch_claimed_activation_gradient(
-    raw_NF: Tensor, h_2NF: Tensor, rows: Rows, peers: Peers, tile: Tile, multiprocessors: int, progress_M: Tensor,
-    cursor: Tensor, dh_N2F: Tensor, act_NF: Tensor, groups_NG: Tensor, *, weighted: bool,
+    raw_NF: Tensor, h_2NF: Tensor, rows: Rows, peers: Peers, tile: Tile, multiprocessors: int, progress_M: Memory,
+    cursor: Memory, dh_N2F: Tensor, act_NF: Tensor, groups_NG: Tensor, *, weighted: bool,
 ) -> None:  # fmt: skip
     """The same, beside the `launch_gathered_down_gradient` right before it.  cursor: zero."""
     launch(
         claimed_activation_gradient_kernel,
         multiprocessors * 6,
         (
-            raw_NF, *parts(h_2NF), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG, rows.backward_order_M,
+            raw_NF, *unbind(h_2NF), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG, rows.backward_order_M,
             progress_M, cursor, peers.status, peers.timeout_ns, peers.rank,
         ),
         {
@@ -381,7 +386,7 @@ def launch_row_addresses(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], rows: Rows, multiprocessors: int, address_2N: Tensor
 ) -> None:
     """Addresses of every row of a and b, each (local (T, D), received (M, D)); address_2N: int64."""
-    of_a, of_b = parts(address_2N)
+    of_a, of_b = unbind(address_2N)
     launch(
         row_addresses_kernel,
         multiprocessors,

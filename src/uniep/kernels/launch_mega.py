@@ -14,7 +14,7 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.kernels import lists as tasks
 from uniep.kernels import mega
-from uniep.kernels.call import Block, Memory, launch, parts
+from uniep.kernels.call import Block, Memory, launch, unbind
 from uniep.kernels.launch import Peers, Rows, options, rows_block, stored_columns, w2_block, w13_block
 from uniep.memory import list_words, power_of_2
 from uniep.taskflow.schedule import Schedule, Tile
@@ -146,7 +146,7 @@ def launch_forward(
     made_desc = rows_block(act_NF, tile1.rows, half)
     gate_desc = up_desc = made_desc
     if h_2NF is not None:
-        gate_desc, up_desc = (rows_block(h_NF, tile1.rows, half) for h_NF in parts(h_2NF))
+        gate_desc, up_desc = (rows_block(h_NF, tile1.rows, half) for h_NF in unbind(h_2NF))
     keep = kept or Kept(x_TD, peers.status, 0, 0)
     launch(
         mega.forward_kernel,
@@ -184,7 +184,7 @@ def launch_backward(
     num_rows = made.act_NF.shape[0]
     dh_NH = made.dh_N2F.view(num_rows, 2 * ffn)
     w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
-    x_address_N, dy_address_N = parts(made.address_2N)
+    x_address_N, dy_address_N = unbind(made.address_2N)
     dweights = made.dweights_TK
     launch(
         mega.backward_kernel,
@@ -195,7 +195,7 @@ def launch_backward(
             peers.call, peers.status, peers.timeout_ns, peers.rank, rows.send_token_RT, rows.send_count_R,
             peers.receive_table, peers.returns_table, made.dweights_table, peers.flag_table, peers.arrived_offset,
             peers.finished_offset, peers.returned_offset, dy_TD.shape[0], push_programs,
-            sum_tokens(dy_TD.shape[0], multiprocessors), made.raw_NF, *parts(made.h_2NF), made.dh_N2F, made.act_NF,
+            sum_tokens(dy_TD.shape[0], multiprocessors), made.raw_NF, *unbind(made.h_2NF), made.dh_N2F, made.act_NF,
             made.groups_NG, x_address_N, dy_address_N, sums.returns_SD, made.dweights_S, sums.ids_TK, sums.out_TD,
             made.dweights_S if dweights is None else dweights, *(trace or (lists.matrix, lists.matrix)),
             w2_block(experts, 1, tile.depth, tile.columns),
