@@ -13,7 +13,7 @@ from uniep.cli.page import write_page
 from uniep.cli.timeline import KINDS, kinds_of
 from uniep.taskflow.graph import Block
 from uniep.taskflow.schedule import Schedule
-from uniep.taskflow.trace import Span, device_spans, shares, trace_events, write_trace
+from uniep.taskflow.trace import Span, device_spans, lanes_of, shares, trace_events, write_trace
 
 ABOUT = {"layer": "tiny <&>", "schedule": "fused"}
 
@@ -55,6 +55,16 @@ def test_events_are_complete_and_on_one_clock():
     assert {e["name"] for e in complete if e["cat"] == "waiting"} == {"waiting"}
     tasks = [e for e in complete if e["cat"] in ("matrix", "vector")]
     assert len(tasks) == len(BY_HAND) and tasks[0]["args"]["rows"] == "0:64"
+
+
+def test_lanes_count_like_people():
+    """By rank, class and number; in the events' threads, too."""
+    workers = [(1, "matrix 0"), (0, "vector 0"), (0, "matrix 10"), (0, "matrix 2"), (0, "matrix 100")]
+    spans = [span(rank, worker, "gemm1", 0, 0, 10) for rank, worker in workers]
+    lanes = [(0, "matrix 2"), (0, "matrix 10"), (0, "matrix 100"), (0, "vector 0"), (1, "matrix 0")]
+    assert lanes_of(spans) == lanes
+    threads = sorted((e["tid"], e["args"]["name"]) for e in trace_events(spans) if e["name"] == "thread_name")
+    assert [name for _, name in threads] == [worker for _, worker in lanes]
 
 
 def recorded(schedule):

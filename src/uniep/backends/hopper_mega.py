@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs, aligned
-from uniep.backends.hopper_trace import Records, exchanged_ids, spans
+from uniep.backends.hopper_trace import Records, exchanged_ids, lead_host, spans
 from uniep.config import COLUMN_GROUP, ROW_ALIGN
 from uniep.memory import backward_tiles, forward_tiles
 from uniep.weights import ExpertWeights
@@ -30,6 +30,8 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
 
     cfg, x_TD, schedule = backend.cfg, inputs.x_TD, backend.schedule
     copying, tracing = backend._copying, backend.trace is not None
+    if tracing:
+        lead_host(backend)
     entered_ns = torch.zeros(1, dtype=torch.int64, device=backend.device) if tracing else None
     plan = backend.planner.plan(
         inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None,
@@ -66,6 +68,8 @@ def backward(
     from uniep.kernels import launch, launch_mega
 
     cfg, device, schedule = backend.cfg, backend.device, backend.schedule
+    if backend.trace is not None:
+        lead_host(backend)
     experts = inputs.experts
     x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
     *of_plan, h_2NF, kept = saved

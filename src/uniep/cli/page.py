@@ -10,7 +10,7 @@ from typing import Any
 
 from uniep.cli.timeline import kind_of, kinds_of
 from uniep.taskflow.graph import GATE
-from uniep.taskflow.trace import Shares, Span, phases_of, shares, window
+from uniep.taskflow.trace import Shares, Span, lanes_of, phases_of, shares, window
 
 PARTS = {"busy": "#5c677d", "exposed": "#e03131", "waiting": "#e0a800", "idle": "#e4e7ee"}
 _MEANING = {
@@ -49,7 +49,7 @@ def _section(phase: str, found: Sequence[Shares]) -> str:
 def _data(spans: Sequence[Span]) -> dict[str, Any]:
     """Lanes, kinds with their colours, and per phase its length and bars: lane, kind, claimed, start, end (ns from the
     first claim), whether it waits for peers, what it is."""
-    lanes = sorted({(s.rank, s.worker) for s in spans})
+    lanes = lanes_of(spans)
     at = {lane: number for number, lane in enumerate(lanes)}
     kinds = kinds_of(spans)
     names = list(kinds)
@@ -109,7 +109,9 @@ focus. Thin lines are waits.</p>
 <script>
 "use strict";
 const data = @DATA@;
-const LANE = 26, TOP = 6, LEFT = 132, AXIS = 26, EXPOSED = "#e03131", WAITING = "#e0a800";
+const thin = data.lanes.length > 64, LANE = thin ? 5 : 26, GAP = thin ? 0.5 : 4, LINE = thin ? 1 : 2;
+const TOP = 6, LEFT = 132, AXIS = 26, EXPOSED = "#e03131", WAITING = "#e0a800";
+const group = lane => data.lanes[lane].join(" ").replace(/ \\d+$/, "");  // rank and class
 const tip = document.getElementById("tip");
 const time = ns => ns >= 1e6 ? (ns / 1e6).toFixed(2) + " ms" : (ns / 1e3).toFixed(1) + " \\u00b5s";
 const tick = (ns, step) => ns === 0 ? "0" : step >= 1e6 ? ns / 1e6 + " ms" :
@@ -140,18 +142,19 @@ for (const section of document.querySelectorAll("section")) {
     }
     data.lanes.forEach(([rank, worker], i) => {
       const y = TOP + i * LANE; pen.fillStyle = "#1f2430"; pen.textAlign = "left";
-      pen.fillText("rank " + rank + "  " + worker, 0, y + LANE / 2);
+      if (!thin) pen.fillText("rank " + rank + "  " + worker, 0, y + LANE / 2);
+      else if (!i || group(i) !== group(i - 1)) pen.fillText("rank " + group(i), 0, y + 8);
       if (i && data.lanes[i - 1][0] !== rank) { pen.fillStyle = "#c3c8d4"; pen.fillRect(0, y, wide, 1); }
     });
     pen.save(); pen.beginPath(); pen.rect(LEFT, 0, wide - LEFT, bottom); pen.clip();
-    for (const [lane, kind, claimed, start, end, peers] of phase.bars) {
+    for (const [lane, op, claimed, start, end, peers] of phase.bars) {
       if (end < from || claimed > to) continue;
       const y = TOP + lane * LANE;
       if (start > claimed) { pen.fillStyle = peers ? EXPOSED : WAITING;
-        pen.fillRect(x(claimed), y + LANE / 2 - 1, Math.max(x(start) - x(claimed), 0.5), 2); }
-      if (kind < 0) continue;
+        pen.fillRect(x(claimed), y + (LANE - LINE) / 2, Math.max(x(start) - x(claimed), 0.5), LINE); }
+      if (op < 0) continue;
       const width = Math.max(x(end) - x(start), 0.7);
-      pen.fillStyle = data.kinds[kind][0]; pen.fillRect(x(start), y + 4, width - (width > 3 ? 0.6 : 0), LANE - 8);
+      pen.fillStyle = data.kinds[op][0]; pen.fillRect(x(start), y + GAP, width - (width > 3 ? 0.6 : 0), LANE - 2 * GAP);
     }
     pen.restore();
   }
@@ -178,7 +181,9 @@ for (const section of document.querySelectorAll("section")) {
     const found = e.offsetX < LEFT ? null : phase.bars.find(b => b[0] === lane && b[2] <= t && t <= b[4]);
     tip.style.display = found ? "block" : "none"; if (!found) return;
     const wait = found[3] - found[2], label = found[1] < 0 ? "gate between stages" : data.kinds[found[1]][1];
-    tip.textContent = label + "\\n" + found[6] + "\\nfrom " + time(found[3]) + ", took " + time(found[4] - found[3]) +
+    const [rank, worker] = data.lanes[lane];
+    tip.textContent = "rank " + rank + "  " + worker + "\\n" + label + "\\n" +
+      found[6] + "\\nfrom " + time(found[3]) + ", took " + time(found[4] - found[3]) +
       (wait > 0 ? "\\nwaited " + time(wait) + (found[5] ? " for peers" : "") : "");
     tip.style.left = Math.min(e.clientX + 14, window.innerWidth - tip.offsetWidth - 8) + "px";
     tip.style.top = e.clientY + 16 + "px";

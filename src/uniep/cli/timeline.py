@@ -11,7 +11,7 @@ from uniep.backends.cpu import CpuBackend
 from uniep.cli.pictures import INK, MUTED, figure_style
 from uniep.nn import Experts
 from uniep.taskflow.graph import GATE
-from uniep.taskflow.trace import PHASES, Span
+from uniep.taskflow.trace import PHASES, Span, lanes_of
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
     """One panel per phase, one lane per rank and worker, one bar per task."""
     plt = figure_style()
     spans = [s for s in spans if s.op != GATE]
-    lanes = sorted({(s.rank, s.worker) for s in spans})
+    lanes = lanes_of(spans)
     kinds = kinds_of(spans)
     figure, panels = plt.subplots(
         len(PHASES), figsize=(11, 1.9 + 0.62 * len(PHASES) * (len(lanes) + 1.2)), layout="constrained"
