@@ -109,6 +109,8 @@ class MoEConfig:
 
     def check_group(self, ep_size: int) -> None:
         """Raise ConfigError where `ep_size` ranks cannot run this."""
+        if not isinstance(ep_size, int):
+            raise ConfigError(f"ep_size is {ep_size!r}; it must be a number of ranks, an integer")
         self.experts_per_rank(ep_size)
         groups = self.combine_groups
         if groups is not None and groups % ep_size:

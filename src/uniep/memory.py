@@ -18,7 +18,8 @@ import torch
 
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
 from uniep.errors import ConfigError
-from uniep.taskflow.schedule import Schedule, default_schedule, num_chunks
+from uniep.kernels.support import group_limit, shape_limit
+from uniep.taskflow.schedule import Schedule, default_schedule, is_valid, num_chunks
 
 ALIGN_BYTES = 256
 HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call
@@ -298,13 +299,18 @@ def plan_memory(
     Needs no GPU and no process group.  backend: "hopper", "cpu" or "nccl".  schedule: default the backend's own.
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
     routing unless cfg.max_rows fixes them (hopper).
-    Raises ConfigError if ep_size ranks cannot run cfg, tokens exceed the maximum, or backend is unknown.
+    Raises ConfigError if ep_size ranks of this backend cannot run cfg or schedule, tokens exceed the maximum, or the
+    backend is unknown.
     """
     if backend not in _BUFFERS:
         raise ConfigError(f"backend is {backend!r}; plan_memory knows {', '.join(map(repr, _BUFFERS))}")
     cfg.check_group(ep_size)
+    if schedule is not None and (reasons := is_valid(schedule, cfg)):
+        raise ConfigError("this Schedule cannot run this MoEConfig: " + "; ".join(reasons))
+    if backend == "hopper" and (limit := shape_limit(cfg) or group_limit(ep_size)) is not None:
+        raise type(limit)(f"{limit}; or use backend='nccl'")
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
-    if not 0 <= tokens <= cfg.max_tokens_per_rank:
+    if not isinstance(tokens, int) or not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")
     call = _Call(cfg, ep_size, tokens, schedule or default_schedule(backend, cfg, ep_size))
     title = (

@@ -10,7 +10,9 @@ sigmoid uses another code path for a ragged tail, whose bits differ.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +21,40 @@ from uniep.config import COLUMN_GROUP
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """One intra-op thread inside: the number of threads decides how a contraction is split, hence bits."""
+def fixed_settings() -> Iterator[None]:
+    """What decides bits on the CPU but belongs to the process: inside, one intra-op thread (threads split a
+    contraction), and fp32 products in fp32 (`torch.set_float32_matmul_precision` may have chosen bf16)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    _fp32_products.enter()
     try:
         yield
     finally:
+        _fp32_products.leave()
         torch.set_num_threads(threads)
+
+
+class _Fp32Products:
+    """The process's setting for fp32 products: as it was when the last thread inside has left."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, ""
+        self.setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.inside == 0:
+                self.before, self.setting.fp32_precision = self.setting.fp32_precision, "ieee"
+            self.inside += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                self.setting.fp32_precision = self.before
+
+
+_fp32_products = _Fp32Products()
 
 
 def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -35,7 +63,7 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     BLAS picks kernels by shape, leading dimension and alignment, and each sums in its own order.  So every
     block of 64 x 64 outputs is a call of its own over the whole contraction, on operands made alike: fp32,
     zero-padded to 64, dense, aligned.  Whatever tile a caller computes, its blocks are the same calls.
-    Callers start tiles at multiples of 64 and run inside `one_thread`.
+    Callers start tiles at multiples of 64 and run inside `fixed_settings`.
 
     On a GPU it is one library call, whose bits depend on the shape, too; callers pass whole segments.
     """

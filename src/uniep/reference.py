@@ -19,8 +19,8 @@ from uniep.numerics import (
     column_group_sums,
     combine_grouped,
     combine_slots,
+    fixed_settings,
     matmul,
-    one_thread,
     swiglu,
     swiglu_backward,
     widened,
@@ -66,7 +66,7 @@ def _aligned(rows: Tensor, count: int) -> Tensor:
     return out
 
 
-@one_thread()
+@fixed_settings()
 def forward(
     x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, cfg: MoEConfig
 ) -> Tensor:
@@ -99,7 +99,7 @@ def _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg):
     return gate, up, act.to(cfg.dtype)
 
 
-@one_thread()
+@fixed_settings()
 def backward(
     dy_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, cfg: MoEConfig
 ) -> Gradients:

@@ -8,6 +8,7 @@ UNIEP_BACKEND, UNIEP_TIMEOUT_S.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import itertools
 import logging
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from uniep.config import MoEConfig
-from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
+from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.taskflow.schedule import Schedule, is_valid
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ log = logging.getLogger("uniep")
 DEFAULT_TIMEOUT_S = 600.0
 _LONGEST_S = 1e9
 _numbers = itertools.count()
+_meetings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # Workspaces made, by group
 _by_key: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
 
 
@@ -66,6 +68,7 @@ class Workspace:
         self.key = f"uniep-workspace-{next(_numbers)}"
         self.cause = ""  # why it is closed
         self._backend: Backend | None = None
+        self.timeout_s = DEFAULT_TIMEOUT_S
 
         fields, error = dataclasses.asdict(cfg), None
         try:
@@ -91,7 +94,14 @@ class Workspace:
         if self.group is None:
             if error is not None:
                 raise error
+            if os.environ.get("WORLD_SIZE", "1") != "1" and not (dist.is_available() and dist.is_initialized()):
+                log.warning(
+                    "WORLD_SIZE is %s, but there is no process group yet: this Workspace has EP=1; call "
+                    "torch.distributed.init_process_group first, if the ranks are to share the experts",
+                    os.environ["WORLD_SIZE"],
+                )
             return
+        self._meet()
         everyone: list[tuple[dict[str, Any], UniEPError | None]] = [({}, None)] * self.ep_size
         dist.all_gather_object(everyone, (fields, error), group=self.group)
         for name in fields:
@@ -106,6 +116,28 @@ class Workspace:
         for rank, (_, theirs_error) in enumerate(everyone):
             if theirs_error is not None:
                 raise type(theirs_error)(f"rank {rank}: {theirs_error}")
+
+    def _meet(self) -> None:
+        """Wait for every rank to come here, no longer than timeout_s: what follows waits as long as the group says.
+
+        Raises PeerTimeoutError with the ranks that did not come.
+        """
+        if self.group is None or not dist.is_initialized():
+            return
+        store = dist.distributed_c10d._get_default_store()
+        number = _meetings.get(self.group, 0)
+        keys = [f"uniep/{self.group.group_name}/{number}/{rank}" for rank in range(self.ep_size)]
+        store.set(keys[self.rank], "")
+        try:
+            store.wait(keys, datetime.timedelta(seconds=self.timeout_s))
+        except RuntimeError as cause:
+            if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+                raise PeerTimeoutError(
+                    f"rank {self.rank}: rank {', '.join(map(str, missing))} made no Workspace within "
+                    f"{self.timeout_s:g} s; every rank of the group must make it; see that none has stopped, or raise "
+                    "timeout_s"
+                ) from cause
+        _meetings[self.group] = number + 1
 
     @property
     def backend(self) -> Backend:

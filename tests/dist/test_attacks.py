@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import os
+import signal
 import sys
+import threading
 import time
 
 import case
@@ -45,6 +47,60 @@ def test_one_rank_cannot_make_its_workspace(pool, changes, options, text):
     for error, took in pool.run(odd_workspace, config(), changes, options, ranks=2):
         assert error is not None and error[0] == "ConfigError" and text in error[1], error
         assert took < 10
+
+
+def lonely_workspace(world, cfg, batch):
+    """(error, seconds) of making a Workspace that rank 1 does not make, and a step of the next one, of both."""
+    error, start = None, time.monotonic()
+    if world.rank == 0:
+        error = case.named_error(lambda: make(world, cfg, timeout_s=1.0))
+    else:
+        time.sleep(3)
+    took = time.monotonic() - start
+    with make(world, cfg) as ws:
+        return error, took, case.forward_backward(ws, batch)
+
+
+def test_a_workspace_that_one_rank_does_not_make(pool):
+    """The others wait timeout_s, not as long as the group would, and name it; they can try again."""
+    cfg = config()
+    batch = random_batch(cfg, (9, 9))
+    (error, took, first), (_, _, second) = pool.run(lonely_workspace, cfg, batch, ranks=2)
+    assert error[0] == "PeerTimeoutError" and "rank 0: rank 1 made no Workspace within 1 s" in error[1]
+    assert took < 5
+    want = pool.run(lone_step, cfg, batch, ranks=2)
+    for got, step in zip((first, second), want, strict=True):
+        same_bits(got, step, "the next Workspace")
+
+
+def lone_step(world, cfg, batch):
+    with make(world, cfg) as ws:
+        return case.forward_backward(ws, batch)
+
+
+def closed_from(world, cfg, batch, where):
+    """(error, seconds) of steps until rank 1 closes its Workspace, by another thread or a signal."""
+    ws = make(world, cfg)
+    case.forward_backward(ws, batch)
+    if world.rank == 1 and where == "thread":
+        threading.Timer(0.3, ws.close).start()
+    elif world.rank == 1:
+        signal.signal(signal.SIGALRM, lambda *_: ws.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    start, error = time.monotonic(), None
+    while error is None and time.monotonic() < start + 10:
+        error = case.named_error(case.forward_backward, ws, batch)
+    return error, time.monotonic() - start
+
+
+@pytest.mark.parametrize("where", ["thread", "signal"])
+def test_closed_while_a_call_may_be_under_way(pool, where):
+    """A thread waits for the call; a signal handler, which cannot, says so: peers wait no longer than it takes."""
+    cfg = config()
+    (first, took, *_), (second, *_) = pool.run(closed_from, cfg, random_batch(cfg, (9, 9)), where, ranks=2)
+    assert first is not None and second is not None
+    assert second[0] == "ClosedError" and "close() was called" in first[1], (first, second)
+    assert took < 8
 
 
 class InterruptionError(KeyboardInterrupt):
@@ -105,7 +161,7 @@ def odd_surroundings(world, cfg, batch, backend):
     try:
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("meta"):
-            ws = make(world, cfg, backend=backend)
+            ws = make(world, cfg)
             ws.prepare()
             error = case.named_error(lambda: uniep.moe(*bad, workspace=ws))
             y = uniep.moe(*arguments, workspace=ws)

@@ -170,6 +170,17 @@ def test_layer_in_each_dtype(dtype, registration):
     assert results["uniep"]["y"].dtype == dtype
 
 
+@pytest.mark.parametrize("bad", [8, 2**31 - 1])
+def test_ids_of_no_expert_are_an_error_on_one_device(bad, registration):
+    """11: dropped only where transformers marks experts of other devices so."""
+    experts = next(iter(experts_of(build("Qwen3Moe")).values()))
+    experts.config._experts_implementation = "uniep"
+    ids = torch.tensor([[0, 1], [2, bad]])
+    x = torch.randn(2, experts.hidden_dim)
+    with pytest.raises(uniep.InputError, match="row 1, slot 1"):
+        experts(x, ids, torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("train_x", [True, False])
 @pytest.mark.parametrize("train_down", [True, False])
 @pytest.mark.parametrize("train_gate_up", [True, False])

@@ -8,7 +8,7 @@ import uniep
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.backends.local_experts import KernelExperts, Routed, Tokens, TorchExperts
 from uniep.backends.nccl import CollectiveBackend
-from uniep.numerics import one_thread
+from uniep.numerics import fixed_settings
 from uniep.routing import build_plan
 from uniep.weights import ExpertWeights
 
@@ -91,7 +91,7 @@ def test_kernels_mean_what_torch_does(rank, layout):
 
     x, dy, experts, routed = tokens(10), tokens(20), experts_of(cfg, 2, layout), Routed(plan, weight)
     found = []
-    with one_thread():
+    with fixed_settings():
         h = TorchExperts(cfg, rank).forward(x, routed, experts, True)[1]
         for local in (TorchExperts(cfg, rank), KernelExperts(cfg, rank, SERIAL, torch.device("cpu"))):
             y, own_h = local.forward(x, routed, experts, True)

@@ -266,10 +266,10 @@ def test_command_passes_options_on(monkeypatch):
     seen = []
     monkeypatch.setattr(run, "main", seen.append)
     monkeypatch.delenv("RANK", raising=False)
-    done = CliRunner().invoke(app, ["bench", "--ranks", "2", "--shapes", "qwen3-30b", "--phases"])
+    done = CliRunner().invoke(app, ["bench", "--ranks", "2", "--device=cpu", "--shapes", "qwen3-30b", "--phases"])
     assert done.exit_code == 0, done.output
     assert "--nproc-per-node=2" in seen[0]
-    assert seen[0][-4:] == [str(HARNESS), "--shapes", "qwen3-30b", "--phases"]
+    assert seen[0][-5:] == [str(HARNESS), "--device=cpu", "--shapes", "qwen3-30b", "--phases"]
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from uniep.cli.proof import schedules
 from uniep.cli.text import Text
 from uniep.cli.timeline import draw_timeline, kind_of, recording
 from uniep.cli.verify import QUANTITIES as VERIFIED
+from uniep.cli.verify import Problem as VerifyProblem
 
 SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
 
@@ -132,6 +133,37 @@ def test_schedules_are_those_that_the_backend_knows(monkeypatch, one_rank):
     monkeypatch.setenv("UNIEP_BACKEND", "nccl")
     result = run("verify", *SMALL, "--ep", "1")
     assert result.exit_code == 0 and "under every schedule of backend nccl" in result.output
+
+
+def test_verify_judges_what_is_no_number(one_rank, monkeypatch):
+    """A gradient that nobody wrote is not accurate, wherever it stands in the table."""
+    run_layer = VerifyProblem.run
+
+    def broken(self, workspace):
+        results = run_layer(self, workspace)
+        results.tensors["dw13"].fill_(float("nan"))
+        return results
+
+    monkeypatch.setattr(VerifyProblem, "run", broken)
+    result = run("verify", *SMALL, "--ep", "1")
+    assert result.exit_code == 1 and "NOT accurate" in result.output
+
+
+@pytest.mark.parametrize(
+    "few",
+    ["--tokens 1 --top-k 1 --experts 2 --hidden 8 --ffn 8 --seed 29",  # no slot in use
+     "--hidden 128 --ffn 64 --experts 8 --top-k 1 --tokens 2 --dtype fp16 --weight-at activation --seed 462848"],
+)  # fmt: skip
+def test_verify_does_not_judge_luck(one_rank, few):
+    """The error of two values is not what a dtype's error is."""
+    result = run("verify", *few.split(), "--ep", "1")
+    assert result.exit_code == 0 and "accurate: no error is over" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_bench_needs_a_gpu_or_to_be_told(monkeypatch):
+    result = run("bench")
+    assert result.exit_code == 2 and "--device cpu" in result.output
 
 
 def test_verify_says_what_it_could_not_compare(one_rank):

@@ -135,11 +135,21 @@ def test_explain_names_every_buffer_and_why():
         ({"ep_size": 3}, "64.*3 ranks"),
         ({"ep_size": 2, "tokens": 8193}, "tokens is 8193.*8192"),
         ({"ep_size": 2, "backend": "tpu"}, "'tpu'"),
+        ({"ep_size": 2.0}, "ep_size is 2.0"),
+        ({"ep_size": 2, "tokens": 1.5}, "tokens is 1.5"),
+        ({"ep_size": 2, "schedule": Schedule(overlap="banana")}, "overlap is 'banana'"),
+        ({"ep_size": 2, "schedule": Schedule(chunk_tokens=0)}, "chunk_tokens is 0"),
+        ({"ep_size": 3, "num_experts": 66}, "3 ranks; the hopper backend needs a power of two; or use backend='nccl'"),
+        ({"ep_size": 2, "dtype": torch.float32}, "dtype is torch.float32"),
+        ({"ep_size": 2, "hidden": 7}, "hidden is 7; on Hopper"),
     ],
 )
 def test_refused_by_name(arguments, text):
+    fields = {field.name for field in dataclasses.fields(CFG)}
+    changes = {name: value for name, value in arguments.items() if name in fields}
+    rest = {name: value for name, value in arguments.items() if name not in fields}
     with pytest.raises(ConfigError, match=text):
-        plan_memory(CFG, **arguments)
+        plan_memory(dataclasses.replace(CFG, **changes), **rest)
 
 
 @pytest.mark.parametrize("arrays", [cpu_arrays, hopper_arrays])

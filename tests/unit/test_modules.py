@@ -137,13 +137,59 @@ def test_compiled_autograd(workspace):
 
 
 def test_second_derivatives_are_refused(workspace):
-    """Never different numbers: a gradient of a gradient is an error."""
+    """Never different numbers: a gradient of a gradient is an error, also where it would be a zero among others."""
     batch = random_batch(workspace.cfg, (5, 5, 5, 5))
-    x = case.leaf(batch.x)
-    y = uniep.moe(x, batch.ids, batch.weights, batch.w13, batch.w2, workspace=workspace)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dx.sum().backward()
+
+    def layer(x):
+        return uniep.moe(x, batch.ids, batch.weights, batch.w13, batch.w2, workspace=workspace)
+
+    for loss in (lambda y: y.square().sum(), lambda y: y.sum()):
+        x = case.leaf(batch.x)
+        with pytest.raises(uniep.UnsupportedError, match="create_graph=True"):
+            torch.autograd.grad(loss(layer(x)), x, create_graph=True)
+    with pytest.raises(uniep.UnsupportedError, match="create_graph=True"):
+        torch.autograd.functional.jvp(layer, batch.x, batch.x)
+
+
+def test_function_transforms_are_refused(workspace):
+    batch = random_batch(workspace.cfg, (5, 5, 5, 5))
+
+    def loss(x):
+        return uniep.moe(x, batch.ids, batch.weights, batch.w13, batch.w2, workspace=workspace).sum()
+
+    with pytest.raises(uniep.UnsupportedError, match=r"torch\.func"):
+        torch.func.grad(loss)(batch.x)
+
+
+def test_overwrite_needs_a_main_grad_for_each_parameter(workspace):
+    """A parameter that is given twice: its gradients can be added, but each would overwrite the other."""
+    batch = random_batch(workspace.cfg, (5, 5, 5, 5))
+    half = torch.nn.Parameter(batch.w13[:, : workspace.cfg.ffn].clone())
+    w2 = torch.nn.Parameter(batch.w2)
+    for parameter in (half, w2):
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    arguments = batch.x, batch.ids, batch.weights, (half, half), w2
+    with pytest.raises(uniep.ConfigError, match=r"w13\[1\].main_grad is also that of a parameter before it"):
+        uniep.moe(*arguments, workspace=workspace, main_grad="overwrite")
+    uniep.moe(*arguments, workspace=workspace, main_grad="accumulate").sum().backward()
+    sums = []
+    for _ in range(2):
+        pair = [torch.nn.Parameter(half.detach().clone()) for _ in range(2)]
+        uniep.moe(*arguments[:3], pair, batch.w2, workspace=workspace).sum().backward()
+        sums = [p.grad.float() for p in pair]
+    torch.testing.assert_close(half.main_grad, sums[0] + sums[1], rtol=1e-2, atol=1e-2)
+
+
+def test_no_two_random_streams_are_one():
+    """Routers and experts of layers with consecutive seeds: no row of one is a row of another."""
+    cfg = uniep.MoEConfig(hidden=16, ffn=8, num_experts=8, top_k=2, max_tokens_per_rank=8, dtype=torch.float32)
+    rows = []
+    with uniep.Workspace(cfg, device="cpu") as workspace:
+        for seed in range(4):
+            layer = uniep.nn.MoE(cfg, workspace=workspace, seed=seed)
+            rows += [layer.router, *layer.experts.w13, *layer.experts.w2.view(8, 8, 16)]
+    rows = torch.cat(rows)
+    assert len(rows.unique(dim=0)) == len(rows)
 
 
 def test_report_names_the_backend(workspace):

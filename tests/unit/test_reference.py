@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from uniep import reference
-from uniep.numerics import add_ascending, column_group_sums, combine_slots, matmul, one_thread, pair_tree_sum
+from uniep.numerics import add_ascending, column_group_sums, combine_slots, fixed_settings, matmul, pair_tree_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MODES = ["output", "activation"]
@@ -125,6 +125,24 @@ def test_column_sums_are_adjacent_pairs_in_groups_of_64():
     assert pair_tree_sum(x[:, :1]).tolist() == x[:, 0].tolist()
 
 
+def test_products_are_fp32_whatever_the_process_prefers():
+    """A process may have allowed bf16 for fp32 products; afterwards it still has."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(64, 1024, generator=generator), torch.randn(1024, 64, generator=generator)
+    with fixed_settings():
+        want = matmul(a, b)
+    products = torch.backends.mkldnn.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "bf16"
+    try:
+        with fixed_settings():
+            got = matmul(a, b)
+        assert products.fp32_precision == "bf16"
+    finally:
+        products.fp32_precision = before
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(256, 72, 192), (128, 300, 100), (64, 1025, 64)])
 def test_products_do_not_depend_on_the_tile(rows, inner, columns, dtype):
@@ -132,7 +150,7 @@ def test_products_do_not_depend_on_the_tile(rows, inner, columns, dtype):
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(rows, inner, generator=g).to(dtype), torch.randn(inner, columns, generator=g).to(dtype)
     shifted = torch.empty(rows * inner + 1, dtype=dtype)[1:].view(rows, inner).copy_(a)
-    with one_thread():
+    with fixed_settings():
         full = matmul(a, b)
         assert torch.equal(matmul(a.T.contiguous().T, b.T.contiguous().T), full)
         assert torch.equal(matmul(shifted, b), full)
@@ -148,5 +166,5 @@ def test_zero_rows_in_a_contraction_change_nothing():
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(128, 64, generator=g), torch.randn(128, 192, generator=g)
     a[70:], b[70:] = 0, 0
-    with one_thread():
+    with fixed_settings():
         assert torch.equal(matmul(a.T, b), torch.cat([matmul(a.T, part) for part in b.split(64, 1)], 1))

@@ -108,6 +108,42 @@ def test_ids_that_torch_cannot_compare(dtype):
         uniep.moe(BATCH.x, BATCH.ids.to(dtype), BATCH.weights, BATCH.w13, BATCH.w2, workspace=make())
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("weights", None, "weights is or holds NoneType"),
+        ("ids", BATCH.ids.tolist(), "ids is or holds list"),
+        ("x", BATCH.x.numpy(), "x is or holds ndarray"),
+        ("x", BATCH.x.to_sparse(), "x has layout torch.sparse_coo; pass a dense tensor"),
+        ("w13", None, "w13 is or holds NoneType"),
+        ("w2", [BATCH.w2[0], 1.0], "w2 is or holds float"),
+        ("w2", BATCH.w2.to_sparse(), "w2 has layout torch.sparse_coo"),
+    ],
+)
+def test_what_is_no_dense_tensor(backend, name, value, text):
+    """Refused as every bad input is, under autocast, too."""
+    arguments = {"x_TD": BATCH.x, "ids_TK": BATCH.ids, "weights_TK": BATCH.weights, "w13": BATCH.w13, "w2": BATCH.w2}
+    key = next(k for k in arguments if k.partition("_")[0] == name)
+    for enter in (contextlib.nullcontext, SETTINGS["autocast"]):
+        with enter(), pytest.raises(uniep.UniEPError, match=text):
+            uniep.moe(**{**arguments, key: value}, workspace=make(backend=backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+def test_autocast_casts_floating_tensors_only(dtype):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(uniep.DTypeError, match=f"x has dtype {dtype}"):
+        uniep.moe(BATCH.x.to(dtype), BATCH.ids, BATCH.weights, BATCH.w13, BATCH.w2, workspace=make())
+
+
+def test_a_launcher_without_a_process_group(monkeypatch, caplog):
+    """dist.group.WORLD is None before init_process_group: every rank would train all experts alone."""
+    make()
+    assert not caplog.records
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    make()
+    assert "WORLD_SIZE is 2, but there is no process group yet: this Workspace has EP=1" in caplog.text
+
+
 def test_forward_mode_is_refused():
     """Custom operators would return a tangent of zeros."""
     workspace = make()

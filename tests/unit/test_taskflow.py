@@ -15,7 +15,7 @@ from uniep.backends.cpu_tiles import Backward, Forward, Gather, Rows, Shared
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.memory import cpu_arrays
-from uniep.numerics import one_thread
+from uniep.numerics import fixed_settings
 from uniep.routing import build_parts, build_plan, recv_base, return_slots
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import Block, Event, Relation, Task, from_tasks
@@ -498,7 +498,7 @@ class Model:
             s.receive[-1] = 0
         return made
 
-    @one_thread()
+    @fixed_settings()
     def run(self, forward, backward, seed):
         """y, dx, dweights, dw13, dw2 of all ranks, every buffer NaN before it is written."""
         case, rng, size = self.case, random.Random(seed), self.case.cfg.num_experts // self.case.ranks

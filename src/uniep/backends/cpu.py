@@ -40,7 +40,7 @@ from uniep.backends.protocol import (
 )
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError
-from uniep.numerics import one_thread
+from uniep.numerics import fixed_settings
 from uniep.routing import RoutingPlan, build_plan, return_slots
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
 from uniep.taskflow.lower import compile_graph, sites, unneeded
@@ -64,10 +64,14 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(method)
     def call(self: CpuBackend, *args: Any, **kwargs: Any) -> _T:
         with (
-            one_thread(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"),
+            fixed_settings(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"),
             self._turn, self._or_give_up(unless=UniEPError),
         ):  # fmt: skip
-            return method(self, *args, **kwargs)
+            self._inside = True
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._inside = False
 
     return call
 
@@ -141,7 +145,7 @@ class CpuBackend:
         self._peers: Peers | None = Peers(
             self.cfg, self.schedule, workspace.group, self.rank, self.ep_size, workspace.timeout_s
         )
-        self._turn = threading.RLock()
+        self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = 0
         self._forwards = 0
         self._routings: collections.OrderedDict[bytes, _Routing] = collections.OrderedDict()
@@ -258,10 +262,14 @@ class CpuBackend:
         }
 
     def close(self) -> None:
-        if self._peers is not None and (workspace := self._workspace()) is not None:
-            self._peers.leave(workspace.cause)
-        self._peers = None
-        self._routings.clear()
+        """After the call that another thread is in.  From inside a call, such as a signal handler, peers wait for what
+        this rank will not do: it has failed."""
+        with self._turn:
+            if self._peers is not None and (workspace := self._workspace()) is not None:
+                tell = self._peers.fail if self._inside else self._peers.leave
+                tell(workspace.cause)
+            self._peers = None
+            self._routings.clear()
 
     # --- entering a call ---
 

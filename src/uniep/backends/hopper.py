@@ -26,7 +26,7 @@ from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, N
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.kernels.call import copy, unbind
-from uniep.kernels.support import why_not
+from uniep.kernels.support import group_limit, why_not
 from uniep.memory import hopper_arrays, pack
 from uniep.routing import RoutingPlan
 from uniep.routing.plan import recv_base
@@ -212,9 +212,10 @@ class HopperBackend:
 
     def close(self) -> None:
         """Drop the arena; its memory is free when all streams that calls came on have gone past them."""
-        self.arena = self.planner.arena = None  # type: ignore[assignment]
-        self._known_peers.clear()
-        self._lasting.clear()
+        with self._turn:  # after the call that another thread is in
+            self.arena = self.planner.arena = None  # type: ignore[assignment]
+            self._known_peers.clear()
+            self._lasting.clear()
 
     def mark(self, name: str) -> None:
         """A phase boundary for the benchmark; free when nobody listens."""
@@ -682,7 +683,5 @@ def _check_experts(experts: ExpertWeights) -> None:
 
 def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:
     """Raise for what this backend cannot run, with the way out."""
-    if (error := why_not(cfg, device)) is not None:
+    if (error := why_not(cfg, device) or group_limit(ep_size)) is not None:
         raise type(error)(f"{error}; or {WAY_OUT}")
-    if ep_size & (ep_size - 1):
-        raise ConfigError(f"the EP group has {ep_size} ranks; the hopper backend needs a power of two; or {WAY_OUT}")

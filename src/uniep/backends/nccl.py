@@ -51,7 +51,7 @@ from uniep.backends.protocol import (
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.memory import TEXT_BYTES
-from uniep.numerics import one_thread
+from uniep.numerics import fixed_settings
 from uniep.routing import Parts, RoutingPlan, build_parts, build_plan, token_groups
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 from uniep.weights import ExpertWeights
@@ -214,7 +214,9 @@ class CollectiveBackend:
         }
 
     def close(self) -> None:
-        self._group = None
+        """After the call that another thread is in."""
+        with self._turn:
+            self._group = None
 
     # --- entering a call ---
 
@@ -404,7 +406,7 @@ class CollectiveBackend:
         Threads take turns.  After an interrupt anywhere in a call its collectives would meet those of another call:
         it gives up.
         """
-        on_device = one_thread() if self.device.type == "cpu" else torch.cuda.device(self.device)
+        on_device = fixed_settings() if self.device.type == "cpu" else torch.cuda.device(self.device)
         no_autocast = torch.autocast(self.device.type, enabled=False)
         with (
             torch.inference_mode(False), torch.no_grad(), no_autocast, torch.device(self.device), on_device,

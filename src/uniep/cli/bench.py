@@ -32,4 +32,8 @@ def bench(
         sys.path.insert(0, str(HARNESS.parent))
         runpy.run_path(str(HARNESS), run_name="__main__")
         return
+    told = {argument.partition("=")[0] for argument in context.args}
+    if not torch.cuda.is_available() and not told & {"--device", "--help", "-h"}:
+        typer.echo("this machine has no GPU to time; --device cpu --dtype fp32 runs the harness on CPU processes")
+        raise typer.Exit(2)
     torchrun(ranks or max(1, torch.cuda.device_count()), [str(HARNESS), *context.args])

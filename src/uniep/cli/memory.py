@@ -37,7 +37,8 @@ def memory(
 ) -> None:
     """Print the buffers of one rank, with their bytes and what they are for.
 
-    Allocates nothing. Rows of experts are those of balanced routing unless --max-rows is given.
+    Allocates nothing. Rows of experts are those of balanced routing; on the hopper backend --max-rows gives their
+    number.
     """
     cfg = uniep.MoEConfig(
         hidden=hidden,

@@ -36,7 +36,7 @@ NumExperts = Annotated[int, typer.Option("--experts", help="Experts over all ran
 TopK = Annotated[int, typer.Option(help="Experts per token.", min=1, rich_help_panel="Shape")]
 Tokens = Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")]
 Dtype = Annotated[DType, typer.Option(help="Of tokens, expert parameters and results.", rich_help_panel="Shape")]
-Seed = Annotated[int, typer.Option(help="Of the random tokens, routing and weights.")]
+Seed = Annotated[int, typer.Option(help="Of the random tokens, routing and weights.", min=0, max=2**32 - 1)]
 Weight = Annotated[
     WeightAt,
     typer.Option(help="Where the routing weight acts: on the expert's output, or on its activation (Megatron)."),

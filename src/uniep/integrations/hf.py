@@ -60,8 +60,9 @@ class _OneDevice:
 
     def __call__(self, experts: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         _refuse(experts)
-        unused = ids_TK >= experts.gate_up_proj.shape[0]  # experts of other devices
-        return self.registration.run(experts, None, x_TD, ids_TK.masked_fill(unused, -1), weights_TK)
+        if getattr(experts, "_is_expert_parallel", False):  # transformers marks slots of other devices by larger ids
+            ids_TK = ids_TK.masked_fill(ids_TK >= experts.gate_up_proj.shape[0], -1)
+        return self.registration.run(experts, None, x_TD, ids_TK, weights_TK)
 
 
 class _ExpertParallel:

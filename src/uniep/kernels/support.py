@@ -25,6 +25,18 @@ def why_not(cfg: MoEConfig, device: torch.device) -> UniEPError | None:
     if not TRITON[0] <= version < TRITON[1]:
         low, high = (".".join(map(str, bound)) for bound in TRITON)
         return UnsupportedError(f"triton is {triton.__version__}; the kernels are tested with {low} <= triton < {high}")
+    return shape_limit(cfg)
+
+
+def group_limit(ep_size: int) -> UniEPError | None:
+    """The error that says why groups of this size cannot run the kernels; None if they can."""
+    if ep_size & (ep_size - 1):
+        return ConfigError(f"the EP group has {ep_size} ranks; the hopper backend needs a power of two")
+    return None
+
+
+def shape_limit(cfg: MoEConfig) -> UniEPError | None:
+    """The same whatever the device."""
     if cfg.dtype == torch.float32:
         return ConfigError("dtype is torch.float32; the kernels compute in bfloat16 or float16 (never TF32)")
     for name, value in (("hidden", cfg.hidden), ("ffn", cfg.ffn)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,8 +44,10 @@ def moe(
     main_grad: None, or where gradients of expert parameters go.  Each of them that requires a gradient has an attribute
         main_grad then, fp32 and of its shape.  Backward adds its finished fp32 gradient ("accumulate") or writes it
         there ("overwrite"), not rounded to cfg.dtype; it sets the parameter's grad_added_to_main_grad to True and
-        returns zeros as its gradient, so that hooks run (Megatron's protocol).  On GPUs the first such backward
-        compiles kernels that `prepare` did not.
+        returns zeros as its gradient, so that hooks run (Megatron's protocol).  The zeros share one element: a hook
+        must not write into them.  Every backward through the call does so, also `torch.autograd.grad` for x alone.
+        A main_grad that several parameters share, such as one given twice, can only be added to.  On GPUs the
+        first such backward compiles kernels that `prepare` did not.
     Returns y (T, D), fresh memory.  Under torch.autocast the floating inputs are cast to cfg.dtype.
 
     Gradients: x, weights (fp32) and the expert parameters, in their own layout and dtype; experts and
@@ -58,10 +60,10 @@ def moe(
     Bits depend on neither schedule, EP size, nor timing: docs/numerics.md.
     """
     backend, given = workspace.backend, (w13, w2)
-    if torch.is_autocast_enabled(workspace.device.type):
-        x_TD = x_TD.to(workspace.cfg.dtype)
-        w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (w13, w2))
     try:
+        _check_dense(x=x_TD, ids=ids_TK, weights=weights_TK, w13=w13, w2=w2)
+        if torch.is_autocast_enabled(workspace.device.type):
+            x_TD, w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (x_TD, w13, w2))
         _check(x_TD, ids_TK, workspace)
         if weights_TK.shape[1:] != ids_TK.shape[1:] or not weights_TK.is_floating_point():
             raise ConfigError(
@@ -100,6 +102,7 @@ def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
     """
     backend = workspace.backend
     try:
+        _check_dense(ids=ids_TK)
         _check_ids(ids_TK, workspace)
         check_tokens({"ids": ids_TK}, workspace)
     except UniEPError as error:
@@ -136,15 +139,31 @@ def _main_grads(
             if tuple(found.shape) != shape:
                 raise ConfigError(f"{label}.main_grad has shape {tuple(found.shape)}; {remedy}")
             _check_devices({f"{label}.main_grad": [found]}, workspace)
+            if main_grad == "overwrite" and any(found.data_ptr() == other.data_ptr() for other in main_grads):
+                raise ConfigError(
+                    f"{label}.main_grad is also that of a parameter before it, so that 'overwrite' would leave one "
+                    "gradient of several in it; zero it and pass main_grad='accumulate'"
+                )
             parameters.append(parameter)
             main_grads.append(found)
     return parameters, main_grads
 
 
-def _cast(value: Weights, dtype: torch.dtype) -> Weights:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """What autocast does: to floating tensors, or lists of them."""
     if isinstance(value, Tensor):
-        return value.to(dtype)
-    return [t.to(dtype) for t in value]  # a ParameterList of the results would cut them off from their parameters
+        return value.to(dtype) if value.is_floating_point() else value
+    return [_cast(t, dtype) for t in value]  # a ParameterList of the results would cut them off from their parameters
+
+
+def _check_dense(**named: Any) -> None:
+    for name, value in named.items():
+        tensors = value if name in ("w13", "w2") and isinstance(value, Sequence | torch.nn.ParameterList) else [value]
+        for t in tensors:
+            if not isinstance(t, Tensor):
+                raise ConfigError(f"{name} is or holds {type(t).__name__}; it must be a torch.Tensor")
+            if t.layout != torch.strided:
+                raise UnsupportedError(f"{name} has layout {t.layout}; pass a dense tensor, e.g. {name}.to_dense()")
 
 
 def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:

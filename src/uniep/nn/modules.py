@@ -59,7 +59,7 @@ class Experts(nn.Module):
         if tuple(w13.shape) != (self.num_local, 2 * self.cfg.ffn, self.cfg.hidden):
             raise ConfigError(f"this rank has {tuple(w13.shape)} of w13, not whole experts; initialise before sharding")
         for local in range(self.num_local):
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + self.first_expert + local)
+            generator = torch.Generator().manual_seed(_stream(seed, self.first_expert + local))
             for weight in (w13[local], w2[local]):
                 weight.copy_(_normal(weight.shape, generator))
 
@@ -108,7 +108,7 @@ class MoE(nn.Module):
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed, main_grad=main_grad)
         self.workspace, self.cfg = self.experts.workspace, cfg  # `experts` may be wrapped, such as in a DDP
         self.renormalize = renormalize
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(_stream(seed, _STREAMS - 1))
         value = _normal(torch.Size((cfg.num_experts, cfg.hidden)), generator)
         self.router = nn.Parameter(value.to(self.experts.w13.device, cfg.dtype))
 
@@ -131,6 +131,14 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         ids_TK, weights_TK = self.route(x_TD)
         return self.experts(x_TD, ids_TK, weights_TK).view(x.shape)
+
+
+_STREAMS = 1_000_003  # random streams of one seed: one for each expert, and the last for the router
+
+
+def _stream(seed: int, number: int) -> int:
+    """The generator's seed for one of them: streams of no two layers, experts or routers are the same."""
+    return seed * _STREAMS + number
 
 
 def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from uniep.backends.base import Inputs, MainGrads, Needs
-from uniep.errors import ConfigError, UniEPError
+from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key
 
@@ -174,6 +173,11 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False) -> tuple:
     """direct: without the dispatcher, unless somebody looks at the backward alone, as compiled autograd does."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "this backward runs with create_graph=True, but uniep has no second derivatives, which would be zeros; "
+            "call backward or grad without it, or keep the layer out of what is differentiated twice"
+        )
     tensors = ctx.saved_tensors  # once: checkpointing recomputes them for the first who asks
     direct = direct and not _operators_are_seen(tensors)
     x, ids, weights, *rest = tensors
@@ -237,7 +241,6 @@ class _Direct(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         dx, _, dweights, dw13, dw2, *_ = _backward(ctx, grads, direct=True)
         return None, None, dx, None, dweights, *dw13, *dw2
@@ -248,6 +251,8 @@ def call(
     save: bool, parameters: list[Tensor], main_grads: list[Tensor], accumulate: bool,
 ) -> Tensor:  # fmt: skip
     """y of `moe_forward`, differentiable."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError("uniep does not run inside torch.func transforms; use torch.autograd's backward or grad")
     how = (layout, workspace, save, parameters, main_grads, accumulate)
     if _operators_are_seen((x, ids, weights, *w13, *w2)):
         return moe_forward(x, ids, weights, w13, w2, *how)[0]
@@ -257,11 +262,10 @@ def call(
 
 
 def _operators_are_seen(tensors: Sequence[Tensor]) -> bool:
-    """By a compiler, a mode such as fake tensors or selective checkpointing, a functional transform, or a subclass."""
+    """By a compiler, a mode such as fake tensors or selective checkpointing, or a subclass."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
         or any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
     )
 
