@@ -19,7 +19,7 @@ import torch
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
 from uniep.errors import ConfigError
 from uniep.kernels.support import group_limit, shape_limit
-from uniep.taskflow.schedule import Schedule, default_schedule, is_valid, num_chunks
+from uniep.taskflow.schedule import Schedule, default_schedule, num_chunks, refuse_invalid
 
 ALIGN_BYTES = 256
 HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call
@@ -305,8 +305,8 @@ def plan_memory(
     if backend not in _BUFFERS:
         raise ConfigError(f"backend is {backend!r}; plan_memory knows {', '.join(map(repr, _BUFFERS))}")
     cfg.check_group(ep_size)
-    if schedule is not None and (reasons := is_valid(schedule, cfg)):
-        raise ConfigError("this Schedule cannot run this MoEConfig: " + "; ".join(reasons))
+    if schedule is not None:
+        refuse_invalid(schedule, cfg)
     if backend == "hopper" and (limit := shape_limit(cfg) or group_limit(ep_size)) is not None:
         raise type(limit)(f"{limit}; or use backend='nccl'")
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
-from uniep.taskflow.schedule import Schedule, is_valid
+from uniep.taskflow.schedule import Schedule, refuse_invalid
 
 if TYPE_CHECKING:
     from uniep.backends.base import Backend
@@ -75,8 +75,8 @@ class Workspace:
             self.device = _device(device)
             self.timeout_s = choose_timeout(timeout_s)
             cfg.check_group(self.ep_size)
-            if schedule is not None and (reasons := is_valid(schedule, cfg)):
-                raise ConfigError("this Schedule cannot run this MoEConfig: " + "; ".join(reasons))
+            if schedule is not None:
+                refuse_invalid(schedule, cfg)
             chosen = choose_backend(backend, self.device)
             fields |= {"backend": chosen, "device type": self.device.type, "schedule": schedule}
         except UniEPError as cause:

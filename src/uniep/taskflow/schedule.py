@@ -234,6 +234,12 @@ MEGA_FIELDS = ("chunk_experts", "peer_order", "weight_gradient_order")
 """Of the GPUs' lists of tasks."""
 
 
+def refuse_invalid(schedule: Schedule, cfg: MoEConfig) -> None:
+    """Raise ConfigError with all reasons of `is_valid`."""
+    if reasons := is_valid(schedule, cfg):
+        raise ConfigError("this Schedule cannot run this MoEConfig: " + "; ".join(reasons))
+
+
 def refuse_other_fields(schedule: Schedule, backend: str, known: Collection[str]) -> None:
     """Raise ConfigError for fields, and orders of tiles, that mean nothing to `backend`, unless as in its default."""
     default = DEFAULT_SCHEDULES[backend]
