@@ -17,6 +17,19 @@ MAIN_GRAD = "where a call asks for it: fp32, added or written once; else gradien
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerTag:
+    """What a call says of the layer that it is of, so that ranks notice when theirs differ.
+
+    number: the layer's, the same on every rank (`Workspace.layer`); 0: not known, and equal to any other.
+    digests: (3,) int64 on the Workspace's device, in some calls: of some of this rank's expert weights when they were
+        last looked at, and now; how often they were looked at before this call since they were made or loaded.
+    """
+
+    number: int = 0
+    digests: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Inputs:
     """One call's tensors on this rank: x (T, D), ids (T, K) any integer dtype, weights (T, K) fp32."""
 
@@ -24,6 +37,7 @@ class Inputs:
     ids_TK: Tensor
     weights_TK: Tensor
     experts: ExpertWeights
+    layer: LayerTag = LayerTag()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,6 +132,27 @@ def same_forward(number: int, headers: Sequence[Header], fingerprint: int) -> No
         )
 
 
+def refuse_copies(number: int, digests: Sequence[Sequence[int]]) -> None:
+    """Raise UniEPError if a tool has made experts of two ranks equal, as if they were copies of one parameter.
+
+    digests: `LayerTag.digests` of every rank; an empty one: not taken.  Experts that differed and do not any more were
+    overwritten.  At the first look they may have been initialised alike since (upcycling): there one of the two must
+    still be what it was, so that the other took its values.
+    """
+    if not all(digests):
+        return
+    for a, (before_a, now_a, looks) in enumerate(digests):
+        for b, (before_b, now_b, _) in enumerate(digests[:a]):
+            copied = before_a != before_b and now_a == now_b
+            if copied and (looks > 0 or now_a == before_a or now_b == before_b):
+                raise UniEPError(
+                    f"call {number}: ranks {b} and {a} hold different experts, but their weights have become equal: a "
+                    "wrapper, an optimizer or a loader took them for copies of one parameter (DistributedDataParallel, "
+                    "fully_shard, ZeroRedundancyOptimizer, broadcast_from_rank0). Experts are lost; load or initialise "
+                    "them again, and use uniep.integrations.torch: data_parallel or fully_shard_experts, and TrainState"
+                )
+
+
 def check_capacity(counts_RE: Tensor, cfg: MoEConfig) -> None:
     """Raise CapacityError if any rank would receive more than cfg.max_rows rows.  counts_RE: RoutingPlan's."""
     if cfg.max_rows is None:
