@@ -142,9 +142,8 @@ class CpuBackend:
         self.forward_operators = forward_operators(self.schedule, keep=True, grouped=grouped)
         self.backward_operators = backward_operators(self.schedule, grouped=grouped)
         self._workspace = weakref.ref(workspace)
-        self._peers: Peers | None = Peers(
-            self.cfg, self.schedule, workspace.group, self.rank, self.ep_size, workspace.timeout_s
-        )
+        assert workspace.meeting is not None, "a backend is made while its Workspace is"
+        self._peers: Peers | None = Peers(self.cfg, self.schedule, workspace.meeting)
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = 0
         self._forwards = 0
