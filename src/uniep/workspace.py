@@ -12,12 +12,17 @@ import functools
 import itertools
 import logging
 import os
+import sys
+import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
@@ -26,6 +31,9 @@ from uniep.taskflow.schedule import Schedule, refuse_invalid
 
 if TYPE_CHECKING:
     from uniep.backends.base import Backend
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 log = logging.getLogger("uniep")
 
@@ -66,6 +74,7 @@ class Workspace:
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.key = f"uniep-workspace-{next(_numbers)}"
         self.cause = ""  # why it is closed
+        self._entered = threading.local()
         self._backend: Backend | None = None
         self.timeout_s = DEFAULT_TIMEOUT_S
 
@@ -140,9 +149,38 @@ class Workspace:
             raise ClosedError(f"this Workspace is closed ({self.cause}); make a new one")
         return self._backend
 
+    @property
+    def entered(self) -> int:
+        """How many calls this thread has handed to the backend."""
+        return getattr(self._entered, "count", 0)
+
+    def enter(self) -> Backend:
+        """The backend, for one call.  What fails in it, it tells the other ranks itself."""
+        backend = self.backend
+        self._entered.count = self.entered + 1
+        return backend
+
+    def tell(self, error: BaseException, since: int | None) -> None:
+        """`error` leaves a function in which this rank was to make a call: the other ranks get it, too.
+
+        since: `entered` at its start; None: no call has been entered.  Before a call it is a refusal, which every rank
+        raises, here as well; what is no Exception, such as an interrupt, and what follows a call, ends the Workspace.
+        """
+        if self._backend is None or _is_no_failure(error):
+            return
+        if since is not None and self.entered != since:
+            if not isinstance(error, UniEPError):  # those, the backend has told
+                self.fail(f"{type(error).__name__}: {error}")
+        elif isinstance(error, Exception):
+            named = error if isinstance(error, UniEPError) else UniEPError(f"{type(error).__name__}: {error}")
+            with temporarily_clear_interpreter_stack(), _disable_current_modes():
+                self.enter().refuse(named)
+        else:
+            self.fail(f"{type(error).__name__}: {error}")
+
     def prepare(self) -> None:
         """Compile and allocate ahead of the first call.  Collective."""
-        self.backend.prepare()
+        self.enter().prepare()
 
     def check(self) -> None:
         """Raise errors that earlier calls deferred (timeouts, overflow of max_rows)."""
@@ -199,6 +237,32 @@ def by_key(key: str) -> Workspace:
     if workspace is None:
         raise ClosedError(f"Workspace {key} no longer exists; keep it alive until the last backward")
     return workspace
+
+
+def told_to_all(of: Callable[..., Workspace]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """For functions that make a call of the Workspace `of(*their arguments)`: see `Workspace.tell`."""
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            workspace = of(*args, **kwargs)
+            since = None if torch.compiler.is_compiling() else workspace.entered  # a compiler would watch the number
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                workspace.tell(error, since)
+                raise
+
+        return run
+
+    return decorate
+
+
+def _is_no_failure(error: BaseException) -> bool:
+    """Whether checkpointing ends a recomputation by it, or it comes from shapes without values, where nobody waits."""
+    stop = getattr(sys.modules.get("torch.utils.checkpoint"), "_StopRecomputationError", None)
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None or (stop is not None and isinstance(error, stop))
 
 
 @functools.cache
