@@ -1,12 +1,12 @@
 """Where the ranks of a group meet to make a Workspace: over the store of torch.distributed, without collectives.
 
-A collective waits as long as its group says, hears no Ctrl-C and does not say who is missing.  Here every wait ends after
-timeout_s, or at once where a rank gave up, with the rank and the stage.
+A collective waits as long as its group says, hears no Ctrl-C and does not say who is missing.  Here every wait ends
+after timeout_s, or at once where a rank gave up, with the rank and the stage.
 
-A rank comes with a fresh random number (its `Hello`) and shows whose numbers it has seen.  All have met when all show
-the same numbers: nobody can be taken for one who was here in an earlier attempt or an earlier life of the group, whatever
-is left in the store.  The numbers together name the session, whose keys nobody else knows.  A rank writes its own keys
-only; the last one to leave a session deletes them all.
+A rank comes with a fresh random number and shows whose numbers it has seen (its `_Hello`).  All have met when all show
+the same numbers: nobody can be taken for one who was here in an earlier attempt or an earlier life of the group,
+whatever is left in the store.  The numbers together name the session, whose keys nobody else knows.  A rank writes its
+own keys only; the last one to leave a session deletes them all.
 """
 
 from __future__ import annotations
@@ -228,9 +228,9 @@ class Meeting:
             nonlocal pause
             if patience.over():
                 raise PeerTimeoutError(
-                    f"rank {self.rank}, creation of a Workspace, stage {stage}: rank {', '.join(map(str, missing))} did "
-                    f"not come within {self.timeout_s:g} s; every rank of the group must make the Workspace; see that "
-                    "none has stopped, or raise timeout_s"
+                    f"rank {self.rank}, creation of a Workspace, stage {stage}: rank {', '.join(map(str, missing))} "
+                    f"did not come within {self.timeout_s:g} s; every rank of the group must make the Workspace; see "
+                    "that none has stopped, or raise timeout_s"
                 )
             time.sleep(min(patience.look(), pause))
             pause = min(1.3 * pause, LOOK_S)
@@ -309,16 +309,22 @@ class Notices:
         with contextlib.suppress(PeerTimeoutError):
             board.ask(errand, _LEAVE_S)
 
-    def look(self, call: int) -> None:
-        """Raise PeerTimeoutError if a peer of call `call` will not come.  Now and then, and without waiting."""
-        if self._board is None or not self._next.over():
+    def look(self, call: int, *, now: bool = False) -> None:
+        """Raise PeerTimeoutError if a peer will not come to call `call`.  Looks now and then, unless `now`."""
+        if self._board is None:
             return
-        if self._looking is None:
+        notices: Sequence[bytes | None] = ()
+        if now:
+            with contextlib.suppress(PeerTimeoutError):
+                notices = self._board.ask(self._read, _LEAVE_S)
+        elif not self._next.over():
+            return
+        elif self._looking is None:
             self._looking = self._board.submit(self._read)
         elif self._looking.done():
             looking, self._looking, self._next = self._looking, None, Patience(LOOK_S)
-            if looking.exception() is None:
-                self._judge(call, looking.result())
+            notices = looking.result() if looking.exception() is None else ()
+        self._judge(call, notices)
 
     def _read(self, store: Any) -> list[bytes | None]:
         return read(store, self._keys) if read(store, [self._any])[0] is not None else []
@@ -329,7 +335,9 @@ class Notices:
                 continue
             last, text, failed = pickle.loads(notice)
             if failed:
-                raise PeerTimeoutError(f"rank {self.rank}, in call {call}, cannot go on: rank {rank} failed with {text}")
+                raise PeerTimeoutError(
+                    f"rank {self.rank}, in call {call}, cannot go on: rank {rank} failed with {text}"
+                )
             if last < call:
                 raise PeerTimeoutError(
                     f"rank {self.rank}, in call {call}, cannot go on: rank {rank} left after call {last} ({text}). "
