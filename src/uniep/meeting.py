@@ -96,7 +96,6 @@ def read(store: Any, keys: Sequence[str]) -> list[bytes | None]:
 class _Hello:
     """What a rank shows until all have met.  seen: each rank's number; `failure`: why it does not come any more."""
 
-    version: str
     number: str
     seen: tuple[str | None, ...]
     failure: str = ""
@@ -109,6 +108,7 @@ class _Hello:
 class _Part:
     """What a rank has said in a session: a pickled value for each stage; `failure`: why no more will come."""
 
+    version: str
     values: tuple[bytes, ...] = ()
     failure: str = ""
 
@@ -125,11 +125,14 @@ class Meeting:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        from uniep import __version__
+
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self.timeout_s = timeout_s
+        self.version = __version__
         self.session = ""
-        self._said = _Part()
+        self._said = _Part(self.version)
         self._hello: _Hello | None = None  # as it stands in the store
         self._turn: threading.Lock | None = None
         self.board: Board | None = None
@@ -165,12 +168,15 @@ class Meeting:
             return [value]
         if not self.session:
             self._arrive(stage)
-        self._said = _Part((*self._said.values, pickle.dumps(value)))
+        self._said = _Part(self.version, (*self._said.values, pickle.dumps(value)))
         self._ask(lambda store: store.set(self._part(self.rank), self._said.packed()))
         number, keys = len(self._said.values) - 1, [self._part(rank) for rank in range(self.size)]
         wait = self._waiting(stage)
         while True:
-            parts = [_Part(*pickle.loads(p)) if p else _Part() for p in self._ask(lambda store: read(store, keys))]
+            parts = [
+                _Part(*pickle.loads(p)) if p else _Part(self.version)
+                for p in self._ask(lambda store: read(store, keys))
+            ]
             missing = [rank for rank, part in enumerate(parts) if len(part.values) <= number]
             if not missing:
                 break
@@ -180,6 +186,9 @@ class Meeting:
         if self._hello is not None:  # all have seen it
             self._ask(lambda store: store.delete_key(self._greeting(self.rank)))
             self._hello = None
+        if len({part.version for part in parts}) > 1:
+            listed = ", ".join(f"rank {rank}: {part.version}" for rank, part in enumerate(parts))
+            raise ConfigError(f"ranks run different versions of uniep ({listed}); install the same one everywhere")
         return [pickle.loads(part.values[number]) for part in parts]
 
     def agree(self, value: Any, error: UniEPError | None, stage: str) -> list[Any]:
@@ -191,15 +200,13 @@ class Meeting:
         return [v for v, _ in everyone]
 
     def _arrive(self, stage: str) -> None:
-        from uniep import __version__
-
         number, ranks = os.urandom(16).hex(), range(self.size)
         keys = [self._greeting(rank) for rank in ranks]
         seen: tuple[str | None, ...] = ()
         wait = self._waiting(stage)
         while True:
             hellos = [_Hello(*pickle.loads(h)) if h else None for h in self._ask(lambda store: read(store, keys))]
-            hellos[self.rank] = self._hello or _Hello(__version__, number, ())
+            hellos[self.rank] = self._hello or _Hello(number, ())
             for rank, hello in enumerate(hellos):
                 if hello is not None and hello.failure:
                     if number in hello.seen:
@@ -208,17 +215,13 @@ class Meeting:
             now = tuple(hello.number if hello is not None else None for hello in hellos)
             if now != seen:
                 seen = now
-                hellos[self.rank] = self._hello = mine = _Hello(__version__, number, seen)
+                hellos[self.rank] = self._hello = mine = _Hello(number, seen)
                 self._ask(lambda store, mine=mine: store.set(keys[self.rank], mine.packed()))  # type: ignore[misc]
             if None not in seen and all(hello is not None and hello.seen == seen for hello in hellos):
                 break
             missing = [rank for rank, hello in enumerate(hellos) if hello is None or number not in hello.seen]
             wait(missing or [rank for rank, hello in enumerate(hellos) if hello is None or hello.seen != seen])
         self.session = _session(seen)
-        versions = [hello.version for hello in hellos if hello is not None]
-        if len(set(versions)) > 1:
-            listed = ", ".join(f"rank {rank}: {version}" for rank, version in enumerate(versions))
-            raise ConfigError(f"ranks run different versions of uniep ({listed}); install the same one everywhere")
 
     def _waiting(self, stage: str) -> Callable[[Sequence[int]], None]:
         """A function to be called again and again with the ranks that are missing still; each time it waits longer."""
