@@ -10,6 +10,7 @@ sigmoid uses another code path for a ragged tail, whose bits differ.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,20 +19,33 @@ import torch
 from torch import Tensor
 
 from uniep.config import COLUMN_GROUP
+from uniep.errors import UniEPError
 
 
 @contextlib.contextmanager
 def fixed_settings() -> Iterator[None]:
-    """What decides bits on the CPU but belongs to the process: inside, one intra-op thread (threads split a
-    contraction), and fp32 products in fp32 (`torch.set_float32_matmul_precision` may have chosen bf16)."""
+    """What decides bits on the CPU: inside, one intra-op thread (threads split a contraction), and `fp32_products`.
+
+    For one thread at a time: others that start inside get one intra-op thread, too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    try:
+        with fp32_products():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def fp32_products() -> Iterator[None]:
+    """fp32 products in fp32, a setting of the process: `torch.set_float32_matmul_precision` may have chosen bf16.
+
+    Raises UniEPError if another thread changes it meanwhile."""
     _fp32_products.enter()
     try:
         yield
     finally:
         _fp32_products.leave()
-        torch.set_num_threads(threads)
 
 
 class _Fp32Products:
@@ -40,6 +54,7 @@ class _Fp32Products:
     def __init__(self) -> None:
         self.lock, self.inside, self.before = threading.Lock(), 0, ""
         self.setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        os.register_at_fork(after_in_child=self._after_fork)
 
     def enter(self) -> None:
         with self.lock:
@@ -51,7 +66,26 @@ class _Fp32Products:
         with self.lock:
             self.inside -= 1
             if self.inside == 0:
-                self.setting.fp32_precision = self.before
+                self._put_back()
+
+    def check(self) -> None:
+        """After a product, inside."""
+        if self.inside and (found := self.setting.fp32_precision) != "ieee":
+            raise UniEPError(
+                f"another thread set the precision of fp32 products to {found!r} during a call, which changes bits; "
+                "call torch.set_float32_matmul_precision before or after"
+            )
+
+    def _put_back(self) -> None:
+        if self.setting.fp32_precision == "ieee":  # else somebody else has chosen meanwhile
+            self.setting.fp32_precision = self.before
+
+    def _after_fork(self) -> None:
+        """The threads that were inside are the parent's."""
+        self.lock = threading.Lock()
+        if self.inside:
+            self.inside = 0
+            self._put_back()
 
 
 _fp32_products = _Fp32Products()
@@ -77,6 +111,7 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
         for index, block in enumerate(left):
             target = out[index * _BLOCK : (index + 1) * _BLOCK, column : column + _BLOCK]
             target.copy_((block @ right)[: target.shape[0], : target.shape[1]])
+    _fp32_products.check()
     return out
 
 

@@ -8,31 +8,38 @@ UNIEP_BACKEND, UNIEP_TIMEOUT_S.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import itertools
 import logging
 import os
+import sys
+import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from uniep.config import MoEConfig
-from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
+from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
+from uniep.meeting import Meeting
 from uniep.taskflow.schedule import Schedule, refuse_invalid
 
 if TYPE_CHECKING:
     from uniep.backends.base import Backend
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 log = logging.getLogger("uniep")
 
 DEFAULT_TIMEOUT_S = 600.0
 _LONGEST_S = 1e9
 _numbers = itertools.count()
-_meetings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # Workspaces made, by group
 _by_key: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
 
 
@@ -67,13 +74,38 @@ class Workspace:
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.key = f"uniep-workspace-{next(_numbers)}"
         self.cause = ""  # why it is closed
+        self._entered = threading.local()
         self._backend: Backend | None = None
         self.timeout_s = DEFAULT_TIMEOUT_S
 
-        fields, error = dataclasses.asdict(cfg), None
+        fields, error, chosen = self._judge(cfg, device, backend, schedule, timeout_s)
+        self.meeting: Meeting | None = Meeting(self.group, self.timeout_s)  # of all ranks, until this one is made
         try:
-            self.device = _device(device)
+            with self.meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
+                self._agree(fields, error, self.meeting)
+                _end_in_forked_children()
+                self._backend = _make(chosen, self, schedule)
+                self.meeting.exchange(None, "ready")
+        except BaseException as cause:  # the other ranks have none either
+            self._close(f"{type(cause).__name__}: {cause}")
+            raise
+        finally:
+            self.meeting = None
+        log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
+        _by_key[self.key] = self
+
+    def _judge(
+        self, cfg: MoEConfig, device: Any, backend: str, schedule: Schedule | None, timeout_s: float | None
+    ) -> tuple[dict[str, Any], UniEPError | None, str]:
+        """(what all ranks must have alike, what is wrong with this rank's arguments, the backend's name)."""
+        fields: dict[str, Any] = {}
+        chosen, error = "", None
+        try:
             self.timeout_s = choose_timeout(timeout_s)
+            if not isinstance(cfg, MoEConfig):
+                raise ConfigError(f"cfg is a {type(cfg).__name__}; pass a uniep.MoEConfig")
+            fields |= dataclasses.asdict(cfg)
+            self.device = _device(device)
             cfg.check_group(self.ep_size)
             if schedule is not None:
                 refuse_invalid(schedule, cfg)
@@ -83,13 +115,9 @@ class Workspace:
             error = cause
         except Exception as cause:  # torch's, of a device that it does not know or have
             error = ConfigError(f"{type(cause).__name__}: {cause}")
-        self._agree(fields, error)
-        _end_in_forked_children()
-        self._backend = _make(chosen, self, schedule)
-        log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
-        _by_key[self.key] = self
+        return fields, error, chosen
 
-    def _agree(self, fields: dict[str, Any], error: UniEPError | None) -> None:
+    def _agree(self, fields: dict[str, Any], error: UniEPError | None, meeting: Meeting) -> None:
         """Raise on every rank if any rank has an error, or another configuration."""
         if self.group is None:
             if error is not None:
@@ -101,9 +129,7 @@ class Workspace:
                     os.environ["WORLD_SIZE"],
                 )
             return
-        self._meet()
-        everyone: list[tuple[dict[str, Any], UniEPError | None]] = [({}, None)] * self.ep_size
-        dist.all_gather_object(everyone, (fields, error), group=self.group)
+        everyone = meeting.exchange((fields, error), "configuration")
         for name in fields:
             values = [theirs[name] for theirs, _ in everyone if name in theirs]
             if any(v != values[0] for v in values):
@@ -117,37 +143,44 @@ class Workspace:
             if theirs_error is not None:
                 raise type(theirs_error)(f"rank {rank}: {theirs_error}")
 
-    def _meet(self) -> None:
-        """Wait for every rank to come here, no longer than timeout_s: what follows waits as long as the group says.
-
-        Raises PeerTimeoutError with the ranks that did not come.
-        """
-        if self.group is None or not dist.is_initialized():
-            return
-        store = dist.distributed_c10d._get_default_store()
-        number = _meetings.get(self.group, 0)
-        keys = [f"uniep/{self.group.group_name}/{number}/{rank}" for rank in range(self.ep_size)]
-        store.set(keys[self.rank], "")
-        try:
-            store.wait(keys, datetime.timedelta(seconds=self.timeout_s))
-        except RuntimeError as cause:
-            if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
-                raise PeerTimeoutError(
-                    f"rank {self.rank}: rank {', '.join(map(str, missing))} made no Workspace within "
-                    f"{self.timeout_s:g} s; every rank of the group must make it; see that none has stopped, or raise "
-                    "timeout_s"
-                ) from cause
-        _meetings[self.group] = number + 1
-
     @property
     def backend(self) -> Backend:
         if self._backend is None:
             raise ClosedError(f"this Workspace is closed ({self.cause}); make a new one")
         return self._backend
 
+    @property
+    def entered(self) -> int:
+        """How many calls this thread has handed to the backend."""
+        return getattr(self._entered, "count", 0)
+
+    def enter(self) -> Backend:
+        """The backend, for one call.  What fails in it, it tells the other ranks itself."""
+        backend = self.backend
+        self._entered.count = self.entered + 1
+        return backend
+
+    def tell(self, error: BaseException, since: int | None) -> None:
+        """`error` leaves a function in which this rank was to make a call: the other ranks get it, too.
+
+        since: `entered` at its start; None: no call has been entered.  Before a call it is a refusal, which every rank
+        raises, here as well; what is no Exception, such as an interrupt, and what follows a call, ends the Workspace.
+        """
+        if self._backend is None or _is_no_failure(error):
+            return
+        if since is not None and self.entered != since:
+            if not isinstance(error, UniEPError):  # those, the backend has told
+                self.fail(f"{type(error).__name__}: {error}")
+        elif isinstance(error, Exception):
+            named = error if isinstance(error, UniEPError) else UniEPError(f"{type(error).__name__}: {error}")
+            with temporarily_clear_interpreter_stack(), _disable_current_modes():
+                self.enter().refuse(named)
+        else:
+            self.fail(f"{type(error).__name__}: {error}")
+
     def prepare(self) -> None:
         """Compile and allocate ahead of the first call.  Collective."""
-        self.backend.prepare()
+        self.enter().prepare()
 
     def check(self) -> None:
         """Raise errors that earlier calls deferred (timeouts, overflow of max_rows)."""
@@ -204,6 +237,32 @@ def by_key(key: str) -> Workspace:
     if workspace is None:
         raise ClosedError(f"Workspace {key} no longer exists; keep it alive until the last backward")
     return workspace
+
+
+def told_to_all(of: Callable[..., Workspace]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """For functions that make a call of the Workspace `of(*their arguments)`: see `Workspace.tell`."""
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            workspace = of(*args, **kwargs)
+            since = None if torch.compiler.is_compiling() else workspace.entered  # a compiler would watch the number
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                workspace.tell(error, since)
+                raise
+
+        return run
+
+    return decorate
+
+
+def _is_no_failure(error: BaseException) -> bool:
+    """Whether checkpointing ends a recomputation by it, or it comes from shapes without values, where nobody waits."""
+    stop = getattr(sys.modules.get("torch.utils.checkpoint"), "_StopRecomputationError", None)
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None or (stop is not None and isinstance(error, stop))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import errno
 import glob
 import itertools
 import os
+import resource
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import uniep
 from uniep.backends import shm
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError
+from uniep.meeting import Meeting
 from uniep.memory import ALIGN_BYTES, cpu_arrays, hopper_arrays, pack, packed_bytes, plan_memory
 from uniep.nn.ops import moe_forward
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule
@@ -166,7 +168,7 @@ def small():
 
 
 def test_segment_is_zero_and_writable():
-    (segment,) = shm.map_segments(small(), None, 0)
+    (segment,) = shm.map_segments(small(), Meeting(None, 1.0))
     for name, field in segment.layout.items():
         tensor = segment.tensor(name)
         assert (tensor.shape, tensor.dtype) == (field.shape, field.dtype) and not tensor.any()
@@ -195,25 +197,76 @@ def test_the_temporary_directory_is_second_choice(monkeypatch, tmp_path):
     monkeypatch.setattr(shm.tempfile, "gettempdir", lambda: str(tmp_path))
     isdir = os.path.isdir
     monkeypatch.setattr(shm.os.path, "isdir", lambda path: path != "/dev/shm" and isdir(path))
-    path, fd = shm._create(4096)
+    path, fd = shm._create_named(4096)
     assert path.startswith(str(tmp_path)) and os.stat(path).st_size == 4096
     os.close(fd)
 
 
-def test_files_of_killed_processes_are_removed(monkeypatch, tmp_path):
-    monkeypatch.setattr(shm.tempfile, "gettempdir", lambda: str(tmp_path))
+def in_folder(monkeypatch, folder):
+    """Files are made there only."""
+    monkeypatch.setattr(shm.tempfile, "gettempdir", lambda: str(folder))
     isdir = os.path.isdir
     monkeypatch.setattr(shm.os.path, "isdir", lambda path: path != "/dev/shm" and isdir(path))
-    (dead, dead_fd), (alive, alive_fd) = shm._create(4096), shm._create(4096)
+
+
+def test_files_of_killed_processes_are_removed(monkeypatch, tmp_path):
+    in_folder(monkeypatch, tmp_path)
+    (dead, dead_fd), (alive, alive_fd) = shm._create_named(4096), shm._create_named(4096)
     os.close(dead_fd)
     for path in (dead, alive):
         os.utime(path, (0, 0))
-    young, young_fd = shm._create(4096)
+    young, young_fd = shm._create_named(4096)
     os.close(young_fd)
-    _, fd = shm._create(4096)
+    _, fd = shm._create_named(4096)
     assert [os.path.exists(path) for path in (dead, alive, young)] == [False, True, True]
     for left in (alive_fd, fd):
         os.close(left)
+
+
+def test_files_of_others_are_left_alone(monkeypatch, tmp_path):
+    """Whatever is not exactly what `_create_named` makes: other names, links and what they point to, folders."""
+    in_folder(monkeypatch, tmp_path)
+    ours = f"uniep-4242-{'0' * 31}"
+    kept = [tmp_path / name for name in ("uniep-2026-results.csv", "uniep-1-" + "0" * 33, "target", "uniep-1-x")]
+    for path in kept:
+        path.write_text("mine")
+    folder, soft, hard = (tmp_path / f"{ours}{end}" for end in "123")
+    folder.mkdir()
+    soft.symlink_to(kept[2])
+    hard.hardlink_to(kept[0])
+    for path in (*kept, folder):
+        os.utime(path, (0, 0))
+    shm._create_named(4096).drop()
+    assert all(path.read_text() == "mine" for path in (*kept, soft, hard)) and soft.is_symlink() and folder.is_dir()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs files without a name")
+def test_what_peers_map_never_has_a_name(monkeypatch, tmp_path):
+    """So nothing is left of a process that is killed, whenever that is; and only the very file is mapped."""
+    in_folder(monkeypatch, tmp_path)
+    made = shm._create(4096)
+    os.pwrite(made.fd, b"a token of bytes", 4080)
+    assert not list(tmp_path.iterdir()) and made.path.startswith("/proc/")
+    assert len(shm._map(made.path, 4080, b"a token of bytes")) == 4080
+    with pytest.raises(FileNotFoundError, match="another process's"):
+        shm._map(made.path, 4080, b"the other token!")
+    made.drop()
+
+
+@pytest.mark.parametrize("create", [shm._create, shm._create_named])
+def test_no_descriptors_left(create):
+    """It is said as what it is."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]  # no gaps below the limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(held), limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"Too many open files; .*ulimit -n") as caught:
+            create(4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in held:
+            os.close(fd)
+    assert caught.value.errno == errno.EMFILE
 
 
 def test_a_workspace_that_cannot_fit():

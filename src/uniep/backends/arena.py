@@ -14,6 +14,7 @@ from uniep.errors import UnsupportedError
 from uniep.memory import Field, flag_step, packed_bytes
 
 if TYPE_CHECKING:
+    from uniep.meeting import Meeting
     from uniep.workspace import Workspace
 
 WAY_OUT = "use backend='nccl' (collectives, any GPU)"
@@ -30,14 +31,15 @@ class Seat(NamedTuple):
 
 def _seats(workspace: Workspace) -> list[Seat]:
     """The seats of all ranks.  Collective."""
-    import torch.distributed as dist
-
     ordinal = workspace.device.index
     uuid = str(torch.cuda.get_device_properties(ordinal).uuid)
     mine = Seat(socket.gethostname(), uuid, ordinal, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    seats: list[Seat] = [mine] * workspace.ep_size
-    dist.all_gather_object(seats, mine, group=workspace.group)
-    return seats
+    return _meeting(workspace).exchange(mine, "places of the GPUs")
+
+
+def _meeting(workspace: Workspace) -> Meeting:
+    assert workspace.meeting is not None, "a backend is made while its Workspace is"
+    return workspace.meeting
 
 
 def check_peers(seats: Sequence[Seat], can_access: Callable[[int, int], bool]) -> None:
@@ -100,7 +102,6 @@ class Arena:
         device = workspace.device
         if workspace.group is None or workspace.ep_size == 1:
             return [torch.zeros(size, dtype=torch.uint8, device=device)]
-        import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
         check_peers(_seats(workspace), torch.cuda.can_device_access_peer)
@@ -111,9 +112,11 @@ class Arena:
             )
         memory = symmetric.empty(size, dtype=torch.uint8, device=device)
         memory.zero_()
-        handle = symmetric.rendezvous(memory, workspace.group)
         torch.cuda.synchronize(device)
-        dist.barrier(workspace.group, device_ids=[device.index])
+        meeting = _meeting(workspace)
+        meeting.exchange(None, "memory allocated")  # torch's rendezvous waits without timeout_s
+        handle = symmetric.rendezvous(memory, workspace.group)
+        meeting.exchange(None, "memory mapped")
         peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(workspace.ep_size)]
         peers[workspace.rank] = memory  # which owns it
         return peers

@@ -26,6 +26,7 @@ from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, N
 from uniep.backends.cpu_peers import Peers
 from uniep.backends.cpu_run import Program, Run
 from uniep.backends.cpu_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
+from uniep.backends.pinned import PinnedThreads
 from uniep.backends.protocol import (
     OPERATIONS,
     Header,
@@ -40,7 +41,7 @@ from uniep.backends.protocol import (
 )
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError
-from uniep.numerics import fixed_settings
+from uniep.numerics import fp32_products
 from uniep.routing import RoutingPlan, build_plan, return_slots
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
 from uniep.taskflow.lower import compile_graph, sites, unneeded
@@ -57,19 +58,19 @@ _T = TypeVar("_T")
 
 
 def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
-    """A call: one intra-op thread and ordinary tensors, because plans outlive a call and worker threads know neither
-    inference mode nor a default device.  Threads take turns.  An interrupt anywhere inside leaves this rank out of
-    step: it gives up."""
+    """A call: ordinary tensors, because plans outlive a call and worker threads know neither inference mode nor a
+    default device.  Threads take turns.  An interrupt anywhere inside leaves this rank out of step: it gives up."""
 
     @functools.wraps(method)
     def call(self: CpuBackend, *args: Any, **kwargs: Any) -> _T:
         with (
-            fixed_settings(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"),
-            self._turn, self._or_give_up(unless=UniEPError),
+            self._or_give_up(unless=UniEPError), fp32_products(), torch.inference_mode(False), torch.no_grad(),
+            torch.device("cpu"), self._turn,
         ):  # fmt: skip
             self._inside = True
             try:
-                return method(self, *args, **kwargs)
+                with self._or_give_up(unless=UniEPError):
+                    return method(self, *args, **kwargs)
             finally:
                 self._inside = False
 
@@ -142,9 +143,9 @@ class CpuBackend:
         self.forward_operators = forward_operators(self.schedule, keep=True, grouped=grouped)
         self.backward_operators = backward_operators(self.schedule, grouped=grouped)
         self._workspace = weakref.ref(workspace)
-        self._peers: Peers | None = Peers(
-            self.cfg, self.schedule, workspace.group, self.rank, self.ep_size, workspace.timeout_s
-        )
+        assert workspace.meeting is not None, "a backend is made while its Workspace is"
+        self._peers: Peers | None = Peers(self.cfg, self.schedule, workspace.meeting)
+        self._threads = PinnedThreads(self._peers.workers)
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = 0
         self._forwards = 0
@@ -222,7 +223,7 @@ class CpuBackend:
         return Rows.make(rank, self.cfg, routing.plans[rank], call.weights, *groups)
 
     def _run(self, call: _Call, operation: str, program: Program, bodies: object) -> None:
-        Run(self.peers, call.number, operation, program, bodies, self.trace).run()
+        Run(self.peers, self._threads, call.number, operation, program, bodies, self.trace).run()
 
     @_collective
     def refuse(self, error: UniEPError) -> None:

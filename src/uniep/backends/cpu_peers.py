@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,11 @@ from uniep.backends.protocol import decoded, encoded
 from uniep.backends.shm import map_segments
 from uniep.config import MoEConfig
 from uniep.errors import PeerTimeoutError
+from uniep.meeting import Meeting
 from uniep.memory import HEADER_WORDS, cpu_arrays, pack, packed_bytes
 from uniep.taskflow.graph import Event
 from uniep.taskflow.schedule import Schedule, num_chunks
+from uniep.waiting import Patience
 
 
 class Peers:
@@ -30,10 +31,9 @@ class Peers:
     for calls of even and odd number; a counter has a column per worker thread of every rank.
     """
 
-    def __init__(
-        self, cfg: MoEConfig, schedule: Schedule, group: Any, rank: int, ep_size: int, timeout_s: float
-    ) -> None:
-        self.rank, self.ep_size, self.timeout_s = rank, ep_size, timeout_s
+    def __init__(self, cfg: MoEConfig, schedule: Schedule, meeting: Meeting) -> None:
+        self.rank, self.ep_size, self.timeout_s = meeting.rank, meeting.size, meeting.timeout_s
+        ep_size = self.ep_size
         self.workers = schedule.matrix_workers + schedule.vector_workers
         chunks = num_chunks(cfg, schedule)
         self._first_event = {"arrived": 0, "returned": ep_size * chunks, "weights returned": (ep_size + 1) * chunks}
@@ -41,7 +41,7 @@ class Peers:
         _, self._num_events, self._columns = arrays["flags"][0]
         layout = pack(arrays)
         self.bytes = packed_bytes(layout)
-        self._segments = map_segments(layout, group, rank)
+        self._segments = map_segments(layout, meeting)
         self.tensors = [{name: segment.tensor(name) for name in layout} for segment in self._segments]
         self._fence = threading.Lock()
 
@@ -99,11 +99,11 @@ class Peers:
 
     def wait(self, ready: Callable[[], bool], late: Callable[[], PeerTimeoutError] | None) -> None:
         """Return when `ready`; raise `late()` after the timeout, or at once if a peer failed.  None: no limit."""
-        deadline, pause = time.monotonic() + self.timeout_s, 0.0
+        patience, pause = Patience(self.timeout_s), 0.0
         while not ready():
             if late is not None:
                 self.raise_if_failed()
-                if time.monotonic() > deadline:
+                if patience.over():
                     raise late()
             time.sleep(pause)
             pause = min(pause + 1e-5, 1e-3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from uniep.backends.cpu_peers import Peers
+from uniep.backends.pinned import PinnedThreads
 from uniep.errors import PeerTimeoutError
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import GATE, SHARED_STAGES, Block, Event, Task, TaskGraph
@@ -71,13 +73,14 @@ class Run:
     def __init__(
         self,
         peers: Peers,
+        threads: PinnedThreads,
         number: int,
         operation: str,
         program: Program,
         bodies: object,
         trace: list[Span] | None,
     ) -> None:
-        self.peers, self.number, self.operation = peers, number, operation
+        self.peers, self.threads, self.number, self.operation = peers, threads, number, operation
         self.program, self.bodies, self.trace = program, bodies, trace
         self.local: dict[Event, int] = collections.defaultdict(int)
         self.local_lock = threading.Lock()
@@ -86,20 +89,15 @@ class Run:
     def run(self) -> None:
         """Raises the first error of a worker, once all have stopped."""
         first = self.peers.rank * self.peers.workers
-        threads = [
-            threading.Thread(target=self._work, args=(name, queue, first + number), daemon=True)
+        jobs = [
+            functools.partial(self._work, name, queue, first + number)
             for number, (name, queue) in enumerate(self.program.queues.items())
         ]
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except BaseException as interrupt:  # KeyboardInterrupt: workers must stop before their memory goes
-            self.errors.append(interrupt)
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+            self.threads.run(jobs, stop=self.errors.append)  # workers must stop before their memory goes
+        except BaseException:
+            if not self.errors:
+                raise
         if self.errors:
             try:
                 raise self.errors[0]
@@ -107,7 +105,6 @@ class Run:
                 self.errors.clear()  # its traceback refers to this object: no cycle that keeps the call's tensors
 
     def _work(self, name: WorkerName, queue: list[Step], column: int) -> None:
-        torch.set_num_threads(1)  # a setting of each thread
         try:
             with torch.no_grad():
                 for step in queue:

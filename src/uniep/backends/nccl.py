@@ -10,7 +10,8 @@ With combine groups, the rows of each group are added before they travel, sorted
 Rows, formulas and roundings are those of the other backends, so bits are those of `cpu` on the CPU and of `hopper`
 where its kernels run.  The host reads counts: a call cannot be captured in a CUDA graph.
 
-A rank that fails inside a call cannot tell the others: they end by the timeout of the process group.
+A rank that fails inside a call tells the others over the store of torch.distributed; whoever waits looks there.  What
+waits on a GPU's stream only, behind a collective that a rank left out, ends by the timeout of the process group.
 
 Suffixes: R ranks, T tokens of this rank, M received tokens, K slots, D hidden, F ffn, E experts, e local, N rows.
 """
@@ -21,12 +22,11 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import random
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch import SymInt, Tensor
 from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
 from uniep.backends.cpu_tiles import Rows
 from uniep.backends.local_experts import KernelExperts, Routed, Tokens, local_experts
+from uniep.backends.pinned import PinnedThreads
 from uniep.backends.protocol import (
     OPERATIONS,
     Header,
@@ -50,15 +51,19 @@ from uniep.backends.protocol import (
 )
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, PeerTimeoutError, UniEPError, UnsupportedError
+from uniep.meeting import Notices
 from uniep.memory import TEXT_BYTES
-from uniep.numerics import fixed_settings
+from uniep.numerics import fp32_products
 from uniep.routing import Parts, RoutingPlan, build_parts, build_plan, token_groups
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
+from uniep.waiting import Patience
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
 
+_T = TypeVar("_T")
+_EAGER_TURNS = 2000  # looks at the device without a pause: some milliseconds
 SCHEDULE_FIELDS = ("gemm1", "gemm2", "weight_gradient", "received")
 
 
@@ -106,12 +111,16 @@ class CollectiveBackend:
         refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         self.transport = _transport(self._group, self.device)
         self.experts, self.because = local_experts(self.cfg, self.rank, self.schedule, self.device)
+        self._threads = PinnedThreads(1) if self.device.type == "cpu" else None
         self._workspace = weakref.ref(workspace)
-        self._turn = threading.RLock()
+        self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = self._forwards = 0
+        assert workspace.meeting is not None, "a backend is made while its Workspace is"
+        workspace.meeting.exchange(None, "first collective")  # which may set up connections, at its own pace
         # Names this Workspace in every header: collectives of two Workspaces of one group look alike.
-        own = torch.tensor([random.SystemRandom().getrandbits(62)], device=self.device)
-        self._space = int(self._all_gather(own, "creation")[0])
+        self._space = int(workspace.meeting.session[:15] or "0", 16)
+        self._notices = Notices(workspace.meeting)
+        self._all_gather(torch.tensor([self._space], device=self.device), "first collective", "creation")
 
     # --- the interface of Backend ---
 
@@ -126,7 +135,8 @@ class CollectiveBackend:
             with self._or_give_up():
                 received_MD = self._dispatch(inputs.x_TD, routing, "dispatch")
                 tokens = Tokens(inputs.x_TD, received_MD)
-                rows_ND, h_NF = self.experts.forward(tokens, routing, inputs.experts, save)
+                experts = inputs.experts
+                rows_ND, h_NF = self._compute(lambda: self.experts.forward(tokens, routing, experts, save))
                 weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
                 y_TD = self._combine(rows_ND, inputs.ids_TK, weights_TK, routing)
             if h_NF is None:
@@ -152,7 +162,8 @@ class CollectiveBackend:
                     received_MD = self._dispatch(inputs.x_TD, routing, "dispatch of x again")
                 dy = Tokens(dy_TD, self._dispatch(dy_TD, routing, "dispatch of the gradient"))
                 x = Tokens(inputs.x_TD, received_MD)
-                got = self.experts.backward(dy, x, routing, inputs.experts, h_NF, wanted, main_grads)
+                experts = inputs.experts
+                got = self._compute(lambda: self.experts.backward(dy, x, routing, experts, h_NF, wanted, main_grads))
                 dx_TD = dweights_TK = None
                 if got.x_ND is not None:
                     dx_TD = self._combine(got.x_ND, ids_TK, None, routing)
@@ -214,8 +225,10 @@ class CollectiveBackend:
         }
 
     def close(self) -> None:
-        """After the call that another thread is in."""
+        """After the call that another thread is in.  From inside a call, as after an error, this rank has failed."""
         with self._turn:
+            if self._group is not None and (workspace := self._workspace()) is not None:
+                self._notices.tell(self._call, workspace.cause, failed=self._inside)
             self._group = None
 
     # --- entering a call ---
@@ -322,14 +335,15 @@ class CollectiveBackend:
         """(T, D): the fixed-order sum of the rows' results, or of dX, on the tokens' ranks."""
         parts, cfg = routing.parts, self.cfg
         if parts is None:
-            return self.experts.combine(self._return(rows_ND, ids_TK, routing), ids_TK, weights_TK)
+            returned_TKD = self._return(rows_ND, ids_TK, routing)
+            return self._compute(lambda: self.experts.combine(returned_TKD, ids_TK, weights_TK))
         weight_N = routing.weight_N if weights_TK is not None else None
-        sums_PD = self.experts.add_parts(rows_ND, parts.row_PK, weight_N)
+        sums_PD = self._compute(lambda: self.experts.add_parts(rows_ND, parts.row_PK, weight_N))
         group_TW = token_groups(ids_TK, cfg)
         owner_TW = self._owner(group_TW, cfg.num_experts // cfg.experts_per_group // self.ep_size)
         counts = [torch.bincount(t, minlength=self.ep_size) for t in (parts.source_P, owner_TW[group_TW >= 0])]
         slots_TWD = self._to_slots(sums_PD, owner_TW, _Exchange(*torch.stack(counts).tolist()), "return")
-        return self.experts.combine(slots_TWD, group_TW, None)
+        return self._compute(lambda: self.experts.combine(slots_TWD, group_TW, None))
 
     # --- collectives ---
 
@@ -339,7 +353,9 @@ class CollectiveBackend:
         if self.ep_size == 1 or not tensor.numel():
             return out.copy_(tensor)
         with self._waiting(stage, operation):
-            self._await(dist.all_gather(list(out.unbind(0)), tensor, group=self.group, async_op=True))
+            self._wait(dist.all_gather(list(out.unbind(0)), tensor, group=self.group, async_op=True))
+            if self.device.type == "cuda":
+                self._wait_for_device()  # the host reads it: this is where ranks wait for one that is late
         return out
 
     def _all_to_all(self, out: Tensor, rows: Tensor, exchange: _Exchange, stage: str) -> None:
@@ -351,7 +367,7 @@ class CollectiveBackend:
             work = dist.all_to_all_single(
                 out, rows, exchange.received_R, exchange.sent_R, group=self.group, async_op=True
             )
-            work.wait(*self._limit)
+            self._wait(work)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -359,20 +375,34 @@ class CollectiveBackend:
             raise ClosedError("this Workspace is closed; make a new one")
         return self._group
 
-    @property
-    def _limit(self) -> tuple[datetime.timedelta, ...]:
-        """Argument of Work.wait.  On a GPU it would block the host, so there the process group's own limit serves."""
-        return (datetime.timedelta(seconds=self.timeout_s),) if self.device.type == "cpu" else ()
-
-    def _await(self, work: Any) -> None:
-        """Wait for a collective whose result the host reads; this is where ranks wait for one that is late."""
-        work.wait(*self._limit)
+    def _wait(self, work: Any) -> None:
+        """For a collective on the CPU.  On a GPU the current stream waits, and not the host."""
         if self.device.type == "cuda":
-            done, deadline = torch.cuda.Event(), time.monotonic() + self.timeout_s
-            done.record()
-            while not done.query():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"nothing came for {self.timeout_s:g} s")
+            work.wait()
+            return
+        patience = Patience(self.timeout_s)
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=patience.look()))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            self._look_up(patience)
+
+    def _wait_for_device(self) -> None:
+        """Until the current stream has done what it has been given."""
+        done, patience, turns = torch.cuda.Event(), Patience(self.timeout_s), 0
+        done.record()
+        while not done.query():
+            self._look_up(patience)
+            turns += 1
+            time.sleep(0 if turns < _EAGER_TURNS else 1e-4)
+
+    def _look_up(self, patience: Patience) -> None:
+        self._notices.look(self._call)
+        if patience.over():
+            raise TimeoutError(f"nothing came for {self.timeout_s:g} s")
 
     @contextlib.contextmanager
     def _waiting(self, stage: str, operation: str = "") -> Iterator[None]:
@@ -382,6 +412,7 @@ class CollectiveBackend:
         except (RuntimeError, TimeoutError) as cause:
             if isinstance(cause, torch.OutOfMemoryError):
                 raise
+            self._notices.look(self._call, now=True)  # a peer that failed may have said why
             during = f" ({operation})" if operation else ""
             raise PeerTimeoutError(
                 f"rank {self.rank}, call {self._call}{during}, stage {stage}: a peer did not come within "
@@ -401,18 +432,27 @@ class CollectiveBackend:
 
     @contextlib.contextmanager
     def _settings(self) -> Iterator[None]:
-        """Ordinary tensors on the Workspace's device, no autocast; on the CPU one thread, whose number decides bits.
+        """Ordinary tensors on the Workspace's device, no autocast.
 
         Threads take turns.  After an interrupt anywhere in a call its collectives would meet those of another call:
         it gives up.
         """
-        on_device = fixed_settings() if self.device.type == "cpu" else torch.cuda.device(self.device)
+        on_device = fp32_products() if self.device.type == "cpu" else torch.cuda.device(self.device)
         no_autocast = torch.autocast(self.device.type, enabled=False)
         with (
-            torch.inference_mode(False), torch.no_grad(), no_autocast, torch.device(self.device), on_device,
-            self._turn, self._or_give_up(unless=UniEPError),
+            self._or_give_up(unless=UniEPError), torch.inference_mode(False), torch.no_grad(), no_autocast,
+            torch.device(self.device), on_device, self._turn,
         ):  # fmt: skip
-            yield
+            self._inside = True
+            try:
+                with self._or_give_up(unless=UniEPError):
+                    yield
+            finally:
+                self._inside = False
+
+    def _compute(self, function: Callable[[], _T]) -> _T:
+        """On the CPU with one intra-op thread."""
+        return function() if self._threads is None else self._threads.call(function)
 
 
 def _transport(group: dist.ProcessGroup | None, device: torch.device) -> str:

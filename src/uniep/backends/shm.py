@@ -1,8 +1,10 @@
-"""Shared memory between processes of one host: named files, unlinked as soon as all ranks have mapped them.
+"""Shared memory between processes of one host: files without a name (O_TMPFILE), which peers open by /proc/PID/fd.
+
+Whenever a process is killed, nothing is left of them.  Where /proc does not show the peers, as in containers that share
+/dev/shm only, files have names and are unlinked as soon as all ranks have mapped them.  Such a file is locked: one
+without a lock was left by a process killed in that moment, and the next Workspace removes it.
 
 Space is reserved with posix_fallocate, so that a full disk is an error here and not a SIGBUS at some later store.
-A file is locked while it has a name: one without a lock was left by a process killed in that moment, and is removed.
-torch.distributed serves the rendezvous only.
 """
 
 from __future__ import annotations
@@ -10,26 +12,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
 import math
 import mmap
 import os
+import re
 import socket
+import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from uniep.errors import CapacityError, UniEPError, UnsupportedError
+from uniep.meeting import Meeting
 from uniep.memory import Field, packed_bytes
 
 _PREFIX = "uniep-"
+_OUR_NAME = re.compile(_PREFIX + r"[0-9]{1,10}-[0-9a-f]{32}")
 _STALE_S = 60.0
+_NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR)  # of a file system, or a kernel, without such files
+_TOKEN_BYTES = 16  # behind the memory: which file it is
+_SHORT = {
+    errno.EMFILE: "raise the limit of open files of this process (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files of this host (fs.file-max)",
+    errno.ENOMEM: "lower max_tokens_per_rank",
+}
 
 
 class Segment:
@@ -50,77 +61,123 @@ class Segment:
         return self.layout[name].offset // 8
 
 
-def map_segments(layout: Mapping[str, Field], group: Any, rank: int) -> list[Segment]:
-    """One zero-filled segment per rank, all mapped here.  Collective over `group`; None: this process alone.
+def map_segments(layout: Mapping[str, Field], meeting: Meeting) -> list[Segment]:
+    """One zero-filled segment per rank, all mapped here.  Collective.
 
-    Raises on every rank: CapacityError where memory is short, UnsupportedError where ranks cannot see each other's
-    files.
+    Raises on every rank: CapacityError where memory or descriptors are short, UnsupportedError where ranks cannot reach
+    each other's files.
     """
     size = packed_bytes(layout)
-    if group is None:
+    if meeting.size == 1:
         try:
             return [Segment(mmap.mmap(-1, size), layout)]
         except OSError as cause:
             raise CapacityError(f"no memory for {size} bytes ({cause.strerror}); lower max_tokens_per_rank") from cause
-    made: tuple[str, int] | None = None
+    memories = _offer_and_map(_create, size, meeting) or _offer_and_map(_create_named, size, meeting, last=True)
+    assert memories is not None
+    return [Segment(memory, layout) for memory in memories]
+
+
+class File(NamedTuple):
+    """Shared memory that this process made: where its peers find it while it keeps the descriptor."""
+
+    path: str
+    fd: int
+
+    def drop(self) -> None:
+        """It lives on as long as it is mapped."""
+        if not self.path.startswith("/proc/"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        os.close(self.fd)
+
+
+def _offer_and_map(
+    create: Callable[[int], File], size: int, meeting: Meeting, last: bool = False
+) -> list[mmap.mmap] | None:
+    """Every rank's memory.  None if a rank does not reach another's; with `last`, an error on every rank."""
+    where = f"rank {meeting.rank} on {socket.gethostname()}"
+    token, made = os.urandom(_TOKEN_BYTES), None
     error: UniEPError | None = None
     try:
-        made = _create(size)
+        made = create(size + _TOKEN_BYTES)
+        os.pwrite(made.fd, token, size)
     except OSError as cause:
-        error = CapacityError(f"rank {rank} on {socket.gethostname()}: {cause.strerror}")
+        error = CapacityError(f"{where}: {cause.strerror}")
     try:
-        paths = _agree(made[0] if made else None, error, group)
-        segments = []
+        offers = meeting.agree((made.path if made is not None else "", token), error, "allocation")
+        memories, unreachable = [], ""
         try:
-            segments = [Segment(_map(p, size), layout) for p in paths]
+            memories = [_map(path, size, theirs) for path, theirs in offers]
         except OSError as cause:
-            error = UnsupportedError(
-                f"rank {rank} on {socket.gethostname()} cannot map the shared memory of its peers ({cause}); all ranks "
-                "of backend='cpu' must run on one host and share /dev/shm (containers: --ipc=host), or use "
-                "backend='nccl'"
-            )
-        _agree(None, error, group)
-        return segments
+            if cause.errno in _SHORT:
+                error = CapacityError(f"{where} cannot map {size} bytes: {cause.strerror}; {_SHORT[cause.errno]}")
+            elif last:
+                error = UnsupportedError(
+                    f"{where} cannot map the shared memory of its peers ({cause}); all ranks of backend='cpu' must run "
+                    "on one host and share /dev/shm (containers: --ipc=host), or use backend='nccl'"
+                )
+            else:
+                unreachable = str(cause)
+        return memories if not any(meeting.agree(unreachable, error, "mapping")) else None
     finally:
         if made is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(made[0])
-            os.close(made[1])
+            made.drop()
 
 
-def _agree(value: Any, error: UniEPError | None, group: Any) -> list[Any]:
-    """Every rank's value, or the first rank's error on every rank."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (value, error), group=group)
-    for _, theirs in everyone:
-        if theirs is not None:
-            raise theirs
-    return [v for v, _ in everyone]
-
-
-def _create(size: int) -> tuple[str, int]:
+def _create(size: int) -> File:
     """A new file of `size` reserved bytes in /dev/shm, or in the temporary directory if that has no room.
 
-    Returns its path and the descriptor that holds its lock.
+    Without a name where the system can do so.
     """
+    if not hasattr(os, "O_TMPFILE"):
+        return _create_named(size)
+
+    def make(folder: str) -> File:
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        return File(f"/proc/{os.getpid()}/fd/{fd}", fd)
+
+    try:
+        return _first_with_room(make, size)
+    except OSError as error:
+        if error.errno not in _NO_NAMELESS:
+            raise
+        return _create_named(size)
+
+
+def _create_named(size: int) -> File:
+    """As `_create`, with a name, and locked as long as it has one."""
+
+    def make(folder: str) -> File:
+        _remove_stale(folder)
+        path = os.path.join(folder, f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}")
+        made = File(path, os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        fcntl.flock(made.fd, fcntl.LOCK_EX)
+        return made
+
+    return _first_with_room(make, size)
+
+
+def _first_with_room(make: Callable[[str], File], size: int) -> File:
+    """What `make` made, in the first folder that has room for it.  Raises OSError with the reasons of all."""
     reasons = []
     for folder in dict.fromkeys(("/dev/shm", tempfile.gettempdir())):
         if not os.path.isdir(folder):
             reasons.append(f"{folder} does not exist")
             continue
-        _remove_stale(folder)
-        path = os.path.join(folder, f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}")
         try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            made = make(folder)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                _reserve(fd, size)
-            except OSError:
-                os.unlink(path)
-                os.close(fd)
+                _reserve(made.fd, size)
+                return made
+            except BaseException:
+                made.drop()
                 raise
-            return path, fd
         except OSError as error:
+            if error.errno in _SHORT:
+                raise OSError(error.errno, f"{error.strerror}; {_SHORT[error.errno]}") from error
+            if error.errno in _NO_NAMELESS:
+                raise
             reasons.append(f"{folder}: {error.strerror} ({_free(folder)} bytes free)")
     raise OSError(
         errno.ENOSPC,
@@ -130,16 +187,26 @@ def _create(size: int) -> tuple[str, int]:
 
 
 def _remove_stale(folder: str) -> None:
-    """Remove files of dead processes; young ones may not be locked yet."""
-    for path in glob.glob(os.path.join(folder, f"{_PREFIX}[0-9]*-*")):
-        with contextlib.suppress(OSError):  # somebody else's, locked, or gone
-            fd = os.open(path, os.O_RDWR)
+    """Remove what `_create` made with a name in a process that was killed; young files may not be locked yet."""
+    for entry in os.scandir(folder):
+        if not _OUR_NAME.fullmatch(entry.name):
+            continue
+        with contextlib.suppress(OSError):  # somebody else's, locked, a link, or gone
+            if not _is_ours(os.lstat(entry.path)):
+                continue
+            fd = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                if time.time() - os.fstat(fd).st_mtime > _STALE_S:
+                found = os.fstat(fd)
+                if _is_ours(found) and time.time() - found.st_mtime > _STALE_S:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(path)
+                    if os.path.samestat(found, os.lstat(entry.path)):
+                        os.unlink(entry.path)
             finally:
                 os.close(fd)
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -156,9 +223,14 @@ def _free(folder: str) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
-def _map(path: str, size: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR)
+def _map(path: str, size: int, token: bytes) -> mmap.mmap:
+    """The file of a peer.  Another process may have its number here, in other namespaces: the token tells."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise FileNotFoundError(errno.ENOENT, "it is no file", path)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        if os.pread(fd, _TOKEN_BYTES, size) != token:
+            raise FileNotFoundError(errno.ENOENT, "it is another process's", path)
         return mmap.mmap(fd, size)
     finally:
         os.close(fd)

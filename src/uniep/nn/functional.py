@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from uniep.errors import ConfigError, DTypeError, UniEPError, UnsupportedError
+from uniep.errors import ConfigError, DTypeError, UnsupportedError
 from uniep.nn.ops import call, check_tokens
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights
-from uniep.workspace import Workspace
+from uniep.workspace import Workspace, told_to_all
 
 Weights = Tensor | Sequence[Tensor]
 MainGrad = Literal["accumulate", "overwrite"]
@@ -21,6 +21,7 @@ MainGrad = Literal["accumulate", "overwrite"]
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+@told_to_all(lambda *_, workspace, **__: workspace)
 def moe(
     x_TD: Tensor,
     ids_TK: Tensor,
@@ -59,27 +60,25 @@ def moe(
     **Order**: rows of an expert by (source rank, token, slot); slots of a token summed k = 0..K-1 in fp32.
     Bits depend on neither schedule, EP size, nor timing: docs/numerics.md.
     """
-    backend, given = workspace.backend, (w13, w2)
-    try:
-        _check_dense(x=x_TD, ids=ids_TK, weights=weights_TK, w13=w13, w2=w2)
-        if torch.is_autocast_enabled(workspace.device.type):
-            x_TD, w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (x_TD, w13, w2))
-        _check(x_TD, ids_TK, workspace)
-        if weights_TK.shape[1:] != ids_TK.shape[1:] or not weights_TK.is_floating_point():
-            raise ConfigError(
-                f"weights have shape {tuple(weights_TK.shape)} and dtype {weights_TK.dtype}; they must be floating "
-                f"point with the shape of ids, {tuple(ids_TK.shape)}"
-            )
-        experts = ExpertWeights.parse(w13, w2, workspace.cfg, workspace.ep_size)
-        named = {"weights": [weights_TK], "w13": experts.w13, "w2": experts.w2}
-        _check_devices(named, workspace)
-        _refuse_forward_mode({"x": [x_TD], **named})
-        parameters, main_grads = _main_grads(*given, main_grad, workspace)
-    except UniEPError as error:
-        backend.refuse(error)
-        raise
+    given = w13, w2
+    check_dense(x=x_TD, ids=ids_TK, weights=weights_TK, w13=w13, w2=w2)
+    if torch.is_autocast_enabled(workspace.device.type):
+        x_TD, w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (x_TD, w13, w2))
+    _check(x_TD, ids_TK, workspace)
+    if weights_TK.shape[1:] != ids_TK.shape[1:] or not weights_TK.is_floating_point():
+        raise ConfigError(
+            f"weights have shape {tuple(weights_TK.shape)} and dtype {weights_TK.dtype}; they must be floating "
+            f"point with the shape of ids, {tuple(ids_TK.shape)}"
+        )
+    experts = ExpertWeights.parse(w13, w2, workspace.cfg, workspace.ep_size)
+    named = {"weights": [weights_TK], "w13": experts.w13, "w2": experts.w2}
+    check_devices(named, workspace)
+    _refuse_forward_mode({"x": [x_TD], **named})
+    parameters, main_grads = _main_grads(*given, main_grad, workspace)
     tensors = (x_TD, weights_TK, *experts.w13, *experts.w2)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if save:
+        _refuse_inference_tensors({"x": [x_TD], "ids": [ids_TK], **named, "main_grad": main_grads})
     return call(
         x_TD.contiguous(),
         ids_TK.contiguous(),
@@ -95,20 +94,16 @@ def moe(
     )
 
 
+@told_to_all(lambda *_, workspace: workspace)
 def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
     """This rank's RoutingPlan for the ids of all ranks: tensors only.  Collective, like `moe`.
 
     ids_TK: (T, K) integers as for `moe`.  Raises InputError on every rank, naming rank, row, slot, value.
     """
-    backend = workspace.backend
-    try:
-        _check_dense(ids=ids_TK)
-        _check_ids(ids_TK, workspace)
-        check_tokens({"ids": ids_TK}, workspace)
-    except UniEPError as error:
-        backend.refuse(error)
-        raise
-    return backend.route(ids_TK.contiguous())
+    check_dense(ids=ids_TK)
+    _check_ids(ids_TK, workspace)
+    check_tokens({"ids": ids_TK}, workspace)
+    return workspace.enter().route(ids_TK.contiguous())
 
 
 def _main_grads(
@@ -138,7 +133,7 @@ def _main_grads(
                 raise DTypeError(f"{label}.main_grad has dtype {found.dtype}; {remedy}")
             if tuple(found.shape) != shape:
                 raise ConfigError(f"{label}.main_grad has shape {tuple(found.shape)}; {remedy}")
-            _check_devices({f"{label}.main_grad": [found]}, workspace)
+            check_devices({f"{label}.main_grad": [found]}, workspace)
             if main_grad == "overwrite" and any(found.data_ptr() == other.data_ptr() for other in main_grads):
                 raise ConfigError(
                     f"{label}.main_grad is also that of a parameter before it, so that 'overwrite' would leave one "
@@ -156,7 +151,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return [_cast(t, dtype) for t in value]  # a ParameterList of the results would cut them off from their parameters
 
 
-def _check_dense(**named: Any) -> None:
+def check_dense(**named: Any) -> None:
     for name, value in named.items():
         tensors = value if name in ("w13", "w2") and isinstance(value, Sequence | torch.nn.ParameterList) else [value]
         for t in tensors:
@@ -164,6 +159,8 @@ def _check_dense(**named: Any) -> None:
                 raise ConfigError(f"{name} is or holds {type(t).__name__}; it must be a torch.Tensor")
             if t.layout != torch.strided:
                 raise UnsupportedError(f"{name} has layout {t.layout}; pass a dense tensor, e.g. {name}.to_dense()")
+            if t.is_nested:
+                raise UnsupportedError(f"{name} is a nested tensor; pass its values as one, e.g. {name}.values()")
 
 
 def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
@@ -175,7 +172,7 @@ def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
         raise DTypeError(
             f"x has dtype {x_TD.dtype} but the layer computes in {cfg.dtype}; convert x or change MoEConfig.dtype"
         )
-    _check_devices({"x": [x_TD]}, workspace)
+    check_devices({"x": [x_TD]}, workspace)
     _check_ids(ids_TK, workspace)
 
 
@@ -185,15 +182,27 @@ def _check_ids(ids_TK: Tensor, workspace: Workspace) -> None:
         raise ConfigError(f"ids have shape {tuple(ids_TK.shape)}; they must be (T, top_k={cfg.top_k})")
     if ids_TK.dtype not in _ID_DTYPES:
         raise DTypeError(f"ids have dtype {ids_TK.dtype}; they must be integers, int8 to int64 or uint8")
-    _check_devices({"ids": [ids_TK]}, workspace)
+    check_devices({"ids": [ids_TK]}, workspace)
 
 
-def _check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) -> None:
+def check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) -> None:
     """One tensor elsewhere would take the whole call elsewhere: "meta" to shapes without values."""
     for name, tensors in named.items():
         for t in tensors:
             if t.device.type != workspace.device.type:
                 raise ConfigError(f"{name} is on {t.device} but the Workspace is on {workspace.device}; move {name}")
+
+
+def _refuse_inference_tensors(named: Mapping[str, Sequence[Tensor]]) -> None:
+    """Autograd cannot keep them, and would say so only after the call."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensors in named.items():
+        if any(t.is_inference() for t in tensors):
+            raise UnsupportedError(
+                f"{name} was made in torch.inference_mode and cannot be kept for backward; make it outside, pass "
+                f"{name}.clone(), or call the layer under torch.no_grad"
+            )
 
 
 def _refuse_forward_mode(named: Mapping[str, Sequence[Tensor]]) -> None:

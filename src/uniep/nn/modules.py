@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
-from uniep.nn.functional import MainGrad, moe
-from uniep.workspace import Workspace
+from uniep.nn.functional import MainGrad, check_dense, check_devices, moe
+from uniep.workspace import Workspace, told_to_all
 
 
 class Experts(nn.Module):
@@ -63,6 +63,7 @@ class Experts(nn.Module):
             for weight in (w13[local], w2[local]):
                 weight.copy_(_normal(weight.shape, generator))
 
+    @told_to_all(lambda self, *_: self.workspace)
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         w13, w2 = self._local()
         return moe(x_TD, ids_TK, weights_TK, w13, w2, workspace=self.workspace, main_grad=self.main_grad)
@@ -123,11 +124,12 @@ class MoE(nn.Module):
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return ids_TK, weights_TK
 
+    @told_to_all(lambda self, *_: self.workspace)
     def forward(self, x: Tensor) -> Tensor:
+        check_dense(x=x)
+        check_devices({"x": [x]}, self.workspace)
         if x.shape[-1:] != (self.cfg.hidden,):
-            error = ConfigError(f"x has shape {tuple(x.shape)}; it must be (..., hidden={self.cfg.hidden})")
-            self.workspace.backend.refuse(error)
-            raise error
+            raise ConfigError(f"x has shape {tuple(x.shape)}; it must be (..., hidden={self.cfg.hidden})")
         x_TD = x.reshape(-1, x.shape[-1])
         ids_TK, weights_TK = self.route(x_TD)
         return self.experts(x_TD, ids_TK, weights_TK).view(x.shape)

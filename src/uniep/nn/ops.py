@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from uniep.backends.base import Inputs, MainGrads, Needs
-from uniep.errors import ConfigError, UniEPError, UnsupportedError
+from uniep.errors import ConfigError, UnsupportedError
 from uniep.weights import ExpertWeights
-from uniep.workspace import Workspace, by_key
+from uniep.workspace import Workspace, by_key, told_to_all
 
 __all__ = ["SAVE_OPS", "call", "moe_forward"]
 
 
+@told_to_all(lambda named, workspace: workspace)
 def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
     """Raise ConfigError unless all have one number of tokens, which the Workspace can take."""
     for name, tensor in named.items():
@@ -55,13 +56,9 @@ def _forward(
     one go, in this order, and the parameters that these are of.
     """
     space = by_key(workspace)
-    try:
-        check_tokens({"ids": ids, "x": x, "weights": weights}, space)
-    except UniEPError as error:
-        space.backend.refuse(error)
-        raise
+    check_tokens({"ids": ids, "x": x, "weights": weights}, space)
     experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
-    y, saved = space.backend.forward(Inputs(x, ids, weights, experts), save)
+    y, saved = space.enter().forward(Inputs(x, ids, weights, experts), save)
     return [y, *saved]
 
 
@@ -91,7 +88,7 @@ def _gradients(
 ) -> list[Tensor]:
     """The gradients that `needs` names (x, weights, w13, w2), flattened in that order."""
     experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
-    got = by_key(workspace).backend.backward(dy, Inputs(x, ids, weights, experts), saved, Needs(*needs))
+    got = by_key(workspace).enter().backward(dy, Inputs(x, ids, weights, experts), saved, Needs(*needs))
     parts = ([got.x], [got.weights], got.w13 or (), got.w2 or ())
     return [t for part, needed in zip(parts, needs, strict=True) if needed for t in part if t is not None]
 
@@ -130,7 +127,7 @@ def _gradients_main_grad(
         for t in given
     ]
     main_grads = MainGrads(tuple(fit[: len(main_w13)]), tuple(fit[len(main_w13) :]), accumulate)
-    got = by_key(workspace).backend.backward(dy, Inputs(x, ids, weights, experts), saved, Needs(*needs), main_grads)
+    got = by_key(workspace).enter().backward(dy, Inputs(x, ids, weights, experts), saved, Needs(*needs), main_grads)
     for theirs, ours in zip(given, fit, strict=True):
         if theirs is not ours:
             theirs.copy_(ours)
@@ -171,6 +168,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
+@told_to_all(lambda ctx, *_, **__: by_key(ctx.workspace))
 def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False) -> tuple:
     """direct: without the dispatcher, unless somebody looks at the backward alone, as compiled autograd does."""
     if torch.is_grad_enabled():

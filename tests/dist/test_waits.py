@@ -1,0 +1,372 @@
+"""Every wait ends, and every error of one rank reaches the others within a second or so, on both backends for CPUs."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from case import config, named_error, random_batch
+from pool import Pool
+
+import uniep
+from uniep.backends import cpu, nccl, shm
+
+PATIENT_S = 30.0
+"""Timeout of Workspaces none of whose waits may last that long."""
+
+SOON_S = 8.0
+"""At once, on a busy machine."""
+
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "nccl"])
+
+
+def make(world, backend="cpu", timeout_s=PATIENT_S, group=None):
+    group = group if group is not None else world.group(2)
+    return uniep.Workspace(config(), group, device="cpu", backend=backend, timeout_s=timeout_s)
+
+
+def own_group():
+    """Of ranks 0 and 1, for collectives that a failure may leave out of step."""
+    return dist.new_group([0, 1], use_local_synchronization=True)
+
+
+def timed(call):
+    """(its error as (class, text), seconds)."""
+    start = time.monotonic()
+    try:
+        call()
+        error = None
+    except BaseException as cause:
+        error = type(cause).__name__, str(cause)
+    return error, time.monotonic() - start
+
+
+def raising(error):
+    def hook(*args):
+        raise error
+
+    return hook
+
+
+def forward(layer, x, batch):
+    return layer.experts(x, batch.ids[:5], batch.weights[:5])
+
+
+def odd_pack(layer, x, batch):
+    with torch.autograd.graph.saved_tensors_hooks(raising(ValueError("my hook")), lambda t: t):
+        forward(layer, x, batch)
+
+
+def odd_unpack(layer, x, batch):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, raising(ValueError("my hook"))):
+        y = forward(layer, x, batch)
+    y.sum().backward()
+
+
+def odd_memory(layer, x, batch):
+    backend = layer.workspace.backend
+    if backend.name == "cpu":
+        backend._rows = raising(MemoryError("all is used"))
+    else:
+        backend.experts.forward = raising(MemoryError("all is used"))
+    forward(layer, x, batch)
+
+
+def odd_memory_in_backward(layer, x, batch):
+    y = forward(layer, x, batch)
+    backend = layer.workspace.backend
+    if backend.name == "cpu":
+        backend._rows = raising(MemoryError("all is used"))
+    else:
+        backend.experts.backward = raising(MemoryError("all is used"))
+    y.sum().backward()
+
+
+def odd_experts_hook(error):
+    def odd(layer, x, batch):
+        layer.experts.register_forward_pre_hook(raising(error))
+        layer(x)
+
+    return odd
+
+
+def odd_in_place(layer, x, batch):
+    y = forward(layer, x, batch)
+    layer.experts.w13.detach().add_(1)
+    y.sum().backward()
+
+
+def inference_clone(x):
+    with torch.inference_mode():
+        return x.clone()
+
+
+ODD = {
+    "a list": (lambda layer, x, batch: layer(x.tolist()), "ConfigError", "rank 1: x is or holds list"),
+    "sparse": (lambda layer, x, batch: layer(x.detach().to_sparse()), "UnsupportedError", "layout torch.sparse"),
+    "meta": (lambda layer, x, batch: layer(x.to("meta")), "ConfigError", "x is on meta"),
+    "nested": (
+        lambda layer, x, batch: forward(layer, torch.nested.nested_tensor([x[0].detach()]), batch),
+        "UnsupportedError", "x is a nested tensor",
+    ),
+    "torch.func": (
+        lambda layer, x, batch: torch.func.grad(lambda x: forward(layer, x, batch).sum())(x.detach()),
+        "UnsupportedError", "torch.func",
+    ),
+    "inference tensor": (
+        lambda layer, x, batch: forward(layer, inference_clone(x), batch), "UnsupportedError", "torch.inference_mode",
+    ),
+    "no ids": (lambda layer, x, batch: layer.experts(x, None, batch.weights[:5]), "ConfigError", "holds NoneType"),
+    "second derivatives": (
+        lambda layer, x, batch: forward(layer, x, batch).sum().backward(create_graph=True),
+        "UnsupportedError", "create_graph=True",
+    ),
+    "written in place": (odd_in_place, "UniEPError", "rank 1: RuntimeError: .*inplace operation"),
+    "hook of the experts": (odd_experts_hook(ValueError("my hook")), "UniEPError", "rank 1: ValueError: my hook"),
+    "interrupt before": (odd_experts_hook(KeyboardInterrupt()), "PeerTimeoutError", "rank 1 left.*KeyboardInterrupt"),
+    "exit before": (odd_experts_hook(SystemExit(3)), "PeerTimeoutError", "rank 1 left.*SystemExit: 3"),
+    "unpack hook": (odd_unpack, "UniEPError", "rank 1: ValueError: my hook"),
+    "pack hook": (odd_pack, "PeerTimeoutError", "rank 1 left.*ValueError: my hook"),
+    "memory": (odd_memory, "PeerTimeoutError", "rank 1 failed with MemoryError: all is used"),
+    "memory in backward": (odd_memory_in_backward, "PeerTimeoutError", "rank 1 failed with MemoryError: all is used"),
+}  # fmt: skip
+NO_CALL = ("a list", "sparse", "meta", "hook of the experts", "interrupt before", "exit before")
+"""Where the other rank goes through the router, too."""
+
+
+def odd_ranks(world, backend, batch):
+    """{name: (error, seconds)} of a step in which rank 1 does something else, each with Workspaces that still work."""
+    found, ws = {}, None
+    for name, (odd, *_) in ODD.items():
+        if ws is None or named_error(ws.check) is not None:
+            ws = make(world, backend, group=own_group())
+        layer = uniep.nn.MoE(config(), workspace=ws)
+        x = batch.x[:5].clone().requires_grad_()
+        if world.rank == 1:
+            found[name] = timed(lambda odd=odd, layer=layer, x=x: odd(layer, x, batch))
+        else:
+            call = layer if name in NO_CALL else lambda x, layer=layer: forward(layer, x, batch)
+            found[name] = timed(lambda call=call, x=x: call(x).sum().backward())
+        gone = named_error(ws.check) is not None
+        if gone and world.rank == 1:
+            ws.close()
+    ws.close()
+    return found
+
+
+@BACKENDS
+def test_whatever_one_rank_raises_reaches_the_others(pool, backend):
+    """Refused on every rank before a call, told inside of one; the Workspace goes on after refusals."""
+    found = pool.run(odd_ranks, backend, random_batch(config(), (5, 5)), ranks=2, timeout=200)
+    for name, (_, kind, text) in ODD.items():
+        (other, other_s), (own, own_s) = found[0][name], found[1][name]
+        assert other is not None and other[0] == kind, (name, other)
+        assert re.search(text, other[1]), (name, other)
+        assert own is not None and other_s < SOON_S and own_s < SOON_S, (name, own, other_s, own_s)
+
+
+# --- making a Workspace ---
+
+
+@contextlib.contextmanager
+def replaced(module, name, value):
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def failing_creation(world, kind):
+    """(error, seconds) where rank 1 fails inside, then whether both can make one."""
+    errors = {
+        "error": RuntimeError("all is lost"), "interrupt": KeyboardInterrupt(), "files": OSError(24, "Too many open files"),
+    }  # fmt: skip
+    odd = world.rank == 1
+    if kind == "version":
+        odd_thing = replaced(uniep, "__version__", "0.0.1")
+    elif kind == "cfg":
+        odd_thing = replaced(uniep, "Workspace", lambda cfg, *args, original=uniep.Workspace, **kw: original(None, *args, **kw))
+    else:
+        odd_thing = replaced(shm, "_create", raising(errors[kind]))
+    with odd_thing if odd else contextlib.nullcontext():
+        result = timed(lambda: make(world))
+    make(world).close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("error", "PeerTimeoutError", "stage allocation: rank 1 failed with RuntimeError: all is lost"),
+        ("interrupt", "PeerTimeoutError", "rank 1 failed with KeyboardInterrupt"),
+        ("files", "CapacityError", "rank 1 on .*Too many open files"),
+        ("version", "ConfigError", r"versions of uniep \(rank 0: .*, rank 1: 0.0.1\)"),
+        ("cfg", "ConfigError", "rank 1: cfg is a NoneType"),
+    ],
+)
+def test_one_rank_fails_while_a_workspace_is_made(pool, kind, error, text):
+    (other, seconds), (own, _) = pool.run(failing_creation, kind, ranks=2)
+    assert other[0] == error and re.search(text, other[1]), other
+    assert seconds < SOON_S and own is not None
+
+
+def stopped_in_creation(world, pids, backend):
+    """Rank 1 stops inside; rank 0 wakes it when it has its error.  (error, seconds), then a Workspace of both."""
+    if world.rank == 1:
+        stop = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
+        owner, name = (shm, "_create") if backend == "cpu" else (nccl, "local_experts")
+        with replaced(owner, name, stop):
+            result = timed(lambda: make(world, backend, timeout_s=1.5))
+    else:
+        result = timed(lambda: make(world, backend, timeout_s=1.5))
+        os.kill(pids[1], signal.SIGCONT)
+    make(world, backend).close()
+    return result
+
+
+def pid(world):
+    return os.getpid()
+
+
+@BACKENDS
+def test_a_rank_stops_while_a_workspace_is_made(pool, backend):
+    (error, seconds), (own, _) = pool.run(stopped_in_creation, pool.run(pid, ranks=2), backend, ranks=2)
+    assert error[0] == "PeerTimeoutError" and "rank 1 did not come within 1.5 s" in error[1], error
+    assert seconds < SOON_S and own is not None
+
+
+def interrupted(call):
+    """(error, seconds after the interrupt) of `call`, interrupted after half a second."""
+    sent = []
+
+    def interrupt():
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.5, interrupt)
+    timer.start()
+    error, _ = timed(call)
+    ended = time.monotonic()
+    timer.join()
+    return error, ended - sent[0]
+
+
+def interrupted_waits(world, backend, batch):
+    """Rank 0 is interrupted while it waits, in a call and in `Workspace()`; rank 1 comes late."""
+    group = own_group()
+    ws = make(world, backend, group=group)
+    layer = uniep.nn.MoE(config(), workspace=ws)
+    found = []
+    for call in (lambda: layer(batch.x[:5]), lambda: make(world, backend, group=group)):
+        if world.rank == 0:
+            found.append(interrupted(call))
+        else:
+            time.sleep(2.5)
+            found.append(timed(call) if not found else None)
+        make(world).close()
+    return found
+
+
+@BACKENDS
+def test_an_interrupt_is_heard_while_waiting(pool, backend):
+    first, second = pool.run(interrupted_waits, backend, random_batch(config(), (5, 5)), ranks=2)
+    for error, seconds in first:
+        assert error[0] == "KeyboardInterrupt" and seconds < 2
+    assert second[0][0][0] == "PeerTimeoutError" and "rank 0 failed with KeyboardInterrupt" in second[0][0][1]
+
+
+def suspended_wait(world, backend, batch):
+    """A step to which rank 1 comes late, and is in time."""
+    ws = make(world, backend, timeout_s=2.0)
+    layer = uniep.nn.MoE(config(), workspace=ws)
+    layer(batch.x[:5])
+    time.sleep(2.5 * world.rank)
+    return named_error(lambda: layer(batch.x[:5])), ws.close()
+
+
+@BACKENDS
+def test_suspended_ranks_are_not_late(pool, backend):
+    """All ranks stop for longer than timeout_s; nobody raises once they go on."""
+    batch, pids = random_batch(config(), (5, 5)), pool.run(pid, ranks=2)
+
+    def send(number):
+        for process in pids:
+            os.kill(process, number)
+
+    timers = [threading.Timer(1.0, send, [signal.SIGSTOP]), threading.Timer(4.5, send, [signal.SIGCONT])]
+    for timer in timers:
+        timer.start()
+    try:
+        errors = pool.run(suspended_wait, backend, batch, ranks=2)
+    finally:
+        for timer in timers:
+            timer.join()
+    assert errors == [(None, None)] * 2
+
+
+def tiny_timeout(world, backend, batch):
+    """Rank 1 does not come; (error, seconds) of rank 0."""
+    ws = make(world, backend, group=own_group())
+    layer = uniep.nn.MoE(config(), workspace=ws)
+    layer(batch.x[:5])
+    for waits in (ws.backend, getattr(ws.backend, "_peers", None)):
+        if hasattr(waits, "timeout_s"):
+            waits.timeout_s = 0.0004
+    result = timed(lambda: layer(batch.x[:5])) if world.rank == 0 else None
+    ws.close()
+    return result
+
+
+@BACKENDS
+def test_a_tiny_timeout_is_what_it_says(pool, backend):
+    (error, seconds), _ = pool.run(tiny_timeout, backend, random_batch(config(), (5, 5)), ranks=2)
+    assert error[0] == "PeerTimeoutError" and seconds < SOON_S
+
+
+def killed_in_creation(world, backend):
+    if world.rank == 1:
+        cpu.CpuBackend.__init__ = nccl.CollectiveBackend.__init__ = lambda *_: os._exit(9)
+    return timed(lambda: make(world, backend, timeout_s=2.0))
+
+
+def test_a_rank_dies_while_a_workspace_is_made():
+    """The other gets uniep's error, and nothing is left in /dev/shm."""
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    small = Pool(2)
+    try:
+        with pytest.raises(AssertionError, match=r"rank 0: returned \(\('PeerTimeoutError', '[^']*rank 1 did not come"):
+            small.run(killed_in_creation, "cpu", ranks=2)
+    finally:
+        small.close()
+    if os.path.isdir("/dev/shm"):
+        assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("uniep-")]
+
+
+# --- surroundings ---
+
+
+def modes(world, backend, batch):
+    """Errors of Workspaces and layers made and used inside inference mode and outside, in every order."""
+    x, found = batch.x[:5], []
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            ws = make(world, backend)
+        layer = uniep.nn.MoE(config(), workspace=ws)
+        for used_inside in (inside, not inside, inside):
+            with torch.inference_mode(used_inside):
+                step = (lambda: layer(x)) if used_inside else (lambda: layer(x).sum().backward())  # noqa: B023
+                found.append(named_error(step))
+        ws.close()
+    return found
+
+
+@BACKENDS
+def test_inference_mode(pool, backend):
+    assert pool.run(modes, backend, random_batch(config(), (5, 5)), ranks=2) == [[None] * 6] * 2
