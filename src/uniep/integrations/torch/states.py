@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.integrations.torch.owners import Owner, check_group, layers, owners, part, plain_name
+from uniep.nn import Experts
 
 __all__ = ["TrainState", "load_full_state_dict"]
 
@@ -76,6 +77,8 @@ class TrainState(Stateful):
         self.model, self.ep_mesh = model, ep_mesh
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         self.states = STATES | dict(expert_dims or {})
+        self._spread: set[tuple[str, str]] = set()
+        self._last: Any = None
         for layer, module in layers(model):
             check_group(module, layer, ep_mesh)
         owners(model)
@@ -91,13 +94,13 @@ class TrainState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         about = json.loads(state_dict["about"])
-        self._agreed(lambda: (self._check(about), {}))
+        self._agreed(lambda: self._check(about))
         own = owners(self.model)
         model = {
             name: part(value) if name in own and not isinstance(own[name][0], DTensor) else value
             for name, value in state_dict["model"].items()
         }
-        set_model_state_dict(self.model, model)
+        set_model_state_dict(self.model, model | _of_ranks(self.model, get_model_state_dict(self.model)))
         if not self.optimizers:
             return
         kept = _states_of(about["groups"])
@@ -146,7 +149,7 @@ class TrainState(Stateful):
         "about" is one string, because dcp.load would read of a dictionary what its template has, and no more.
         """
         claims: dict[str, str] = {}
-        model = self._model()
+        model = self._model(claims)
         states, groups = self._optimizer(claims)
         about = {
             "dtypes": {name: _dtype(value) for name, value in model.items()},
@@ -162,14 +165,19 @@ class TrainState(Stateful):
         )
         return {"model": model, "optimizer": {"state": states}, "about": json.dumps(about)}, claims
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, claims: dict[str, str]) -> dict[str, Any]:
         own = owners(self.model)
-        values = {}
-        for name, value in get_model_state_dict(self.model).items():
-            _, owner = own.get(name, (None, None))
-            if owner is not None and owner.dim is not None and not isinstance(value, DTensor):
-                value = self._over_ep(value, owner.dim)
-            values[name] = value
+        values: dict[str, Any] = get_model_state_dict(self.model)
+        for name in _of_ranks(self.model, values):
+            del values[name]
+        prefixes = tuple(f"{layer}." if layer else "" for layer, _ in layers(self.model))
+        for name, value in values.items():
+            if name in own:
+                dim = own[name][1].dim
+                if dim is not None and not isinstance(value, DTensor):
+                    values[name] = self._over_ep(value, dim)
+            elif name.startswith(prefixes):
+                claims[name] = _digest(value)  # the state of a module in there, of no known shape
         return values
 
     def _over_ep(self, value: Tensor, dim: int) -> DTensor:
@@ -194,7 +202,7 @@ class TrainState(Stateful):
         own = owners(self.model)
         states: dict[str, dict[str, Any]] = {}
         groups: dict[int, dict[str, Any]] = {}
-        self._spread: set[tuple[str, str]] = set()
+        self._spread.clear()
         seen: dict[int, set[int]] = defaultdict(set)
         for optimizer, group, name, parameter in self._parameters():
             seen[id(optimizer)].add(id(parameter))
@@ -215,8 +223,8 @@ class TrainState(Stateful):
             stray = [key for key in optimizer.state if id(key) not in seen[id(optimizer)]]
             if stray:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {len(stray)} states of what is none of its parameters (the first "
-                    f"is of a {type(stray[0]).__name__}), which have no owner"
+                    f"{type(optimizer).__name__} keeps {len(stray)} states of what is no parameter of its, the first "
+                    f"of a {type(stray[0]).__name__}: they have no owner.  Take them out while saving"
                 )
         return states, list(groups.values())
 
@@ -240,7 +248,7 @@ class TrainState(Stateful):
             pass  # such as quantized blocks, whose shape says nothing
         elif not isinstance(value, Tensor | int | float | bool | None):
             pass  # such as the lists of LBFGS
-        elif known and self.states[key] is None or (dim is None and not isinstance(parameter, DTensor)):
+        elif (known and self.states[key] is None) or (dim is None and not isinstance(parameter, DTensor)):
             claims[label] = _digest(value)
             return value
         elif not isinstance(value, Tensor):
@@ -269,16 +277,17 @@ class TrainState(Stateful):
         shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"value {str(value)[:40]}"
         raise ConfigError(
             f"{label}, a {type(value).__name__} of {shape}, has no known owner: the parameter's part here has shape "
-            f"{tuple(here)}, and which of its elements this belongs to cannot be told.  If this rank's experts lie along "
-            f"one of its dimensions, or it is the same for all experts: TrainState(..., expert_dims={{{key!r}: dim or "
+            f"{tuple(here)}, and which of its elements this belongs to cannot be told.  If this rank's experts lie "
+            f"along one of its dimensions, or it is the same for all: TrainState(..., expert_dims={{{key!r}: dim or "
             "None}); else use an optimizer whose states have the parameter's shape"
         )
 
-    def _check(self, saved: dict[str, Any]) -> None:
+    def _check(self, saved: dict[str, Any]) -> tuple[None, dict[str, str]]:
         """Raise unless model and optimizer are what was saved.  What a checkpoint lacks, dcp.load has told."""
-        if not hasattr(self, "_last"):
+        if self._last is None:
             self._collect()
-        ours, dtypes = self._last  # dcp.load asked for it, and another one would take as much memory again
+        ours, dtypes = self._last
+        # dcp.load asked for it, and another one would take as much memory again
         for name, dtype in saved["dtypes"].items():
             if name not in ours["dtypes"]:
                 raise ConfigError(f"the checkpoint has {name}, which this model lacks; build the model that was saved")
@@ -291,7 +300,7 @@ class TrainState(Stateful):
             if settings != saved["layers"].get(layer, settings):
                 raise ConfigError(f"{layer} was saved with {saved['layers'][layer]} and has {settings} here")
         if not self.optimizers:
-            return
+            return None, {}
         groups = {name: group for group in saved["groups"] for name in group["params"]}
         for group in ours["groups"]:
             if lost := [name for name in group["params"] if name not in groups]:
@@ -301,8 +310,8 @@ class TrainState(Stateful):
             theirs = [{**groups[name], "params": None, "states": None} for name in group["params"]]
             if any(other != theirs[0] for other in theirs):
                 raise ConfigError(
-                    f"{group['params'][0]} and others of its parameter group were in groups of other settings when they "
-                    "were saved; group the parameters as then"
+                    f"{group['params'][0]} and others of its parameter group were in groups of other settings when "
+                    "they were saved; group the parameters as then"
                 )
         for name, state in _states_of(saved["groups"]).items():
             if name not in dtypes:
@@ -315,6 +324,7 @@ class TrainState(Stateful):
                     f"the optimizer state of {name} was saved as {state} and is {dtypes[name]} here; use the optimizer "
                     "and dtypes that were saved"
                 )
+        return None, {}
 
 
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
@@ -326,39 +336,43 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
     Raises ConfigError for names or shapes that are not the model's, before anything is changed.
     """
     own = owners(model)
-    here = get_model_state_dict(model)
-    if here.keys() != state_dict.keys():
-        missing, others = sorted(here.keys() - state_dict.keys()), sorted(state_dict.keys() - here.keys())
+    here: dict[str, Any] = get_model_state_dict(model)
+    of_ranks = _of_ranks(model, here)
+    names = here.keys() - of_ranks.keys()
+    others = state_dict.keys() - names - of_ranks.keys()
+    if lost := names - state_dict.keys() or others:
         raise ConfigError(
-            f"the state lacks {missing[:4]} ({len(missing)}) and has {others[:4]} ({len(others)}) besides"
+            f"the state lacks {len(names - state_dict.keys())} tensors of the model and has {len(others)} others; the "
+            f"first: {sorted(lost)[0]}"
         )
-    pairs = []
-    for name, value in here.items():
-        whole = state_dict[name]
+    for name in names:
+        value, mine = here[name], state_dict[name]
         if not isinstance(value, Tensor):
+            here[name] = mine
             continue
-        shape = list(value.shape)
-        _, owner = own.get(name, (None, None))
-        if owner is not None and owner.dim is not None and not isinstance(value, DTensor):
-            size = shape[owner.dim]
-            shape[owner.dim] = size * owner.experts.workspace.ep_size
-            mine: Tensor = (
-                whole.narrow(owner.dim, owner.experts.workspace.rank * size, size)
-                if list(whole.shape) == shape
-                else whole
-            )
+        shape, first = list(value.shape), [0] * value.dim()
+        dim = own[name][1].dim if name in own else None
+        if dim is not None and not isinstance(value, DTensor):
+            workspace = own[name][1].experts.workspace
+            first[dim] = workspace.rank * shape[dim]
+            shape[dim] *= workspace.ep_size
+        if list(mine.shape) != shape:
+            raise ConfigError(f"{name} is {tuple(mine.shape)} in the state; whole it has shape {tuple(shape)}")
+        if isinstance(value, DTensor):
+            mine = mine.to(value.device)
+            here[name] = distribute_tensor(mine, value.device_mesh, value.placements, src_data_rank=None)
         else:
-            mine = whole
-        if list(whole.shape) != shape:
-            raise ConfigError(f"{name} is {tuple(whole.shape)} in the state; whole it has shape {tuple(shape)}")
-        pairs.append((value, mine))
-    with torch.no_grad():
-        for value, mine in pairs:
-            if isinstance(value, DTensor):
-                from torch.distributed.tensor import distribute_tensor
+            here[name] = mine[tuple(slice(a, a + n) for a, n in zip(first, value.shape, strict=True))]
+    set_model_state_dict(model, here)
 
-                mine = distribute_tensor(mine.to(value.device), value.device_mesh, value.placements, src_data_rank=None)
-            value.copy_(mine)
+
+def _of_ranks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What each `Experts` says in its state of this rank, which is nobody else's."""
+    own = Experts.get_extra_state
+    names = {
+        f"{layer}._extra_state".lstrip(".") for layer, module in layers(model) if type(module).get_extra_state is own
+    }
+    return {name: value for name, value in state_dict.items() if name in names}
 
 
 def _unborn(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, name: str) -> dict[str, Any]:
@@ -394,8 +408,8 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
                 json.dumps(settings[key])
             except TypeError as cause:
                 raise ConfigError(
-                    f"the setting {key!r} of a parameter group is a {type(value).__name__}, which a checkpoint does not "
-                    "hold; take it out of the group while saving and loading"
+                    f"the setting {key!r} of a parameter group is a {type(value).__name__}, which a checkpoint does "
+                    "not hold; take it out of the group while saving and loading"
                 ) from cause
     return settings
 

@@ -102,18 +102,17 @@ class _Averages:
 
     def parameters(self) -> list[nn.Parameter]:
         """All of them, hooked: those that came since, such as by `load_state_dict(assign=True)`, too."""
-        found = []
+        found, parts = [], self.ep_group.size()
         for module, name in self.places:
             parameter = module._parameters.get(name)
             if parameter is None:
                 raise ConfigError(
-                    f"{type(module).__name__} has lost its parameter {name!r} since data_parallel, so that its gradient "
-                    "would not be averaged; parametrize or replace it before data_parallel"
+                    f"{type(module).__name__} has lost its parameter {name!r} since data_parallel, so that its "
+                    "gradient would not be averaged; parametrize or replace it before data_parallel"
                 )
             found.append(parameter)
             if parameter.requires_grad and parameter not in self.hooked:
                 self.hooked[parameter] = True
-                parts = self.ep_group.size()
                 if parts > 1:
                     parameter.register_hook(lambda grad: grad / parts)
                 parameter.register_post_accumulate_grad_hook(self.reduce)
@@ -176,10 +175,10 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
             placement = Replicate() if owner.dim is None else Shard(owner.dim)
             whole = DTensor.from_local(tensor.detach(), ep_mesh, [placement], run_check=False)
             made[id(tensor)] = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+    for holder in model.modules():
+        for name, parameter in list(holder.named_parameters(recurse=False)):
             if id(parameter) in made:
-                module.register_parameter(name, made[id(parameter)])
+                holder.register_parameter(name, made[id(parameter)])
 
 
 def fully_shard_experts(
@@ -217,14 +216,14 @@ def fully_shard_experts(
     policy = dataclasses.replace(mp_policy or MixedPrecisionPolicy(), cast_forward_inputs=False)
     copies = mesh[names[0]] if len(names) == 1 else mesh[names]
     parts = mesh[names[-1]].size()
-    for layer, module in layers(model):
+    for _, module in layers(model):
         chosen = {"shard_placement_fn": functools.partial(_even, parts)} | options
         sharded = fully_shard(module, mesh=copies, mp_policy=policy, **chosen)
         sharded.set_gradient_divide_factor(float(mesh.size()))
         # gloo cannot sum and divide at once.  A group of one must not be told so: torch 2.13 then divides twice.
-        sharded.set_force_sum_reduction_for_comms(copies.size() > 1)
-    for module in (model, *(module for _, module in layers(model))):
-        module.__deepcopy__ = functools.partial(_refuse_copy, type(module).__name__)  # type: ignore[assignment]
+        sharded.set_force_sum_reduction_for_comms(parts > 1)
+    for holder in (model, *(module for _, module in layers(model))):
+        holder.__deepcopy__ = functools.partial(_refuse_copy, type(holder).__name__)  # type: ignore[assignment]
 
 
 def _even(parts: int, parameter: nn.Parameter) -> Shard:
@@ -235,9 +234,9 @@ def _even(parts: int, parameter: nn.Parameter) -> Shard:
 
 def _refuse_copy(name: str, memo: dict[int, Any]) -> NoReturn:
     raise UnsupportedError(
-        f"this {name} holds experts in FSDP2, which cannot be deep-copied, as AveragedModel does.  Build a second model, "
-        "shard it in the same way, load the first one's state_dict() into it, and average parameter by parameter: "
-        "torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), weight)"
+        f"this {name} holds experts in FSDP2, which cannot be deep-copied, as AveragedModel does.  Build a second "
+        "model, shard it in the same way, load the first one's state_dict() into it, and average parameter by "
+        "parameter: average.lerp_(parameter, weight)"
     )
 
 
@@ -251,16 +250,16 @@ def _checked(
     for name in have:
         if name not in (*names, ep) and mesh[name].size() > 1:
             raise ConfigError(
-                f"the mesh has a dimension {name!r} of {mesh[name].size()} ranks beside {names} and {ep!r}.  If its ranks "
-                f"hold copies of the same experts and have other tokens, name it: dp={(name, *names)}; if they hold "
-                f"other layers or parts, pass mesh[{(*names, ep)}] of the ranks that hold the same"
+                f"the mesh has a dimension {name!r} of {mesh[name].size()} ranks beside {names} and {ep!r}.  If its "
+                f"ranks hold copies of the same experts and have other tokens, name it: dp={(name, *names)}; if they "
+                f"hold other layers or parts, pass mesh[{(*names, ep)}] of the ranks that hold the same"
             )
     for layer, module in layers(model):
         check_group(module, layer, mesh[ep])
         if module.main_grad is not None:
             raise UnsupportedError(
-                f"{layer} has main_grad={module.main_grad!r}, which PyTorch's wrappers would not reduce over {names}; set "
-                "it to None (FSDP2 reduces in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+                f"{layer} has main_grad={module.main_grad!r}, which PyTorch's wrappers would not reduce over {names}; "
+                "set it to None (FSDP2 reduces in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32))"
             )
     return owners(model), tuple(name for name in have if name in names)
 
@@ -270,6 +269,6 @@ def _check_distributed(name: str, tensor: DTensor, owner: Owner, ep_mesh: Device
     ranks = tensor.device_mesh.mesh.flatten().tolist()
     if ranks != ep_mesh.mesh.flatten().tolist() or list(tensor.placements) != wanted:
         raise ConfigError(
-            f"{name} is already a DTensor over ranks {ranks}, split as {tensor.placements}; call fully_shard_experts (or "
-            "distribute_experts) first and fully_shard of the modules around it afterwards"
+            f"{name} is already a DTensor over ranks {ranks}, split as {tensor.placements}; call fully_shard_experts "
+            "(or distribute_experts) first and fully_shard of the modules around it afterwards"
         )
