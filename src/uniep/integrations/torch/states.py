@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -100,7 +99,7 @@ class TrainState(Stateful):
             name: part(value) if name in own and not isinstance(own[name][0], DTensor) else value
             for name, value in state_dict["model"].items()
         }
-        set_model_state_dict(self.model, model | _of_ranks(self.model, get_model_state_dict(self.model)))
+        _set_state(self.model, model)
         if not self.optimizers:
             return
         kept = _states_of(about["groups"])
@@ -167,7 +166,7 @@ class TrainState(Stateful):
 
     def _model(self, claims: dict[str, str]) -> dict[str, Any]:
         own = owners(self.model)
-        values: dict[str, Any] = get_model_state_dict(self.model)
+        values = _state(self.model)
         for name in _of_ranks(self.model, values):
             del values[name]
         prefixes = tuple(f"{layer}." if layer else "" for layer, _ in layers(self.model))
@@ -336,7 +335,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
     Raises ConfigError for names or shapes that are not the model's, before anything is changed.
     """
     own = owners(model)
-    here: dict[str, Any] = get_model_state_dict(model)
+    here = _state(model)
     of_ranks = _of_ranks(model, here)
     names = here.keys() - of_ranks.keys()
     others = state_dict.keys() - names - of_ranks.keys()
@@ -363,7 +362,18 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
             here[name] = distribute_tensor(mine, value.device_mesh, value.placements, src_data_rank=None)
         else:
             here[name] = mine[tuple(slice(a, a + n) for a, n in zip(first, value.shape, strict=True))]
-    set_model_state_dict(model, here)
+    _set_state(model, here)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """`state_dict()` with names as if wrappers were not there."""
+    return {plain_name(model, path): value for path, value in model.state_dict().items()}
+
+
+def _set_state(model: nn.Module, state_dict: dict[str, Any]) -> None:
+    own = model.state_dict()
+    given = state_dict | _of_ranks(model, _state(model))
+    model.load_state_dict({path: given[plain_name(model, path)] for path in own})
 
 
 def _of_ranks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
