@@ -318,6 +318,29 @@ def absent_rank(world, cfg, batch, at):
     return error, took, case.named_error(lambda: uniep.moe(*inputs, workspace=ws))
 
 
+def saved_otherwise(world, backend, lossy):
+    """The error of a backward whose saved tensors went through half precision, or to another place and back."""
+    cfg = config()
+    batch = random_batch(cfg, (5, 3, 0, 4))
+    with uniep.Workspace(cfg, world.group(2), device="cpu", backend=backend, timeout_s=case.TIMEOUT_S) as ws:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.half() if lossy and t.is_floating_point() else t.clone(),
+            lambda t: t.float() if t.dtype == torch.half else t,
+        ):
+            rows, mine = batch.rows(ws.rank, 2), batch.experts(ws.rank, 2)
+            w13, w2 = case.leaf(batch.w13[mine]), case.leaf(batch.w2[mine])
+            y = uniep.moe(batch.x[rows], batch.ids[rows], batch.weights[rows], w13, w2, workspace=ws)
+        return case.named_error(y.backward, batch.dy[rows])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "nccl"])
+def test_lossy_hooks_of_saved_tensors(pool, backend):
+    """109: refused on every rank; offloading as it is goes through."""
+    assert pool.run(saved_otherwise, backend, False, ranks=2) == [None, None]
+    for name, text in pool.run(saved_otherwise, backend, True, ranks=2):
+        assert name == "UniEPError" and "their inputs changed in between" in text
+
+
 @pytest.mark.parametrize("at", ["forward", "backward"])
 def test_one_rank_does_not_come(pool, at):
     """The others get PeerTimeoutError with call and stage after timeout_s, then ClosedError."""

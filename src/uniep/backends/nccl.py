@@ -25,7 +25,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -152,8 +152,9 @@ class CollectiveBackend:
         received_MD, h_NF, name, weight_N, *plan = saved
         ids_TK, fingerprint = inputs.ids_TK, int(name)
         with self._settings():
-            headers = self._enter("backward", len(ids_TK), fingerprint=fingerprint, needs=needs)
-            same_forward(self._call, headers, fingerprint)
+            digest = _digest(ids_TK.long(), inputs.weights_TK, inputs.x_TD)  # what was saved, as it comes back
+            headers = self._enter("backward", len(ids_TK), digest, fingerprint=fingerprint, needs=needs)
+            same_forward(self._call, headers, _fingerprint(headers))
             anywhere = wanted_anywhere(headers)
             wanted = dataclasses.replace(needs, x=anywhere.x, weights=anywhere.weights)
             with self._or_give_up():
@@ -294,9 +295,7 @@ class CollectiveBackend:
             rows = Rows.make(self.rank, cfg, plan, [w.view(torch.float32) for w in weights])
             routing = _Routing.make(plan, rows.weight_N1.flatten(), self.rank, cfg)
         check_capacity(plan.counts_RE, cfg)
-        described = repr([(h.tokens, h.digest) for h in headers]).encode()
-        fingerprint = int.from_bytes(hashlib.blake2b(described, digest_size=8).digest(), "little", signed=True)
-        return routing, fingerprint
+        return routing, _fingerprint(headers)
 
     # --- moving rows ---
 
@@ -466,6 +465,12 @@ def _transport(group: dist.ProcessGroup | None, device: torch.device) -> str:
             f"the process group has no collectives for {device} ({cause}); create it with a backend for it, e.g. "
             "init_process_group('cpu:gloo,cuda:nccl')"
         ) from cause
+
+
+def _fingerprint(headers: Sequence[Header]) -> int:
+    """Of the inputs of all ranks."""
+    described = repr([(h.tokens, h.digest) for h in headers]).encode()
+    return int.from_bytes(hashlib.blake2b(described, digest_size=8).digest(), "little", signed=True)
 
 
 def _digest(*tensors: Tensor) -> Tensor:

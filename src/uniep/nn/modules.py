@@ -22,6 +22,9 @@ class Experts(nn.Module):
 
     workspace: shared with other layers of the same configuration; or `group` and `device` to make an own one.
     main_grad: as for `uniep.moe`; an attribute, which may be set later.
+    expert_dims: an attribute, {name: dim}; for each parameter or buffer in here the dimension along which this rank's
+        experts lie, or None if all E share it.  What a subclass, parametrization or adapter adds has to be added to it
+        for `uniep.integrations.torch`, which reduces, distributes and saves by it.
     A deep copy shares the Workspace.
     """
 
@@ -37,6 +40,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = main_grad
+        self.expert_dims: dict[str, int | None] = {"w13": 0, "w2": 0}
         if workspace is None:
             workspace = Workspace(cfg, group, device=device)
         elif group is not None or device is not None:

@@ -1,0 +1,23 @@
+"""Plain PyTorch around `uniep.nn.Experts`: DDP, FSDP2, gradient clipping and checkpoints on an EP x DP mesh.
+
+Expert parallelism splits the experts over the ranks of mesh["ep"]; ranks along mesh["dp"] hold copies of the same
+experts.  All ranks see different tokens.  After backward the layer has summed an expert's gradient over its EP group,
+so what is left is a reduction over mesh["dp"], and the mean over all ranks needs the divisor of the whole mesh, not
+that of "dp": both wrappers here see to it.  The dense rest is averaged over all ranks as always.
+"""
+
+from uniep.integrations.torch.clipping import clip_grad_norm_, share_nonfinite_
+from uniep.integrations.torch.owners import split_parameters
+from uniep.integrations.torch.states import TrainState, load_full_state_dict
+from uniep.integrations.torch.wrappers import data_parallel, distribute_experts, fully_shard_experts
+
+__all__ = [
+    "TrainState",
+    "clip_grad_norm_",
+    "data_parallel",
+    "distribute_experts",
+    "fully_shard_experts",
+    "load_full_state_dict",
+    "share_nonfinite_",
+    "split_parameters",
+]

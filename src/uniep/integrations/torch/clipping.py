@@ -1,0 +1,125 @@
+"""The gradient norm over dense and expert parameters, and gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from uniep.errors import ConfigError, UnsupportedError
+from uniep.integrations.torch.owners import part
+
+__all__ = ["clip_grad_norm_", "share_nonfinite_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    dense: Iterable[nn.Parameter],
+    experts: Iterable[nn.Parameter],
+    max_norm: float,
+    ep_group: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)) of their common norm; returns the norm, fp32.
+
+    Collective over all ranks of the parameters' meshes and of `ep_group`.  The same on every rank: each element of
+    each parameter counts once, wherever it lies and however often it is given.  `split_parameters(model)` gives dense
+    and experts.
+
+    dense, experts: tensors or DTensors; a gradient that is None counts as zeros, one that is a partial sum is summed.
+    ep_group: the experts' EP group or one-dimensional mesh; None where all experts are here.
+
+    **Order**: the fp32 norm of each parameter's part on this rank; of these norms over the ranks of each mesh dimension
+    that the parameter is split over, in the mesh's order, and over `ep_group` last if it is not among them; of these
+    over all parameters, dense ones first, in the order given.  Reruns give the same bits.
+
+    Raises ConfigError for max_norm or norm_type below 0; UnsupportedError for parameters that are partial sums;
+    RuntimeError if the norm is not finite and error_if_nonfinite.
+    """
+    if not (max_norm >= 0 and norm_type > 0):
+        raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; they must be at least 0 and above 0")
+    group = ep_group.get_group() if isinstance(ep_group, DeviceMesh) else ep_group
+    over_ep = dict.fromkeys(experts)
+    parameters = list(dict.fromkeys([*(p for p in dense if p not in over_ep), *over_ep]))
+    if not parameters:
+        raise ConfigError("there are no parameters to clip; an iterator may have been used up before")
+    for p in parameters:
+        if isinstance(p.grad, DTensor) and any(placement.is_partial() for placement in p.grad.placements):
+            p.grad = p.grad.redistribute(p.grad.device_mesh, [_whole(placement) for placement in p.grad.placements])
+    grads = [None if p.grad is None else part(p.grad) for p in parameters]
+    norms = [
+        torch.zeros((), device=part(p).device)
+        if g is None
+        else torch.linalg.vector_norm(g, norm_type, dtype=torch.float32)
+        for p, g in zip(parameters, grads, strict=True)
+    ]
+    together: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        together.setdefault(_split_over(parameter, group if parameter in over_ep else None), []).append(number)
+    for groups, numbers in together.items():
+        here = torch.stack([norms[n] for n in numbers])
+        for over in groups:
+            parts = [torch.empty_like(here) for _ in range(over.size())]
+            dist.all_gather(parts, here, group=over)
+            here = torch.linalg.vector_norm(torch.stack(parts), norm_type, dim=0)
+        for n, norm in zip(numbers, here, strict=True):
+            norms[n] = norm
+    device = norms[0].device
+    total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+    if error_if_nonfinite and not math.isfinite(float(total)):
+        raise RuntimeError(f"the gradient norm is {float(total)}; gradients were not changed")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        if g is not None:
+            g.mul_(factor.to(g.device))
+    return total
+
+
+def _split_over(parameter: Tensor, ep_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, ...]:
+    """The groups whose ranks hold different parts of the parameter."""
+    groups = []
+    if isinstance(parameter, DTensor):
+        for dimension, placement in enumerate(parameter.placements):
+            if placement.is_partial():
+                raise UnsupportedError(f"a parameter is a partial sum ({parameter.placements}); reduce it first")
+            if not placement.is_replicate():
+                groups.append(parameter.device_mesh.get_group(dimension))
+    if ep_group is not None:
+        ranks = set(dist.get_process_group_ranks(ep_group))
+        if not any(ranks.issubset(dist.get_process_group_ranks(g)) for g in groups):
+            groups.append(ep_group)
+    return tuple(groups)
+
+
+def _whole(placement: Placement) -> Placement:
+    return Replicate() if placement.is_partial() else placement
+
+
+@torch.no_grad()
+def share_nonfinite_(experts: Iterable[nn.Parameter], ep_group: dist.ProcessGroup | DeviceMesh) -> None:
+    """Where one rank's gradients of experts hold an inf or a NaN, those of all ranks of the EP group get a NaN.
+
+    So that `torch.amp.GradScaler`, which looks at the gradients of its own rank, skips a step on all ranks or on none.
+    Before `unscale_`; gradients that are finite on all ranks stay as they are.  `data_parallel` does this after every
+    backward that reduces gradients.  Collective over `ep_group`; the host waits for nothing.
+    """
+    group = ep_group.get_group() if isinstance(ep_group, DeviceMesh) else ep_group
+    experts = list(experts)
+    grads = [g for g in (part(p.grad) for p in experts if p.grad is not None) if g.numel()]
+    if not experts:
+        return
+    bad = torch.zeros((), device=part(experts[0]).device)
+    if grads:
+        largest = torch._foreach_norm(grads, math.inf)
+        bad = torch.stack([norm.float() for norm in largest]).amax() * 0.0  # 0, or NaN
+    dist.all_reduce(bad, group=group)
+    if grads:
+        first = grads[0][(slice(0, 1),) * grads[0].dim()]
+        first.copy_(torch.where(bad == 0, first, torch.full_like(first, math.nan)))

@@ -1,0 +1,164 @@
+"""Who holds what: along which dimension of each tensor of an `Experts` its experts lie.
+
+Every function of this package asks here.  w13 and w2 are known; what else a subclass, a parametrization or an adapter
+keeps inside an `Experts` is declared in its `expert_dims`, because a shape does not tell: (e, D) may be a bias of e
+experts, or a matrix that all experts of the layer share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from uniep.errors import ConfigError, UnsupportedError
+from uniep.integrations.common import WRAPPERS
+from uniep.nn import Experts
+
+__all__ = ["Owner", "check_group", "layers", "owners", "part", "split_parameters"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """Of one tensor inside an `Experts`.
+
+    layer, name: of the `Experts` in the model and of the tensor in it.
+    dim: the dimension along which this rank's experts lie; None: all experts of the layer share the tensor.
+    """
+
+    layer: str
+    name: str
+    experts: Experts
+    dim: int | None
+
+
+def owners(model: nn.Module) -> dict[str, tuple[Tensor, Owner]]:
+    """name -> (tensor, owner) of all parameters and persistent buffers of all `Experts`, under each of their names.
+
+    Names are as if DDP, torch.compile and checkpoint_wrapper were not there.
+
+    Raises ConfigError if there is no `Experts` in the model, or an owner cannot be told; UnsupportedError for adapters
+    around experts that are spread over ranks, and for FSDP1.
+    """
+    _refuse_wrapped(model)
+    found: dict[int, Owner] = {}
+    for layer, module in layers(model):
+        for name, tensor in itertools.chain(module.named_parameters(), _persistent_buffers(module)):
+            if id(tensor) not in found:
+                found[id(tensor)] = Owner(layer, name, module, _dim(layer, module, name, tensor))
+    everything = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    return {plain_name(model, path): (t, found[id(t)]) for path, t in everything if id(t) in found}
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """(name, module) of each `Experts`, once."""
+    seen = False
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            seen = True
+            yield plain_name(model, path), module
+    if not seen:
+        raise ConfigError(f"there is no uniep.nn.Experts in this {type(model).__name__}; build the model with uniep.nn")
+
+
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(dense, experts): the parameters of `model`, each once, in the model's order.
+
+    A parameter that all experts of a layer share is among the dense ones.
+    Raises ConfigError if there is no `Experts` in the model, or it is not known which experts a parameter belongs to.
+    """
+    spread = {id(t) for t, owner in owners(model).values() if owner.dim is not None}
+    every = list(model.parameters())
+    return [p for p in every if id(p) not in spread], [p for p in every if id(p) in spread]
+
+
+def plain_name(model: nn.Module, path: str) -> str:
+    """The name as if wrappers were not there."""
+    module, names = model, []
+    for name in path.split(".") if path else ():
+        if not (isinstance(module, DistributedDataParallel) or name in WRAPPERS):
+            names.append(name)
+        module = getattr(module, name, module)  # type: ignore[assignment]
+    return ".".join(names)
+
+
+def part(t: Tensor) -> Tensor:
+    """What of it lies here."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def check_group(module: Experts, layer: str, ep_mesh: DeviceMesh) -> None:
+    group = module.workspace.group
+    ours = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    theirs = dist.get_process_group_ranks(ep_mesh.get_group())
+    if ours != theirs:
+        raise ConfigError(
+            f"{layer} exchanges tokens among ranks {ours} but the mesh's expert-parallel ranks are {theirs}; give its "
+            "Workspace that dimension of the mesh"
+        )
+
+
+def _dim(layer: str, module: Experts, name: str, tensor: Tensor) -> int | None:
+    declared = module.expert_dims
+    known = name
+    path = name.split(".")
+    if len(path) == 3 and path[0] == "parametrizations" and path[2].startswith("original"):
+        cfg = module.cfg
+        shapes = {"w13": (2 * cfg.ffn, cfg.hidden), "w2": (cfg.hidden, cfg.ffn)}
+        if name not in declared and tuple(tensor.shape[1:]) == shapes.get(path[1]):
+            known = path[1]  # what it was before it was parametrized
+    if known not in declared:
+        raise ConfigError(
+            f"{layer}.{name}, of shape {tuple(tensor.shape)}, has no known owner: it may belong to this rank's "
+            f"{module.num_local} experts or be shared by all {module.cfg.num_experts}; say which before this call: "
+            f"experts.expert_dims = {{**experts.expert_dims, {name!r}: dim}}, the dimension along which the experts "
+            "lie, or None if they share it"
+        )
+    dim = declared[known]
+    if dim is None:
+        return None
+    expected = module.cfg.num_experts if isinstance(tensor, DTensor) else module.num_local
+    if not 0 <= dim < tensor.dim() or tensor.shape[dim] % expected:
+        what = (
+            f"a DTensor of shape {tuple(tensor.shape)} over {tensor.device_mesh}" if isinstance(tensor, DTensor) else ""
+        )
+        raise ConfigError(
+            f"{layer}.{name} is {what or f'of shape {tuple(tensor.shape)}'}; its dimension {dim} should hold "
+            f"{expected} experts. Experts that fully_shard or another tool split first are taken for copies: call "
+            "fully_shard_experts before fully_shard, and check expert_dims"
+        )
+    return dim
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, inner in module.named_modules():
+        for name, buffer in inner.named_buffers(recurse=False):
+            if name not in inner._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        inner = module
+        while isinstance(below := getattr(inner, "base_layer", None), nn.Module):  # PEFT's name for what it adapts
+            inner = below
+        if inner is not module and isinstance(inner, Experts) and inner.workspace.ep_size > 1:
+            raise UnsupportedError(
+                f"{path} is a {type(module).__name__} around experts spread over {inner.workspace.ep_size} ranks; its "
+                "own parameters mix this rank's experts and would be taken for shared ones. Adapt dense layers only, "
+                "run with EP size 1, or keep the factors inside a subclass of Experts and declare them in expert_dims"
+            )
+        if isinstance(module, FullyShardedDataParallel) and any(isinstance(m, Experts) for m in module.modules()):
+            raise UnsupportedError(
+                f"{path or type(model).__name__} is in FSDP1, which takes the experts of all ranks for copies; use "
+                "fully_shard_experts and fully_shard"
+            )

@@ -1,0 +1,449 @@
+"""Model and optimizer for torch.distributed.checkpoint: every tensor with its owner, or an error."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from uniep.errors import ConfigError, UniEPError, UnsupportedError
+from uniep.integrations.torch.owners import Owner, check_group, layers, owners, part, plain_name
+from uniep.nn import Experts
+
+__all__ = ["TrainState", "load_full_state_dict"]
+
+STATES: dict[str, int | None] = {
+    "step": None,
+    "mu_product": None,
+    "eta": None,
+    "mu": None,
+    "row_var": 0,
+    "col_var": 0,
+    "exp_avg_sq_row": 0,
+    "exp_avg_sq_col": 0,
+}
+"""Of torch's optimizers and transformers' Adafactor: the dimension along which experts lie, None for numbers that are
+the same for all."""
+
+
+class TrainState(Stateful):
+    """Model and optimizer for torch.distributed.checkpoint, with experts under their global ids.
+
+        dcp.save({"train": TrainState(model, optimizer, mesh["ep"])}, checkpoint_id=path)
+        dcp.load({"train": TrainState(model, optimizer, mesh["ep"])}, checkpoint_id=path)
+
+    Any EP and DP size loads what any other saved, plain, DDP or FSDP2: w13 is one tensor (E, 2F, D) in the
+    checkpoint.  Plain and DDP models keep ordinary parameters; they are DTensors only on their way.
+
+    Each tensor has an owner, or saving raises.  In an `Experts`: its `expert_dims`.  In the optimizer's state of an
+    expert's parameter: a tensor of the parameter's shape lies as the parameter does; what torch's optimizers keep
+    besides is known; anything else is told by `expert_dims`.  The optimizer's states need not exist for loading, and
+    gradients may; a parameter that had no state when it was saved has none afterwards.
+
+    model: with `Experts` in it, wrapped or not.  optimizer: of its parameters; or several; or None.
+    ep_mesh: one-dimensional, e.g. mesh["ep"].
+    expert_dims: {name of an optimizer state: dimension along which this rank's experts lie, or None if it is the
+        same for all experts}.
+
+    Collective over `ep_mesh`, and its errors are raised on all of its ranks.
+
+    Raises ConfigError for what has no owner, for states that EP ranks should share and do not, and when loading for
+    parameters, states, layers or dtypes other than the checkpoint's; what the checkpoint lacks, or has in other
+    shapes, is an error of dcp.load.  UnsupportedError for ZeroRedundancyOptimizer, whose ranks hold parts of a state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        ep_mesh: DeviceMesh,
+        *,
+        expert_dims: Mapping[str, int | None] | None = None,
+    ) -> None:
+        self.model, self.ep_mesh = model, ep_mesh
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        self.states = STATES | dict(expert_dims or {})
+        self._spread: set[tuple[str, str]] = set()
+        self._last: Any = None
+        for layer, module in layers(model):
+            check_group(module, layer, ep_mesh)
+        owners(model)
+        for one in self.optimizers:
+            if isinstance(one, ZeroRedundancyOptimizer):
+                raise UnsupportedError(
+                    "ZeroRedundancyOptimizer takes the experts of all ranks for copies: it spreads their states over "
+                    "ranks and sends one rank's experts to all; use fully_shard_experts and fully_shard"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._agreed(self._collect)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        about = json.loads(state_dict["about"])
+        self._agreed(lambda: self._check(about))
+        own = owners(self.model)
+        model = {
+            name: part(value) if name in own and not isinstance(own[name][0], DTensor) else value
+            for name, value in state_dict["model"].items()
+        }
+        _set_state(self.model, model)
+        if not self.optimizers:
+            return
+        kept = _states_of(about["groups"])
+        settings = {name: group for group in about["groups"] for name in group["params"]}
+        for optimizer, group, name, parameter in self._parameters():
+            for key, value in settings[name].items():
+                if key not in ("params", "states"):
+                    _set(group, key, tuple(value) if isinstance(group.get(key), tuple) else value)
+            if name not in kept:
+                optimizer.state.pop(parameter, None)
+                continue
+            state = optimizer.state[parameter]
+            for key, value in state_dict["optimizer"]["state"][name].items():
+                # What was plain here is plain again.
+                _set(state, key, part(value) if (name, key) in self._spread else value)
+
+    def _agreed(self, function: Any) -> Any:
+        """What `function` returns as (result, claims), if on no EP rank it raises and all claims are the same."""
+        error, result, claims = None, None, {}
+        try:
+            result, claims = function()
+        except UniEPError as raised:
+            error = raised
+        if self.ep_mesh.size() > 1:
+            everyone: list[Any] = [None] * self.ep_mesh.size()
+            told = None if error is None else str(error)
+            dist.all_gather_object(everyone, (told, claims), group=self.ep_mesh.get_group())
+            if error is None:
+                for rank, (text, theirs) in enumerate(everyone):
+                    if text is not None:
+                        raise ConfigError(f"expert-parallel rank {rank}: {text}")
+                    for what in sorted(claims.keys() | theirs.keys()):
+                        if claims.get(what) != theirs.get(what):
+                            raise ConfigError(
+                                f"{what} should be the same on all expert-parallel ranks, but differs between rank "
+                                f"{rank} and this one, {self.ep_mesh.get_local_rank()}; if it belongs to this rank's "
+                                "experts, say along which dimension they lie: TrainState(..., expert_dims={name: dim})"
+                            )
+        if error is not None:
+            raise error
+        return result
+
+    def _collect(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """(all that is saved, what all EP ranks have to agree on).
+
+        "about" is one string, because dcp.load would read of a dictionary what its template has, and no more.
+        """
+        claims: dict[str, str] = {}
+        model = self._model(claims)
+        states, groups = self._optimizer(claims)
+        about = {
+            "dtypes": {name: _dtype(value) for name, value in model.items()},
+            "layers": {
+                layer: {"top_k": module.cfg.top_k, "activation": module.cfg.activation}
+                for layer, module in layers(self.model)
+            },
+            "groups": groups,
+        }
+        self._last = (
+            about,
+            {name: {key: _dtype(value) for key, value in state.items()} for name, state in states.items()},
+        )
+        return {"model": model, "optimizer": {"state": states}, "about": json.dumps(about)}, claims
+
+    def _model(self, claims: dict[str, str]) -> dict[str, Any]:
+        own = owners(self.model)
+        values = _state(self.model)
+        for name in _of_ranks(self.model, values):
+            del values[name]
+        prefixes = tuple(f"{layer}." if layer else "" for layer, _ in layers(self.model))
+        for name, value in values.items():
+            if name in own:
+                dim = own[name][1].dim
+                if dim is not None and not isinstance(value, DTensor):
+                    values[name] = self._over_ep(value, dim)
+            elif name.startswith(prefixes):
+                claims[name] = _digest(value)  # the state of a module in there, of no known shape
+        return values
+
+    def _over_ep(self, value: Tensor, dim: int) -> DTensor:
+        return DTensor.from_local(value, self.ep_mesh, [Shard(dim)], run_check=False)
+
+    def _parameters(self) -> Iterator[tuple[Optimizer, dict[str, Any], str, nn.Parameter]]:
+        """(optimizer, group, name, parameter) of all that optimizers have."""
+        names = {id(p): plain_name(self.model, path) for path, p in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if id(parameter) not in names:
+                        raise ConfigError(
+                            f"parameter group {number} of {type(optimizer).__name__} holds a parameter of shape "
+                            f"{tuple(parameter.shape)} that is not the model's; make the optimizer after wrapping the "
+                            "model, of its parameters"
+                        )
+                    yield optimizer, group, names[id(parameter)], parameter
+
+    def _optimizer(self, claims: dict[str, str]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        """States of all parameters, and groups with the names of those that have one already."""
+        own = owners(self.model)
+        states: dict[str, dict[str, Any]] = {}
+        groups: dict[int, dict[str, Any]] = {}
+        self._spread.clear()
+        seen: dict[int, set[int]] = defaultdict(set)
+        for optimizer, group, name, parameter in self._parameters():
+            seen[id(optimizer)].add(id(parameter))
+            saved = groups.setdefault(id(group), {**_settings(group), "params": [], "states": {}})
+            saved["params"].append(name)
+            state = optimizer.state.get(parameter)
+            if state:
+                saved["states"][name] = {key: _dtype(value) for key, value in state.items()}
+            elif parameter.requires_grad:
+                state = _unborn(optimizer, group, parameter, name)
+            _, owner = own.get(name, (None, None))
+            if state:
+                states[name] = {
+                    key: self._owned(value, name, key, parameter, owner, claims) for key, value in state.items()
+                }
+            claims[f"whether the optimizer has a state of {name}"] = str(sorted(state or ()))
+        for optimizer in self.optimizers:
+            stray = [key for key in optimizer.state if id(key) not in seen[id(optimizer)]]
+            if stray:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} keeps {len(stray)} states of what is no parameter of its, the first "
+                    f"of a {type(stray[0]).__name__}: they have no owner.  Take them out while saving"
+                )
+        return states, list(groups.values())
+
+    def _owned(
+        self, value: Any, name: str, key: str, parameter: Tensor, owner: Owner | None, claims: dict[str, str]
+    ) -> Any:
+        """One value of the state of a parameter, as a checkpoint holds it."""
+        label = f"optimizer state {key!r} of {name}"
+        if isinstance(value, DTensor):
+            if any(placement.is_partial() for placement in value.placements):
+                raise ConfigError(f"{label} is a partial sum, {value.placements}; sum it before saving")
+            return value
+        dim = None if owner is None else owner.dim
+        if owner is None and not isinstance(parameter, DTensor):  # all ranks have the whole parameter
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                claims[label] = _digest(value)
+            return value
+        here = part(parameter).shape
+        known = key in self.states
+        if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+            pass  # such as quantized blocks, whose shape says nothing
+        elif not isinstance(value, Tensor | int | float | bool | None):
+            pass  # such as the lists of LBFGS
+        elif (known and self.states[key] is None) or (dim is None and not isinstance(parameter, DTensor)):
+            claims[label] = _digest(value)
+            return value
+        elif not isinstance(value, Tensor):
+            if value is None or isinstance(value, bool):
+                claims[label] = _digest(value)
+                return value
+        elif value.shape == here and not (known and self.states[key] != dim):
+            self._spread.add((name, key))
+            if isinstance(parameter, DTensor):
+                return DTensor.from_local(
+                    value,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            assert dim is not None
+            return self._over_ep(value, dim)
+        elif known and owner is not None and (not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1):
+            along = self.states[key]
+            assert along is not None
+            if along < value.dim() and value.shape[along] % owner.experts.num_local == 0:
+                self._spread.add((name, key))
+                return self._over_ep(value, along)
+        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"value {str(value)[:40]}"
+        raise ConfigError(
+            f"{label}, a {type(value).__name__} of {shape}, has no known owner: the parameter's part here has shape "
+            f"{tuple(here)}, and which of its elements this belongs to cannot be told.  If this rank's experts lie "
+            f"along one of its dimensions, or it is the same for all: TrainState(..., expert_dims={{{key!r}: dim or "
+            "None}); else use an optimizer whose states have the parameter's shape"
+        )
+
+    def _check(self, saved: dict[str, Any]) -> tuple[None, dict[str, str]]:
+        """Raise unless model and optimizer are what was saved.  What a checkpoint lacks, dcp.load has told."""
+        if self._last is None:
+            self._collect()
+        ours, dtypes = self._last
+        # dcp.load asked for it, and another one would take as much memory again
+        for name, dtype in saved["dtypes"].items():
+            if name not in ours["dtypes"]:
+                raise ConfigError(f"the checkpoint has {name}, which this model lacks; build the model that was saved")
+            if dtype != ours["dtypes"][name]:
+                raise ConfigError(
+                    f"{name} is {dtype} in the checkpoint and {ours['dtypes'][name]} here; load it into a model of "
+                    "that dtype and convert that"
+                )
+        for layer, settings in ours["layers"].items():
+            if settings != saved["layers"].get(layer, settings):
+                raise ConfigError(f"{layer} was saved with {saved['layers'][layer]} and has {settings} here")
+        if not self.optimizers:
+            return None, {}
+        groups = {name: group for group in saved["groups"] for name in group["params"]}
+        for group in ours["groups"]:
+            if lost := [name for name in group["params"] if name not in groups]:
+                raise ConfigError(
+                    f"the checkpoint's optimizer did not have {lost[0]}; give this one the same parameters"
+                )
+            theirs = [{**groups[name], "params": None, "states": None} for name in group["params"]]
+            if any(other != theirs[0] for other in theirs):
+                raise ConfigError(
+                    f"{group['params'][0]} and others of its parameter group were in groups of other settings when "
+                    "they were saved; group the parameters as then"
+                )
+        for name, state in _states_of(saved["groups"]).items():
+            if name not in dtypes:
+                raise ConfigError(
+                    f"the checkpoint has an optimizer state of {name}, which this optimizer lacks or holds as frozen; "
+                    "load into an optimizer of the same parameters, requiring gradients, and freeze them afterwards"
+                )
+            if state != dtypes[name]:
+                raise ConfigError(
+                    f"the optimizer state of {name} was saved as {state} and is {dtypes[name]} here; use the optimizer "
+                    "and dtypes that were saved"
+                )
+        return None, {}
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Give each rank its part of whole tensors: of a `state_dict()` at EP size 1, a converted checkpoint, or a file.
+
+    state_dict: w13 (E, 2F, D), w2 (E, D, F) and all else whole; on every rank, mapped from a file for instance.
+    model: plain, DDP or FSDP2, at any EP size.
+
+    Raises ConfigError for names or shapes that are not the model's, before anything is changed.
+    """
+    own = owners(model)
+    here = _state(model)
+    of_ranks = _of_ranks(model, here)
+    names = here.keys() - of_ranks.keys()
+    others = state_dict.keys() - names - of_ranks.keys()
+    if lost := names - state_dict.keys() or others:
+        raise ConfigError(
+            f"the state lacks {len(names - state_dict.keys())} tensors of the model and has {len(others)} others; the "
+            f"first: {sorted(lost)[0]}"
+        )
+    for name in names:
+        value, mine = here[name], state_dict[name]
+        if not isinstance(value, Tensor):
+            here[name] = mine
+            continue
+        shape, first = list(value.shape), [0] * value.dim()
+        dim = own[name][1].dim if name in own else None
+        if dim is not None and not isinstance(value, DTensor):
+            workspace = own[name][1].experts.workspace
+            first[dim] = workspace.rank * shape[dim]
+            shape[dim] *= workspace.ep_size
+        if list(mine.shape) != shape:
+            raise ConfigError(f"{name} is {tuple(mine.shape)} in the state; whole it has shape {tuple(shape)}")
+        if isinstance(value, DTensor):
+            mine = mine.to(value.device)
+            here[name] = distribute_tensor(mine, value.device_mesh, value.placements, src_data_rank=None)
+        else:
+            here[name] = mine[tuple(slice(a, a + n) for a, n in zip(first, value.shape, strict=True))]
+    _set_state(model, here)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """`state_dict()` with names as if wrappers were not there."""
+    return {plain_name(model, path): value for path, value in model.state_dict().items()}
+
+
+def _set_state(model: nn.Module, state_dict: dict[str, Any]) -> None:
+    own = model.state_dict()
+    given = state_dict | _of_ranks(model, _state(model))
+    model.load_state_dict({path: given[plain_name(model, path)] for path in own})
+
+
+def _of_ranks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What each `Experts` says in its state of this rank, which is nobody else's."""
+    own = Experts.get_extra_state
+    names = {
+        f"{layer}._extra_state".lstrip(".") for layer, module in layers(model) if type(module).get_extra_state is own
+    }
+    return {name: value for name, value in state_dict.items() if name in names}
+
+
+def _unborn(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, name: str) -> dict[str, Any]:
+    """The state that the parameter's first step would make, of a stand-in; parameters, gradients and hooks stay."""
+    stand_in = nn.Parameter(torch.zeros_like(parameter))
+    stand_in.grad = torch.zeros_like(stand_in)
+    shadow = copy.copy(optimizer)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = [{**group, "params": [stand_in]}]
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        type(shadow).step(shadow)
+    except Exception as cause:
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no state of {name} yet, and making it ahead failed ({cause}); take a step "
+            "before saving or loading"
+        ) from cause
+    return dict(shadow.state[stand_in])
+
+
+def _states_of(groups: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """name -> {key: dtype} of the parameters that had a state."""
+    return dict(itertools.chain.from_iterable(group["states"].items() for group in groups))
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Learning rates and the like, as numbers."""
+    settings = {}
+    for key, value in group.items():
+        if key != "params":
+            settings[key] = value.item() if isinstance(value, Tensor) else value
+            try:
+                json.dumps(settings[key])
+            except TypeError as cause:
+                raise ConfigError(
+                    f"the setting {key!r} of a parameter group is a {type(value).__name__}, which a checkpoint does "
+                    "not hold; take it out of the group while saving and loading"
+                ) from cause
+    return settings
+
+
+def _set(target: Any, key: str, value: Any) -> None:
+    """In place where there is a tensor, which a captured graph may read."""
+    old = target.get(key)
+    if isinstance(old, Tensor) and (not isinstance(value, Tensor) or old.shape == value.shape):
+        with torch.no_grad():
+            old.copy_(value) if isinstance(value, Tensor) else old.fill_(value)
+    else:
+        target[key] = value
+
+
+def _dtype(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else "not a tensor"
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().flatten()
+        return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() + str(value.shape)
+    if isinstance(value, list | tuple):
+        return str([_digest(one) for one in value])
+    if isinstance(value, dict):
+        return str({str(key): _digest(one) for key, one in value.items()})
+    return repr(value)

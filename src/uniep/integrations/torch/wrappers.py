@@ -1,0 +1,274 @@
+"""DDP and FSDP2 of experts beside the dense rest."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from uniep.errors import ConfigError, UnsupportedError
+from uniep.integrations.torch.clipping import share_nonfinite_
+from uniep.integrations.torch.owners import Owner, check_group, layers, owners, part
+from uniep.nn import Experts
+
+__all__ = ["data_parallel", "distribute_experts", "fully_shard_experts"]
+
+
+def data_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, dp: str | Sequence[str] = "dp", ep: str = "ep", **options: Any
+) -> DistributedDataParallel:
+    """DDP: every gradient becomes the mean over all ranks, that of an expert being reduced over its copies only.
+
+    Returns a DDP over all ranks that leaves the experts alone; nothing inside the model is wrapped or renamed.  The
+    experts' gradients are averaged over mesh[dp] while the backward goes on.  Ranks along dp run the layers in the
+    same order.
+    dp: the dimension, or dimensions, whose ranks hold copies of the same experts.
+    options: as DistributedDataParallel takes them, less process_group.
+
+    Expert gradients arrive summed over the EP group and are divided by its size as they come, before anything else
+    sees them, so gradients may be accumulated over several backwards, within `no_sync()` or not.  A gradient that is
+    not finite makes those of all ranks so (`share_nonfinite_`): GradScaler skips a step on all ranks or on none.
+
+    Raises ConfigError if the model has no Experts, if they are on another EP group than mesh[ep], if the mesh is not
+    made of all ranks or has other dimensions, if a tensor inside an Experts has no known owner; UnsupportedError for
+    main_grad, which DDP would not reduce.
+    """
+    found, names = _checked(model, mesh, dp, ep)
+    if mesh.size() != dist.get_world_size():
+        raise ConfigError(
+            f"the mesh has {mesh.size()} ranks but the job {dist.get_world_size()}; DDP averages over all of them. "
+            "Use fully_shard_experts with parallelism beyond EP and DP"
+        )
+    if isinstance(model, Experts):
+        raise ConfigError("the model is itself an Experts; pass the module around it")
+    if "process_group" in options:
+        raise ConfigError("process_group is decided by the mesh; leave it out")
+    for name, (tensor, _) in found.items():
+        if isinstance(tensor, DTensor):
+            raise UnsupportedError(f"{name} is a DTensor, which DDP does not take; use fully_shard_experts")
+    spread = {id(t): t for t, owner in found.values() if owner.dim is not None}
+    shared = {id(t) for t, owner in found.values() if owner.dim is None}
+    local = {id(t) for _, module in layers(model) for t in module.buffers()} - shared | spread.keys()
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    copies = (mesh[names[0]] if len(names) == 1 else mesh[names]._flatten()).get_group()
+    if options.get("init_sync", True) and copies.size() > 1:
+        for tensor in spread.values():
+            dist.broadcast(tensor.detach(), group_src=0, group=copies)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [n for n, t in named if id(t) in local])
+    wrapped = DistributedDataParallel(model, **options)
+    places = [
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in spread
+    ]
+    averages = _Averages(places, copies, mesh[ep].get_group())
+    wrapped.register_forward_pre_hook(averages.before)
+    wrapped.register_forward_hook(averages.behind)
+    return wrapped
+
+
+class _Averages:
+    """The experts' gradients of one DDP model: divided by the EP size as they come, then averaged over their copies.
+
+    places: (module, name) of each parameter that belongs to this rank's experts.
+    A copy of the model has one of its own, which finds the copy's parameters at its first forward.
+    """
+
+    def __init__(
+        self, places: list[tuple[nn.Module, str]], copies: dist.ProcessGroup, ep_group: dist.ProcessGroup
+    ) -> None:
+        self.places, self.copies, self.ep_group = places, copies, ep_group
+        self.synchronize = True
+        self.running = False
+        self.works: list[dist.Work] = []
+        self.hooked = WeakTensorKeyDictionary()
+        self.parameters()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Averages:
+        return _Averages(copy.deepcopy(self.places, memo), self.copies, self.ep_group)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, hooked: those that came since, such as by `load_state_dict(assign=True)`, too."""
+        found, parts = [], self.ep_group.size()
+        for module, name in self.places:
+            parameter = module._parameters.get(name)
+            if parameter is None:
+                raise ConfigError(
+                    f"{type(module).__name__} has lost its parameter {name!r} since data_parallel, so that its "
+                    "gradient would not be averaged; parametrize or replace it before data_parallel"
+                )
+            found.append(parameter)
+            if parameter.requires_grad and parameter not in self.hooked:
+                self.hooked[parameter] = True
+                if parts > 1:
+                    parameter.register_hook(lambda grad: grad / parts)
+                parameter.register_post_accumulate_grad_hook(self.reduce)
+        return found
+
+    def before(self, wrapped: DistributedDataParallel, args: Any) -> None:
+        """The forward says whether its backward reduces, as DDP's does.  What a failed backward left is dropped."""
+        self.synchronize, self.running = wrapped.require_backward_grad_sync, False
+        self.works.clear()
+        self.parameters()
+
+    def behind(self, wrapped: DistributedDataParallel, args: Any, output: Any) -> None:
+        """Every rank of the EP group begins, also one whose experts are frozen."""
+        for t in tree_leaves(output):
+            if isinstance(t, Tensor) and t.requires_grad:
+                t.register_hook(self.begin)
+
+    def begin(self, grad: Tensor | None = None) -> None:
+        if self.synchronize and not self.running:
+            self.running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    @torch.no_grad()
+    def reduce(self, parameter: Tensor) -> None:
+        if not self.synchronize:
+            return
+        self.begin()
+        if self.copies.size() > 1 and parameter.grad is not None:
+            parameter.grad.div_(self.copies.size())
+            work = dist.all_reduce(parameter.grad, group=self.copies, async_op=True)
+            self.works.append(work)
+
+    def finish(self) -> None:
+        """At the end of the backward."""
+        self.running = False
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        if self.ep_group.size() > 1:
+            share_nonfinite_(self.parameters(), self.ep_group)
+
+
+def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
+    """Make each parameter of each `Experts` a DTensor over `ep_mesh`, split along its experts; nothing moves.
+
+    w13 then says that it is (E, 2F, D), rank r holding experts r*e .. r*e + e-1, so that FSDP2, optimizers and
+    checkpoints know one expert from another.  A parameter that all experts share is replicated.  Before the optimizer
+    is made.
+
+    Raises ConfigError if they are on another EP group, are DTensors over other ranks already, or a tensor inside an
+    Experts has no known owner.
+    """
+    for layer, module in layers(model):
+        check_group(module, layer, ep_mesh)
+    made: dict[int, nn.Parameter] = {}
+    for name, (tensor, owner) in owners(model).items():
+        if isinstance(tensor, DTensor):
+            _check_distributed(name, tensor, owner, ep_mesh)
+        elif isinstance(tensor, nn.Parameter) and id(tensor) not in made:
+            placement = Replicate() if owner.dim is None else Shard(owner.dim)
+            whole = DTensor.from_local(tensor.detach(), ep_mesh, [placement], run_check=False)
+            made[id(tensor)] = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+    for holder in model.modules():
+        for name, parameter in list(holder.named_parameters(recurse=False)):
+            if id(parameter) in made:
+                holder.register_parameter(name, made[id(parameter)])
+
+
+def fully_shard_experts(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    dp: str | Sequence[str] = "dp",
+    ep: str = "ep",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    **options: Any,
+) -> None:
+    """FSDP2 of each `Experts` over mesh[dp], in place; call `fully_shard` on the blocks and the model afterwards.
+
+    Parameters become DTensors over (dp, ep) of global shape (E, ...): split by experts if dp divides a rank's share
+    of them, else along their second dimension.  Gradients become the mean over all ranks of the mesh.
+    dp: the dimension whose ranks hold the same experts; or two, (replicate, shard), for HSDP.
+    mp_policy: inputs are not cast, whatever it says: routing weights stay fp32, and x comes in the layer's dtype
+        because the block around was cast.
+    options: of fully_shard, less mesh (reshard_after_forward, offload_policy, shard_placement_fn).
+
+    Raises ConfigError if the model has no Experts, if they are on another EP group than mesh[ep], if the mesh has
+    other dimensions, if `fully_shard` came first, if a tensor inside an Experts has no known owner; UnsupportedError
+    for main_grad, which FSDP2 would not reduce, and for parameters of several Experts.
+    """
+    found, names = _checked(model, mesh, dp, ep)
+    if len(names) > 2:
+        raise ConfigError(f"dp is {names}; fully_shard takes one dimension, or two: (replicate, shard)")
+    for name, (tensor, owner) in found.items():
+        if isinstance(tensor, DTensor):
+            _check_distributed(name, tensor, owner, mesh[ep])
+        for layer, module in layers(model):
+            if module is not owner.experts and any(p is tensor for p in module.parameters()):
+                raise UnsupportedError(f"{name} belongs to {owner.layer} and {layer}, and FSDP2 units share nothing")
+    distribute_experts(model, mesh[ep])
+    policy = dataclasses.replace(mp_policy or MixedPrecisionPolicy(), cast_forward_inputs=False)
+    copies = mesh[names[0]] if len(names) == 1 else mesh[names]
+    parts = mesh[names[-1]].size()
+    for _, module in layers(model):
+        chosen = {"shard_placement_fn": functools.partial(_even, parts)} | options
+        sharded = fully_shard(module, mesh=copies, mp_policy=policy, **chosen)
+        sharded.set_gradient_divide_factor(float(mesh.size()))
+        # gloo cannot sum and divide at once.  A group of one must not be told so: torch 2.13 then divides twice.
+        sharded.set_force_sum_reduction_for_comms(parts > 1)
+    for holder in (model, *(module for _, module in layers(model))):
+        holder.__deepcopy__ = functools.partial(_refuse_copy, type(holder).__name__)  # type: ignore[assignment]
+
+
+def _even(parts: int, parameter: nn.Parameter) -> Shard:
+    """The first dimension that `parts` ranks share evenly: by experts if they can."""
+    shape = part(parameter).shape
+    return Shard(next((dim for dim, size in enumerate(shape) if size % parts == 0), 0))
+
+
+def _refuse_copy(name: str, memo: dict[int, Any]) -> NoReturn:
+    raise UnsupportedError(
+        f"this {name} holds experts in FSDP2, which cannot be deep-copied, as AveragedModel does.  Build a second "
+        "model, shard it in the same way, load the first one's state_dict() into it, and average parameter by "
+        "parameter: average.lerp_(parameter, weight)"
+    )
+
+
+def _checked(
+    model: nn.Module, mesh: DeviceMesh, dp: str | Sequence[str], ep: str
+) -> tuple[dict[str, tuple[Tensor, Owner]], tuple[str, ...]]:
+    """The owners of all tensors, and the names of dp."""
+    have, names = mesh.mesh_dim_names or (), (dp,) if isinstance(dp, str) else tuple(dp)
+    if not names or ep not in have or any(name not in have for name in names):
+        raise ConfigError(f"the mesh has dimensions {have}; it needs {', '.join(map(repr, names))} and {ep!r}")
+    for name in have:
+        if name not in (*names, ep) and mesh[name].size() > 1:
+            raise ConfigError(
+                f"the mesh has a dimension {name!r} of {mesh[name].size()} ranks beside {names} and {ep!r}.  If its "
+                f"ranks hold copies of the same experts and have other tokens, name it: dp={(name, *names)}; if they "
+                f"hold other layers or parts, pass mesh[{(*names, ep)}] of the ranks that hold the same"
+            )
+    for layer, module in layers(model):
+        check_group(module, layer, mesh[ep])
+        if module.main_grad is not None:
+            raise UnsupportedError(
+                f"{layer} has main_grad={module.main_grad!r}, which PyTorch's wrappers would not reduce over {names}; "
+                "set it to None (FSDP2 reduces in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
+    return owners(model), tuple(name for name in have if name in names)
+
+
+def _check_distributed(name: str, tensor: DTensor, owner: Owner, ep_mesh: DeviceMesh) -> None:
+    wanted = [Replicate() if owner.dim is None else Shard(owner.dim)]
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    if ranks != ep_mesh.mesh.flatten().tolist() or list(tensor.placements) != wanted:
+        raise ConfigError(
+            f"{name} is already a DTensor over ranks {ranks}, split as {tensor.placements}; call fully_shard_experts "
+            "(or distribute_experts) first and fully_shard of the modules around it afterwards"
+        )

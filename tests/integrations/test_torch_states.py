@@ -1,0 +1,288 @@
+"""Checkpoints: every tensor comes back to its owner at any other EP size, or saving or loading raises."""
+
+import case
+import pytest
+import test_torch as plain
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from case import config, equal_bits
+from test_torch_owners import adapted, step
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import uniep
+from uniep.integrations import torch as uniep_torch
+from uniep.integrations.torch.owners import owners
+
+
+def made(model, kind):
+    """The optimizer, or several, of a kind."""
+    experts = [p for name, p in model.named_parameters() if "experts" in name]
+    dense = [p for name, p in model.named_parameters() if "experts" not in name]
+    match kind:
+        case "fused":
+            return torch.optim.AdamW([{"params": dense}, {"params": experts, "lr": 1e-3}], fused=True)
+        case "factored":
+            return torch.optim.Adafactor(model.parameters())
+        case "momentum":
+            return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        case "two":
+            return [torch.optim.NAdam(dense), torch.optim.Adagrad(experts)]
+    return kind(model.parameters())
+
+
+def tied(workspace):
+    """Two blocks that share their experts, and a frozen router."""
+    model = adapted(workspace)
+    model.blocks[1].moe.experts = model.blocks[0].moe.experts
+    model.blocks[1].moe.router.requires_grad_(False)
+    return model
+
+
+def unused(workspace):
+    """The second block gets no gradient."""
+    model = plain.Model(workspace)
+    model.blocks[1].inner = lambda x: x
+    return model
+
+
+MODELS = {"adapted": adapted, "tied": tied, "unused": unused}
+
+
+def everything(model, optimizer, mesh):
+    """Every tensor of model and optimizer, whole, by name."""
+    values = {}
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    own = owners(model)
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        name = name.replace("module.", "")
+        states = {k: v for o in optimizers for k, v in o.state.get(t, {}).items()}
+        for key, value in {"": t, **states}.items():
+            dim = own[name][1].dim if name in own else None
+            if isinstance(value, torch.distributed.tensor.DTensor):
+                value = value.full_tensor()
+            elif dim is not None and value.dim():
+                parts = [torch.empty_like(value) for _ in range(mesh.size())]
+                dist.all_gather(parts, value.detach().contiguous(), group=mesh.get_group())
+                value = torch.cat(parts, dim)
+            values[f"{name} {key}"] = value.detach().clone()
+    groups = [{k: v for k, v in g.items() if k != "params"} for o in optimizers for g in o.param_groups]
+    return values, groups
+
+
+def saved_and_loaded(world, folder, kind, build, hows, asynchronous=False):
+    """Train a step and save with the first of hows; load with the others into what was trained otherwise."""
+    found = []
+    for how, ep in hows:
+        mesh, world_mesh = plain.meshes(world, ep)
+        with uniep.Workspace(config(), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+            model = plain.wrapped(how, MODELS[build](workspace), mesh, world_mesh)
+            optimizer = made(model, kind)
+            state = {"train": uniep_torch.TrainState(model, optimizer, mesh["ep"])}
+            step(model, world.size)
+            if not found:
+                for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+                    one.step()
+                if asynchronous:
+                    dcp.async_save(state, checkpoint_id=folder).result()
+                else:
+                    dcp.save(state, checkpoint_id=folder)
+            else:
+                with torch.no_grad():
+                    for t in (*model.parameters(), *model.buffers()):
+                        t.fill_(case.POISON)
+                dcp.load(state, checkpoint_id=folder)
+            found.append(everything(model, optimizer, mesh["ep"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "build", "hows", "asynchronous"),
+    [
+        ("fused", "adapted", [("ddp", 2), ("plain", 1), ("ddp", 4), ("ddp", 2)], False),
+        ("two", "adapted", [("ddp", 4), ("ddp", 1), ("ddp", 2)], True),
+        (torch.optim.AdamW, "adapted", [("fsdp2", 2), ("ddp", 4), ("ddp", 1), ("fsdp2", 2)], False),
+        ("factored", "tied", [("ddp", 2), ("plain", 1), ("ddp", 4)], False),
+        ("momentum", "unused", [("plain", 2), ("plain", 1), ("plain", 4)], False),
+    ],
+    ids=["fused, groups", "two optimizers, async", "fsdp2", "factored, tied, frozen", "unused layer"],
+)
+def test_106_every_state_comes_back(pool, tmp_path, kind, build, hows, asynchronous):
+    """Bit for bit and by name, into a new optimizer with gradients present; what had no state has none."""
+    for (values, groups), *loaded in pool.run(
+        saved_and_loaded, str(tmp_path), kind, build, hows, asynchronous, timeout=100
+    ):
+        assert len(values) > 18
+        for (how, ep), (other, other_groups) in zip(hows[1:], loaded, strict=True):
+            assert other.keys() == values.keys(), other.keys() ^ values.keys()
+            for name, t in values.items():
+                equal_bits(other[name], t, f"{how} at EP {ep}: {name}")
+            assert str(other_groups) == str(groups)
+
+
+class Strange(torch.optim.SGD):
+    """Keeps, for each parameter, `state` of its gradient."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["strange"] = self.keeps(p.grad)
+
+
+class Vector(Strange):
+    keeps = staticmethod(lambda g: torch.zeros(4))  # as long as there are experts here
+
+
+class Flat(Strange):
+    keeps = staticmethod(lambda g: g.flatten())
+
+
+class Norm(Strange):
+    keeps = staticmethod(lambda g: g.norm())
+
+
+class Square(Strange):
+    keeps = staticmethod(lambda g: g.flatten(1) @ g.flatten(1).T if g.dim() > 1 else g)
+
+
+class Blocks(Strange):
+    keeps = staticmethod(lambda g: {"codes": g.to(torch.uint8), "absmax": g.abs().max()})
+
+
+class History(Strange):
+    keeps = staticmethod(lambda g: [g, g])
+
+
+def named(function, *args, **kwargs):
+    """(class name, message), also of dcp's errors."""
+    try:
+        function(*args, **kwargs)
+    except BaseException as error:
+        return type(error).__name__, str(error)
+
+
+def refused(world, folder):
+    mesh, _ = plain.meshes(world, 2)
+    attempts = {}
+    with uniep.Workspace(config(), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+
+        def state(build=plain.Model, optimizer=None, **options):
+            model = build(workspace)
+            step(model, world.size)
+            optimizer = optimizer and optimizer(model.parameters())
+            if optimizer and not isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step()
+            return uniep_torch.TrainState(model, optimizer, mesh["ep"], **options)
+
+        for kind in (Vector, Flat, Norm, Square, Blocks, History):
+            attempts[f"save: {kind.__name__}"] = named(state(optimizer=kind).state_dict)
+        attempts["save: LBFGS"] = named(state(optimizer=torch.optim.LBFGS).state_dict)
+        attempts["save: ZeRO"] = named(
+            state, optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=1e-3)
+        )
+        attempts["save: shared, but different"] = named(state(optimizer=Norm, expert_dims={"strange": None}).state_dict)
+        other = state(optimizer=torch.optim.AdamW)
+        if workspace.rank == 1:
+            other.optimizers[0].state.clear()
+            other.model.blocks[0].moe.experts.w2.requires_grad_(False)
+        attempts["save: frozen on one rank"] = named(other.state_dict)
+
+        saved = state(optimizer=torch.optim.AdamW)
+        dcp.save({"train": saved}, checkpoint_id=folder)
+
+        def load(change=lambda model: None, build=plain.Model, optimizer=torch.optim.AdamW):
+            model = build(workspace)
+            change(model)
+            one = uniep_torch.TrainState(model, optimizer(model.parameters()), mesh["ep"])
+            dcp.load({"train": one}, checkpoint_id=folder)
+
+        attempts["load: frozen"] = named(load, lambda m: m.blocks[0].moe.experts.w2.requires_grad_(False))
+        attempts["load: fewer layers"] = named(load, build=lambda workspace: plain.Model(workspace, blocks=1))
+        attempts["load: other optimizer"] = named(load, optimizer=torch.optim.SGD)
+        attempts["load: fewer parameters"] = named(load, optimizer=lambda p: torch.optim.AdamW(list(p)[1:]))
+        attempts["load: dtype"] = named(load, lambda m: m.double())
+        attempts["load: fine"] = named(load)
+        with uniep.Workspace(config(top_k=3), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as three:
+            attempts["load: top_k"] = named(load, build=lambda workspace: plain.Model(three))
+    return attempts
+
+
+def test_states_without_an_owner(pool, tmp_path):
+    """Raised on every rank, with the state's name: nothing is guessed from a shape, nothing is dropped."""
+    texts = {
+        "Vector": r"optimizer state 'strange' of blocks.*shape \(4,\), has no known owner.*expert_dims",
+        "Flat": r"'strange' of blocks.* shape \(\d+,\), has no known owner",
+        "Norm": r"'strange' of blocks.* has no known owner",
+        "Square": r"'strange' of blocks.* has no known owner",
+        "Blocks": "a dict .*has no known owner",
+        "History": "a list .*has no known owner",
+        "LBFGS": "LBFGS has no state of .* take a step",
+        "ZeRO": "takes the experts of all ranks for copies",
+        "shared, but different": "'strange' of blocks.* differs between rank",
+        "frozen on one rank": "experts.w2 should be the same on all expert-parallel ranks",
+        "frozen": "has an optimizer state of blocks.0.moe.experts.w2, which this optimizer lacks or holds as frozen",
+        "fewer layers": "the checkpoint has blocks.1.* which this model lacks",
+        "other optimizer": "which this optimizer lacks|was saved as",
+        "fewer parameters": "has an optimizer state of blocks.0.mix.weight, which this optimizer lacks",
+        "dtype": "is torch.float32 in the checkpoint and torch.float64 here",
+        "top_k": "was saved with {'top_k': 2.* and has {'top_k': 3",
+    }
+    for attempts in pool.run(refused, str(tmp_path), timeout=100):
+        assert attempts.pop("load: fine") is None
+        for name, error in attempts.items():
+            assert error is not None, name
+            assert plain.re.search(texts[name.partition(": ")[2]], error[1], plain.re.S), (name, error)
+
+
+def declared(world, folder):
+    """A state of shape (e,) and a buffer, told whose they are, at EP 2 and then at EP 4: the first of each expert."""
+    found = []
+    for ep in (2, 4):
+        mesh, _ = plain.meshes(world, ep)
+        with uniep.Workspace(config(), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+            model = plain.Model(workspace, blocks=1)
+            experts = model.blocks[0].moe.experts
+            optimizer = PerExpert(experts.parameters(), lr=1.0)
+            state = uniep_torch.TrainState(model, optimizer, mesh["ep"], expert_dims={"strange": 0})
+            if ep == 2:
+                experts.w2.grad = experts.w2.detach().clone()
+                experts.w13.grad = experts.w13.detach().clone()
+                optimizer.step()
+                dcp.save({"train": state}, checkpoint_id=folder)
+            else:
+                dcp.load({"train": state}, checkpoint_id=folder)
+            found.append(torch.equal(optimizer.state[experts.w2]["strange"], experts.w2.detach().sum((1, 2))))
+    return found
+
+
+class PerExpert(Strange):
+    keeps = staticmethod(lambda g: g.sum((1, 2)))
+
+
+def test_declared_states(pool, tmp_path):
+    assert pool.run(declared, str(tmp_path)) == [[True, True]] * 4
+
+
+def whole_loaded(world):
+    """Whether a file of all experts, converted from w1, w3, w2, reaches each rank; and an error for a wrong shape."""
+    with uniep.Workspace(config(), device="cpu") as workspace:
+        torch.manual_seed(0)
+        source = {name: torch.randn_like(t) for name, t in plain.Model(workspace).state_dict().items() if t.numel() > 2}
+    found = []
+    for how, ep in (("plain", 4), ("ddp", 2), ("fsdp2", 2)):
+        mesh, world_mesh = plain.meshes(world, ep)
+        with uniep.Workspace(config(), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+            model = plain.wrapped(how, plain.Model(workspace), mesh, world_mesh)
+            uniep_torch.load_full_state_dict(model, source)
+            got = plain.all_whole(model, lambda p: p, mesh, 8)
+            found.append(all(torch.equal(got[name], t) for name, t in source.items()))
+            wrong = source | {"head.bias": torch.zeros(3)}
+            found.append(case.named_error(uniep_torch.load_full_state_dict, model, wrong)[1])
+    return found
+
+
+def test_a_converted_checkpoint(pool):
+    for plain_, error, *others in pool.run(whole_loaded):
+        assert plain_ and "head.bias is (3,) in the state; whole it has shape (16,)" in error
+        assert others[0] and others[2]
