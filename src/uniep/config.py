@@ -91,7 +91,7 @@ class MoEConfig:
                 f"MoEConfig.combine_groups is {self.combine_groups}, which does not divide num_experts="
                 f"{self.num_experts}; use one of {fits}, or None for one sum over all of a token's slots"
             )
-        _refuse_bytes("w13 of all experts", num_experts=self.num_experts, ffn=2 * self.ffn, hidden=self.hidden)
+        _refuse_bytes("w13 of all experts", self.num_experts * 2 * self.ffn, self.hidden)
 
     def experts_per_rank(self, ep_size: int) -> int:
         """e = E / R.  Raises ConfigError when R does not divide E."""
@@ -134,7 +134,7 @@ class MoEConfig:
                 f"slots; plans count up to {MAX_INDEX}. Lower max_tokens_per_rank"
             )
         rows = ep_size * self.max_tokens_per_rank * self.top_k + self.num_experts * ROW_ALIGN
-        _refuse_bytes("the experts' rows", rows=rows, width=max(self.hidden, 2 * self.ffn))
+        _refuse_bytes("the experts' tokens", rows, max(self.hidden, 2 * self.ffn))
 
     @property
     def return_slots(self) -> int:
@@ -158,7 +158,7 @@ class MoEConfig:
 
 def refused_number(value: object, least: int, most: int = MAX_INDEX) -> str:
     """Why this is no int from `least` to `most`, beginning with the value; empty if it is one."""
-    if type(value) is not int:  # bools, and numbers of NumPy and torch, which compute in other ways
+    if not isinstance(value, int) or isinstance(value, bool):
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         return f"{shown}, a {type(value).__name__}; it must be an int of at least {least}"
@@ -183,11 +183,12 @@ def _listed(fits: list[int], near: int, most: int = 16) -> str:
     return f"{'..., ' if first else ''}{shown}{', ...' if first + most < len(fits) else ''}"
 
 
-def _refuse_bytes(what: str, **factors: int) -> None:
+def _refuse_bytes(what: str, rows: int, width: int) -> None:
     """Raise ConfigError where an fp32 tensor of this shape, such as a gradient, has more bytes than PyTorch counts."""
-    if (size := 4 * math.prod(factors.values())) > MAX_BYTES:
-        product = " * ".join(f"{name} {value}" for name, value in factors.items())
-        raise ConfigError(f"{what} ({product}) are {size} bytes in fp32; the limit is {MAX_BYTES}. Lower one of these")
+    if (size := 4 * rows * width) > MAX_BYTES:
+        raise ConfigError(
+            f"{what}, {rows} rows of {width}, are {size} bytes in fp32; the limit is {MAX_BYTES}. Lower one of these"
+        )
 
 
 def align_rows(rows: int) -> int:

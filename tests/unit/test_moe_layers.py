@@ -11,7 +11,7 @@ def mlp() -> nn.Module:
 
 
 class Layer(nn.Module):
-    """`counted`: the attribute that says that there are 4 experts; other keywords: modules, or parameters of a shape."""
+    """counted: the attribute that says that there are 4 experts; other keywords: modules, or shapes of parameters."""
 
     def __init__(self, counted: str = "num_experts", **parts) -> None:
         super().__init__()
