@@ -6,6 +6,7 @@ Everything that changes results lives in `MoEConfig`; everything that only chang
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from typing import Literal
@@ -21,7 +22,10 @@ COLUMN_GROUP = 64
 """Columns summed by one adjacent-pairs tree in d(weight); no tile is narrower."""
 
 MAX_INDEX = 2**31 - 1
-"""Rows and slots are int32 in plans."""
+"""Rows, slots, experts and columns are int32 in plans and kernels."""
+
+MAX_BYTES = 2**63 - 1
+"""PyTorch counts the bytes of a tensor in int64."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -64,8 +68,8 @@ class MoEConfig:
             value = getattr(self, name)
             if name in ("combine_groups", "max_rows") and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"MoEConfig.{name} is {value!r}; it must be an integer of at least 1")
+            if reason := refused_number(value, 1):
+                raise ConfigError(f"MoEConfig.{name} is {reason}")
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"MoEConfig.top_k is {self.top_k} but there are only num_experts={self.num_experts}; "
@@ -76,45 +80,48 @@ class MoEConfig:
                 f"MoEConfig.activation is {self.activation!r}; supported: 'swiglu'. Other activations and "
                 "per-expert biases are refused rather than approximated"
             )
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             names = ", ".join(str(d) for d in DTYPES)
             raise ConfigError(f"MoEConfig.dtype is {self.dtype!r}; supported: {names}")
         if self.weight_at not in ("output", "activation"):
             raise ConfigError(f"MoEConfig.weight_at is {self.weight_at!r}; it must be 'output' or 'activation'")
         if self.combine_groups is not None and self.num_experts % self.combine_groups:
-            fits = ", ".join(str(g) for g in range(1, self.num_experts + 1) if self.num_experts % g == 0)
+            fits = _listed(divisors(self.num_experts), self.combine_groups)
             raise ConfigError(
                 f"MoEConfig.combine_groups is {self.combine_groups}, which does not divide num_experts="
                 f"{self.num_experts}; use one of {fits}, or None for one sum over all of a token's slots"
             )
+        _refuse_bytes("w13 of all experts", self.num_experts * 2 * self.ffn, self.hidden)
 
     def experts_per_rank(self, ep_size: int) -> int:
         """e = E / R.  Raises ConfigError when R does not divide E."""
-        if ep_size < 1:
-            raise ConfigError(f"ep_size is {ep_size}; it must be at least 1")
+        if reason := refused_number(ep_size, 1):
+            raise ConfigError(f"ep_size is {reason}")
         if self.num_experts % ep_size:
-            fits = [r for r in range(1, self.num_experts + 1) if self.num_experts % r == 0]
+            fits = divisors(self.num_experts)
             below = max(r for r in fits if r < ep_size)
             raise ConfigError(
                 f"num_experts={self.num_experts} cannot be split evenly over {ep_size} ranks; use an EP group "
-                f"of {below} ranks (these sizes fit: {', '.join(map(str, fits))}), or make num_experts a multiple of "
+                f"of {below} ranks (these sizes fit: {_listed(fits, ep_size)}), or make num_experts a multiple of "
                 f"{ep_size}"
             )
         return self.num_experts // ep_size
 
     def wanted(self, ep_size: int) -> float:
         """Part of a rank's tokens that some expert of a given other rank wants, for uniform routing."""
-        others = self.num_experts - self.experts_per_rank(ep_size)
-        return 1 - math.comb(others, self.top_k) / math.comb(self.num_experts, self.top_k)
+        others, none = self.num_experts - self.experts_per_rank(ep_size), 1.0
+        for slot in range(self.top_k):  # the token's experts, one after the other, all of other ranks
+            none *= max(others - slot, 0) / (self.num_experts - slot)
+            if none < 1e-18:
+                return 1.0
+        return 1 - none
 
     def check_group(self, ep_size: int) -> None:
         """Raise ConfigError where `ep_size` ranks cannot run this."""
-        if not isinstance(ep_size, int):
-            raise ConfigError(f"ep_size is {ep_size!r}; it must be a number of ranks, an integer")
         self.experts_per_rank(ep_size)
         groups = self.combine_groups
         if groups is not None and groups % ep_size:
-            fits = ", ".join(str(r) for r in range(1, groups + 1) if groups % r == 0)
+            fits = _listed(divisors(groups), ep_size)
             raise ConfigError(
                 f"combine_groups={groups} cannot be split evenly over {ep_size} ranks, and a group that lies on two "
                 f"ranks would be another sum; use an EP group of {fits} ranks, or combine_groups a multiple of "
@@ -126,6 +133,8 @@ class MoEConfig:
                 f"{ep_size} ranks * max_tokens_per_rank={self.max_tokens_per_rank} * top_k={self.top_k} are {slots} "
                 f"slots; plans count up to {MAX_INDEX}. Lower max_tokens_per_rank"
             )
+        rows = ep_size * self.max_tokens_per_rank * self.top_k + self.num_experts * ROW_ALIGN
+        _refuse_bytes("the experts' tokens", rows, max(self.hidden, 2 * self.ffn))
 
     @property
     def return_slots(self) -> int:
@@ -145,6 +154,41 @@ class MoEConfig:
     def receive_slots(self, ep_size: int) -> int:
         """Receive slots of one rank: every token of every other rank once (deduplicated)."""
         return (ep_size - 1) * self.receive_block
+
+
+def refused_number(value: object, least: int, most: int = MAX_INDEX) -> str:
+    """Why this is no int from `least` to `most`, beginning with the value; empty if it is one."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        return f"{shown}, a {type(value).__name__}; it must be an int of at least {least}"
+    shown = str(value) if abs(value) < 10**30 else f"a number of {value.bit_length()} bits"
+    if value < least:
+        return f"{shown}; it must be at least {least}"
+    return f"{shown}; it must be at most {most}" if value > most else ""
+
+
+def divisors(number: int) -> list[int]:
+    """All, ascending, in the time of a square root."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _listed(fits: list[int], near: int, most: int = 16) -> str:
+    """`fits`, ascending; of many those around `near`."""
+    first = 0
+    if len(fits) > most:
+        first = min(max(bisect.bisect(fits, near) - most // 2, 0), len(fits) - most)
+    shown = ", ".join(map(str, fits[first : first + most]))
+    return f"{'..., ' if first else ''}{shown}{', ...' if first + most < len(fits) else ''}"
+
+
+def _refuse_bytes(what: str, rows: int, width: int) -> None:
+    """Raise ConfigError where an fp32 tensor of this shape, such as a gradient, has more bytes than PyTorch counts."""
+    if (size := 4 * rows * width) > MAX_BYTES:
+        raise ConfigError(
+            f"{what}, {rows} rows of {width}, are {size} bytes in fp32; the limit is {MAX_BYTES}. Lower one of these"
+        )
 
 
 def align_rows(rows: int) -> int:

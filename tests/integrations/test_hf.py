@@ -348,12 +348,101 @@ def test_status(registration):
     assert second.name == "model.layers.1.mlp.experts" and second.why == "act_fn is GELU; supported: silu"
     assert str(hf.status(model)).startswith("uniep runs 1 of 2 MoE layers\n")
     assert hf.status(model, "*.0.mlp.experts").layers == (first,)
+    assert hf.status(model, "*.0.mlp.experts").require_all().num_active == 1
+    with pytest.raises(uniep.UnsupportedError, match=r"(?s)1 of 2 MoE layers.*layers.1.mlp.experts: .*act_fn is GELU"):
+        hf.status(model).require_all()
     with pytest.raises(
         uniep.ConfigError, match=r"'\*.block.\*' matches none of the 2 MoE layers of Qwen3MoeForCausalLM"
     ):
         hf.status(model, "*.block.*")
     with pytest.raises(uniep.ConfigError, match="none of the 0 MoE layers"):
         hf.status(nn.Linear(2, 2))
+
+
+T5_LIKE = {
+    "vocab_size": 64,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+}
+UNREACHED = {
+    "Llama4": (
+        "Llama4TextConfig", "Llama4ForCausalLM", "*.0.feed_forward.experts",
+        {"intermediate_size": 32, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1,
+         "head_dim": 16},
+    ),
+    "Dbrx": (
+        "DbrxConfig", "DbrxForCausalLM", "*.0.ffn.experts.mlp",
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
+    ),
+    "JetMoe": (
+        "JetMoeConfig", "JetMoeForCausalLM", "*.0.mlp",
+        {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
+    ),
+    "Switch": (
+        "SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration", "encoder.block.1.layer.1.mlp.experts",
+        {**T5_LIKE, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    ),
+    "LongcatFlash": (
+        "LongcatFlashConfig", "LongcatFlashForCausalLM", "*.0.mlp.experts",
+        {"num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 32, "n_routed_experts": 4,
+         "zero_expert_num": 2, "moe_topk": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+         "qk_rope_head_dim": 8,
+         "v_head_dim": 16, "head_dim": 8},
+    ),
+    "Doge": (
+        "DogeConfig", "DogeForCausalLM", "*.0.mlp",
+        {"intermediate_size": 32, "is_moe": True, "num_experts": 16, "num_experts_per_tok": 2},
+    ),
+    "NllbMoe": (
+        "NllbMoeConfig", "NllbMoeForConditionalGeneration", "*encoder.layers.1.ffn.experts",
+        {"vocab_size": 64, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+         "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_experts": 4,
+         "encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", UNREACHED)
+def test_models_that_ignore_the_choice(family, registration):
+    """Their MoE layers are listed, whatever they are called; the choice is refused when made and when set."""
+    config_name, model_name, layer, own = UNREACHED[family]
+    kind = getattr(transformers, model_name)
+
+    def made(**changes) -> nn.Module:
+        common = {} if "d_model" in own else COMMON
+        config = getattr(transformers, config_name)(**{**common, **own, **changes})
+        with torch.device("meta"):
+            return kind(config)
+
+    model = made()
+    status = hf.status(model)
+    assert status.num_active == 0 and len(status) == len(list(status)) > 0
+    (found,) = hf.status(model, layer).layers[:1]
+    assert "use_experts_implementation" in found.why
+    with pytest.raises(uniep.UnsupportedError, match=r"(?s)uniep runs 0 of .*use_experts_implementation.*remedy"):
+        status.require_all()
+    before = model.config._experts_implementation
+    with pytest.raises(uniep.UnsupportedError, match=r"would ignore it in \d+ MoE layers, such as .*use 'eager'"):
+        model.set_experts_implementation("uniep")
+    assert model.config._experts_implementation == before
+    with pytest.raises(uniep.UnsupportedError, match="would ignore it"):
+        made(experts_implementation="uniep")
+    model.set_experts_implementation("eager")
+
+
+def test_dense_models_may_be_asked(registration):
+    config = transformers.LlamaConfig(**COMMON, intermediate_size=32, experts_implementation="uniep")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.set_experts_implementation("uniep")
+    with pytest.raises(uniep.ConfigError, match="none of the 0 MoE layers"):
+        hf.status(model)
 
 
 def test_version(monkeypatch):

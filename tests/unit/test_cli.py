@@ -88,6 +88,22 @@ def test_errors_are_one_line_with_the_remedy():
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--experts", "10000000001", "--ep", "8"], "num_experts is 10000000001; it must be at most"),
+        (["--experts", "2147483647", "--top-k", "1", "--ep", "8"], "(these sizes fit: 1, 2147483647)"),
+        (["--hidden", str(2**60)], f"hidden is {2**60}; it must be at most"),
+        (["--ep", "9" * 40], "ep_size is a number of 133 bits; it must be at most"),
+    ],
+    ids=["experts", "prime", "hidden", "ranks"],
+)
+def test_huge_numbers_end_at_once(args, words):
+    result = run("memory", *args)
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
+    assert len(result.output) < 400
+
+
 def test_doctor_says_which_backend_and_which_environment(monkeypatch):
     monkeypatch.setenv("UNIEP_TIMEOUT_S", "17")
     result = run("doctor")
@@ -160,10 +176,70 @@ def test_verify_does_not_judge_luck(one_rank, few):
     assert result.exit_code == 0 and "accurate: no error is over" in result.output
 
 
+def test_verify_judges_narrow_shapes_by_products_of_their_kind(one_rank, monkeypatch):
+    """PyTorch's product of one column is more exact than its others, and than uniep's; an error of ours still shows."""
+    shape = ("--hidden", "200", "--ffn", "1", "--experts", "8", "--top-k", "1", "--tokens", "143")
+    narrow = (*shape, "--dtype", "fp32", "--weight-at", "activation")
+    result = run("verify", *narrow, "--ep", "1")
+    assert result.exit_code == 0, result.output
+    right = uniep.moe
+    for error in (1e-6, 1e-5):
+        monkeypatch.setattr(uniep, "moe", lambda *args, e=error, **kwargs: right(*args, **kwargs) * (1 + e))
+        result = run("verify", *narrow, "--ep", "1")
+        assert result.exit_code == 1 and "NOT accurate" in result.output
+
+
+def test_another_order_is_the_same_problem():
+    cfg = uniep.MoEConfig(hidden=70, ffn=5, num_experts=3, top_k=2, max_tokens_per_rank=9, dtype=torch.float32)
+    problem = VerifyProblem(cfg, 9, 1, 0)
+    exact = problem.composition(torch.float64)
+    for number in range(3):
+        other = problem.in_another_order(number).composition(torch.float64)
+        for name, value in exact.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_bench_needs_a_gpu_or_to_be_told(monkeypatch):
     result = run("bench")
-    assert result.exit_code == 2 and "--device cpu" in result.output
+    assert result.exit_code == 2 and "--device cpu --dtype fp32 --shapes 128x128x8x2 --tokens 128" in result.output
+
+
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+
+
+@pytest.mark.parametrize("command", ["verify", "demo", "trace", "bench"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_PORT is not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"RANK": "x"}, "RANK is 'x'; it must be a number from 0 to 0"),
+        ({"RANK": "1"}, "RANK is '1'; it must be a number from 0 to 0"),
+        ({"RANK": ""}, "RANK is ''"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '999"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK is '3'"),
+        ({"MASTER_ADDR": "203.0.113.1.invalid"}, "rank 0 of 1 cannot meet the others at 203.0.113.1.invalid:29511"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_half_an_environment_of_torchrun(monkeypatch, tmp_path, command, change, words):
+    if "meet" in words and command != "verify":
+        return  # bench has its own rendezvous, and the others' is verify's
+    monkeypatch.setenv("UNIEP_TIMEOUT_S", "2")
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**RANK, **change}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    result = run(command, *(["--device", "cpu"] if command == "bench" else ["--ep", "1"]))
+    assert result.exit_code == 2 and len(result.output.splitlines()) == 1, result.output
+    assert words in result.output and "unset" in result.output
+
+
+def test_a_lone_variable_starts_ranks_as_usual(monkeypatch):
+    monkeypatch.setenv("RANK", "x")
+    assert not launch.under_torchrun()
 
 
 def test_verify_says_what_it_could_not_compare(one_rank):
@@ -173,7 +249,7 @@ def test_verify_says_what_it_could_not_compare(one_rank):
 
 
 def test_verify_needs_memory(one_rank):
-    result = run("verify", *SMALL, "--hidden", str(2**44))
+    result = run("verify", *SMALL, "--hidden", str(2**31 - 1), "--tokens", str(2**20))
     assert result.exit_code == 2 and len(result.output.splitlines()) == 1
     assert "this shape needs more memory than there is" in result.output
 
@@ -261,6 +337,8 @@ def test_trace_with_real_processes(tmp_path):
         ("matrix_workers=0", "matrix_workers is 0; it must be at least 1"),
         ("matrix_workers=two", "'matrix_workers=two' is not FIELD=VALUE with a number"),
         ("gemm1=3", "'gemm1=3' is not FIELD=VALUE with one of the fields overlap"),
+        ("gemm1=3", "tile_order (natural|local-first|chunk-major|critical-path)"),
+        ("vector_workers=1000000", "vector_workers is 1000000; it must be at most 1024"),
         ("overlap", "overlap is ''; use 'serial'"),
         ("overlap=pipelined", "overlap='pipelined' is for GPUs"),
     ],

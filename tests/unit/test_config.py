@@ -1,13 +1,15 @@
 """MoEConfig and Schedule refuse what cannot work, when they are made, with value and limit."""
 
 import dataclasses
+import math
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
 import torch
 
-from uniep.config import ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
+from uniep.config import ROW_ALIGN, MoEConfig, align_rows, divisors, max_padded_rows
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, Tile, default_schedule, is_valid
 
@@ -41,6 +43,52 @@ def test_sizes_are_positive_integers(name, value):
 def test_refused_by_name(change, error, text):
     with pytest.raises(error, match=text):
         MoEConfig(**(GOOD | change))
+
+
+LARGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        *(({name: 2**60}, f"{name} is {2**60}; it must be at most {LARGE}") for name in (*GOOD, "max_rows")),
+        ({"hidden": 10**5000}, "hidden is a number of 16610 bits; it must be at most"),
+        ({"hidden": -(10**5000)}, "hidden is a number of 16610 bits; it must be at least 1"),
+        ({"hidden": LARGE, "ffn": LARGE}, r"w13 of all experts, .*are \d+ bytes in fp32; the limit"),
+        ({"combine_groups": 5, "num_experts": LARGE - 1}, r"combine_groups is 5.*one of 1, 2, 3, 6, .*, \.\.\., or"),
+        ({"hidden": torch.tensor(64)}, r"hidden is tensor\(64\), a Tensor; it must be an int of at least 1"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_numbers_that_nothing_can_count(change, text):
+    with pytest.raises(ConfigError, match=text) as caught:
+        MoEConfig(**(GOOD | change))
+    assert len(str(caught.value)) < 400
+
+
+def test_divisors():
+    for number in range(1, 200):
+        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+    cfg = MoEConfig(**(GOOD | {"num_experts": 735134400}))  # 1344 divisors
+    with pytest.raises(
+        ConfigError, match=r"group of 120 ranks \(these sizes fit: \.\.\., 104, .*, 120, 126, .*\.\.\.\)"
+    ) as caught:
+        cfg.check_group(121)
+    assert len(str(caught.value)) < 400
+    for size in (10**30, 2.0, True, "2", 0):
+        with pytest.raises(ConfigError, match="ep_size is"):
+            cfg.check_group(size)
+    with pytest.raises(ConfigError, match="the experts' tokens"):
+        MoEConfig(**(GOOD | {"hidden": LARGE, "max_tokens_per_rank": 2**28})).check_group(2)
+
+
+@pytest.mark.parametrize(("experts", "top_k", "ranks"), [(128, 8, 2), (8, 2, 8), (256, 8, 4), (4, 3, 2), (4, 4, 1)])
+def test_part_of_tokens_that_a_rank_wants(experts, top_k, ranks):
+    others = experts - experts // ranks
+    exact = 1 - Fraction(math.comb(others, top_k), math.comb(experts, top_k))
+    cfg = MoEConfig(**(GOOD | {"num_experts": experts, "top_k": top_k}))
+    assert cfg.wanted(ranks) == pytest.approx(float(exact), rel=1e-14)
+    assert MoEConfig(**(GOOD | {"num_experts": 2**30, "top_k": 2**29})).wanted(8) == 1
 
 
 def test_errors_are_also_value_errors():
@@ -134,6 +182,8 @@ def test_default_schedule_of_hopper():
         ({"gemm1": Tile(rows=96)}, "gemm1.rows is 96"),
         ({"gemm2": Tile(rows=32)}, "gemm2.rows is 32"),
         ({"gemm2": Tile(columns=32)}, "gemm2.columns is 32"),
+        ({"gemm1": Tile(warps=6)}, "gemm1.warps is 6; it must be 4, 8 or 16"),
+        ({"vector_workers": 1025}, "vector_workers is 1025; it must be at most 1024"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"group_sum": "during"}, "group_sum is 'during'"),
         ({"group_sum": "beside", "overlap": "serial"}, "'beside' needs overlap='fused', not 'serial'"),
@@ -151,6 +201,34 @@ def test_default_schedule_of_hopper():
 def test_schedules_that_cannot_run(change, text):
     (reason,) = is_valid(Schedule(**change), MoEConfig(**GOOD))
     assert text in reason
+
+
+BAD_NUMBERS = (64.0, 10**30, 10**5000, True, "64", None, torch.tensor(64), -1, float("nan"), [64])
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Schedule) if type(f.default) is int])
+def test_numbers_of_schedules(name):
+    for value in BAD_NUMBERS:
+        (reason,) = is_valid(Schedule(**{name: value}), MoEConfig(**GOOD))
+        assert reason.startswith(f"{name} is ") and len(reason) < 200
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Tile)])
+def test_numbers_of_tiles(name):
+    for value in (*BAD_NUMBERS, 0):
+        (reason,) = is_valid(Schedule(gemm2=Tile(**{name: value})), MoEConfig(**GOOD))
+        assert reason.startswith(f"gemm2.{name} is ") and len(reason) < 200
+
+
+@pytest.mark.parametrize("name", ["overlap", "gemm1"])
+@pytest.mark.parametrize(
+    "value", [None, 3, torch.zeros(2), ["fused"], {"rows": 64}], ids=lambda value: repr(value)[:12]
+)
+def test_kinds_of_schedules(name, value):
+    (reason,) = is_valid(Schedule(**{name: value}), MoEConfig(**GOOD))
+    assert reason.startswith(f"{name} is ")
+    (reason,) = is_valid(value, MoEConfig(**GOOD))
+    assert "pass a uniep.Schedule" in reason
 
 
 def test_combine_groups_are_not_for_one_kernel():

@@ -10,7 +10,7 @@ from test_taskflow import Model, problem
 import uniep
 from uniep import InputError
 from uniep.cli.page import write_page
-from uniep.cli.timeline import KINDS, kinds_of
+from uniep.cli.timeline import KINDS, draw_timeline, kinds_of
 from uniep.taskflow.graph import Block
 from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.trace import Span, device_spans, lanes_of, shares, trace_events, write_trace
@@ -105,6 +105,19 @@ def test_a_recording_adds_up(overlap, tmp_path):
     for phase in data["phases"].values():
         for lane, kind, claimed, start, end, _, what in phase["bars"]:
             assert 0 <= claimed <= start <= end <= phase["length"] and lane < 3 and kind < len(data["kinds"]) and what
+
+
+def test_names_of_operators_are_text(tmp_path):
+    """Users register operators of their own: what they are called is no markup, script, placeholder or formula."""
+    names = ["</script><script>alert(1)", "<!--<script>", "@DATA@ @ABOUT@", "$x^{", "[bold]", "a&b"]
+    spans = [span(0, "matrix 0", name, i * 10, i * 10, i * 10 + 5) for i, name in enumerate(names)]
+    write_page(spans, {"layer": "@KEY@"}, tmp_path / "timeline.html")
+    text = (tmp_path / "timeline.html").read_text()
+    assert text.count("<script") == text.count("</script") == 1 and "<!--" not in text and "<dd>@KEY@</dd>" in text
+    data = json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE).group(1))
+    assert [label for _, label in data["kinds"]] == names
+    assert [bar[6].rpartition("  group")[0] for bar in data["phases"]["forward"]["bars"]] == names
+    draw_timeline([*spans, span(0, "matrix 0", "x", 0, 1, 2, phase="backward")], "cost: $5", tmp_path / "timeline.png")
 
 
 def test_every_operator_of_the_layer_has_a_colour():

@@ -14,6 +14,8 @@ from uniep.cli.launch import torchrun, under_torchrun
 
 HARNESS = Path(__file__).parents[3] / "benchmarks" / "moe.py"
 
+ON_CPUS = "uniep bench --ranks 2 --device cpu --dtype fp32 --shapes 128x128x8x2 --tokens 128"
+
 
 def bench(
     context: typer.Context,
@@ -34,6 +36,6 @@ def bench(
         return
     told = {argument.partition("=")[0] for argument in context.args}
     if not torch.cuda.is_available() and not told & {"--device", "--help", "-h"}:
-        typer.echo("this machine has no GPU to time; --device cpu --dtype fp32 runs the harness on CPU processes")
+        typer.echo(f"this machine has no GPU to time; to see the harness run, in seconds, on CPU processes: {ON_CPUS}")
         raise typer.Exit(2)
     torchrun(ranks or max(1, torch.cuda.device_count()), [str(HARNESS), *context.args])

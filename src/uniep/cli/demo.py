@@ -78,7 +78,7 @@ def demo(
         if missing := [size for size in sizes if size not in groups]:
             say(f"[yellow]not compared[/yellow]: EP {_list(missing)}; {world.shortage}")
         say(verdict(same, compared, backend))
-        say(f"pictures: {_list(drawn)}")
+        say(f"pictures: {_list(drawn)}", markup=False)
     raise typer.Exit(0 if same else 1)
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
+from uniep.errors import ConfigError
 from uniep.workspace import choose_backend, choose_timeout
 
 # Ctrl-C reaches every process of a terminal: ranks end without a word, and who started them speaks.
@@ -70,7 +71,36 @@ def backend() -> str:
 
 
 def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process is a rank that torchrun started.
+
+    Raises ConfigError where the environment says so, but not which rank of how many, or not where the others are.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    size = _number("WORLD_SIZE", 1, 2**31 - 1)
+    _number("RANK", 0, size - 1)
+    _number("LOCAL_RANK", 0, size - 1, needed=False)
+    _number("MASTER_PORT", 0, 2**16 - 1)
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError(f"MASTER_ADDR is not set; {_AS_A_RANK}")
+    return True
+
+
+_AS_A_RANK = (
+    "RANK and WORLD_SIZE are, so that this process is one of torchrun's ranks; start it with torchrun, or unset both"
+)
+
+
+def _number(name: str, least: int, most: int, needed: bool = True) -> int:
+    """That the environment has under this name."""
+    value = os.environ.get(name)
+    if value is None:
+        if not needed:
+            return least
+        raise ConfigError(f"{name} is not set; {_AS_A_RANK}")
+    if not value.isascii() or not value.isdecimal() or len(value) > 10 or not least <= int(value) <= most:
+        raise ConfigError(f"{name} is {value!r}; it must be a number from {least} to {most}: {_AS_A_RANK}")
+    return int(value)
 
 
 def most_ranks(wanted: int) -> int:
@@ -125,12 +155,25 @@ def ranks(cpu: bool = False) -> Iterator[World]:
     cuda = torch.cuda.is_available() and not cpu
     device = torch.device("cpu")
     if cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        count = torch.cuda.device_count()
+        device = torch.device("cuda", _number("LOCAL_RANK", 0, count - 1, needed=False))
         torch.cuda.set_device(device)
         _only_deterministic_operators()
     # Ranks outside a small group wait for the others as long as a whole training run takes.
     patience = datetime.timedelta(hours=2)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
+    try:
+        # Those that never come are missed after the time that a Workspace waits, too.
+        store, rank, size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=choose_timeout(None))))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=patience
+        )
+    except (dist.DistError, OSError, RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot meet the others at {where} "
+            f"(MASTER_ADDR, MASTER_PORT): {reason}; start all ranks with torchrun, or unset RANK and WORLD_SIZE"
+        ) from error
     rank = dist.get_rank()
     console = Console(quiet=rank != 0, highlight=False)
     if not console.is_terminal:

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from uniep.errors import ConfigError
-from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.schedule import CHOICES, Schedule
 
 
 class DType(enum.StrEnum):
@@ -79,6 +79,7 @@ def parse_schedule(text: str, option: str, default: Schedule | None = None) -> S
         try:
             changes[name] = plain[name](value)
         except (KeyError, ValueError):
-            kind = "a number" if plain.get(name) is int else f"one of the fields {', '.join(plain)}"
+            fields = (f"{field} ({'|'.join(CHOICES[field])})" if field in CHOICES else field for field in plain)
+            kind = "a number" if plain.get(name) is int else f"one of the fields {', '.join(fields)}"
             raise typer.BadParameter(f"{part!r} is not FIELD=VALUE with {kind}", param_hint=option) from None
     return dataclasses.replace(default or Schedule(), **changes)

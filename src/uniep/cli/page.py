@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ def write_page(spans: Sequence[Span], about: Mapping[str, str], path: Path) -> N
     lines = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in about.items())
     sections = "".join(_section(phase, [s for s in found if s.phase == phase]) for phase in phases_of(spans))
     key = "".join(f'<span><i style="background:{color}"></i>{_MEANING[part]}</span>' for part, color in PARTS.items())
-    data = json.dumps(_data(spans), separators=(",", ":")).replace("</", "<\\/")
-    page = _PAGE.replace("@ABOUT@", lines).replace("@KEY@", key).replace("@SECTIONS@", sections)
-    path.write_text(page.replace("@DATA@", data), encoding="utf-8")
+    # Inside <script> a browser looks for tags, also in strings.
+    data = json.dumps(_data(spans), separators=(",", ":")).replace("<", "\\u003c")
+    parts = {"ABOUT": lines, "KEY": key, "SECTIONS": sections, "DATA": data}
+    page = re.sub("@(ABOUT|KEY|SECTIONS|DATA)@", lambda found: parts[found[1]], _PAGE)
+    path.write_text(page, encoding="utf-8")
 
 
 def _section(phase: str, found: Sequence[Shares]) -> str:

@@ -135,7 +135,7 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
         used = kinds_of(of_phase).values()
         axes.legend(
             [plt.Rectangle((0, 0), 1, 1, color=kind.color) for kind in used],
-            [kind.label for kind in used],
+            [kind.label.replace("$", r"\$") for kind in used],  # no formulas
             loc="upper left",
             bbox_to_anchor=(1.0, 1.0),
             frameon=False,

@@ -34,7 +34,13 @@ def trace(
     top_k: TopK = 4,
     tokens: Tokens = 1024,
     dtype: Dtype = DType.bf16,
-    schedule: Annotated[str, typer.Option(help="Fields of Schedule: tile_order=critical-path,vector_workers=2.")] = "",
+    schedule: Annotated[
+        str,
+        typer.Option(
+            metavar="FIELD=VALUE,...",
+            help="Fields of uniep.Schedule, for example tile_order=critical-path, vector_workers=2.",
+        ),
+    ] = "",
     seed: Seed = 0,
 ) -> None:
     """Record forward and backward of one layer task by task, on CPU processes or on GPUs.
@@ -81,7 +87,8 @@ def trace(
             write_trace(spans, about, out / "trace.json")
             write_page(spans, about, out / "timeline.html")
             world.console.print(_table(spans))
-            world.console.print(f"written: {out / 'trace.json'} (ui.perfetto.dev), {out / 'timeline.html'} (a browser)")
+            files = f"{out / 'trace.json'} (ui.perfetto.dev), {out / 'timeline.html'} (a browser)"
+            world.console.print(f"written: {files}", markup=False)
 
 
 def _record(problem: Problem, schedule: uniep.Schedule, world: World, backend: str) -> list[Span]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uniep.config import MoEConfig, align_rows
-from uniep.errors import ConfigError
+from uniep.errors import ConfigError, UnsupportedError
+from uniep.integrations.moe_layers import routed_experts
+from uniep.nn import Experts
 from uniep.nn.functional import MainGrad, Weights, moe
 from uniep.workspace import Workspace
 
@@ -132,12 +134,31 @@ class LayerStatus:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """All MoE layers that a `status` function was asked for; str() is a table."""
+    """All MoE layers that a `status` function was asked for, also those that uniep does not reach.
+
+    layers: one `LayerStatus` each, in the model's order; iterating and len() are theirs.  str() is a table.
+    """
 
     layers: tuple[LayerStatus, ...]
 
+    def __iter__(self) -> Iterator[LayerStatus]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def require_all(self) -> Status:
+        """Itself, so that a training script fails where it would otherwise run without uniep.
+
+        Raises UnsupportedError, with the name and reason of each layer that uniep does not run.
+        """
+        if self.num_active < len(self):
+            raise UnsupportedError(f"{self}\n  remedy: what each reason says, or do not require these layers")
+        return self
+
     @property
     def num_active(self) -> int:
+        """How many of them uniep runs."""
         return sum(layer.active for layer in self.layers)
 
     def __str__(self) -> str:
@@ -160,9 +181,11 @@ def status_of(
     pattern: str,
     is_layer: Callable[[nn.Module], bool],
     describe: Callable[[Any], tuple[str, str]],
+    others: str,
 ) -> Status:
-    """`describe` (how, why) of the modules that `is_layer`, with names like `pattern`.
+    """`describe` (how, why) of the modules that `is_layer`, and of other MoE layers, with names like `pattern`.
 
+    others: why uniep does not run other modules that hold routed experts.
     models: one, or the parts of one; names of several begin with their number.  Names are as if torch.compile and
         checkpoint_wrapper were not there.
 
@@ -172,8 +195,7 @@ def status_of(
     layers = {
         (f"{number}." if len(parts) > 1 else "") + ".".join(n for n in name.split(".") if n not in WRAPPERS): module
         for number, part in enumerate(parts)
-        for name, module in part.named_modules()
-        if is_layer(module)
+        for name, module in routed_experts(part, lambda m: is_layer(m) or isinstance(m, Experts)).items()
     }
     found = {name: module for name, module in layers.items() if fnmatch.fnmatchcase(name, pattern)}
     if not found:
@@ -183,4 +205,10 @@ def status_of(
             f"pattern {pattern!r} matches none of the {len(layers)} MoE layers of {kinds} "
             f"(first names: {some}); pass a pattern that does"
         )
-    return Status(tuple(LayerStatus(name, *describe(module)) for name, module in found.items()))
+
+    def how_and_why(module: nn.Module) -> tuple[str, str]:
+        if isinstance(module, Experts):
+            return "uniep.nn.Experts", ""
+        return describe(module) if is_layer(module) else (f"its own {type(module).__name__}", others)
+
+    return Status(tuple(LayerStatus(name, *how_and_why(module)) for name, module in found.items()))

@@ -10,8 +10,8 @@
 
 The model keeps its modules and parameters (gate_up_proj (e, 2F, D), gate rows first, and down_proj (e, D, F)), so
 checkpoints, optimizers and FSDP2 see what they saw before; uniep reads the parameters where they lie.  Routing stays
-the model's own.  What uniep would compute differently is refused with UnsupportedError, never approximated: `status`
-says which layers those are.
+the model's own.  What uniep would compute differently is refused with UnsupportedError, never approximated; so is
+experts_implementation="uniep" for models that do not look at it.  `status` says which layers those are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.metadata
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from uniep.config import DTYPES
 from uniep.errors import UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
+from uniep.integrations.moe_layers import routed_experts
 
 __all__ = ["LayerStatus", "Registration", "Status", "register", "status"]
 
@@ -35,6 +38,11 @@ NEEDED = "5.23"
 
 _MARK = "_uniep_ep_size"
 """Attribute of experts modules that exchange tokens through uniep."""
+
+
+_UNREACHED = "its class is not made with transformers' use_experts_implementation"
+
+log = logging.getLogger("uniep")
 
 
 class Registration(Workspaces):
@@ -115,6 +123,7 @@ def register(
     atexit.register(made.free)
     implementations.register(NAME, functools.partial(_ExpertParallel, made))
     functions.register(NAME, _OneDevice(made))
+    _watch_models()
     return made
 
 
@@ -123,9 +132,65 @@ def status(model: nn.Module, pattern: str = "*") -> Status:
 
     pattern: of names of experts modules, as for fnmatch, e.g. "model.layers.3.*".
 
+    The result is iterable, and `status(model).require_all()` raises UnsupportedError unless uniep runs all of them.
+
     Raises ConfigError if no MoE layer of the model matches.
     """
-    return status_of(model, pattern, _is_experts, _layer)
+    return status_of(model, pattern, _is_experts, _layer, _UNREACHED)
+
+
+@functools.cache
+def _watch_models() -> None:
+    """Refuse experts_implementation="uniep" where models are made, and where it is set, that would not look at it.
+
+    transformers takes any registered name for any model, and asks nobody: these are two methods of its base class.
+    """
+    from transformers import PreTrainedModel
+
+    try:
+        made, chosen = PreTrainedModel.post_init, PreTrainedModel.set_experts_implementation
+    except AttributeError as missing:
+        log.warning("%s: models that ignore 'uniep' are not refused; check hf.status(model).require_all()", missing)
+        return
+
+    @functools.wraps(made)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = made(self, *args, **kwargs)
+        _refuse_unreached(self, lambda config: getattr(config, "_experts_implementation", None) == NAME)
+        return result
+
+    @functools.wraps(chosen)
+    def set_experts_implementation(self: Any, experts_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        parts = {id(getattr(self.config, key, None)): key for key in self.config.sub_configs}
+
+        def asked(config: Any) -> bool:
+            if not isinstance(experts_implementation, dict):
+                return experts_implementation == NAME
+            return experts_implementation.get(parts.get(id(config), "")) == NAME
+
+        _refuse_unreached(self, asked)
+        return chosen(self, experts_implementation, *args, **kwargs)
+
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+    PreTrainedModel.set_experts_implementation = set_experts_implementation  # type: ignore[method-assign]
+
+
+def _refuse_unreached(model: Any, asked: Callable[[Any], bool]) -> None:
+    """Raise UnsupportedError where a model is asked for uniep, by its config, and has MoE layers that ignore it."""
+    configs = {name: m.config for name, m in model.named_modules() if hasattr(m, "set_experts_implementation")}
+    if not any(map(asked, configs.values())):
+        return
+    unreached = {}
+    for name, module in routed_experts(model, _is_experts).items():
+        inside = [config for around, config in configs.items() if not around or name.startswith(f"{around}.")]
+        if not _is_experts(module) and asked(inside[-1]):
+            unreached[name] = type(module).__name__
+    if unreached:
+        (name, kind), *_ = unreached.items()
+        raise UnsupportedError(
+            f"experts_implementation is {NAME!r}, but {type(model).__name__} would ignore it in {len(unreached)} MoE "
+            f"layers, such as {name}: {kind}, {_UNREACHED}; use 'eager' for them, by a dict where a model has parts"
+        )
 
 
 def _layer(experts: Any) -> tuple[str, str]:
@@ -150,8 +215,8 @@ def _layer(experts: Any) -> tuple[str, str]:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Experts that transformers lets others run, and those it does not (by their names)."""
-    return hasattr(module, "is_concatenated") or type(module).__name__.endswith("Experts")
+    """Experts that transformers lets others run."""
+    return hasattr(module, "is_concatenated")
 
 
 def _refuse(experts: Any) -> None:
@@ -169,8 +234,8 @@ def _name(experts: Any) -> str:
 
 def _refused(experts: Any) -> str:
     """Why uniep would not compute what these experts compute; empty if it would."""
-    if not hasattr(experts, "is_concatenated"):
-        return "its class is not made with transformers' use_experts_implementation"
+    if not _is_experts(experts):
+        return _UNREACHED
     wanted = {
         "has_bias": (False, "experts have biases"),
         "has_gate": (True, "experts have no gate"),

@@ -200,7 +200,8 @@ def status(model: nn.Module | Sequence[nn.Module], pattern: str = "*") -> Status
 
     Raises ConfigError if no MoE layer of the model matches.
     """
-    return status_of(model, pattern, lambda module: isinstance(module, BaseMoELayer), _layer)
+    others = "it is no BaseMoELayer of Megatron, so that use_uniep leaves it alone"
+    return status_of(model, pattern, lambda module: isinstance(module, BaseMoELayer), _layer, others)
 
 
 def free(model: nn.Module | Sequence[nn.Module]) -> None:

@@ -159,7 +159,8 @@ def status(model: nn.Module | Sequence[nn.Module], pattern: str = "*") -> Status
 
     Raises ConfigError if no MoE layer of the model matches.
     """
-    return status_of(model, pattern, lambda module: isinstance(module, RoutedExperts), _layer)
+    others = "it is not inside a RoutedExperts of torchtitan, which the override replaces"
+    return status_of(model, pattern, lambda module: isinstance(module, RoutedExperts), _layer, others)
 
 
 def free(model: nn.Module | Sequence[nn.Module]) -> None:

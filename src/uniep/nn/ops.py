@@ -18,6 +18,7 @@ from torch import Tensor
 
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.errors import ConfigError, UnsupportedError
+from uniep.nn import flops
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key, told_to_all
 
@@ -260,17 +261,20 @@ def call(
 
 
 def _operators_are_seen(tensors: Sequence[Tensor]) -> bool:
-    """By a compiler, a mode such as fake tensors or selective checkpointing, or a subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
-    )
+    """By a compiler, a mode such as fake tensors, selective checkpointing or a counter of FLOPs, or a subclass."""
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0:
+        flops.register()
+        return True
+    return any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
 
 
 moe_forward.register_autograd(_backward, setup_context=_setup_context)
 for _op in (moe_forward, moe_backward, in_turn):
     _op.register_effect(torch.library.EffectType.ORDERED)
+
+flops.register()
 
 SAVE_OPS = (torch.ops.uniep.moe_fwd.default,)
 """Pass to selective activation checkpointing as MUST_SAVE, so that the layer is not run again."""

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+from uniep.config import COLUMN_GROUP, MAX_INDEX, ROW_ALIGN, MoEConfig, refused_number
 from uniep.errors import ConfigError
 
 
@@ -174,23 +174,55 @@ def down_gradient_tile(schedule: Schedule) -> Tile:
     return schedule.gemm2 if schedule.overlap == "mega" else schedule.gemm1
 
 
+FROM_TOKENS = ("pipelined_from", "beside_from", "mega_to")
+"""Fields that are numbers of tokens from or up to which something is done, 0 for always or never."""
+
+
 def num_chunks(cfg: MoEConfig, schedule: Schedule) -> int:
     """Chunks of one rank's tokens, and at most of one send list."""
     return -(-cfg.max_tokens_per_rank // schedule.chunk_tokens)
 
 
+MAX_WORKERS = 1024
+"""Threads of one class, per rank."""
+
+
+def _ill_typed(schedule: Schedule) -> list[str]:
+    """Fields that are not of their kind, or out of all bounds, those of tiles included."""
+    if not isinstance(schedule, Schedule):
+        return [f"it is {schedule!r}, a {type(schedule).__name__}; pass a uniep.Schedule"]
+    reasons = []
+    for name, choices in CHOICES.items():
+        value = getattr(schedule, name)
+        if not isinstance(value, str) or value not in choices:
+            listed = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+            reasons.append(f"{name} is {value!r}; use {listed}")
+    for field in dataclasses.fields(schedule):
+        name, value = field.name, getattr(schedule, field.name)
+        unit = " tokens" if name in FROM_TOKENS else ""
+        if isinstance(field.default, Tile):
+            if not isinstance(value, Tile):
+                reasons.append(f"{name} is {value!r}, a {type(value).__name__}; pass a uniep.Tile")
+                continue
+            for part in dataclasses.fields(value):
+                if reason := refused_number(getattr(value, part.name), 1):
+                    reasons.append(f"{name}.{part.name} is {reason}")
+        elif isinstance(field.default, int):
+            most = MAX_WORKERS if name.endswith("_workers") else MAX_INDEX
+            if reason := refused_number(value, 0 if unit or field.default == 0 else 1, most):
+                reasons.append(f"{name} is {reason.replace(';', f'{unit};', 1)}")
+    return reasons
+
+
 def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
     """Reasons why `schedule` cannot run `cfg`; an empty list means that it can."""
-    reasons = []
+    if reasons := _ill_typed(schedule):
+        return reasons
 
     def need(ok: bool, text: str) -> None:
         if not ok:
             reasons.append(text)
 
-    for name, choices in CHOICES.items():
-        value = getattr(schedule, name)
-        listed = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-        need(value in choices, f"{name} is {value!r}; use {listed}")
     need(
         schedule.group_sum != "beside" or schedule.overlap == "fused",
         f"group_sum='beside' needs overlap='fused', not {schedule.overlap!r}",
@@ -215,18 +247,12 @@ def is_valid(schedule: Schedule, cfg: MoEConfig) -> list[str]:
             tile.depth >= 16 and ROW_ALIGN % tile.depth == 0,
             f"{name}.depth is {tile.depth}; it must be 16, 32, 64 or 128 (segments are walked in such steps)",
         )
+        need(tile.warps in (4, 8, 16), f"{name}.warps is {tile.warps}; it must be 4, 8 or 16")
         need(1 <= tile.group_rows <= 64, f"{name}.group_rows is {tile.group_rows}; it must be 1 to 64")
         need(
             tile.columns >= COLUMN_GROUP and tile.columns % COLUMN_GROUP == 0,
             f"{name}.columns is {tile.columns}; it must be a multiple of {COLUMN_GROUP}",
         )
-    counts = ("chunk_tokens", "chunk_experts", "push_programs", "down_sms")
-    for name in (*counts, "matrix_workers", "vector_workers"):
-        value = getattr(schedule, name)
-        need(value >= 1, f"{name} is {value}; it must be at least 1")
-    for name in ("pipelined_from", "beside_from", "mega_to"):
-        value = getattr(schedule, name)
-        need(value >= 0, f"{name} is {value} tokens; it must be at least 0")
     return reasons
 
 

@@ -1,0 +1,59 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators behind `uniep.moe`.
+
+GEMMs only, as PyTorch counts its own operators, and those of this rank's tokens, wherever their experts are: over all
+ranks this is what all of them compute, without the padding of segments.  A rank whose experts are chosen more often
+than others' computes more than is counted here, and the others less.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Give the formulas to PyTorch's counter, if it is loaded, and to the counters that are at work.
+
+    Loading it loads Triton, so that is left to those who count.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    operators = torch.ops.uniep
+    formulas = {
+        operators.moe_fwd: _forward,
+        operators.moe_bwd: _backward,
+        operators.moe_bwd_main_grad: _backward,
+    }
+    module.flop_registry.update(formulas)
+    for mode in _get_current_dispatch_mode_stack():  # a counter has a copy of what was registered when it was made
+        if isinstance(counter := getattr(mode, "counter", None), module.FlopCounterMode):
+            counter.flop_registry.update(formulas)
+
+
+def _gemms(count: int, ids_TK: Tensor, w2: Sequence[Tensor]) -> int:
+    """FLOPs of `count` GEMMs between D and F for every slot in use; ids that cannot be read (fake tensors) are."""
+    used = ids_TK.numel() if is_fake(ids_TK) or ids_TK.is_meta else int((ids_TK >= 0).sum())
+    hidden, ffn = w2[0].shape[-2:]
+    return count * 2 * used * hidden * ffn
+
+
+def _forward(x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Sequence[Tensor], *args: Any, **_: Any) -> int:
+    return _gemms(3, ids, w2)  # gate, up, down
+
+
+def _backward(
+    dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Sequence[Tensor], saved: Any, layout: str,
+    workspace: str, needs: Sequence[bool], *args: Any, **_: Any,
+) -> int:  # fmt: skip
+    need_x, need_weights, need_w13, need_w2 = needs
+    through_w2 = need_x or need_weights or need_w13
+    return _gemms(through_w2 + 2 * need_x + 2 * need_w13 + need_w2, ids, w2)
