@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import os
+import threading
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -68,6 +69,9 @@ class Workspace:
         self.key = f"uniep-workspace-{next(_numbers)}"
         self.cause = ""  # why it is closed
         self._backend: Backend | None = None
+        self.forwards = 0  # that have run: the same on every rank
+        self.unnamed = False  # whether one was of a layer that is not known
+        self.entering = threading.RLock()  # held from when a forward is numbered until it is done
         self.timeout_s = DEFAULT_TIMEOUT_S
 
         fields, error = dataclasses.asdict(cfg), None

@@ -223,7 +223,9 @@ class TrainState(Stateful):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ep_mesh: DeviceMesh) -> None:
         self.model, self.optimizer, self.ep_mesh = model, optimizer, ep_mesh
         self.plain: dict[str, int] = {}  # names of expert parameters that are no DTensors, with their first dimension
+        self.owners: dict[str, Experts] = {}  # names of what a state says of whose experts it holds; not checkpointed
         for fqn, module in _experts(model):
+            self.owners[f"{fqn}._extra_state".lstrip(".")] = module
             _check_group(module, fqn, ep_mesh)
             for name, parameter in module.named_parameters():
                 if not isinstance(parameter, DTensor):
@@ -231,17 +233,22 @@ class TrainState(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         if self.optimizer is None:
-            return {"model": self._map(get_model_state_dict(self.model), self._spread)}
+            return {"model": self._map(self._without_owners(get_model_state_dict(self.model)), self._spread)}
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": self._map(model, self._spread), "optimizer": self._map_states(optimizer, self._spread)}
+        model = self._map(self._without_owners(model), self._spread)
+        return {"model": model, "optimizer": self._map_states(optimizer, self._spread)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         model = self._map(state_dict["model"], self._local)
+        model |= {name: module.get_extra_state() for name, module in self.owners.items()}
         if self.optimizer is None:
             set_model_state_dict(self.model, model)
             return
         optimizer = self._map_states(state_dict["optimizer"], self._local)
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def _without_owners(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in tensors.items() if name not in self.owners}
 
     def _map_states(self, optimizer: Any, change: Change) -> dict[str, Any]:
         states = {fqn: self._map(state, change, fqn) for fqn, state in optimizer["state"].items()}

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from uniep.errors import ConfigError, DTypeError, UniEPError, UnsupportedError
 from uniep.nn.ops import call, check_tokens
+from uniep.nn.record import LayerRecord
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace
@@ -18,6 +19,7 @@ from uniep.workspace import Workspace
 Weights = Tensor | Sequence[Tensor]
 MainGrad = Literal["accumulate", "overwrite"]
 
+MATERIALISE = "call to_empty(device=...) and reset_parameters() of every module, or load a state, before the first call"
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -30,6 +32,7 @@ def moe(
     *,
     workspace: Workspace,
     main_grad: MainGrad | None = None,
+    layer: LayerRecord | None = None,
 ) -> Tensor:
     """Send tokens to their experts, run the experts, bring back the weighted sum.  Differentiable.
 
@@ -48,6 +51,9 @@ def moe(
         must not write into them.  Every backward through the call does so, also `torch.autograd.grad` for x alone.
         A main_grad that several parameters share, such as one given twice, can only be added to.  On GPUs the
         first such backward compiles kernels that `prepare` did not.
+    layer: which layer this is, made once and passed in every call of it.  Ranks that are in different layers, in a
+        forward, a recomputed one or a backward, or whose experts a tool has made equal, are then told so instead of
+        computing something else.  None: it is known by its w13 where that is an nn.Parameter.
     Returns y (T, D), fresh memory.  Under torch.autocast the floating inputs are cast to cfg.dtype.
 
     Gradients: x, weights (fp32) and the expert parameters, in their own layout and dtype; experts and
@@ -92,6 +98,7 @@ def moe(
         parameters,
         main_grads,
         main_grad == "accumulate",
+        layer.key if layer is not None else None,
     )
 
 
@@ -193,7 +200,8 @@ def _check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) 
     for name, tensors in named.items():
         for t in tensors:
             if t.device.type != workspace.device.type:
-                raise ConfigError(f"{name} is on {t.device} but the Workspace is on {workspace.device}; move {name}")
+                remedy = MATERIALISE if t.is_meta else f"move {name}"
+                raise ConfigError(f"{name} is on {t.device} but the Workspace is on {workspace.device}; {remedy}")
 
 
 def _refuse_forward_mode(named: Mapping[str, Sequence[Tensor]]) -> None:
