@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from uniep.errors import ConfigError, DTypeError, UniEPError, UnsupportedError
@@ -19,6 +20,7 @@ from uniep.workspace import Workspace
 Weights = Tensor | Sequence[Tensor]
 MainGrad = Literal["accumulate", "overwrite"]
 
+TENSOR = "it must be a torch.Tensor (torch.fx cannot trace the layer: make it a leaf, or use torch.export)"
 MATERIALISE = "call to_empty(device=...) and reset_parameters() of every module, or load a state, before the first call"
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -98,7 +100,8 @@ def moe(
         parameters,
         main_grads,
         main_grad == "accumulate",
-        layer.key if layer is not None else None,
+        # Fake tensors take no real one beside them.
+        layer.key if layer is not None and not isinstance(x_TD, FakeTensor) else None,
     )
 
 
@@ -168,7 +171,7 @@ def _check_dense(**named: Any) -> None:
         tensors = value if name in ("w13", "w2") and isinstance(value, Sequence | torch.nn.ParameterList) else [value]
         for t in tensors:
             if not isinstance(t, Tensor):
-                raise ConfigError(f"{name} is or holds {type(t).__name__}; it must be a torch.Tensor")
+                raise ConfigError(f"{name} is or holds {type(t).__name__}; {TENSOR}")
             if t.layout != torch.strided:
                 raise UnsupportedError(f"{name} has layout {t.layout}; pass a dense tensor, e.g. {name}.to_dense()")
 
@@ -200,7 +203,7 @@ def _check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) 
     for name, tensors in named.items():
         for t in tensors:
             if t.device.type != workspace.device.type:
-                remedy = MATERIALISE if t.is_meta else f"move {name}"
+                remedy = MATERIALISE if t.is_meta and name in ("w13", "w2") else f"move {name}"
                 raise ConfigError(f"{name} is on {t.device} but the Workspace is on {workspace.device}; {remedy}")
 
 

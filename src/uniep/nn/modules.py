@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.nn.functional import MATERIALISE, MainGrad, moe
+from uniep.nn.functional import MATERIALISE, TENSOR, MainGrad, moe
 from uniep.nn.record import LayerRecord
 from uniep.nn.wrappers import is_full_state_taken, whole_tensor
 from uniep.weights import ExpertWeights
@@ -93,9 +93,9 @@ class Experts(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """[rank, EP size] of the experts in this state, or [0, 1] of all: small numbers, which any dtype holds."""
-        if self._holds_all() or is_full_state_taken():
-            return torch.tensor([0.0, 1.0], device="cpu")
-        return torch.tensor([float(self.workspace.rank), float(self.workspace.ep_size)], device="cpu")
+        everything = self._holds_all() or is_full_state_taken()
+        numbers = (0, 1) if everything else (self.workspace.rank, self.workspace.ep_size)
+        return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
         """Nothing: `_load_from_state_dict` has looked at it."""
@@ -234,7 +234,7 @@ class MoE(nn.Module):
 
     def _refused(self, x: Tensor) -> ConfigError | None:
         if not isinstance(x, Tensor):
-            return ConfigError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+            return ConfigError(f"x is a {type(x).__name__}; {TENSOR}")
         if x.shape[-1:] != (self.cfg.hidden,):
             return ConfigError(f"x has shape {tuple(x.shape)}; it must be (..., hidden={self.cfg.hidden})")
         if self.router.is_meta:
