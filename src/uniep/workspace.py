@@ -76,6 +76,9 @@ class Workspace:
         self.cause = ""  # why it is closed
         self._entered = threading.local()
         self._backend: Backend | None = None
+        self.forwards = 0  # that have run: the same on every rank
+        self.unnamed = False  # whether one was of a layer that is not known
+        self.entering = threading.RLock()  # held from when a forward is numbered until it is done
         self.timeout_s = DEFAULT_TIMEOUT_S
 
         fields, error, chosen = self._judge(cfg, device, backend, schedule, timeout_s)

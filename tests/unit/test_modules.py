@@ -1,12 +1,17 @@
 """nn.Experts, nn.MoE and the operators in one process without a process group."""
 
 import contextlib
+import copy
+import io
+import pickle
 
 import case
 import pytest
 import torch
 from case import config, random_batch
 from torch._dynamo import compiled_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrize, prune  # noqa: F401
 
 import uniep
 from uniep.nn.ops import moe_forward
@@ -92,8 +97,8 @@ def test_inputs_are_left_alone(workspace):
     batch = random_batch(workspace.cfg, (5, 5, 5, 5))
     copies = [t.clone() for t in (batch.x, batch.ids, batch.weights, batch.dy, batch.w13, batch.w2)]
     case.forward_backward(workspace, batch)
-    for copy, now in zip(copies, (batch.x, batch.ids, batch.weights, batch.dy, batch.w13, batch.w2), strict=True):
-        assert torch.equal(copy, now)
+    for before, now in zip(copies, (batch.x, batch.ids, batch.weights, batch.dy, batch.w13, batch.w2), strict=True):
+        assert torch.equal(before, now)
 
 
 def test_results_are_fresh_memory(workspace):
@@ -243,3 +248,156 @@ def test_moe_refuses_another_width(workspace):
     layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
     with pytest.raises(uniep.ConfigError, match=r"x has shape \(3, 5\); it must be \(\.\.\., hidden="):
         layer(torch.zeros(3, 5))
+
+
+def two_layers(workspace, seed=None):
+    torch.manual_seed(7)
+    layers = (uniep.nn.MoE(workspace.cfg, workspace=workspace, seed=seed) for _ in range(2))
+    return torch.nn.ModuleList([torch.nn.Linear(4, 4), *layers])
+
+
+def reset(module):
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def without_memory(workspace, seed, fill):
+    """Two layers built on the meta device, which have got their memory since."""
+    with torch.device("meta"):
+        model = two_layers(workspace, seed)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(fill)
+    return model
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("order", ["parents first", "children first"])
+def test_95_reset_of_every_module_is_as_built(workspace, seed, order):
+    """95: of layers without memory, in either order: as built, router included; once more: as drawn next."""
+    want = two_layers(workspace, seed)
+    after = torch.rand(1)
+    model = without_memory(workspace, seed, float("nan"))
+    torch.manual_seed(7)
+    for again in range(2):
+        if order == "children first":
+            model.apply(reset)
+        else:
+            for module in model.modules():
+                reset(module)
+        if again == 0:
+            for (name, got), (_, p) in zip(model.named_parameters(), want.named_parameters(), strict=True):
+                case.equal_bits(got, p, name)
+            assert torch.equal(torch.rand(1), after)
+    same = [torch.equal(p, q) for p, q in zip(model[1].parameters(), want[1].parameters(), strict=True)]
+    assert all(same) if seed is not None else not any(same)
+
+
+def test_95_a_call_without_memory(workspace):
+    with torch.device("meta"):
+        layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
+    ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    for call in (lambda: layer(torch.zeros(3, 64)), lambda: layer.experts(torch.zeros(3, 64), ids, weights)):
+        with pytest.raises(uniep.ConfigError, match=r"is on meta but the Workspace is on cpu; call to_empty"):
+            call()
+
+
+def test_layers_differ_and_follow_torchs_seed(workspace):
+    """A2: layers differ; torch.manual_seed decides; one draw for each layer; a seed gives what it always gave."""
+    first, second = two_layers(workspace), two_layers(workspace)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(first[1].parameters(), first[2].parameters(), strict=True):
+        assert not torch.equal(a, b)
+    torch.manual_seed(0)
+    torch.randint(-(2**63), 2**63 - 1, ())
+    want = torch.rand(1)
+    torch.manual_seed(0)
+    uniep.nn.Experts(workspace.cfg, workspace=workspace)
+    assert torch.equal(torch.rand(1), want)
+    seeded = uniep.nn.Experts(workspace.cfg, workspace=workspace, seed=5)
+    generator = torch.Generator().manual_seed(5 * 1_000_003 + 2)
+    assert torch.equal(seeded.w13[2], torch.randn(128, 64, generator=generator) * 64**-0.5)
+
+
+def test_compiled_blocks_share_one_graph(workspace):
+    """Layers are told apart by a tensor that nobody guards."""
+    torch._dynamo.reset()
+    graphs, x = [], torch.randn(5, 64)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    blocks = list(two_layers(workspace))[1:]
+    want = [block(x) for block in blocks]
+    for block in blocks:
+        block.compile(backend=backend, fullgraph=True)
+    for block, y in zip(blocks, want, strict=True):
+        assert torch.equal(block(x), y)
+    assert len(graphs) == 1
+    assert [block.experts.record.number(workspace) for block in blocks] == [1, 2]
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def parametrized(m, x):
+    with torch.no_grad():
+        m.experts.w13 /= 2
+    parametrize.register_parametrization(m.experts, "w13", Doubled())
+    m.load_state_dict(m.state_dict())
+    return copy.deepcopy(m)(x)
+
+
+def replaced(m, function):
+    function(m)
+    return m
+
+
+TOOLS = {
+    "export": lambda m, x: torch.export.export(m, (x,), strict=False).module()(x),
+    "make_fx": lambda m, x: make_fx(m)(x)(x),
+    "functional_call": lambda m, x: torch.func.functional_call(m, m.state_dict(), (x,)),
+    "aot_eager": lambda m, x: torch.compile(m, backend="aot_eager", fullgraph=True)(x),
+    "deepcopy": lambda m, x: copy.deepcopy(m)(x),
+    "averaged": lambda m, x: torch.optim.swa_utils.AveragedModel(m)(x),
+    "DataParallel": lambda m, x: torch.nn.DataParallel(m)(x),
+    "parametrize": parametrized,
+    "weight_norm": lambda m, x: replaced(m, lambda m: torch.nn.utils.parametrizations.weight_norm(m.experts, "w13"))(x),
+    "old weight_norm": lambda m, x: replaced(m, lambda m: torch.nn.utils.weight_norm(m.experts, "w2"))(x),
+    "pruning": lambda m, x: replaced(m, lambda m: torch.nn.utils.prune.identity(m.experts, "w13"))(x),
+    "quantize_dynamic": lambda m, x: torch.ao.quantization.quantize_dynamic(m, {torch.nn.Linear})(x),
+    "share_memory": lambda m, x: m.share_memory()(x),
+    "jit.trace": (lambda m, x: torch.jit.trace(m, x), "jit.trace"),
+    "jit.script": (lambda m, x: torch.jit.script(torch.nn.Sequential(m)), "jit.script"),
+    "symbolic_trace": (lambda m, x: torch.fx.symbolic_trace(m), "make it a leaf"),
+    "vmap": (lambda m, x: torch.vmap(lambda v: m(v[None]))(x), "torch.func"),
+    "func.grad": (lambda m, x: torch.func.grad(lambda v: m(v).sum())(x), "torch.func"),
+    "func.jvp": (lambda m, x: torch.func.jvp(m, (x,), (x,)), "jvp"),
+    "hessian": (lambda m, x: torch.autograd.functional.hessian(lambda v: m(v).sum(), x), "create_graph"),
+    "pickle": (lambda m, x: pickle.dumps(m), "cannot be pickled"),
+    "torch.save": (lambda m, x: torch.save(m, io.BytesIO()), "cannot be pickled"),
+    "half": (lambda m, x: m.half()(x), "w13 has dtype torch.float16"),
+    "to meta": (lambda m, x: m.to("meta")(x), "is on meta"),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.filterwarnings("ignore")
+def test_what_traces_records_or_transforms_the_layer(workspace, tool):
+    """The right numbers, or an error of uniep's own."""
+    torch._dynamo.reset()
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
+    x = torch.randn(5, 64)
+    want = layer(x).detach()
+    if callable(TOOLS[tool]):
+        torch.testing.assert_close(TOOLS[tool](layer, x), want)
+        return
+    function, text = TOOLS[tool]
+    with pytest.raises(uniep.UniEPError, match=text):
+        function(layer, x)

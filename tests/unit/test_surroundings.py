@@ -62,12 +62,15 @@ def test_settings_of_the_process(backend, setting):
         equal_bits(y, want.y, setting)
 
 
-@pytest.mark.parametrize("setting", ["default dtype fp64", "default dtype bf16", "default device"])
-def test_settings_of_the_process_when_a_layer_is_made(setting):
-    """Parameters come from the seed alone."""
-    want = uniep.nn.MoE(CFG, device="cpu").state_dict()
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("setting", ["default dtype fp64", "default dtype bf16"])
+def test_settings_of_the_process_when_a_layer_is_made(setting, seed):
+    """Parameters come from the seed alone, or from torch's."""
+    torch.manual_seed(5)
+    want = uniep.nn.MoE(CFG, device="cpu", seed=seed).state_dict()
+    torch.manual_seed(5)
     with SETTINGS[setting]():
-        got = uniep.nn.MoE(CFG, device="cpu").state_dict()
+        got = uniep.nn.MoE(CFG, device="cpu", seed=seed).state_dict()
     for name in want:
         equal_bits(got[name], want[name], name)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
+from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.cpu_peers import Peers
 from uniep.backends.cpu_run import Program, Run
 from uniep.backends.cpu_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
@@ -33,10 +33,12 @@ from uniep.backends.protocol import (
     agree,
     bad_id_error,
     check_capacity,
+    check_layers,
     encoded,
     error_index,
     needs_bits,
     same_forward,
+    tag_words,
     wanted_anywhere,
 )
 from uniep.config import MoEConfig
@@ -162,7 +164,7 @@ class CpuBackend:
     @_collective
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         operation = "forward" if save else "forward without gradients"
-        call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD)
+        call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD, layer=inputs.layer)
         keep, routing = save and self.schedule.received == "saved", call.routing
         with self._or_give_up():
             program = routing.program(self.forward_operators.without([] if keep else ["keep"]), self.rank)
@@ -183,7 +185,9 @@ class CpuBackend:
         fingerprint = int(fingerprint_1)
         if self.schedule.received == "again":
             received_MD = self._dispatch_again(inputs, fingerprint)
-        call = self._enter("backward", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, needs)
+        call = self._enter(
+            "backward", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, needs, layer=inputs.layer
+        )
         routing = call.routing
         anywhere = wanted_anywhere(call.headers)
         # All ranks compile what any of them needs: queues that were decided together cannot block each other.
@@ -207,7 +211,7 @@ class CpuBackend:
 
     def _dispatch_again(self, inputs: Inputs, fingerprint: int) -> Tensor:
         """The received tokens of a forward once more, compact."""
-        call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint)
+        call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, layer=inputs.layer)
         with self._or_give_up():
             program = call.routing.program(dispatch_operators(), self.rank)
             bodies = Dispatch(self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, keep=True)
@@ -287,11 +291,12 @@ class CpuBackend:
         fingerprint: int = 0,
         needs: Needs | None = None,
         error: UniEPError | None = None,
+        layer: LayerTag = UNKNOWN_LAYER,
     ) -> _Call:
         """Exchange ids, weights and headers; return when every rank has entered.
 
         Raises on every rank, before any row moves and with the Workspace still usable: the error of the first
-        rank that refuses; UniEPError if ranks are in different operations; CapacityError.
+        rank that refuses; UniEPError if ranks are in different operations or layers; CapacityError.
         """
         if error is None and (error := bad_id_error(ids_TK, self.rank, self.cfg.num_experts)) is not None:
             ids_TK, weights_TK = self._nothing()
@@ -308,6 +313,7 @@ class CpuBackend:
             fingerprint,
             self._forwards + operation.startswith("forward"),
             needs_bits(needs),
+            *tag_words(layer),
         )
         self.peers.enter(
             number, dataclasses.astuple(mine), text, {"exchange_ids": ids_TK, "exchange_weights": weights_TK}
@@ -335,6 +341,7 @@ class CpuBackend:
         peers, length = self.peers, len(dataclasses.fields(Header))
         headers = [Header(*peers.header(number, peer, length)) for peer in range(self.ep_size)]
         agree(number, headers, lambda peer: peers.text(number, peer, headers[peer].text_bytes))
+        check_layers(number, headers)
         self._forwards = headers[self.rank].forwards
         ids, weights = (
             [

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import SymInt, Tensor
 
-from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs
+from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.cpu_tiles import Rows
 from uniep.backends.local_experts import KernelExperts, Routed, Tokens, local_experts
 from uniep.backends.pinned import PinnedThreads
@@ -42,11 +42,13 @@ from uniep.backends.protocol import (
     agree,
     bad_id_error,
     check_capacity,
+    check_layers,
     decoded,
     encoded,
     error_index,
     needs_bits,
     same_forward,
+    tag_words,
     wanted_anywhere,
 )
 from uniep.config import MoEConfig
@@ -131,7 +133,7 @@ class CollectiveBackend:
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         cfg, operation = self.cfg, "forward" if save else "forward without gradients"
         with self._settings():
-            routing, fingerprint = self._route(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD)
+            routing, fingerprint = self._route(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD, inputs.layer)
             with self._or_give_up():
                 received_MD = self._dispatch(inputs.x_TD, routing, "dispatch")
                 tokens = Tokens(inputs.x_TD, received_MD)
@@ -153,7 +155,9 @@ class CollectiveBackend:
         ids_TK, fingerprint = inputs.ids_TK, int(name)
         with self._settings():
             digest = _digest(ids_TK.long(), inputs.weights_TK, inputs.x_TD)  # what was saved, as it comes back
-            headers = self._enter("backward", len(ids_TK), digest, fingerprint=fingerprint, needs=needs)
+            headers = self._enter(
+                "backward", len(ids_TK), digest, fingerprint=fingerprint, needs=needs, layer=inputs.layer
+            )
             same_forward(self._call, headers, _fingerprint(headers))
             anywhere = wanted_anywhere(headers)
             wanted = dataclasses.replace(needs, x=anywhere.x, weights=anywhere.weights)
@@ -242,15 +246,16 @@ class CollectiveBackend:
         fingerprint: int = 0,
         needs: Needs | None = None,
         error: UniEPError | None = None,
+        layer: LayerTag = UNKNOWN_LAYER,
     ) -> list[Header]:
         """Exchange headers.  Raises on every rank, before any row moves and with the Workspace still usable:
-        the error of the first rank that refuses; UniEPError if ranks are in different calls."""
+        the error of the first rank that refuses; UniEPError if ranks are in different calls or layers."""
         self._call += 1
         text = encoded(str(error) if error is not None else "")
         forwards = self._forwards + operation.startswith("forward")
         header = Header(
             self._call, OPERATIONS.index(operation), num_tokens, error_index(error), len(text), 0, fingerprint,
-            forwards, needs_bits(needs),
+            forwards, needs_bits(needs), *tag_words(layer),
         )  # fmt: skip
         names = ["space", *(f.name for f in dataclasses.fields(Header))]
         mine = torch.tensor([self._space, *dataclasses.astuple(header)])
@@ -271,16 +276,22 @@ class CollectiveBackend:
             with self._or_give_up():
                 texts = self._all_gather(raw, "refusal", operation)
         agree(self._call, headers, lambda r: decoded(texts[r, : headers[r].text_bytes]))
+        check_layers(self._call, headers)
         self._forwards = forwards
         return headers
 
     def _route(
-        self, operation: str, ids_TK: Tensor, weights_TK: Tensor, x_TD: Tensor | None = None
+        self,
+        operation: str,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        x_TD: Tensor | None = None,
+        layer: LayerTag = UNKNOWN_LAYER,
     ) -> tuple[_Routing, int]:
         """Enter a call and plan it; the fingerprint names the inputs of all ranks."""
         error = bad_id_error(ids_TK, self.rank, self.cfg.num_experts)
         digest = _digest(*(t for t in (ids_TK.long(), weights_TK, x_TD) if t is not None))
-        headers = self._enter(operation, 0 if error else len(ids_TK), digest, error=error)
+        headers = self._enter(operation, 0 if error else len(ids_TK), digest, error=error, layer=layer)
         cfg, most = self.cfg, max(h.tokens for h in headers) * self.cfg.top_k
         packed = torch.zeros(2, most, dtype=torch.int32)
         packed[0, : ids_TK.numel()] = ids_TK.reshape(-1)

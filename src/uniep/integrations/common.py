@@ -16,6 +16,7 @@ from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.moe_layers import routed_experts
 from uniep.nn import Experts
 from uniep.nn.functional import MainGrad, Weights, moe
+from uniep.nn.record import LayerRecord
 from uniep.workspace import Workspace
 
 __all__ = ["LayerStatus", "Status", "Workspaces", "free_of", "status_of"]
@@ -65,12 +66,14 @@ class Workspaces:
         weight_at: Literal["output", "activation"] = "output",
         main_grad: MainGrad | None = None,
         agreed: str = "",
+        layer: LayerRecord | None = None,
     ) -> Tensor:
         """`uniep.moe` in the parameters' dtype, or autocast's; y in x's.  Collective over `group`, None for one rank.
 
         num_local: e, the number of experts in w13 and w2.
         agreed: what all ranks of the group must have in common; calls of each kind have a Workspace of their own, so
             that ranks that differ in it wait for each other until the timeout, rather than computing something.
+        layer: as for `uniep.moe`.
         """
         device = x_TD.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -87,7 +90,8 @@ class Workspaces:
         )
         workspace = self._workspace(shape, group, x_TD, agreed)
         x = x_TD.to(shape.dtype)
-        return moe(x, ids_TK, weights_TK, w13, w2, workspace=workspace, main_grad=main_grad).to(x_TD.dtype)
+        y = moe(x, ids_TK, weights_TK, w13, w2, workspace=workspace, main_grad=main_grad, layer=layer)
+        return y.to(x_TD.dtype)
 
     def _workspace(self, shape: MoEConfig, group: Any, x_TD: Tensor, agreed: str) -> Workspace:
         """The newest of its kind.  Without a given max_tokens_per_rank it is one that takes every rank's tokens.

@@ -29,6 +29,7 @@ from uniep.config import DTYPES
 from uniep.errors import UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
 from uniep.integrations.moe_layers import routed_experts
+from uniep.nn.record import LayerRecord
 
 __all__ = ["LayerStatus", "Registration", "Status", "register", "status"]
 
@@ -52,12 +53,20 @@ class Registration(Workspaces):
     max_tokens_per_rank: None, or T for all Workspaces.
     """
 
-    def run(self, experts: Any, group: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def run(
+        self,
+        experts: Any,
+        group: Any,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        layer: LayerRecord | None = None,
+    ) -> Tensor:
         """`uniep.moe` on the parameters of `experts`.  Collective over `group`."""
         w13, w2 = experts.gate_up_proj, experts.down_proj
         if reason := _refused_tensors(w13, w2):
             raise UnsupportedError(f"uniep cannot run {_name(experts)}: {reason}")
-        return self.moe(group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w13.shape[0])
+        return self.moe(group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w13.shape[0], layer=layer)
 
 
 class _OneDevice:
@@ -78,14 +87,14 @@ class _ExpertParallel:
 
     def __init__(self, registration: Registration, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         _refuse(experts)
-        self.registration, self.experts = registration, experts
+        self.registration, self.experts, self.record = registration, experts, LayerRecord()
         self.group = ep_mesh.get_group()
         self.tp_mesh = tp_mesh
         setattr(experts, _MARK, ep_mesh.size())
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if self.tp_mesh.size() == 1:
-            return self.registration.run(self.experts, self.group, x_TD, ids_TK, weights_TK)
+            return self.registration.run(self.experts, self.group, x_TD, ids_TK, weights_TK, self.record)
         # Ranks of a tensor-parallel group hold the same tokens: each sends a slice, and all get all results.
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -94,7 +103,7 @@ class _ExpertParallel:
             DTensor.from_local(t, self.tp_mesh, whole, run_check=False).redistribute(self.tp_mesh, sliced).to_local()
             for t in (x_TD, ids_TK, weights_TK)
         ]
-        y = self.registration.run(self.experts, self.group, *parts)
+        y = self.registration.run(self.experts, self.group, *parts, layer=self.record)
         return DTensor.from_local(y, self.tp_mesh, sliced, shape=x_TD.shape, stride=(x_TD.shape[1], 1)).full_tensor()
 
 

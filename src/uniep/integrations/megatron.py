@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from uniep.config import DTYPES
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, free_of, status_of
+from uniep.nn.record import LayerRecord
 
 NEEDED = (0, 19)
 """First version whose specs and layer have these seams."""
@@ -103,7 +104,7 @@ class UniEPMoELayer(MoELayer):
         if reasons := _refused_flags(config):
             raise UnsupportedError("uniep cannot run these MoE layers: " + "; ".join(reasons))
         super().__init__(config, *args, **kwargs)
-        self.workspaces = workspaces
+        self.workspaces, self.record = workspaces, LayerRecord()
         self.main_grad = config.gradient_accumulation_fusion if main_grad is None else main_grad
         if (ranks := self.experts.tp_group.size()) > 1:
             raise UnsupportedError(
@@ -139,7 +140,7 @@ class UniEPMoELayer(MoELayer):
         y_TD = self.workspaces.moe(
             self.ep_group, x_TD, ids_TK, weights_TK, w13, w2,
             num_local=last + 1, weight_at="activation", main_grad="accumulate" if self.main_grad else None,
-            agreed="in reverse" if reverse else "",
+            agreed="in reverse" if reverse else "", layer=self.record,
         )  # fmt: skip
         return y_TD.view(hidden_states.shape), None
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from uniep.errors import UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, free_of, status_of
 from uniep.nn.ops import SAVE_OPS
+from uniep.nn.record import LayerRecord
 
 try:
     import spmd_types
@@ -69,6 +70,7 @@ class UniEPRoutedExperts(RoutedExperts):
         if reason := _refused(type(self.inner_experts), type(self.token_dispatcher)):
             raise UnsupportedError(f"uniep cannot run these routed experts: {reason}")
         self.ffn = config.inner_experts.hidden_dim
+        self.record = LayerRecord()
         self.workspaces = _workspaces(config.max_tokens_per_rank, config.max_rows, config.backend, config.timeout_s)
 
     def _run(self, x: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
@@ -96,6 +98,7 @@ class UniEPRoutedExperts(RoutedExperts):
             (w1.to(half), w3.to(half)),
             w2.to(half),
             num_local=len(w1),
+            layer=self.record,
         )
         return y_TD.to(x.dtype).view(x.shape)
 

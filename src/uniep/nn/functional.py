@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from uniep.errors import ConfigError, DTypeError, UnsupportedError
 from uniep.nn.ops import call, check_tokens
+from uniep.nn.record import LayerRecord
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, told_to_all
@@ -18,6 +20,7 @@ from uniep.workspace import Workspace, told_to_all
 Weights = Tensor | Sequence[Tensor]
 MainGrad = Literal["accumulate", "overwrite"]
 
+MATERIALISE = "call to_empty(device=...) and reset_parameters() of every module, or load a state, before the first call"
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -31,6 +34,7 @@ def moe(
     *,
     workspace: Workspace,
     main_grad: MainGrad | None = None,
+    layer: LayerRecord | None = None,
 ) -> Tensor:
     """Send tokens to their experts, run the experts, bring back the weighted sum.  Differentiable.
 
@@ -49,6 +53,9 @@ def moe(
         must not write into them.  Every backward through the call does so, also `torch.autograd.grad` for x alone.
         A main_grad that several parameters share, such as one given twice, can only be added to.  On GPUs the
         first such backward compiles kernels that `prepare` did not.
+    layer: which layer this is, made once and passed in every call of it.  Ranks that are in different layers, in a
+        forward, a recomputed one or a backward, or whose experts a tool has made equal, are then told so instead of
+        computing something else.  None: it is known by its w13 where that is an nn.Parameter.
     Returns y (T, D), fresh memory.  Under torch.autocast the floating inputs are cast to cfg.dtype.
 
     Gradients: x, weights (fp32) and the expert parameters, in their own layout and dtype; experts and
@@ -91,6 +98,8 @@ def moe(
         parameters,
         main_grads,
         main_grad == "accumulate",
+        # Fake tensors take no real one beside them.
+        layer.key if layer is not None and not isinstance(x_TD, FakeTensor) else None,
     )
 
 
@@ -156,7 +165,10 @@ def check_dense(**named: Any) -> None:
         tensors = value if name in ("w13", "w2") and isinstance(value, Sequence | torch.nn.ParameterList) else [value]
         for t in tensors:
             if not isinstance(t, Tensor):
-                raise ConfigError(f"{name} is or holds {type(t).__name__}; it must be a torch.Tensor")
+                raise ConfigError(
+                    f"{name} is or holds {type(t).__name__}; it must be a torch.Tensor (torch.fx cannot trace the layer: "
+                    "make it a leaf, or use torch.export)"
+                )
             if t.layout != torch.strided:
                 raise UnsupportedError(f"{name} has layout {t.layout}; pass a dense tensor, e.g. {name}.to_dense()")
             if t.is_nested:
@@ -190,7 +202,8 @@ def check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) -
     for name, tensors in named.items():
         for t in tensors:
             if t.device.type != workspace.device.type:
-                raise ConfigError(f"{name} is on {t.device} but the Workspace is on {workspace.device}; move {name}")
+                remedy = MATERIALISE if t.is_meta and name in ("w13", "w2") else f"move {name}"
+                raise ConfigError(f"{name} is on {t.device} but the Workspace is on {workspace.device}; {remedy}")
 
 
 def _refuse_inference_tensors(named: Mapping[str, Sequence[Tensor]]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from uniep.config import MoEConfig
-from uniep.errors import ConfigError
-from uniep.nn.functional import MainGrad, check_dense, check_devices, moe
+from uniep.errors import ConfigError, UnsupportedError
+from uniep.nn.functional import MATERIALISE, MainGrad, check_dense, check_devices, moe
+from uniep.nn.record import LayerRecord
+from uniep.nn.wrappers import is_full_state_taken, whole_tensor
+from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, told_to_all
 
 
@@ -17,15 +21,19 @@ class Experts(nn.Module):
     """This rank's e = E / EP experts.  forward(x_TD, ids_TK, weights_TK) -> y_TD.
 
     Parameters: w13 (e, 2F, D), gate rows first, and w2 (e, D, F), or DTensors of which this is the local part.
-    Their global expert ids are `first_expert .. first_expert + e - 1`.  Initialised per global expert id from
-    `seed`, so the whole model is the same at every EP size.
+    Their global expert ids are `first_expert .. first_expert + e - 1`.  Initialised per global expert id from the seed,
+    so the whole model is the same at every EP size.
 
     workspace: shared with other layers of the same configuration; or `group` and `device` to make an own one.
+    seed: None: one number drawn from torch's default generator, as other layers draw theirs, so seed that alike on all
+        ranks (torch.manual_seed); ranks that drew different numbers are told so by the first call.
     main_grad: as for `uniep.moe`; an attribute, which may be set later.
     expert_dims: an attribute, {name: dim}; for each parameter or buffer in here the dimension along which this rank's
         experts lie, or None if all E share it.  What a subclass, parametrization or adapter adds has to be added to it
         for `uniep.integrations.torch`, which reduces, distributes and saves by it.
-    A deep copy shares the Workspace.
+    Under torch.device("meta") parameters have no memory, and nothing is drawn: `to_empty`, then `reset_parameters`.
+    A deep copy shares the Workspace.  The state says which rank's experts it holds, and another rank's is refused; one
+    of all experts is loaded at any EP size.
     """
 
     def __init__(
@@ -35,7 +43,7 @@ class Experts(nn.Module):
         *,
         workspace: Workspace | None = None,
         device: torch.device | str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         main_grad: MainGrad | None = None,
     ) -> None:
         super().__init__()
@@ -51,26 +59,116 @@ class Experts(nn.Module):
         self.cfg = cfg
         self.num_local = local = cfg.experts_per_rank(self.workspace.ep_size)
         self.first_expert = self.workspace.rank * local
-        make: dict[str, Any] = {"dtype": cfg.dtype, "device": self.workspace.device}
+        meta = torch.get_default_device().type == "meta"
+        make: dict[str, Any] = {"dtype": cfg.dtype, "device": "meta" if meta else self.workspace.device}
         self.w13 = nn.Parameter(torch.empty(local, 2 * cfg.ffn, cfg.hidden, **make))
         self.w2 = nn.Parameter(torch.empty(local, cfg.hidden, cfg.ffn, **make))
-        self.reset_parameters(seed)
+        self._seed = _Seed(seed)
+        self.record = LayerRecord(self)
+        self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int = 0) -> None:
-        """Normal with std 1/sqrt(fan-in), each expert from its own generator."""
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Normal with std 1/sqrt(fan-in), each expert from its own generator.
+
+        seed: None: the one that the layer was made with, or else a new draw; a router's reset and that of its experts
+            share one, whichever comes first.  Parameters on the meta device stay as they are.
+        """
         w13, w2 = self._local()
-        if tuple(w13.shape) != (self.num_local, 2 * self.cfg.ffn, self.cfg.hidden):
+        if w13.is_meta or w2.is_meta:
+            return
+        if not self._is_whole(w13):
             raise ConfigError(f"this rank has {tuple(w13.shape)} of w13, not whole experts; initialise before sharding")
+        drawn = seed is None and self._seed.given is None
+        value = self._seed.take("experts") if seed is None else seed
         for local in range(self.num_local):
-            generator = torch.Generator().manual_seed(_stream(seed, self.first_expert + local))
+            generator = torch.Generator().manual_seed(_stream(value, self.first_expert + local))
             for weight in (w13[local], w2[local]):
                 weight.copy_(_normal(weight.shape, generator))
+        self._made(value if drawn else 0)
 
     @told_to_all(lambda self, *_: self.workspace)
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         w13, w2 = self._local()
-        return moe(x_TD, ids_TK, weights_TK, w13, w2, workspace=self.workspace, main_grad=self.main_grad)
+        return moe(
+            x_TD, ids_TK, weights_TK, w13, w2, workspace=self.workspace, main_grad=self.main_grad, layer=self.record
+        )
+
+    # --- states, copies ---
+
+    def get_extra_state(self) -> Tensor:
+        """[rank, EP size] of the experts in this state, or [0, 1] of all: small numbers, which any dtype holds."""
+        everything = self._holds_all() or is_full_state_taken()
+        numbers = (0, 1) if everything else (self.workspace.rank, self.workspace.ep_size)
+        return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing: `_load_from_state_dict` has looked at it."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._holds_all() and is_full_state_taken():
+            for name, dim in self.expert_dims.items():
+                if dim is not None and (key := prefix + name) in destination:
+                    destination[key] = whole_tensor(destination[key], dim, self.workspace.group)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        key = f"{prefix}_extra_state"
+        self._refuse_state(state_dict.get(key), prefix)
+        for name, dim in self.expert_dims.items():
+            whole = state_dict.get(prefix + name)
+            if (
+                not self._holds_all()
+                and dim is not None
+                and whole is not None
+                and whole.shape[dim] == self.cfg.num_experts
+            ):
+                state_dict[prefix + name] = whole.narrow(dim, self.first_expert, self.num_local)
+        absent = key not in state_dict  # as in files of versions that did not write it
+        if absent:
+            state_dict[key] = self.get_extra_state()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if absent:
+            del state_dict[key]
+        if any(name.startswith(f"{prefix}w13") or name.startswith(f"{prefix}param") for name in state_dict):
+            self._made()
+
+    def _refuse_state(self, found: Any, prefix: str) -> None:
+        """Raise ConfigError for a state of another rank's experts.  found: what `get_extra_state` gave, or anything."""
+        rank, size, e = self.workspace.rank, self.workspace.ep_size, self.num_local
+        if self._holds_all() or not isinstance(found, Tensor) or found.shape != (2,):
+            return
+        theirs, of = (round(float(n)) for n in found)
+        if of == size and theirs != rank:
+            raise ConfigError(
+                f"rank {rank} holds experts {self.first_expert}..{self.first_expert + e - 1}, but the state that it "
+                f"was given ({prefix}w13) those of rank {theirs}, experts {theirs * e}..{theirs * e + e - 1}; load "
+                "this rank's own, or take a state of all experts: get_model_state_dict with full_state_dict, or "
+                "uniep.integrations.torch.TrainState with torch.distributed.checkpoint"
+            )
+
+    def _made(self, draw: int = 0) -> None:
+        w13, w2 = self._local()
+        whole = self.workspace.ep_size > 1 and self._is_whole(w13)
+        experts = ExpertWeights((w13,), (w2,), "stacked") if whole else None
+        self.record.made(experts, self.cfg.dtype, self.workspace.rank, draw)
+
+    def _is_whole(self, w13: Tensor) -> bool:
+        """Whether it is all of this rank's experts, not a shard."""
+        return tuple(w13.shape) == (self.num_local, 2 * self.cfg.ffn, self.cfg.hidden)
+
+    def _holds_all(self) -> bool:
+        """Whether a state of this module has all experts: there is one rank, or its parameters are DTensors of them."""
+        return self.w13.shape[0] == self.cfg.num_experts
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.record.belongs_to(self)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise UnsupportedError("torch.jit.script does not know uniep's layers; use torch.compile")
+
+    # --- parameters ---
 
     def _local(self) -> tuple[Tensor, Tensor]:
         """w13 and w2 as plain tensors, differentiable."""
@@ -101,7 +199,7 @@ class MoE(nn.Module):
         workspace: Workspace | None = None,
         device: torch.device | str | None = None,
         renormalize: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         main_grad: MainGrad | None = None,
     ) -> None:
         super().__init__()
@@ -113,9 +211,18 @@ class MoE(nn.Module):
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed, main_grad=main_grad)
         self.workspace, self.cfg = self.experts.workspace, cfg  # `experts` may be wrapped, such as in a DDP
         self.renormalize = renormalize
-        generator = torch.Generator().manual_seed(_stream(seed, _STREAMS - 1))
-        value = _normal(torch.Size((cfg.num_experts, cfg.hidden)), generator)
-        self.router = nn.Parameter(value.to(self.experts.w13.device, cfg.dtype))
+        self._seed = self.experts._seed  # of both
+        place: dict[str, Any] = {"dtype": cfg.dtype, "device": self.experts.w13.device}
+        self.router = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden, **place))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """The router's, as `Experts.reset_parameters`: each module resets its own parameters."""
+        if self.router.is_meta:
+            return
+        value = self._seed.take("router") if seed is None else seed
+        self.router.copy_(_normal(self.router.shape, torch.Generator().manual_seed(_stream(value, _STREAMS - 1))))
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(ids (T, K) int64, weights (T, K) fp32).  NaN logits give valid ids and NaN weights."""
@@ -134,9 +241,30 @@ class MoE(nn.Module):
         check_devices({"x": [x]}, self.workspace)
         if x.shape[-1:] != (self.cfg.hidden,):
             raise ConfigError(f"x has shape {tuple(x.shape)}; it must be (..., hidden={self.cfg.hidden})")
+        if self.router.is_meta:
+            raise ConfigError(f"router is on meta but the Workspace is on {self.workspace.device}; {MATERIALISE}")
         x_TD = x.reshape(-1, x.shape[-1])
         ids_TK, weights_TK = self.route(x_TD)
         return self.experts(x_TD, ids_TK, weights_TK).view(x.shape)
+
+
+class _Seed:
+    """What a router and its experts are initialised from: a given seed, or one draw for each reset of both."""
+
+    def __init__(self, given: int | None) -> None:
+        self.given = given
+        self._value = 0
+        self._takers: set[str] = set()
+
+    def take(self, taker: str) -> int:
+        if self.given is not None:
+            return self.given
+        if not self._takers or taker in self._takers:
+            with _disable_current_modes():
+                self._value = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")) % 2**64
+            self._takers.clear()
+        self._takers.add(taker)
+        return self._value
 
 
 _STREAMS = 1_000_003  # random streams of one seed: one for each expert, and the last for the router
@@ -144,7 +272,8 @@ _STREAMS = 1_000_003  # random streams of one seed: one for each expert, and the
 
 def _stream(seed: int, number: int) -> int:
     """The generator's seed for one of them: streams of no two layers, experts or routers are the same."""
-    return seed * _STREAMS + number
+    stream = seed * _STREAMS + number
+    return stream if stream < 2**64 else stream % 2**64
 
 
 def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:

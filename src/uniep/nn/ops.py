@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniep.backends.base import Inputs, MainGrads, Needs
+from uniep.backends.base import UNKNOWN_LAYER, Inputs, LayerTag, MainGrads, Needs
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.nn import flops
+from uniep.nn.record import find_record
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key, told_to_all
 
@@ -50,24 +51,45 @@ def _forward(
     parameters: list[Tensor],
     main_grads: list[Tensor],
     accumulate: bool,
+    layer: Tensor | None = None,
 ) -> list[Tensor]:
     """[y, *saved].  x (T, D), ids (T, K), weights (T, K) fp32, experts as in `ExpertWeights`.
 
     parameters, main_grads, accumulate: for backward, unless empty.  Where the gradients of those of w13, w2 that need
     one go, in this order, and the parameters that these are of.
+    layer: `LayerRecord.key`.
     """
     space = by_key(workspace)
     check_tokens({"ids": ids, "x": x, "weights": weights}, space)
     experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
-    y, saved = space.enter().forward(Inputs(x, ids, weights, experts), save)
+    with space.entering:
+        record, tag = find_record(layer, w13[0], space), UNKNOWN_LAYER
+        if record is not None:
+            tag = record.enter(space, experts)
+        y, saved = space.enter().forward(Inputs(x, ids, weights, experts, tag), save)
+        space.forwards += 1
+        if record is not None:
+            record.done(space, tag)
+        else:
+            space.unnamed = True
     return [y, *saved]
+
+
+def _inputs(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], layout: str, workspace: str,
+    layer: Tensor | None,
+) -> Inputs:  # fmt: skip
+    """Of a backward."""
+    record = find_record(layer, w13[0], by_key(workspace))
+    tag = LayerTag(record.number(by_key(workspace)) if record is not None else 0)
+    return Inputs(x, ids, weights, ExpertWeights(tuple(w13), tuple(w2), layout), tag)  # type: ignore[arg-type]
 
 
 moe_forward = torch.library.custom_op("uniep::moe_fwd", _forward, mutates_args=())
 
 
 @moe_forward.register_fake
-def _(x, ids, weights, w13, w2, layout, workspace, save, parameters, main_grads, accumulate):
+def _(x, ids, weights, w13, w2, layout, workspace, save, parameters, main_grads, accumulate, layer=None):
     y = x.new_empty(x.shape)
     if not save:
         return [y]
@@ -86,10 +108,11 @@ def _gradients(
     layout: str,
     workspace: str,
     needs: list[bool],
+    layer: Tensor | None = None,
 ) -> list[Tensor]:
     """The gradients that `needs` names (x, weights, w13, w2), flattened in that order."""
-    experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
-    got = by_key(workspace).enter().backward(dy, Inputs(x, ids, weights, experts), saved, Needs(*needs))
+    inputs = _inputs(x, ids, weights, w13, w2, layout, workspace, layer)
+    got = by_key(workspace).enter().backward(dy, inputs, saved, Needs(*needs))
     parts = ([got.x], [got.weights], got.w13 or (), got.w2 or ())
     return [t for part, needed in zip(parts, needs, strict=True) if needed for t in part if t is not None]
 
@@ -98,7 +121,7 @@ moe_backward = torch.library.custom_op("uniep::moe_bwd", _gradients, mutates_arg
 
 
 @moe_backward.register_fake
-def _(dy, x, ids, weights, w13, w2, saved, layout, workspace, needs):
+def _(dy, x, ids, weights, w13, w2, saved, layout, workspace, needs, layer=None):
     parts = ([x], [weights], w13, w2)
     return [t.new_empty(t.shape) for part, needed in zip(parts, needs, strict=True) if needed for t in part]
 
@@ -119,16 +142,17 @@ def _gradients_main_grad(
     accumulate: bool,
     parameters: list[Tensor],
     turn: Tensor,
+    layer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dweights), empty where not needed; `MainGrads` are written and the parameters told so."""
-    experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
+    inputs = _inputs(x, ids, weights, w13, w2, layout, workspace, layer)
     given = [*main_w13, *main_w2]
     fit = [
         t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
         for t in given
     ]
     main_grads = MainGrads(tuple(fit[: len(main_w13)]), tuple(fit[len(main_w13) :]), accumulate)
-    got = by_key(workspace).enter().backward(dy, Inputs(x, ids, weights, experts), saved, Needs(*needs), main_grads)
+    got = by_key(workspace).enter().backward(dy, inputs, saved, Needs(*needs), main_grads)
     for theirs, ours in zip(given, fit, strict=True):
         if theirs is not ours:
             theirs.copy_(ours)
@@ -144,7 +168,10 @@ moe_backward_main_grad = torch.library.custom_op(
 
 
 @moe_backward_main_grad.register_fake
-def _(dy, x, ids, weights, w13, w2, saved, layout, workspace, needs, main_w13, main_w2, accumulate, parameters, turn):
+def _(
+    dy, x, ids, weights, w13, w2, saved, layout, workspace, needs, main_w13, main_w2, accumulate, parameters, turn,
+    layer=None,
+):  # fmt: skip
     return tuple(t.new_empty(t.shape if needed else 0) for t, needed in zip((x, weights), needs[:2], strict=True))
 
 
@@ -160,12 +187,12 @@ def _(after):
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, ids, weights, w13, w2, layout, workspace, _, ctx.parameters, ctx.main_grads, ctx.accumulate = inputs
+    x, ids, weights, w13, w2, layout, workspace, _, ctx.parameters, ctx.main_grads, ctx.accumulate, layer = inputs
     ctx.counts = len(w13), len(w2)
     ctx.layout, ctx.workspace = layout, workspace
     ctx.needs = [any(t.requires_grad for t in ts) for ts in ([x], [weights], w13, w2)]
     ctx.wanted = [t.requires_grad for t in (*w13, *w2)]
-    ctx.save_for_backward(x, ids, weights, *w13, *w2, *output[1:])  # main_grads may change until then
+    ctx.save_for_backward(layer, x, ids, weights, *w13, *w2, *output[1:])  # main_grads may change until then
     ctx.set_materialize_grads(False)
 
 
@@ -178,15 +205,15 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False)
             "call backward or grad without it, or keep the layer out of what is differentiated twice"
         )
     tensors = ctx.saved_tensors  # once: checkpointing recomputes them for the first who asks
-    direct = direct and not _operators_are_seen(tensors)
-    x, ids, weights, *rest = tensors
+    direct = direct and not _operators_are_seen(tensors[1:])
+    layer, x, ids, weights, *rest = tensors
     a, b = ctx.counts
     w13, w2, saved = rest[:a], rest[a : a + b], rest[a + b :]
     dy = torch.zeros_like(x) if grads[0] is None else grads[0].contiguous()
     if ctx.main_grads:
-        return _backward_main_grad(ctx, dy, x, ids, weights, w13, w2, saved, direct)
+        return _backward_main_grad(ctx, dy, x, ids, weights, w13, w2, saved, layer, direct)
     out = (_gradients if direct else moe_backward)(
-        dy, x, ids, weights, w13, w2, saved, ctx.layout, ctx.workspace, ctx.needs
+        dy, x, ids, weights, w13, w2, saved, ctx.layout, ctx.workspace, ctx.needs, layer
     )
     left = iter(out)
     need_x, need_weights, need_w13, need_w2 = ctx.needs
@@ -194,12 +221,17 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False)
     dweights = next(left) if need_weights else None
     dw13 = [next(left) if need_w13 else None for _ in range(a)]
     dw2 = [next(left) if need_w2 else None for _ in range(b)]
-    return dx, None, dweights, dw13, dw2, None, None, None, [], [], None
+    return dx, None, dweights, dw13, dw2, None, None, None, [], [], None, *_of_layer(layer)
+
+
+def _of_layer(layer: Tensor | None) -> tuple[None, ...]:
+    """Its gradient, where it was an input: the dispatcher leaves a last argument out that has its default."""
+    return () if layer is None else (None,)
 
 
 def _backward_main_grad(
     ctx: Any, dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor],
-    saved: list[Tensor], direct: bool,
+    saved: list[Tensor], layer: Tensor | None, direct: bool,
 ) -> tuple:  # fmt: skip
     """Zeros in the place of gradients that went elsewhere: hooks of the parameters run, and nothing is added twice."""
     left, wanted = iter(ctx.main_grads), iter(ctx.wanted)
@@ -215,7 +247,7 @@ def _backward_main_grad(
         targets.append(filled if needed else [])
     arguments: list[Any] = [
         dy, x, ids, weights, w13, w2, saved, ctx.layout, ctx.workspace, ctx.needs, *targets, ctx.accumulate,
-        ctx.parameters, dy if direct else in_turn(dy),
+        ctx.parameters, dy if direct else in_turn(dy), layer,
     ]  # fmt: skip
     if direct:
         dx, dweights = _gradients_main_grad(*arguments)
@@ -225,7 +257,7 @@ def _backward_main_grad(
         in_turn(dx)
     nothing: list[None] = [None] * len(ctx.main_grads)
     grads = dx if need_x else None, None, dweights if need_weights else None, *dummies
-    return *grads, None, None, None, nothing, nothing, None
+    return *grads, None, None, None, nothing, nothing, None, *_of_layer(layer)
 
 
 class _Direct(torch.autograd.Function):
@@ -247,12 +279,17 @@ class _Direct(torch.autograd.Function):
 
 def call(
     x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], layout: str, workspace: str,
-    save: bool, parameters: list[Tensor], main_grads: list[Tensor], accumulate: bool,
+    save: bool, parameters: list[Tensor], main_grads: list[Tensor], accumulate: bool, layer: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """y of `moe_forward`, differentiable."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise UnsupportedError("uniep does not run inside torch.func transforms; use torch.autograd's backward or grad")
-    how = (layout, workspace, save, parameters, main_grads, accumulate)
+    if not torch.compiler.is_compiling():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                "uniep does not run inside torch.func transforms; use torch.autograd's backward or grad"
+            )
+        if torch.jit.is_tracing():
+            raise UnsupportedError("torch.jit.trace does not know uniep's calls; use torch.compile")
+    how = (layout, workspace, save, parameters, main_grads, accumulate, layer)
     if _operators_are_seen((x, ids, weights, *w13, *w2)):
         return moe_forward(x, ids, weights, w13, w2, *how)[0]
     if not save:

@@ -1,0 +1,149 @@
+"""What a layer is beside its tensors: which one, from which draw, and whether its experts are still its own.
+
+A `LayerRecord` is a layer's identity in this process.  Operators carry it as a small tensor, `key`: an input of
+compiled graphs whose value nobody guards, so that blocks share one graph.  Across ranks a layer is known by the number
+of the Workspace's forward that it was first in: all ranks count these alike, whatever else they make or copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from uniep.backends.base import LayerTag
+from uniep.nn.wrappers import refuse_wrappers
+from uniep.weights import ExpertWeights
+from uniep.workspace import Workspace
+
+_names = itertools.count(1)
+_by_name: weakref.WeakValueDictionary[int, LayerRecord] = weakref.WeakValueDictionary()
+_of_parameters = WeakIdKeyDictionary()
+
+_SAMPLES = 8  # rows and columns of a matrix that are looked at, at least; up to twice as many
+_ODD = 0x9E3779B97F4A7C1
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LayerRecord:
+    """One layer, for `uniep.moe(..., layer=)`.  Make it where the layer is made and keep it there; `Experts` has one.
+
+    module: the `Experts` that it is of, whose wrappers are looked at.
+    A deep copy, or what a pickle gives, is another layer.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        name = next(_names)
+        with _disable_current_modes(), torch.inference_mode(False):
+            self.key = torch.tensor(name, device="cpu")
+        self.draw = 0  # what the experts were initialised from, if torch's generator decided it
+        self._module = None if module is None else weakref.ref(module)
+        self._numbers: weakref.WeakKeyDictionary[Workspace, int] = weakref.WeakKeyDictionary()
+        self._before: Tensor | None = None  # digest of the experts when they were last looked at
+        self._calls = self._looks = 0  # since they were made or loaded
+        self._approved: tuple | None = None
+        _by_name[name] = self
+
+    def made(self, experts: ExpertWeights | None, dtype: torch.dtype, rank: int, draw: int = 0) -> None:
+        """The experts have new values.  None: they are not here as a whole, and are looked at in the next call."""
+        self.draw, self._calls, self._looks = draw, 0, 0
+        self._before = None if experts is None else digest(experts, dtype, rank)
+
+    def number(self, workspace: Workspace) -> int:
+        """As of `LayerTag`, of a layer that was called before."""
+        return self._numbers.get(workspace, 0)
+
+    def enter(self, workspace: Workspace, experts: ExpertWeights) -> LayerTag:
+        """What a forward says of the layer.  In the calls 1, 2, 4, 8 ... it looks at the experts.
+
+        Raises ConfigError if the module is wrapped as if other ranks had copies of its experts.
+        """
+        number = self._numbers.get(workspace, workspace.forwards + 1)
+        if workspace.ep_size == 1:
+            return LayerTag(number)
+        call = self._calls + 1
+        looks = call & self._calls == 0
+        self._check_wrappers(workspace, looks)
+        if not looks or _is_capturing(experts.w13[0]):
+            return LayerTag(number, draw=self.draw)
+        now = digest(experts, workspace.cfg.dtype, workspace.rank)
+        before = self._before if self._before is not None and self._before.device == now.device else now
+        return LayerTag(number, torch.stack([before, now, torch.full_like(now, self._looks)]), self.draw)
+
+    def done(self, workspace: Workspace, tag: LayerTag) -> None:
+        """The forward of `tag` has run, on all ranks."""
+        self._numbers.setdefault(workspace, tag.number)
+        self._calls += 1
+        if tag.digests is not None:
+            self._before = tag.digests[1]
+            self._looks += 1
+
+    def _check_wrappers(self, workspace: Workspace, looks: bool) -> None:
+        module = None if self._module is None else self._module()
+        if module is None or workspace.group is None:
+            return
+        ddp = DistributedDataParallel._active_ddp_module
+        seen = id(ddp), getattr(module, "_is_fsdp_managed_module", False), type(module.w13)
+        if looks or seen != self._approved:
+            refuse_wrappers(module, workspace.group, workspace.cfg.num_experts, ddp)
+            self._approved = seen
+
+    def belongs_to(self, module: nn.Module) -> None:
+        """Of a copied record, whose module is not the original's."""
+        if self._module is None:
+            self._module = weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerRecord:
+        new = LayerRecord()
+        new.draw, new._before, new._calls, new._looks = self.draw, self._before, self._calls, self._looks
+        return new
+
+    def __reduce__(self) -> tuple:
+        return LayerRecord, ()
+
+
+def find_record(key: Tensor | None, w13: Tensor, workspace: Workspace) -> LayerRecord | None:
+    """The record of a call: that of `key`, or else that of the parameter which w13 is; None: not known.
+
+    A parameter that comes after calls of layers that are not known may have been in one of them, as a plain tensor on
+    this rank alone: it stays unknown, rather than getting a number that other ranks' differ from.
+    """
+    if key is not None:
+        return _by_name.get(int(key))
+    if type(w13) is not nn.Parameter:
+        return None
+    record = _of_parameters.get(w13)
+    if workspace.unnamed and (record is None or not record.number(workspace)):
+        return None
+    if record is None:
+        record = _of_parameters[w13] = LayerRecord()
+    return record
+
+
+@torch.no_grad()
+def digest(experts: ExpertWeights, dtype: torch.dtype, rank: int) -> Tensor:
+    """() int64: names some values of every expert, as they are in `dtype`.  NaN is no value: equal to no other rank's.
+
+    Exact: the same values give the same number everywhere.
+    """
+    first = experts.w13[0]
+    total = torch.zeros((), dtype=torch.int64, device=first.device)
+    finite = torch.ones((), dtype=torch.bool, device=first.device)
+    for t in (*experts.w13, *experts.w2):
+        rows, columns = (max(1, size // _SAMPLES) for size in t.shape[-2:])
+        sample = t.detach()[..., ::rows, ::columns].to(dtype).contiguous()
+        values = sample.view(_INTEGERS[dtype.itemsize]).flatten().to(torch.int64)
+        odd = 2 * torch.arange(len(values), device=t.device) + 1
+        total = total * 1_000_003 + (values * odd * _ODD).sum()
+        finite &= sample.isfinite().all()
+    return torch.where(finite, total, -1 - rank)
+
+
+def _is_capturing(t: Tensor) -> bool:
+    return t.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
