@@ -20,13 +20,15 @@ MAIN_GRAD = "where a call asks for it: fp32, added or written once; else gradien
 class LayerTag:
     """What a call says of the layer that it is of, so that ranks notice when theirs differ.
 
-    number: the layer's, the same on every rank (`Workspace.layer`); 0: not known, and equal to any other.
+    number: the layer's, the same on every rank (`nn.LayerRecord`); 0: not known, and equal to any other.
     digests: (3,) int64 on the Workspace's device, in some calls: of some of this rank's expert weights when they were
         last looked at, and now; how often they were looked at before this call since they were made or loaded.
+    draw: 64 bits that this rank's experts were initialised from, the same on every rank; 0: not known.
     """
 
     number: int = 0
     digests: Tensor | None = None
+    draw: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

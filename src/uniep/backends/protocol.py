@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from uniep.backends.base import Needs
+from uniep.backends.base import LayerTag, Needs
 from uniep.config import MoEConfig
 from uniep.errors import (
     CapacityError,
@@ -54,6 +54,17 @@ class Header:
     fingerprint: int = 0  # backward: of the forward it belongs to
     forwards: int = 0  # forwards that this rank has entered
     needs: int = 0  # backward: `needs_bits`
+    layer: int = 0  # as in `LayerTag`, which these are of
+    draw: int = 0
+    before: int = 0  # digests
+    now: int = 0
+    looks: int = -1  # -1: without digests
+
+
+def tag_words(tag: LayerTag) -> tuple[int, ...]:
+    """The fields of a Header from `layer` on."""
+    draw = tag.draw - (tag.draw >> 63 << 64)  # as a signed number
+    return tag.number, draw, *(tag.digests.tolist() if tag.digests is not None else (0, 0, -1))
 
 
 def needs_bits(needs: Needs | None) -> int:
@@ -129,6 +140,35 @@ def same_forward(number: int, headers: Sequence[Header], fingerprint: int) -> No
         raise UniEPError(
             f"call {number}: ranks run the backward of different forwards, or their inputs changed in between; "
             "every rank must run its backwards in the same order"
+        )
+
+
+def check_layers(number: int, headers: Sequence[Header]) -> None:
+    """Raise UniEPError unless every rank is in the same layer, with experts of its own from the same draw."""
+    same_layer(number, [h.layer for h in headers])
+    same_draw(number, [h.draw for h in headers])
+    refuse_copies(number, [(h.before, h.now, h.looks) if h.looks >= 0 else () for h in headers])
+
+
+def same_layer(number: int, layers: Sequence[int]) -> None:
+    """Raise UniEPError if two ranks are in different layers.  layers: `LayerTag.number` of every rank."""
+    if len({layer for layer in layers if layer}) > 1:
+        listed = ", ".join(f"rank {r}: {f'layer {layer}' if layer else 'not known'}" for r, layer in enumerate(layers))
+        raise UniEPError(
+            f"call {number}: ranks are in different layers ({listed}; layers are numbered by the forward of the "
+            "Workspace that they were first in). Every rank must call its layers, recompute them and run their "
+            "backwards in the same order"
+        )
+
+
+def same_draw(number: int, draws: Sequence[int]) -> None:
+    """Raise UniEPError if two ranks initialised a layer from different draws.  draws: `LayerTag.draw` of every rank."""
+    if len({draw for draw in draws if draw}) > 1:
+        listed = ", ".join(f"rank {r}: {draw & 2**64 - 1:#x}" for r, draw in enumerate(draws))
+        raise UniEPError(
+            f"call {number}: ranks initialised this layer from different random numbers ({listed}), so that it is not "
+            "the model that one rank would make. Call torch.manual_seed with the same seed on all ranks before they "
+            "make the model, and draw the same numbers up to there, or pass seed= to the layer"
         )
 
 
