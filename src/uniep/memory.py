@@ -24,6 +24,8 @@ from uniep.taskflow.schedule import Schedule, default_schedule, num_chunks, refu
 ALIGN_BYTES = 256
 HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call
 EXCHANGE_HEADER = 256  # int32 words ahead of the ids in an exchange slot of the hopper backend
+STATUS_RECORD = 16  # int32 words in which a rank of the hopper backend notes its failure
+LOST_SLOT = 256  # int32 words in which another rank says why it is gone
 TEXT_BYTES = 4096  # of the text of a refusal or failure
 
 Kind = Literal["shared", "saved", "transient"]
@@ -137,6 +139,7 @@ _SHARED_WHY = {
     "returns": "a row per slot (or combine group) of a token: experts' ranks write results (and dX) straight into it",
     "dweights": "one fp32 gradient per routing weight, written by the expert's rank",
     "exchange": "T, routing ids, weights and refusals of every rank; two parities",
+    "status": "this rank's failure; why each other rank gave up or left",
     "exchange_header": "call number, operation, T and refusals of every rank; two parities",
     "exchange_text": "the text of a refusal; two parities",
     "exchange_ids": "routing ids of every rank; two parities",
@@ -180,14 +183,16 @@ def cpu_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
 def hopper_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
     """Every array that peers of the hopper backend write into.
 
-    exchange: per parity and source rank, EXCHANGE_HEADER words, then ids and weights.  flags: three words for each
-    rank (entered, finished, returned), then one for each chunk of receive slots.
+    exchange: per parity and source rank, EXCHANGE_HEADER words, then ids and weights.  status: this rank's failure,
+    then LOST_SLOT words for each rank.  flags: three words for each rank (entered, finished, returned), then one for
+    each chunk of receive slots.
     """
     slots = cfg.max_tokens_per_rank * cfg.top_k
     chunks = cfg.receive_slots(ep_size) // schedule.chunk_tokens if schedule.transfer == "push" else 0
     return {
         **_row_arrays(cfg, ep_size),
         "exchange": ((2, ep_size, EXCHANGE_HEADER + 2 * slots), torch.int32),
+        "status": ((STATUS_RECORD + ep_size * LOST_SLOT,), torch.int32),
         "flags": ((3 * flag_step(ep_size) + chunks,), torch.int32),
     }
 
@@ -213,6 +218,7 @@ def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: in
         "progress_M": (most_tiles,),
         "cursor": (1,),
         "totals": (2,),  # padded rows, row tiles
+        "forward": (1,),  # the call that this plan is of
     }
 
 

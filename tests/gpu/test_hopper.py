@@ -10,6 +10,7 @@ import socket
 import threading
 import traceback
 
+import calls
 import pytest
 import torch
 import torch.distributed as dist
@@ -685,7 +686,11 @@ def check_timeout(r):
         dist.barrier()
 
 
-CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
+CHECKS = {
+    name.removeprefix("check_"): f
+    for name, f in (*globals().items(), *vars(calls).items())
+    if name.startswith("check_")
+}
 
 
 def _main(rank, size, port, results, names, environment):

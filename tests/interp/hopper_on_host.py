@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from uniep.backends import hopper, planner
+from uniep.backends import hopper, hopper_calls
 from uniep.config import MoEConfig
 from uniep.kernels import claims, gemm, gradients, groups, launch_mega, lists, mega, plan, sync, transfer
 from uniep.taskflow.schedule import Schedule, default_schedule
@@ -67,7 +67,7 @@ def interpret(ahead_ns: int = 0) -> None:
     while a kernel spins.
     """
     install(multiprocessors=4)
-    planner.EXCHANGE_PROGRAMS = 3
+    hopper_calls.EXCHANGE_PROGRAMS = 3
 
     def tensor_range(*bounds):
         for value in builtins.range(*(int(bound) for bound in bounds)):
@@ -148,6 +148,7 @@ def host_backend(
         timeout_s=timeout_s,
         memories=memories,
         failures=[],
+        cause="",
     )
     workspace.fail = workspace.failures.append
     schedule = schedule or default_schedule("hopper", cfg, ep_size)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from hopper_on_host import host_backend, install
 
 from cases import SHAPES
-from uniep.backends import planner
+from uniep.backends import hopper_calls, planner
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.backends.local_experts import KernelExperts, Routed, Tokens
 from uniep.config import MoEConfig
@@ -109,7 +109,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         launch(kernel, programs, args, constants, **options)
 
     JITFunction.run = compile_only
-    for module in (launchers, launch_groups, launch_mega, planner):
+    for module in (launchers, launch_groups, launch_mega, planner, hopper_calls):
         module.launch = remembered
     try:
         backend.forward(inputs, save=False)
@@ -121,7 +121,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         run_collective(cfg, case.ep_size, inputs)
     finally:
         JITFunction.run = run
-        for module in (launchers, launch_groups, launch_mega, planner):
+        for module in (launchers, launch_groups, launch_mega, planner, hopper_calls):
             module.launch = launch
     return launched
 

@@ -8,7 +8,6 @@ from fused_rank import SCHEDULE
 from hopper_on_host import host_backends
 
 from uniep.backends.base import Inputs, Needs
-from uniep.backends.planner import BACKWARD
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.taskflow.schedule import Tile, is_valid
@@ -47,12 +46,13 @@ def test_a_rank_that_comes_after_its_peer_gave_up_gets_an_error(transfer, overla
 def test_a_forward_against_a_backward_is_an_error_on_both_ranks():
     cfg = MoEConfig(**SHAPE)
     first, second = host_backends(cfg, 2, SCHEDULE, timeout_s=0.3)
-    second.planner.enter(None, None, 40)
-    with pytest.raises(UniEPError, match="rank 1 entered a backward where rank 0 entered a forward"):
+    second.planner.enter(None, None, 40, "backward")
+    second.planner.is_inside = False
+    said = r"different operations in call 1 \(rank 0: forward without gradients, rank 1: backward\). rank 0 is ahead"
+    with pytest.raises(UniEPError, match=said):
         first.forward(inputs(cfg, 0, 2), save=False)
-        first.check()
-    second.planner.wait_entered(BACKWARD)
-    with pytest.raises(UniEPError, match="rank 0 entered something else where rank 1 entered a backward"):
+    second.planner.wait_entered()
+    with pytest.raises(UniEPError, match=said):
         second.check()
 
 

@@ -12,7 +12,7 @@ from fused_rank import BEFORE, MEGA_CASES, MEGA_ROUNDS, SCHEDULE, run
 from hopper_on_host import host_backends
 from test_fused import NAMES, run_ranks
 
-from uniep.backends import planner
+from uniep.backends import hopper_calls, planner
 from uniep.kernels import launch as launchers
 from uniep.kernels import launch_groups, launch_mega
 
@@ -37,7 +37,7 @@ def test_prepare_launches_all_that_calls_do(monkeypatch):
     schedule = dataclasses.replace(SCHEDULE, activation_gradient="beside", beside_from=24, mega_to=16)
     backend = host_backends(case.config(40), 1, schedule)[0]
     launched = set()
-    for module in (launchers, launch_groups, launch_mega, planner):
+    for module in (launchers, launch_groups, launch_mega, planner, hopper_calls):
         real = module.launch
 
         def launch(kernel, programs, args, constants, real=real, **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from uniep.workspace import Workspace
 
 WAY_OUT = "use backend='nccl' (collectives, any GPU)"
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class Seat(NamedTuple):
@@ -42,10 +44,25 @@ def _meeting(workspace: Workspace) -> Meeting:
     return workspace.meeting
 
 
-def check_peers(seats: Sequence[Seat], can_access: Callable[[int, int], bool]) -> None:
+def has_atomics(a: int, b: int) -> bool:
+    """Whether GPU a's atomic operations on GPU b's memory are atomic there, as over NVLink and not over PCIe."""
+    handles, value = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
+    driver = ctypes.CDLL("libcuda.so.1")
+    codes = [
+        *(driver.cuDeviceGet(ctypes.byref(handle), ordinal) for handle, ordinal in zip(handles, (a, b), strict=True)),
+        driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *handles),
+    ]
+    if any(codes):
+        raise RuntimeError(f"the driver does not say what GPU {a} can do at GPU {b}: CUDA errors {codes}")
+    return bool(value.value)
+
+
+def check_peers(
+    seats: Sequence[Seat], can_access: Callable[[int, int], bool], has_atomics: Callable[[int, int], bool]
+) -> None:
     """Raise UnsupportedError, the same on every rank, unless all GPUs of the group can reach each other.
 
-    can_access(a, b): whether GPU a may read GPU b, by ordinal.
+    can_access(a, b): whether GPU a may read GPU b, by ordinal.  has_atomics(a, b): as the function above.
     """
     if len(hosts := sorted({seat.host for seat in seats})) > 1:
         raise UnsupportedError(
@@ -65,16 +82,16 @@ def check_peers(seats: Sequence[Seat], can_access: Callable[[int, int], bool]) -
             f"several ranks name their GPU by the same ordinal ({masks}), so that they cannot map each other's memory; "
             f"let every process see all GPUs and call torch.cuda.set_device(local_rank), or {WAY_OUT}"
         )
-    blocked = [
-        f"{a.ordinal} -> {b.ordinal}"
-        for a in seats
-        for b in seats
-        if a is not b and not can_access(a.ordinal, b.ordinal)
-    ]
-    if blocked:
+    pairs = [(a.ordinal, b.ordinal) for a in seats for b in seats if a is not b]
+    if blocked := [f"{a} -> {b}" for a, b in pairs if not can_access(a, b)]:
         raise UnsupportedError(
             f"no peer access between GPUs {', '.join(blocked)} (see `nvidia-smi topo -p2p r`; containers need "
             f"--ipc=host and the NVLink devices); {WAY_OUT}"
+        )
+    if without := [f"{a} -> {b}" for a, b in pairs if not has_atomics(a, b)]:
+        raise UnsupportedError(
+            f"GPUs {', '.join(without)} have no native atomics at each other (see `nvidia-smi topo -p2p a`): they are "
+            f"connected by PCIe, but ranks signal each other by atomics, which need NVLink; {WAY_OUT}"
         )
 
 
@@ -104,7 +121,7 @@ class Arena:
             return [torch.zeros(size, dtype=torch.uint8, device=device)]
         import torch.distributed._symmetric_memory as symmetric
 
-        check_peers(_seats(workspace), torch.cuda.can_device_access_peer)
+        check_peers(_seats(workspace), torch.cuda.can_device_access_peer, has_atomics)
         if (kind := symmetric.get_backend(device)) != "CUDA":
             raise UnsupportedError(
                 f"torch's symmetric memory uses its {kind} backend in this process; uniep needs 'CUDA', which is "

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +21,7 @@ from torch import SymInt, Tensor
 
 from uniep.backends import hopper_mega
 from uniep.backends.arena import WAY_OUT, Arena
-from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs, aligned
+from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, LayerTag, MainGrads, Needs, aligned
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.kernels.call import copy, unbind
@@ -50,7 +49,7 @@ SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
     "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
     "push_programs", "down_sms", "pipelined_from", "received", "group_sum", "activation_gradient",
-    "beside_from", "mega_to",
+    "beside_from", "mega_to", "free_sms",
 )  # fmt: skip
 
 
@@ -58,23 +57,30 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
     """A call: threads take turns, on the Workspace's device, behind the call before, whichever stream that was on.
 
     What it starts on other streams is joined at its end, after an exception, too: memory goes back to the allocator.
+    An exception inside ends the call on all ranks.
     """
 
     @functools.wraps(method)
     def call(self: HopperBackend, *args: Any, **kwargs: Any) -> _T:
         elsewhere = self.device.type == "cuda" and torch.cuda.current_device() != self.device.index
-        with self._turn, torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext():
+        order, planner = self._order, self.planner
+        with order.turn, torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext():
             current = torch.cuda.current_stream(self.device)
+            order.begin(current)
             if current != self._stream:
-                if not torch.cuda.is_current_stream_capturing():
-                    current.wait_stream(self._stream)
                 for memory in self._lasting:
                     memory.record_stream(current)
                 self._stream = current
             try:
-                return method(self, *args, **kwargs)
+                result = method(self, *args, **kwargs)
+                planner.is_inside = False
+                return result
+            except BaseException as cause:
+                planner.give_up(cause)
+                raise
             finally:
                 self._join()
+                order.end(current)
 
     return call
 
@@ -112,7 +118,7 @@ class HopperBackend:
                 f"chunk_tokens is {chunk}; on GPUs it must divide {cfg.receive_block}, the receive slots per peer"
             )
         self.arena = Arena(pack(hopper_arrays(cfg, self.num_ranks, self.schedule)), workspace)
-        self.planner = Planner(workspace, self.arena, rows)
+        self.planner = Planner(workspace, self.arena, rows, self.schedule.free_sms)
         self.sms = self.planner.sms
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
         self._lasting = [  # memory of the stream that is current now
@@ -124,7 +130,7 @@ class HopperBackend:
         self._stream = torch.cuda.current_stream(device)  # of the last call
         self._forked: set[torch.cuda.Stream] = set()
         self._point = torch.cuda.Event()  # of a stream that another is to wait for
-        self._turn = threading.RLock()
+        self._order = self.planner.order
         self.phases: list[tuple[str, torch.cuda.Event]] | None = None
         self.trace: list[Span] | None = None
         self.traced_ids: list[Tensor] = []
@@ -133,8 +139,12 @@ class HopperBackend:
         self._known_peers: dict[tuple[bool, int], Peers] = {}
 
     def _check_push(self) -> None:
-        """Somebody must be left to compute while tokens are pushed."""
+        """Somebody must be left to compute, and while tokens are pushed."""
         s = self.schedule
+        if self.sms < 2:
+            raise ConfigError(
+                f"free_sms is {s.free_sms}, but this GPU has {self.sms + s.free_sms} multiprocessors; lower it"
+            )
         programs = (self.sms - self._down_sms(self.cfg.max_tokens_per_rank)) * min(
             s.gemm1.programs_per_sm, s.gemm2.programs_per_sm
         )
@@ -149,7 +159,7 @@ class HopperBackend:
     def route(self, ids_TK: Tensor) -> RoutingPlan:
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=ids_TK.device)
         while True:
-            plan = self.planner.plan(ids_TK, weights_TK)
+            plan = self.planner.plan(ids_TK, weights_TK, operation="route")
             if self.planner.fits():
                 return self.planner.routing_plan(plan, ids_TK.shape[0])
 
@@ -159,7 +169,7 @@ class HopperBackend:
             self.planner.refuse(type(error)(f"rank {self.rank}: {error}"))
 
     def check(self) -> None:
-        self.planner.check()
+        self.planner.check_all()
 
     def prepare(self) -> None:
         """Compile what calls of this schedule launch, by empty forwards and backwards.  Collective.
@@ -173,7 +183,7 @@ class HopperBackend:
         ids_TK = torch.zeros(0, cfg.top_k, dtype=torch.int64, device=self.device)
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
         inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights((w13,), (w2,), "stacked"))
-        with self._turn:
+        with self._order.turn:
             usual = self.schedule  # for few tokens, then for more, then for many
             more = dataclasses.replace(usual, mega_to=0)
             many = dataclasses.replace(more, pipelined_from=0, beside_from=0)
@@ -205,6 +215,7 @@ class HopperBackend:
             if self.cfg.max_rows is None
             else f"max_rows={self.cfg.max_rows}, no host read",
             "main_grad": MAIN_GRAD,
+            "multiprocessors": f"{self.sms}, {self.schedule.free_sms} left free",
             "combine": "one sum over a token's slots"
             if self.cfg.combine_groups is None
             else f"sums of {self.cfg.combine_groups} groups, made {self.schedule.group_sum} the down product",
@@ -212,8 +223,10 @@ class HopperBackend:
 
     def close(self) -> None:
         """Drop the arena; its memory is free when all streams that calls came on have gone past them."""
-        with self._turn:  # after the call that another thread is in
-            self.arena = self.planner.arena = None  # type: ignore[assignment]
+        with self._order.turn:  # after the call that another thread is in
+            if self.arena is not None:
+                self.planner.leave(self.planner.ws.cause)
+            self.arena = None  # type: ignore[assignment]
             self._known_peers.clear()
             self._lasting.clear()
 
@@ -234,7 +247,7 @@ class HopperBackend:
             self.refuse(error)
             raise
         x_TD, ids_TK, weights_TK = map(aligned, (inputs.x_TD, inputs.ids_TK, inputs.weights_TK))
-        inputs = Inputs(x_TD, ids_TK, weights_TK, inputs.experts)
+        inputs = Inputs(x_TD, ids_TK, weights_TK, inputs.experts, inputs.layer)
         while True:
             result = self._forward(inputs, save)
             if self.planner.fits():
@@ -249,7 +262,10 @@ class HopperBackend:
         cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
         num_tokens, receive = x_TD.shape[0], self.arena.views["receive"]
         send_all = functools.partial(self._send_all, x_TD) if self._copying else None
-        plan = self.planner.plan(inputs.ids_TK, inputs.weights_TK, self._leads(num_tokens), send_all)
+        plan = self.planner.plan(
+            inputs.ids_TK, inputs.weights_TK, self._leads(num_tokens), send_all,
+            operation="forward" if save else "forward without gradients", layer=inputs.layer,
+        )  # fmt: skip
         self.mark("plan")
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         act_NF = torch.empty(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
@@ -330,7 +346,7 @@ class HopperBackend:
             if needs.w13 or needs.w2:
                 launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.sms, address_2N)
 
-        self._enter_backward(dy_TD, meanwhile)
+        self._enter_planned("backward", dy_TD, plan, inputs.layer, meanwhile)
         self._dispatch(dy_TD, plan, peers)
         dh_N2F, act_NF, groups_NG = self._through_activation(dy_TD, h_2NF, plan, peers, experts, claims)
         launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.planner.status, self.slots, self.sms)
@@ -352,7 +368,9 @@ class HopperBackend:
                 launch.launch_used_dweights(
                     self.arena.views["dweights"], ids_TK, self.planner.status, self.sms, dweights_TK
                 )
-        dw13, dw2 = self._weight_gradients(address_2N, where_x, act_NF, dh_NH, experts, plan, needs, main_grads)
+        dw13, dw2 = self._weight_gradients(
+            address_2N, where_x, act_NF, dh_NH, experts, plan, needs, main_grads, inputs.layer
+        )
         self._join()
         self.mark("combine")
         if main_grads is not None:
@@ -391,7 +409,7 @@ class HopperBackend:
 
     def _weight_gradients(
         self, address_2N: Tensor, x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor, experts: ExpertWeights,
-        plan: DevicePlan, needs: Needs, main_grads: MainGrads | None,
+        plan: DevicePlan, needs: Needs, main_grads: MainGrads | None, layer: LayerTag,
     ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:  # fmt: skip
         """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  address_2N: of the rows of x and dO.
         x: tokens (T, D) and where the received ones are, or will be."""
@@ -410,7 +428,7 @@ class HopperBackend:
             )
             self.mark("weight_gradient")
         if self.schedule.received == "again":
-            self._dispatch_again(x[0], plan)
+            self._dispatch_again(x[0], plan, layer)
         if needs.w13:
             dw13 = main_grads.w13 if main_grads else tuple(fresh(w) for w in experts.w13)
             x_N = x[1] if self.schedule.operand == "expanded" else x_address_N
@@ -494,13 +512,18 @@ class HopperBackend:
             flag = self.arena.flag_offset("finished") + self.rank
             copy(self.arena.everywhere["flags"][peer][flag:], self.planner.call, self.copies)
 
-    def _enter_backward(self, sent_TD: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def _enter_planned(
+        self,
+        operation: str,
+        sent_TD: Tensor,
+        plan: DevicePlan,
+        layer: LayerTag,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Enter a call that knows its plan, and queue the copies of what it sends.  meanwhile: until all entered."""
-        from uniep.backends.planner import BACKWARD
-
-        self.planner.enter(None, None, sent_TD.shape[0])
+        self.planner.enter(None, None, sent_TD.shape[0], operation, LayerTag(layer.number), plan.forward)
         meanwhile()
-        self.planner.wait_entered(BACKWARD)
+        self.planner.wait_entered(copies=self._copying)
         if self._copying:
             self._send_all(sent_TD)
 
@@ -519,12 +542,12 @@ class HopperBackend:
         self.planner.wait("finished")
         self.mark("dispatch")
 
-    def _dispatch_again(self, x_TD: Tensor, plan: DevicePlan) -> None:
+    def _dispatch_again(self, x_TD: Tensor, plan: DevicePlan, layer: LayerTag) -> None:
         """In the backward, when nobody reads dO any more: all tokens, once more."""
         if self.num_ranks == 1 or self._stay_local:
             return
         self._join()  # what reads the number of this call
-        self._enter_backward(x_TD)
+        self._enter_planned("dispatch", x_TD, plan, layer)
         self._finish_dispatch(x_TD, plan, self._peers())
 
     def _expand(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> Tensor:
@@ -641,7 +664,7 @@ class HopperBackend:
 
     @contextlib.contextmanager
     def _without_communication(self) -> Iterator[None]:
-        with self._turn:
+        with self._order.turn:
             self._stay_local = True
             try:
                 yield

@@ -35,7 +35,7 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     entered_ns = torch.zeros(1, dtype=torch.int64, device=backend.device) if tracing else None
     plan = backend.planner.plan(
         inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None,
-        entered_ns=entered_ns,
+        entered_ns=entered_ns, operation="forward" if save else "forward without gradients", layer=inputs.layer,
     )  # fmt: skip
     rows, num_rows = plan.rows, plan.num_rows
     lists = _lists(backend, plan, forward_tiles(cfg, schedule), backward=False)
@@ -82,7 +82,7 @@ def backward(
         if needs.w13 or needs.w2:
             launch.launch_row_addresses((x_TD, kept), (dy_TD, receive), rows, backend.sms, address_2N)
 
-    backend._enter_backward(dy_TD, find_rows)
+    backend._enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
     tiles = backward_tiles(cfg, schedule, w13=needs.w13, w2=needs.w2)
     lists = _lists(backend, plan, tiles, backward=True)
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}

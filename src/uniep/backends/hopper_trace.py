@@ -55,7 +55,7 @@ def lead_host(backend: HopperBackend) -> None:
 def exchanged_ids(backend: HopperBackend) -> list[Tensor]:
     """The routing ids of all ranks in the forward under way, on the CPU."""
     top_k, found = backend.cfg.top_k, []
-    for words in backend.arena.views["exchange"][backend.planner.calls_made % 2].cpu():
+    for words in backend.arena.views["exchange"][backend.planner.calls_made & 1].cpu():
         count = int(words[0]) * top_k
         found.append(words[EXCHANGE_HEADER : EXCHANGE_HEADER + count].view(-1, top_k).clone())
     return found

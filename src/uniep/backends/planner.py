@@ -1,4 +1,4 @@
-"""Calls and plans of the Hopper backend: entering a call, the routing plan on the device, what a failure left.
+"""Plans of the Hopper backend: the routing plan on the device, and whether the rows of a call fit.
 
 The plan is one call's `RoutingPlan` and the tile tables that kernels walk, made by the kernels of
 `kernels/plan.py` without the host.  How many rows to allocate is the host's question; see `Planner.fits`.
@@ -6,25 +6,23 @@ The plan is one call's `RoutingPlan` and the tile tables that kernels walk, made
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.arena import Arena
-from uniep.backends.protocol import bad_id_error, decoded, encoded, error_index, error_of
+from uniep.backends.base import LayerTag
+from uniep.backends.hopper_calls import GAVE_UP, NO_LAYER, Calls
 from uniep.config import ROW_ALIGN
-from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError, UnsupportedError
-from uniep.kernels import sync
-from uniep.kernels.call import Part, launch, tensor, unbind
+from uniep.errors import PeerTimeoutError
+from uniep.kernels.call import Memory, Part, launch, tensor, unbind
 from uniep.kernels.launch import Rows
 from uniep.kernels.launch_groups import Lines, launch_parts
 from uniep.memory import (
-    EXCHANGE_HEADER,
     PLAN_ENTRIES,
     hopper_histogram,
     hopper_parts_arrays,
@@ -39,25 +37,6 @@ from uniep.routing import RoutingPlan
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
 
-EXCHANGE_PROGRAMS = 32
-STATUS_WORDS = 16
-STAGE_OF_FLAG = {
-    "entered": sync.STAGE_ENTRY.value, "finished": sync.STAGE_DISPATCH.value, "returned": sync.STAGE_COMBINE.value,
-}  # fmt: skip
-STAGES = {
-    sync.STAGE_ENTRY.value: "entry of the call",
-    sync.STAGE_DISPATCH.value: "arrival of tokens",
-    sync.STAGE_COMBINE.value: "return of results",
-    sync.STAGE_ROWS.value: "rows of gate and up",
-    sync.STAGE_SUM.value: "rows of the down product",
-    sync.STAGE_RAW.value: "rows of dO @ W2",
-    sync.STAGE_ACTIVATED.value: "rows of the activation's gradient",
-}
-TIMEOUT, BAD_ID, TOO_MANY_ROWS, REFUSED, OTHER_CALL = (
-    c.value for c in (sync.TIMEOUT, sync.BAD_ID, sync.TOO_MANY_ROWS, sync.REFUSED, sync.OTHER_CALL)
-)
-FORWARD, BACKWARD = sync.IS_FORWARD.value, sync.IS_BACKWARD.value
-
 
 class HeadLayout(NamedTuple):
     """Of `DevicePlan.head`: its words, and (offset in bytes, shape) of each array in it."""
@@ -67,7 +46,7 @@ class HeadLayout(NamedTuple):
 
 
 class DevicePlan:
-    """A RoutingPlan on the device, with the tile tables.  All int32 but the routing weights.
+    """A RoutingPlan on the device, with the tile tables.  All int32 but the routing weights.  forward: its call.
 
     Two allocations, which autograd saves: `head`, what is known before the number of rows is; `rows_3N`, source, return
     slot and routing weight of every row.  lines: with combine groups, which rows are added; one more allocation.
@@ -77,6 +56,7 @@ class DevicePlan:
         self.head, self.rows_3N, self.lines = head, rows_3N, lines
         part = {name: Part(head, offset, torch.int32, shape) for name, (offset, shape) in layout.arrays.items()}
         self.counts_RE, self.recv_count_R = part.pop("counts_RE"), part.pop("recv_count_R")
+        self.forward: Memory = part.pop("forward")
         source_N, return_N, weight_N = unbind(rows_3N)
         self.rows = Rows(source_N, return_N, weight_N._replace(dtype=torch.float32), **part)
 
@@ -89,116 +69,18 @@ class DevicePlan:
         return [self.head, self.rows_3N, *([self.lines.flat] if self.lines is not None else [])]
 
 
-class Planner:
-    """One rank's call counter, status and plans.  `tile_rows`: of the tile tables."""
+class Planner(Calls):
+    """One rank's calls and plans.  `tile_rows`: of the tile tables."""
 
-    def __init__(self, workspace: Workspace, arena: Arena, tile_rows: int) -> None:
-        self.ws, self.cfg, self.device, self.arena = workspace, workspace.cfg, workspace.device, arena
-        self.rank, self.num_ranks, self.tile_rows = workspace.rank, workspace.ep_size, tile_rows
-        cfg, slots = self.cfg, self.cfg.max_tokens_per_rank * self.cfg.top_k
-        self.local, self.slots = cfg.experts_per_rank(self.num_ranks), slots
+    def __init__(self, workspace: Workspace, arena: Arena, tile_rows: int, free_sms: int = 0) -> None:
+        super().__init__(workspace, arena)
+        cfg, self.tile_rows = self.cfg, tile_rows
+        self.local = cfg.experts_per_rank(self.num_ranks)
         self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, cfg.max_tokens_per_rank)
         self.most_tiles = self.capacity // tile_rows
-        self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.timeout_ns = int(workspace.timeout_s * 1e9)
-        self.calls_made = 0
+        self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count - free_sms
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[int, HeadLayout] = {}
-        self.call = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
-        # Pinned memory that kernels write and the host reads without synchronising.
-        self._host_status = torch.zeros(8, dtype=torch.int32).pin_memory()
-        self._host_totals = torch.zeros(4, dtype=torch.int32).pin_memory()
-        self._status_words = (ctypes.c_int32 * 8).from_address(self._host_status.data_ptr())
-        self._totals_words = (ctypes.c_int32 * 4).from_address(self._host_totals.data_ptr())
-        self.status = torch.zeros(STATUS_WORDS, dtype=torch.int32, device=self.device)
-        address = torch.tensor([self._host_status.data_ptr()], dtype=torch.int64)
-        self.status[8:10] = address.view(torch.int32).to(self.device)
-
-    def check(self) -> None:
-        """Raise what the device recorded.  Reads pinned memory; does not synchronise."""
-        code, a, b, c, d = self._status_words[:5]
-        if code == 0:
-            return
-        error: type[UniEPError] = InputError
-        if code == TIMEOUT:
-            error = PeerTimeoutError
-            message = (
-                f"rank {self.rank}, call {c}: rank {b} did not come within {self.ws.timeout_s:g} s "
-                f"(stage: {STAGES[a]}; expected signal {c}, seen {d}). Every rank must make the same calls; "
-                "see that no rank has stopped, or raise timeout_s"
-            )
-        elif code == TOO_MANY_ROWS:
-            error = CapacityError
-            message = (
-                f"rank {a} was routed {c} rows but max_rows={self.cfg.max_rows} leaves room for {d} with alignment; "
-                "raise max_rows, or pass max_rows=None to allocate exactly"
-            )
-        elif code == BAD_ID:
-            message = f"routing ids outside -1 .. {self.cfg.num_experts - 1} came from rank {a}, entry {b}"
-        elif code == OTHER_CALL:
-            error = UniEPError
-            theirs, ours = ("a backward", "a forward") if b == FORWARD else ("something else", "a backward")
-            message = (
-                f"rank {a} entered {theirs} where rank {self.rank} entered {ours}; every rank must make the same calls "
-                "in the same order"
-            )
-        else:
-            message = f"rank {a} refused its inputs; the error it raised says why"
-        self.ws.fail(message)
-        raise error(message)
-
-    def enter(
-        self, ids_TK: Tensor | None, weights_TK: Tensor | None, num_tokens: int, refusal: Tensor | None = None
-    ) -> None:
-        """Enter the next call: publish ids and weights (None: nothing but the entry), or a refusal, to every peer."""
-        from uniep.kernels.plan import exchange_kernel
-
-        self.check()
-        self.calls_made += 1
-        launch(
-            exchange_kernel,
-            EXCHANGE_PROGRAMS,
-            (
-                ids_TK if ids_TK is not None else self.call, weights_TK if weights_TK is not None else self.call,
-                refusal if refusal is not None else self.call, num_tokens, self.allocate,
-                self.arena.tables["exchange"], self.arena.tables["flags"], self.arena.flag_offset("entered"),
-                self.call, self.ticket, self.rank,
-            ),
-            {
-                "K": self.cfg.top_k, "SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "BLOCK": 1024,
-                "HAS_IDS": ids_TK is not None, "REFUSE": refusal is not None,
-            },
-            num_warps=4,
-        )  # fmt: skip
-
-    def refuse(self, error: UniEPError) -> None:
-        """Enter the call that the peers make, with nothing but the reason why this rank does not."""
-        words = torch.zeros(EXCHANGE_HEADER, dtype=torch.int32)
-        words[3] = error_index(error)
-        text = encoded(str(error), 4 * (EXCHANGE_HEADER - 4) - 1)
-        words.view(torch.uint8)[16 : 16 + len(text)] = text
-        self.enter(None, None, 0, words.to(self.device))
-        self.wait("entered")
-
-    def wait_entered(self, kind: int) -> None:
-        """Wait until every rank has entered this call, of this kind."""
-        self.wait("entered", kind)
-
-    def wait(self, flag: str, kind: int = -1) -> None:
-        """Make the stream wait until `flag` of every other rank has reached this call.
-
-        One program waits, where kernels that come after it would hold all multiprocessors.
-        """
-        if self.num_ranks == 1:
-            return
-        from uniep.kernels.plan import barrier_kernel
-
-        args = (
-            self.arena.flag_view(flag), self.arena.views["exchange"], self.call, self.status, self.timeout_ns, self.rank
-        )  # fmt: skip
-        constants = {"SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "STAGE": STAGE_OF_FLAG[flag], "KIND": kind}
-        launch(barrier_kernel, 1, args, constants, num_warps=1)
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
@@ -235,6 +117,8 @@ class Planner:
         leads: tuple[int, int] = (0, 0),
         send_all: Callable[[], None] | None = None,
         entered_ns: Tensor | None = None,
+        operation: str = "forward",
+        layer: LayerTag = NO_LAYER,
     ) -> DevicePlan:
         """Enter a call and plan it.  leads: experts whose local tiles run first, in the forward and the backward.
 
@@ -243,11 +127,6 @@ class Planner:
         """
         from uniep.kernels.plan import clock_kernel, histogram_kernel, place_kernel, scan_kernel, tiles_kernel
 
-        if self.cfg.max_rows is None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "this call is being captured in a CUDA graph, but max_rows is None, so that the host has to read the "
-                "number of rows; set MoEConfig.max_rows"
-            )
         cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
         slots_p = power_of_2(cfg.top_k)
         block_t = max(PLAN_ENTRIES // slots_p, 1)
@@ -261,9 +140,8 @@ class Planner:
             "K": cfg.top_k, "KP": slots_p, "SLOTS": self.slots, "NUM_RANKS": ranks, "BLOCKS": blocks,
             "BLOCK_T": block_t,
         }  # fmt: skip
-        self.enter(ids_TK, weights_TK, num_tokens)
-        # One program waits for late ranks, so that others' kernels find multiprocessors meanwhile.
-        self.wait_entered(FORWARD)
+        self.enter(ids_TK, weights_TK, num_tokens, operation, layer, plan.forward)
+        self.wait_entered(copies=send_all is not None)
         if entered_ns is not None:
             launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
         if send_all is not None:
@@ -326,37 +204,22 @@ class Planner:
         if self.cfg.max_rows is not None:
             return True
         give_up = time.monotonic() + self.ws.timeout_s + 5
-        while self._totals_words[0] != self.calls_made and self._status_words[0] == 0:
+        while self._totals_words[0] != self.calls_made and self._words[0] == 0:
             if time.monotonic() > give_up:
                 message = (
-                    f"rank {self.rank}, call {self.calls_made}: its plan was not ready after {self.ws.timeout_s:g} s; "
-                    "other work holds the GPU, or raise timeout_s"
+                    f"rank {self.rank}, call {self.calls_made}: its plan was not ready after "
+                    f"{self.ws.timeout_s:g} s; other work holds the GPU, or raise timeout_s"
                 )
-                self.ws.fail(message)
+                self.fail(message, GAVE_UP)
                 raise PeerTimeoutError(message)
-        if self._status_words[0] in (BAD_ID, REFUSED):
-            self._raise_inputs()
+        self._acquire()
+        if self.can_agree():
+            self.raise_agreed()
         self.check()
+        self.judge_digests(0)
         _, total, fitted = self._totals_words[:3]
         self.allocate = with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)
         return bool(fitted)
-
-    def _raise_inputs(self) -> NoReturn:
-        """Some rank's ids are bad, or it refused its inputs: forget the failure, raise the same on every rank."""
-        torch.cuda.synchronize(self.device)
-        exchange = self.arena.views["exchange"][self.calls_made % 2].cpu()
-        self.status[:8] = 0
-        self._host_status.zero_()
-        torch.cuda.synchronize(self.device)
-        for source in range(self.num_ranks):
-            header = exchange[source, :EXCHANGE_HEADER]
-            if header[2]:
-                raise error_of(int(header[3]))(decoded(header[4:].view(torch.uint8)).rstrip("\0"))
-            count = int(header[0]) * self.cfg.top_k
-            ids_TK = exchange[source, EXCHANGE_HEADER : EXCHANGE_HEADER + count].view(-1, self.cfg.top_k)
-            if (error := bad_id_error(ids_TK, source, self.cfg.num_experts)) is not None:
-                raise error
-        raise AssertionError("the plan reported bad inputs, but no rank's are bad")
 
     def routing_plan(self, plan: DevicePlan, num_tokens: int) -> RoutingPlan:
         """The public plan, without what lies behind the counts."""

@@ -150,7 +150,7 @@ def wait_for_peers(
     flags = flags_ptr + ranks
     if not OWN:
         flags = flags_ptr + tl.where(ranks == rank, (rank + 1) % NUM_RANKS, ranks)
-    wait_for(flags, ranks, tl.load(call_ptr), deadline_ns, status_ptr, STAGE, True)
+    wait_for(flags, ranks, tl.load(call_ptr), deadline_ns, status_ptr, STAGE)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.gemm import count_tile, row_tile_of_step, store_tile, tile_coordinates
-from uniep.kernels.plan import HEADER
+from uniep.kernels.header import HEADER, header_of
 from uniep.kernels.ptx import after_previous, narrow, next_may_come
 from uniep.kernels.sync import STAGE_SUM, deadline, failed, signal_all, wait_for
 
@@ -19,10 +19,13 @@ NO_GROUP = tl.constexpr(2**30)  # of unused slots, behind all others
 
 
 @triton.jit
-def _slot_groups(exchange_ptr, call, source, token, mask, K, KP: tl.constexpr, SLOTS, NUM_RANKS, GROUP: tl.constexpr):
+def _slot_groups(
+    exchange_ptr, call, source, token, mask, K, KP: tl.constexpr, SLOTS: tl.constexpr, NUM_RANKS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
     """(tokens, KP): the group of each slot of the given tokens, NO_GROUP where there is none."""
     slot = tl.arange(0, KP)
-    base = exchange_ptr + ((call % 2) * NUM_RANKS + source).to(tl.int64) * (HEADER + 2 * SLOTS) + HEADER
+    base = header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS) + HEADER
     ids = tl.load((base + token * K)[:, None] + slot[None, :], mask=mask[:, None] & (slot < K)[None, :], other=-1)
     return tl.where(ids >= 0, ids // GROUP, NO_GROUP)
 

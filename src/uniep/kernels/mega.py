@@ -54,6 +54,7 @@ from uniep.kernels.sync import (
     WIDE,
     deadline,
     failed,
+    pass_on,
     signal_when_all,
     wait_for,
 )
@@ -148,7 +149,7 @@ def forward_kernel(
     num_first = num_m * NUM_N1
     num_matrix = tl.load(counters_ptr + TASKS)
     num_kept = 0
-    kept_count_ptr += tl.load(call_ptr) % 2 * kept_parity
+    kept_count_ptr += (tl.load(call_ptr) & 1) * kept_parity
     if SAVE:
         num_kept = count_kept(kept_count_ptr, kept_stride, rank, KEPT, NUM_RANKS)
         if arrival == 0:  # the row that pad rows read
@@ -218,7 +219,7 @@ def forward_kernel(
                         lanes = tl.zeros((WIDE,), tl.int32)
                         wait_for(
                             progress_ptr + m + lanes, lanes + rank, NUM_N1, deadline_ns + timeout_ns, status_ptr,
-                            STAGE_ROWS, True,
+                            STAGE_ROWS,
                         )  # fmt: skip
                     block_loads_follow()
                 started_ns = nanoseconds() if TRACE else 0
@@ -258,6 +259,8 @@ def forward_kernel(
                         True,
                     )  # fmt: skip
                     back = tl.where(failed(status_ptr), 2, 1)
+                    if back == 2:
+                        pass_on(status_ptr)
                 started_ns = nanoseconds() if TRACE else 0
                 first = (vector_place - before_sums) * sum_tokens
                 blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
@@ -468,7 +471,7 @@ def backward_kernel(
                             lanes = tl.minimum(i + tl.arange(0, WIDE), num_awaited - 1)
                             wait_for(
                                 activated_ptr + first_m + lanes, lanes * 0 + rank, NUM_F, deadline_ns + timeout_ns,
-                                status_ptr, STAGE_ACTIVATED, True,
+                                status_ptr, STAGE_ACTIVATED,
                             )  # fmt: skip
                     block_loads_follow()
                 started_ns = nanoseconds() if TRACE else 0
@@ -526,7 +529,7 @@ def backward_kernel(
                         if all_made == 0:
                             wait_for(
                                 progress_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
-                                STAGE_RAW, True,
+                                STAGE_RAW,
                             )  # fmt: skip
                     started_ns = nanoseconds() if TRACE else 0
                     for first in range(0, BLOCK_M, ITEM_ROWS):
@@ -542,7 +545,7 @@ def backward_kernel(
                     if all_activated == 0:
                         wait_for(
                             activated_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
-                            STAGE_ACTIVATED, True,
+                            STAGE_ACTIVATED,
                         )  # fmt: skip
                     started_ns = nanoseconds() if TRACE else 0
                     return_dweights(
@@ -557,6 +560,8 @@ def backward_kernel(
                         True,
                     )  # fmt: skip
                     back = tl.where(failed(status_ptr), 2, 1)
+                    if back == 2:
+                        pass_on(status_ptr)
                 started_ns = nanoseconds() if TRACE else 0
                 begin = (vector_place - before_sums) * sum_tokens
                 end = tl.minimum(begin + sum_tokens, num_tokens)

@@ -12,9 +12,8 @@ what comes then must not hold multiprocessors that other streams may need for th
 No atomic decides a position.  Blocks are BLOCK_T tokens of one source; their entries are flattened as
 (token, slot), which is the canonical order inside a source.
 
-The exchange slot of source s (parity p) holds HEADER words (0: T, 1: rows allocated, 2: a forward, a backward or a
-refusal of s's inputs, then why, see `exchange_kernel`), then T_max*K ids, then T_max*K weights as fp32 bits.  It has two
-parities because a peer may enter the next call while this rank reads.
+The exchange slot of source s (parity p) holds a header (`kernels/header.py`), then T_max*K ids, then T_max*K weights as
+fp32 bits.  It has two parities because a peer may enter the next call while this rank reads.
 
 Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M row tiles.
 """
@@ -22,32 +21,71 @@ Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M
 import triton
 import triton.language as tl
 
+from uniep.kernels.header import (
+    CAPACITY,
+    DIGEST_WORDS,
+    DIGESTS,
+    DRAW,
+    ERROR,
+    FORWARD,
+    FORWARDS,
+    GAVE_UP,
+    HAS_DIGESTS,
+    HEADER,
+    HOST_AGREED,
+    HOST_AGREED_WORDS,
+    HOST_DIGEST_WORDS,
+    IS_REFUSED,
+    LAYER,
+    LOST_CALL,
+    LOST_REASON,
+    LOST_TEXT_BYTES,
+    LOST_WORDS,
+    OPERATION,
+    STATUS,
+    STATUS_TOLD,
+    TOKENS,
+    header_of,
+    host_record,
+    host_refusal,
+)
 from uniep.kernels.ptx import after_previous, nanoseconds, next_may_come
 from uniep.kernels.sync import (
     BAD_ID,
-    IS_BACKWARD,
-    IS_FORWARD,
-    IS_REFUSED,
+    LOST,
+    LOST_RANK,
     OTHER_CALL,
     REFUSED,
+    TIMEOUT,
     TOO_MANY_ROWS,
     deadline,
     every_rank,
+    pass_on,
     record,
     wait_for,
 )
-from uniep.memory import EXCHANGE_HEADER
 
-HEADER = tl.constexpr(EXCHANGE_HEADER)
+LONGEST_TASK_NS = tl.constexpr(200_000_000)  # much longer than a tile takes that reads what a peer has sent
 
 
-@triton.jit(do_not_specialize=["num_tokens", "capacity", "entered_offset", "rank"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens", "capacity", "operation", "layer", "draw_low", "draw_high", "has_digests", "entered_offset", "rank",
+    ]
+)  # fmt: skip
 def exchange_kernel(
     ids_ptr,
     weights_ptr,
     refusal_ptr,
+    digests_ptr,
+    forward_ptr,
     num_tokens,
     capacity,
+    operation,
+    layer,
+    draw_low,
+    draw_high,
+    has_digests,
     exchange_table_ptr,
     flag_table_ptr,
     entered_offset,
@@ -61,17 +99,19 @@ def exchange_kernel(
     HAS_IDS: tl.constexpr,
     REFUSE: tl.constexpr,
 ):
-    """Enter call `*call_ptr + 1`: publish this rank's ids and weights, then count the call.
+    """Enter call `*call_ptr + 1`: publish this rank's header, ids and weights, then count the call.
 
-    REFUSE: publish instead that this rank's inputs are bad; refusal: HEADER words, of which those from the
-    third on go into the header.
+    call: its number, then the number of calls with ids so far.  forward: with ids, takes the number of this call; without,
+    the call whose plan this one uses.  digests: int32 words, if has_digests.
+    REFUSE: publish instead that this rank's inputs are bad; refusal: HEADER words, of which those from ERROR on go into the
+    header.
     """
     after_previous()
     next_may_come()
     call = tl.load(call_ptr) + 1
-    stride: tl.constexpr = HEADER + 2 * SLOTS
-    offset = ((call % 2) * NUM_RANKS + rank).to(tl.int64) * stride
+    forwards = tl.load(call_ptr + 1)
     if HAS_IDS:
+        forwards += 1
         total = num_tokens * K
         for first in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
             index = first + tl.arange(0, BLOCK)
@@ -80,26 +120,116 @@ def exchange_kernel(
             ids = tl.minimum(tl.maximum(ids, -2147483648), 2147483647).to(tl.int32)
             weights = tl.load(weights_ptr + index, mask=mask, other=0.0).to(tl.int32, bitcast=True)
             for peer in range(NUM_RANKS):
-                slot = tl.load(exchange_table_ptr + peer).to(tl.pointer_type(tl.int32)) + offset
+                exchange = tl.load(exchange_table_ptr + peer).to(tl.pointer_type(tl.int32))
+                slot = header_of(exchange, call, rank, SLOTS, NUM_RANKS)
                 tl.store(slot + HEADER + index, ids, mask=mask)
                 tl.store(slot + HEADER + SLOTS + index, weights, mask=mask)
     if tl.program_id(0) == 0:
+        forward = 0
+        if not HAS_IDS and not REFUSE:
+            forward = tl.load(forward_ptr)
         for peer in range(NUM_RANKS):
-            slot = tl.load(exchange_table_ptr + peer).to(tl.pointer_type(tl.int32)) + offset
-            tl.store(slot, num_tokens)
-            tl.store(slot + 1, capacity)
+            slot = header_of(
+                tl.load(exchange_table_ptr + peer).to(tl.pointer_type(tl.int32)), call, rank, SLOTS, NUM_RANKS
+            )
+            tl.store(slot + TOKENS, num_tokens)
+            tl.store(slot + CAPACITY, capacity)
+            tl.store(slot + OPERATION, operation)
+            tl.store(slot + LAYER, layer)
+            tl.store(slot + FORWARD, forward)
+            tl.store(slot + FORWARDS, forwards)
+            tl.store(slot + DRAW, draw_low)
+            tl.store(slot + DRAW + 1, draw_high)
             if REFUSE:
                 word = tl.arange(0, HEADER)
-                tl.store(slot + word, tl.load(refusal_ptr + word), mask=word > 2)
-            tl.store(slot + 2, IS_REFUSED if REFUSE else (IS_FORWARD if HAS_IDS else IS_BACKWARD))
+                tl.store(slot + word, tl.load(refusal_ptr + word), mask=word >= ERROR)
+            else:
+                tl.store(slot + HAS_DIGESTS, has_digests)
+                word = tl.arange(0, HOST_DIGEST_WORDS)
+                mask = word < has_digests * DIGEST_WORDS
+                tl.store(slot + DIGESTS + word, tl.load(digests_ptr + word, mask=mask, other=0), mask=mask)
     tl.debug_barrier()
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
     if ticket == tl.num_programs(0) - 1:
         tl.store(ticket_ptr, 0)
         tl.store(call_ptr, call)
+        tl.store(call_ptr + 1, forwards)
+        if HAS_IDS:
+            tl.store(forward_ptr, call)
         for peer in range(NUM_RANKS):
             flags = tl.load(flag_table_ptr + peer).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(flags + entered_offset + rank, call, sem="release", scope="sys")
+
+
+@triton.jit
+def _two_known(values):
+    """Whether two of them differ; those that are 0 are not known."""
+    known = tl.max(tl.where(values == 0, -(2**63), values))
+    return tl.min(tl.where(values == 0, known, values)) != known
+
+
+@triton.jit
+def _judge(exchange_ptr, call, status_ptr, rank, SLOTS: tl.constexpr, NUM_RANKS: tl.constexpr):
+    """Record that a rank refuses, or that ranks disagree; all ranks come to the same.
+
+    The host gets the words that it needs to say so, and any digests.
+    """
+    ranks = every_rank(NUM_RANKS)
+    header = header_of(exchange_ptr, call, ranks, SLOTS, NUM_RANKS)
+    operation = tl.load(header + OPERATION)
+    layer = tl.load(header + LAYER)
+    forward = tl.load(header + FORWARD)
+    draw = (tl.load(header + DRAW + 1).to(tl.int64) << 32) | (tl.load(header + DRAW).to(tl.int64) & 0xFFFFFFFF)
+    has_digests = tl.load(header_of(exchange_ptr, call, rank, SLOTS, NUM_RANKS) + HAS_DIGESTS)
+    host_ptr = host_record(status_ptr)
+    refuses = operation == IS_REFUSED
+    differs = tl.max(operation) != tl.min(operation)
+    differs |= tl.max(forward) != tl.min(forward)
+    differs |= _two_known(layer.to(tl.int64)) | _two_known(draw)
+    if tl.max(refuses.to(tl.int32)) != 0:
+        source = tl.min(tl.where(refuses, ranks, NUM_RANKS))
+        word = tl.arange(0, HEADER)
+        words = tl.load(header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS) + word)
+        tl.store(host_refusal(host_ptr, NUM_RANKS) + word, words)
+        record(status_ptr, REFUSED, source, 0, call, 0)
+    elif differs:
+        agreed = host_ptr + HOST_AGREED + ranks * HOST_AGREED_WORDS
+        for word in tl.static_range(HOST_AGREED_WORDS):
+            tl.store(agreed + word, tl.load(header + OPERATION + word))
+        record(status_ptr, OTHER_CALL, 0, 0, call, 0)
+    elif has_digests != 0:
+        digests = host_refusal(host_ptr, NUM_RANKS) + HEADER
+        word = tl.arange(0, HOST_DIGEST_WORDS)
+        for source in tl.static_range(NUM_RANKS):
+            of_source = header_of(exchange_ptr, call, rank * 0 + source, SLOTS, NUM_RANKS)
+            words = tl.load(of_source + HAS_DIGESTS + word)
+            tl.store(digests + 1 + source * HOST_DIGEST_WORDS + word, words)
+        tl.debug_barrier()
+        tl.atomic_xchg(digests, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _tell_peers(status_ptr, status_table_ptr, call, rank, NUM_RANKS: tl.constexpr, COPIES: tl.constexpr):
+    """Every peer's results are lost: this rank gave up, and what it does next may overwrite what a late peer still reads.
+
+    COPIES: copy engines send next, whatever was told; so that nobody reads what they overwrite after looking at the status
+    before this, they begin when tasks that had begun have ended.
+    """
+    tl.store(status_ptr + STATUS_TOLD, 1)
+    for peer in range(NUM_RANKS):
+        if peer != rank:
+            status = tl.load(status_table_ptr + peer).to(tl.pointer_type(tl.int32))
+            slot = status + STATUS + rank * LOST_WORDS
+            tl.store(slot + LOST_CALL, call)
+            tl.store(slot + LOST_TEXT_BYTES, 0)
+            tl.store(slot + LOST_REASON, GAVE_UP)
+            tl.debug_barrier()
+            tl.atomic_cas(status, 0, (rank + 1) * LOST_RANK + LOST, sem="acq_rel", scope="sys")
+    if COPIES:
+        start_ns = nanoseconds()
+        now_ns = nanoseconds()
+        while now_ns - start_ns < LONGEST_TASK_NS:
+            now_ns = nanoseconds()
 
 
 @triton.jit(do_not_specialize=["timeout_ns", "rank"])
@@ -108,30 +238,37 @@ def barrier_kernel(
     exchange_ptr,
     call_ptr,
     status_ptr,
+    status_table_ptr,
     timeout_ns,
     rank,
     SLOTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     STAGE: tl.constexpr,
-    KIND: tl.constexpr,
+    ENTRY: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """Wait until one flag of every other rank has reached this call.  One warp.
 
-    KIND: of the call, where it is entered: what another rank enters instead is recorded; -1 elsewhere.
+    ENTRY: of all ranks into this call; then see that all have entered the same.  COPIES: copy engines send behind it.
     """
     after_previous()
     ranks = every_rank(NUM_RANKS)
     call = tl.load(call_ptr)
     flags = tl.where(ranks == rank, call_ptr, flags_ptr + ranks)
-    wait_for(flags, ranks, call, deadline(status_ptr, timeout_ns), status_ptr, STAGE)
-    if KIND >= 0:
-        stride: tl.constexpr = HEADER + 2 * SLOTS
-        kind = tl.load(exchange_ptr + ((call % 2) * NUM_RANKS + ranks).to(tl.int64) * stride + 2)
-        other = kind != KIND
-        if KIND == IS_FORWARD:
-            other = kind == IS_BACKWARD  # refusals have an error of their own
-        if tl.max(other.to(tl.int32)) != 0:
-            record(status_ptr, OTHER_CALL, tl.max(tl.where(other, ranks, -1)), KIND, 0, 0)
+    deadline_ns = deadline(status_ptr, timeout_ns)
+    if ENTRY:
+        gone = status_ptr + STATUS + ranks * LOST_WORDS + LOST_REASON
+        wait_for(flags, ranks, call, deadline_ns, status_ptr, STAGE, gone)
+    else:
+        wait_for(flags, ranks, call, deadline_ns, status_ptr, STAGE)
+    code = tl.load(status_ptr, volatile=True)
+    if code != 0:
+        pass_on(status_ptr)
+        if ENTRY:
+            if (code == TIMEOUT) & (tl.load(status_ptr + STATUS_TOLD) == 0):
+                _tell_peers(status_ptr, status_table_ptr, call, rank, NUM_RANKS, COPIES)
+    elif ENTRY:
+        _judge(exchange_ptr, call, status_ptr, rank, SLOTS, NUM_RANKS)
 
 
 @triton.jit
@@ -142,12 +279,15 @@ def clock_kernel(time_ptr):
 
 
 @triton.jit
-def _block_ids(exchange_ptr, call, block, BLOCKS, K, KP: tl.constexpr, SLOTS, NUM_RANKS, BLOCK_T: tl.constexpr):
+def _block_ids(
+    exchange_ptr, call, block, BLOCKS, K, KP: tl.constexpr, SLOTS: tl.constexpr, NUM_RANKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """(source, first token, T of the source, its slot base, ids (BLOCK_T, KP) with -1 where there is none)."""
     source = block // BLOCKS
     first = block % BLOCKS * BLOCK_T
-    base = exchange_ptr + ((call % 2) * NUM_RANKS + source).to(tl.int64) * (HEADER + 2 * SLOTS)
-    num_tokens = tl.load(base)
+    base = header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS)
+    num_tokens = tl.load(base + TOKENS)
     token = first + tl.arange(0, BLOCK_T)
     slot = tl.arange(0, KP)
     mask = (token < num_tokens)[:, None] & (slot < K)[None, :]
@@ -182,7 +322,7 @@ def histogram_kernel(
     source, first, num_tokens, base, ids = _block_ids(
         exchange_ptr, call, block, BLOCKS, K, KP, SLOTS, NUM_RANKS, BLOCK_T
     )
-    if tl.load(base + 2) == IS_REFUSED:
+    if tl.load(base + OPERATION) == IS_REFUSED:
         record(status_ptr, REFUSED, source, 0, 0, 0)
     bad = (ids >= E) | (ids < -1)
     if tl.max(bad.to(tl.int32)) != 0:
@@ -313,8 +453,7 @@ def tiles_kernel(
         peer_at = counts_ptr + source[:, None] * E + peer * LOCAL + local[None, :]
         peer_rows = tl.sum(tl.load(peer_at, mask=(local < LOCAL)[None, :], other=0), 0)
         peer_total = tl.sum((peer_rows + ALIGN - 1) // ALIGN * ALIGN)
-        header = exchange_ptr + ((call % 2) * NUM_RANKS + peer).to(tl.int64) * (HEADER + 2 * SLOTS)
-        capacity = tl.load(header + 1)
+        capacity = tl.load(header_of(exchange_ptr, call, peer, SLOTS, NUM_RANKS) + CAPACITY)
         if peer_total > capacity:
             if not HOST:
                 record(status_ptr, TOO_MANY_ROWS, peer, 0, tl.sum(peer_rows), capacity)

@@ -7,14 +7,20 @@ Threads poll for themselves and may see a flag at different times, so what a pro
 what one thread saw: threads that part ways at a barrier wait for each other for ever.  Decisions are reductions
 over WIDE elements or more, which end in shared memory, or results of scalar atomics, which one thread hands out.
 
-The status record (int32, device memory) is zero while all is well: [0] code, [1] stage, [2] peer,
-[3] call expected, [4] least seen, [5] and [6] rows needed and available.  Words 8 and 9 hold the address of the
-host's pinned copy, which the host reads without synchronising.
+The status record (symmetric memory) has code 0 while all is well.  This rank's kernels note the first failure there,
+and its details in the host's record.  A peer that cannot go on stores LOST there, with its rank above it: whoever waits or
+reads results here looks at this one word.  What lies where: header.py.
 """
 
 import triton
 import triton.language as tl
 
+from uniep.kernels.header import (
+    LOST_CALL,
+    LOST_WORDS,
+    STATUS,
+    host_record,
+)
 from uniep.kernels.ptx import load_acquire, nanoseconds
 
 TIMEOUT = tl.constexpr(1)
@@ -22,6 +28,8 @@ BAD_ID = tl.constexpr(2)
 TOO_MANY_ROWS = tl.constexpr(3)
 REFUSED = tl.constexpr(4)
 OTHER_CALL = tl.constexpr(5)
+LOST = tl.constexpr(6)  # by a peer: LOST + LOST_RANK * (its rank + 1)
+LOST_RANK = tl.constexpr(256)
 
 STAGE_ENTRY = tl.constexpr(1)
 STAGE_DISPATCH = tl.constexpr(2)
@@ -31,25 +39,37 @@ STAGE_SUM = tl.constexpr(5)
 STAGE_RAW = tl.constexpr(6)
 STAGE_ACTIVATED = tl.constexpr(7)
 
-# What a rank enters.
-IS_FORWARD = tl.constexpr(0)
-IS_REFUSED = tl.constexpr(1)
-IS_BACKWARD = tl.constexpr(2)
-
 WIDE = tl.constexpr(64)  # more elements than a warp has lanes
 
 
 @triton.jit
+def _tell_host(status_ptr, code, a, b, c, d):
+    """Write the host's record, the code last."""
+    host_ptr = host_record(status_ptr)
+    tl.store(host_ptr + 1, a)
+    tl.store(host_ptr + 2, b)
+    tl.store(host_ptr + 3, c)
+    tl.store(host_ptr + 4, d)
+    tl.debug_barrier()
+    tl.atomic_xchg(host_ptr, code, sem="release", scope="sys")
+
+
+@triton.jit
 def record(status_ptr, code, a, b, c, d):
-    """Write a status record here and to the host, the code last.  The first failure stays."""
-    if tl.atomic_cas(status_ptr, 0, code) == 0:
-        host_ptr = tl.load((status_ptr + 8).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
-        tl.store(host_ptr + 1, a)
-        tl.store(host_ptr + 2, b)
-        tl.store(host_ptr + 3, c)
-        tl.store(host_ptr + 4, d)
-        tl.debug_barrier()
-        tl.atomic_xchg(host_ptr, code, sem="release", scope="sys")
+    """Write a status record here and to the host.  The first failure stays."""
+    if tl.atomic_cas(status_ptr, 0, code, scope="sys") == 0:
+        _tell_host(status_ptr, code, a, b, c, d)
+
+
+@triton.jit
+def pass_on(status_ptr):
+    """If a peer has stored LOST here, tell the host.  By one program at a time."""
+    code = tl.load(status_ptr, volatile=True)
+    if code > LOST_RANK:
+        if tl.load(host_record(status_ptr), volatile=True) == 0:
+            source = code // LOST_RANK - 1
+            call = tl.load(status_ptr + STATUS + source * LOST_WORDS + LOST_CALL, volatile=True)
+            _tell_host(status_ptr, LOST, source, call, 0, 0)
 
 
 @triton.jit
@@ -71,24 +91,26 @@ def _lateness(seen, needed, deadline_ns):
 
 
 @triton.jit
-def wait_for(
-    flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.constexpr, UNTIL_FAILURE: tl.constexpr = False
-):
-    """Spin until every flag has reached `needed`; after `deadline_ns` record the late peer and give up.
+def wait_for(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.constexpr, gone_ptrs=None):
+    """Spin until every flag has reached `needed`; after `deadline_ns` record the late peer and give up.  Give up, too, as
+    soon as this call has failed, here or by what a peer has told: what is awaited may then never come.
 
-    flag_ptrs: WIDE or more.  UNTIL_FAILURE: give up, too, as soon as this call has failed: what is awaited may then
-    never come.
+    flag_ptrs: WIDE or more.  gone_ptrs: a word of each peer's that is not zero once it has gone, and will set no flag.
     """
     seen = load_acquire(flag_ptrs)
     late = _lateness(seen, needed, deadline_ns)
     while late == 1:
-        until_ns = deadline_ns
-        if UNTIL_FAILURE:
-            is_lost = load_acquire(status_ptr + tl.zeros_like(peers)) != 0
-            until_ns = tl.where(is_lost, 0, deadline_ns)
+        is_lost = tl.load(status_ptr, volatile=True) != 0
+        if gone_ptrs is not None:
+            is_lost = is_lost | (load_acquire(gone_ptrs) != 0)  # before the flags: it may enter, and go
+        until_ns = tl.where(is_lost, 0, deadline_ns)
         seen = load_acquire(flag_ptrs)
         late = _lateness(seen, needed, until_ns)
     if late == 2:
+        if gone_ptrs is not None:
+            gone = tl.max(tl.where((seen - needed < 0) & (load_acquire(gone_ptrs) != 0), peers, -1))
+            if gone >= 0:
+                record(status_ptr, LOST, gone, needed, 0, 0)
         peer = tl.max(tl.where(seen - needed < 0, peers, -1))
         record(status_ptr, TIMEOUT, STAGE, peer, needed, tl.min(seen))
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from uniep.kernels.ptx import narrow
 from uniep.kernels.rows import row_pointers, wait_for_rows
-from uniep.kernels.sync import deadline, failed, signal_all
+from uniep.kernels.sync import deadline, failed, pass_on, signal_all
 
 
 @triton.jit
@@ -196,6 +196,8 @@ def combine_kernel(
     After a failed call (status not zero) the output is NaN, never half a sum.
     """
     is_lost = failed(status_ptr)
+    if is_lost & (tl.program_id(0) == 0):
+        pass_on(status_ptr)
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     for item in range(tl.program_id(0), num_tokens * blocks, tl.num_programs(0)):
         token = (item // blocks).to(tl.int64)

@@ -166,8 +166,8 @@ def check_dense(**named: Any) -> None:
         for t in tensors:
             if not isinstance(t, Tensor):
                 raise ConfigError(
-                    f"{name} is or holds {type(t).__name__}; it must be a torch.Tensor (torch.fx cannot trace the layer: "
-                    "make it a leaf, or use torch.export)"
+                    f"{name} is or holds {type(t).__name__}; it must be a torch.Tensor (torch.fx cannot trace the "
+                    "layer: make it a leaf, or use torch.export)"
                 )
             if t.layout != torch.strided:
                 raise UnsupportedError(f"{name} has layout {t.layout}; pass a dense tensor, e.g. {name}.to_dense()")

@@ -65,6 +65,8 @@ class Schedule:
     activation_gradient: where GPUs run the activation's gradient.  "after", in a pass behind the product that feeds it;
         "beside", by programs of their own as its row tiles are done and lie in L2 (not serial).
     beside_from: tokens of a rank from which it runs beside; with fewer, after.
+    free_sms: multiprocessors that kernels of GPUs leave to others, such as the collectives of data parallelism.  Where
+        others hold more than that, a GEMM takes two rounds on what is left.
     matrix_workers, vector_workers: threads per rank of the CPU executor.
     received: what backward reads of other ranks' tokens.  "saved", a compact copy that forward keeps;
         "again", the tokens are dispatched again (no memory between forward and backward).
@@ -89,6 +91,7 @@ class Schedule:
     activation_gradient: Literal["after", "beside"] = "after"
     beside_from: int = 2048
     mega_to: int = 0
+    free_sms: int = 0
     matrix_workers: int = 1
     vector_workers: int = 1
     received: Literal["saved", "again"] = "saved"
