@@ -388,7 +388,8 @@ class CollectiveBackend:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait()  # raises if that was its own error, and not the end of a look
+                    return
             self._look_up(patience)
 
     def _wait_for_device(self) -> None:
