@@ -55,7 +55,8 @@ class Workspace:
     backend: "auto", "cpu", "hopper" or "nccl" (explicit collectives, any GPU, several nodes; gloo on CPU).
         "auto" takes "hopper" on CUDA and "cpu" on CPU, and raises where that cannot run.
     schedule: how calls are executed; speed only.  Default: the backend's own choice.
-    timeout_s: longest wait for a peer before PeerTimeoutError; default UNIEP_TIMEOUT_S or 600.
+    timeout_s: longest wait for a peer before PeerTimeoutError, in each stage of making it and of a call, on every
+        backend; time in which this process did not run does not count.  Default UNIEP_TIMEOUT_S or 600.
     """
 
     def __init__(

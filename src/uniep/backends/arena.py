@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from uniep.errors import UnsupportedError
+from uniep.errors import UniEPError, UnsupportedError
 from uniep.memory import Field, flag_step, packed_bytes
 
 if TYPE_CHECKING:
@@ -132,7 +132,13 @@ class Arena:
         torch.cuda.synchronize(device)
         meeting = _meeting(workspace)
         meeting.exchange(None, "memory allocated")  # torch's rendezvous waits without timeout_s
-        handle = symmetric.rendezvous(memory, workspace.group)
+        try:
+            handle = symmetric.rendezvous(memory, workspace.group)
+        except RuntimeError as cause:
+            raise UniEPError(
+                f"rank {workspace.rank}, creation of a Workspace: torch's rendezvous of symmetric memory failed "
+                f"({str(cause).splitlines()[0]}); see that no rank has ended"
+            ) from cause
         meeting.exchange(None, "memory mapped")
         peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(workspace.ep_size)]
         peers[workspace.rank] = memory  # which owns it

@@ -11,7 +11,8 @@ Rows, formulas and roundings are those of the other backends, so bits are those 
 where its kernels run.  The host reads counts: a call cannot be captured in a CUDA graph.
 
 A rank that fails inside a call tells the others over the store of torch.distributed; whoever waits looks there.  What
-waits on a GPU's stream only, behind a collective that a rank left out, ends by the timeout of the process group.
+waits on a GPU's stream only, behind a collective that a rank left out, ends by the timeout of the process group, whose
+collectives may be out of step after such an error: a new Workspace needs a new group.
 
 Suffixes: R ranks, T tokens of this rank, M received tokens, K slots, D hidden, F ffn, E experts, e local, N rows.
 """
@@ -397,7 +398,8 @@ class CollectiveBackend:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait()  # raises if that was its own error, and not the end of a look
+                    return
             self._look_up(patience)
 
     def _wait_for_device(self) -> None:
