@@ -19,6 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -39,6 +43,30 @@ def without_cuda() -> None:
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.current_stream = torch.cuda.synchronize = lambda *device: None
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = Random(), True
+
+
+def training_state(model: GPTModel, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> dict:
+    """The model, its fp32 masters and Adam's averages for Megatron's checkpoint, each split as its parameter is."""
+    sharded = model.sharded_state_dict()
+    split = get_param_id_to_sharded_param_map(sharded, model.parameters())
+    kept = {name: [optimizer.state[master][name] for master in masters] for name in ("exp_avg", "exp_avg_sq")}
+    kept["fp32"] = masters
+    parts = {
+        kind: {n: make_sharded_optimizer_tensor(split[n], t, f"optimizer.{kind}") for n, t in enumerate(tensors)}
+        for kind, tensors in kept.items()
+    }
+    return {"model": sharded, "steps": int(optimizer.state[masters[0]]["step"]), **parts}
+
+
+def load(folder: Path, model: GPTModel, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    loaded = dist_checkpointing.load(training_state(model, masters, optimizer), str(folder))
+    model.load_state_dict(loaded["model"])
+    for number, master in enumerate(masters):
+        master.copy_(loaded["fp32"][number])
+        state = optimizer.state[master]
+        state["step"].fill_(loaded["steps"])
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].copy_(loaded[name][number])
 
 
 def main() -> None:
@@ -90,15 +118,17 @@ def main() -> None:
     for parameter in model.parameters():
         if getattr(parameter, "allreduce", True):  # all but experts: the same on all ranks
             dist.broadcast(parameter.data, 0)
+    masters = [parameter.detach().clone().float() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=3e-3)
+    for master in masters:  # what the first step would make, for a checkpoint to go into
+        averages = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[master] = {"step": torch.tensor(0.0, device="cpu"), **averages}
     if options.load:
-        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(options.load))
-        model.load_state_dict(loaded["model"])
+        load(options.load, model, masters, optimizer)
     if rank == 0:
         print(status(model))
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
 
-    masters = [parameter.detach().clone().float() for parameter in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=3e-3)
     text = torch.tensor(list(Path(__file__).read_bytes()))
     draw = torch.Generator().manual_seed(1 + rank)
     positions = torch.arange(LENGTH, device=device).expand(SEQUENCES, -1)
@@ -127,7 +157,7 @@ def main() -> None:
         if rank == 0:
             options.save.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        dist_checkpointing.save({"model": model.sharded_state_dict()}, str(options.save))
+        dist_checkpointing.save(training_state(model, masters, optimizer), str(options.save))
     free(model)
     dist.destroy_process_group()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import torchtitan.tools.utils as tools
 from torch import nn
@@ -26,6 +27,11 @@ from torch.distributed.fsdp import FSDPModule
 if not torch.cuda.is_available():  # torchtitan takes it for granted
     tools.device_type, tools.device_module = "cpu", torch.cpu
 
+from torchtitan.components.checkpoint_utils import (
+    get_flat_optim_state_dict,
+    init_optim_state,
+    load_flat_optim_state_dict,
+)
 from torchtitan.config import CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
@@ -86,6 +92,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ep", type=int, help="ranks that the experts are split over; default: all")
+    parser.add_argument("--load", type=Path, help="checkpoint to go on from, of any number of ranks")
+    parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
     options = parser.parse_args()
 
     device = torch.device(tools.device_type)
@@ -106,7 +114,13 @@ def main() -> None:
     if rank == 0:
         print(status(model))
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3, foreach=False)
+    if options.load:
+        init_optim_state(optimizer)
+        state = {"model": model.state_dict(), "optimizer": get_flat_optim_state_dict(optimizer)}
+        dcp.load(state, checkpoint_id=options.load)
+        model.load_state_dict(state["model"])
+        load_flat_optim_state_dict(optimizer, state["optimizer"])
     text = torch.tensor(list(Path(__file__).read_bytes()))
     draw = torch.Generator().manual_seed(1 + rank)
     began = time.perf_counter()
@@ -124,6 +138,9 @@ def main() -> None:
             if rank == 0:
                 seconds = time.perf_counter() - began
                 print(f"step {step:3d}  loss {total / ranks:.3f}  gradient norm {norm:.2f}  {seconds:.0f} s")
+    if options.save:
+        state = {"model": model.state_dict(), "optimizer": get_flat_optim_state_dict(optimizer)}
+        dcp.save(state, checkpoint_id=options.save)
     free(model)
     dist.destroy_process_group()
 

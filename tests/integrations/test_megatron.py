@@ -29,6 +29,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 import uniep
 from uniep.integrations import megatron
@@ -557,6 +558,9 @@ def test_example(tmp_path):
         losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     before, after, later = losses
     assert before > 5 and after < 3.7 and later < 3.7, losses
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+        assert any(name.startswith(f"optimizer.{kind}.") for name in saved), kind
 
 
 def test_order_of_experts_is_for_good():

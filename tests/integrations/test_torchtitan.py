@@ -26,6 +26,7 @@ if not torch.cuda.is_available():  # before others import it from there
 import spmd_types as spmd
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import apply_overrides
@@ -458,13 +459,19 @@ def test_selective_ac():
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(bool(NO_MODEL), reason=NO_MODEL)
-def test_example():
-    example = Path(__file__).parents[2] / "examples/torchtitan_train.py"
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example)]
+def test_example(tmp_path):
+    """The example trains with 2 processes; one process goes on from its checkpoint."""
+    example, folder = Path(__file__).parents[2] / "examples/torchtitan_train.py", str(tmp_path / "checkpoint")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [*run, "--layers", "1", "--steps", "20"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "uniep runs 1 of 1 MoE layers" in done.stdout
-    before, after = (float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout))
-    assert before > 7 and after < 3.7, done.stdout
+    losses = []
+    for ranks, arguments in ((2, ["--steps", "20", "--save"]), (1, ["--steps", "0", "--load"])):
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
+        command = [*run, "--layers", "1", *arguments, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert "uniep runs 1 of 1 MoE layers" in done.stdout
+        losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    before, after, later = losses
+    assert before > 7 and after < 3.7 and later < 3.7, losses
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert any(name.startswith("optimizer.state.layers.0.moe") and name.endswith("exp_avg") for name in saved)
