@@ -111,8 +111,9 @@ class Experts(nn.Module):
         key = f"{prefix}_extra_state"
         self._refuse_state(state_dict.get(key), prefix)
         for name in (f"{prefix}w13", f"{prefix}w2"):
-            if not self._holds_all() and name in state_dict and len(state_dict[name]) == self.cfg.num_experts:
-                state_dict[name] = state_dict[name][self.first_expert : self.first_expert + self.num_local].clone()
+            value = state_dict.get(name)
+            if isinstance(value, Tensor) and value.shape[:1] == (self.cfg.num_experts,) and not self._holds_all():
+                state_dict[name] = value[self.first_expert : self.first_expert + self.num_local].clone()
         absent = key not in state_dict  # as in files of versions that did not write it
         if absent:
             state_dict[key] = self.get_extra_state()
