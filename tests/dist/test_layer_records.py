@@ -111,7 +111,8 @@ def damaged(world, backend, how, calls):
             if how == "copied":
                 give_to_all(experts)
             elif how == "nan":
-                experts.w13.fill_(float("nan"))
+                for p in experts.parameters():
+                    p.fill_(float("nan"))
             elif how == "loaded":
                 whole = {name: t.new_full((4, *t.shape[1:]), 0.5) for name, t in experts.named_parameters()}
                 experts.load_state_dict(whole)

@@ -249,8 +249,8 @@ def test_compiled(pool, backend):
 
 def module_step(world, cfg, batch):
     with workspace(world, cfg, 2, "cpu") as ws:
-        layer = uniep.nn.MoE(cfg, workspace=ws, main_grad="overwrite")
-        plain = uniep.nn.MoE(cfg, workspace=ws)
+        layer = uniep.nn.MoE(cfg, workspace=ws, seed=0, main_grad="overwrite")
+        plain = uniep.nn.MoE(cfg, workspace=ws, seed=0)
         experts = layer.experts.w13, layer.experts.w2
         for t in experts:
             t.main_grad = torch.full(t.shape, case.POISON)

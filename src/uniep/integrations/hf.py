@@ -60,6 +60,7 @@ class Registration(Workspaces):
         x_TD: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
+        *,
         layer: LayerRecord | None = None,
     ) -> Tensor:
         """`uniep.moe` on the parameters of `experts`.  Collective over `group`."""
@@ -94,7 +95,7 @@ class _ExpertParallel:
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if self.tp_mesh.size() == 1:
-            return self.registration.run(self.experts, self.group, x_TD, ids_TK, weights_TK, self.record)
+            return self.registration.run(self.experts, self.group, x_TD, ids_TK, weights_TK, layer=self.record)
         # Ranks of a tensor-parallel group hold the same tokens: each sends a slice, and all get all results.
         from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -115,15 +115,10 @@ class Experts(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         key = f"{prefix}_extra_state"
         self._refuse_state(state_dict.get(key), prefix)
-        for name, dim in self.expert_dims.items():
-            whole = state_dict.get(prefix + name)
-            if (
-                not self._holds_all()
-                and dim is not None
-                and whole is not None
-                and whole.shape[dim] == self.cfg.num_experts
-            ):
-                state_dict[prefix + name] = whole.narrow(dim, self.first_expert, self.num_local)
+        for name, dim in self.expert_dims.items() if not self._holds_all() else ():
+            found = state_dict.get(prefix + name)
+            if dim is not None and isinstance(found, Tensor) and found.shape[dim : dim + 1] == (self.cfg.num_experts,):
+                state_dict[prefix + name] = found.narrow(dim, self.first_expert, self.num_local).clone()
         absent = key not in state_dict  # as in files of versions that did not write it
         if absent:
             state_dict[key] = self.get_extra_state()

@@ -44,7 +44,7 @@ class LayerRecord:
             self.key = torch.tensor(name, device="cpu")
         self.draw = 0  # what the experts were initialised from, if torch's generator decided it
         self._module = None if module is None else weakref.ref(module)
-        self._numbers: weakref.WeakKeyDictionary[Workspace, int] = weakref.WeakKeyDictionary()
+        self._numbers: dict[str, int] = {}  # by Workspace
         self._before: Tensor | None = None  # digest of the experts when they were last looked at
         self._calls = self._looks = 0  # since they were made or loaded
         self._approved: tuple | None = None
@@ -57,14 +57,14 @@ class LayerRecord:
 
     def number(self, workspace: Workspace) -> int:
         """As of `LayerTag`, of a layer that was called before."""
-        return self._numbers.get(workspace, 0)
+        return self._numbers.get(workspace.key, 0)
 
     def enter(self, workspace: Workspace, experts: ExpertWeights) -> LayerTag:
         """What a forward says of the layer.  In the calls 1, 2, 4, 8 ... it looks at the experts.
 
         Raises ConfigError if the module is wrapped as if other ranks had copies of its experts.
         """
-        number = self._numbers.get(workspace, workspace.forwards + 1)
+        number = self._numbers.get(workspace.key) or workspace.forwards + 1
         if workspace.ep_size == 1:
             return LayerTag(number)
         call = self._calls + 1
@@ -78,7 +78,7 @@ class LayerRecord:
 
     def done(self, workspace: Workspace, tag: LayerTag) -> None:
         """The forward of `tag` has run, on all ranks."""
-        self._numbers.setdefault(workspace, tag.number)
+        self._numbers.setdefault(workspace.key, tag.number)
         self._calls += 1
         if tag.digests is not None:
             self._before = tag.digests[1]
