@@ -187,7 +187,7 @@ def test_who_gives_up_at_the_entry_tells_first():
     first._send_all = lambda x_TD: told.append(int(second.planner.status[0]))
     first.forward(inputs(cfg, 0, 2), save=False)
     assert told and told[0] > 0
-    with pytest.raises(PeerTimeoutError, match="rank 1 cannot go on: rank 0 failed with .*waited in vain in call 1"):
+    with pytest.raises(PeerTimeoutError, match=r"rank 1 cannot go on: rank 0 failed with .*waited in vain in call 1"):
         second.check()
     with pytest.raises(PeerTimeoutError, match="rank 1 did not come"):
         first.check()
