@@ -258,3 +258,18 @@ def test_the_comparison_sees_one_bit(damage):
     flipped.view(-1)[5 % zeroed.numel()] = -0.0
     with pytest.raises(AssertionError, match=f"{damage}: 1 of {zeroed.numel()} values differ"):
         same_bits(dataclasses.replace(outcome, **{damage: flipped}), dataclasses.replace(outcome, **{damage: zeroed}))
+
+
+def steps_from_call(world, cfg, batch, backend, start):
+    with uniep.Workspace(cfg, world.group(2), device="cpu", backend=backend, timeout_s=case.TIMEOUT_S) as ws:
+        ws.backend._call = start
+        return [case.forward_backward(ws, batch) for _ in range(2)]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "nccl"])
+def test_calls_past_2_to_the_31(pool, backend):
+    cfg = config(hidden=16, ffn=24)
+    batch = random_batch(cfg, (5, 9))
+    ranks = pool.run(steps_from_call, cfg, batch, backend, 2**31 - 2, ranks=2, timeout=120)
+    for parts in zip(*ranks, strict=True):
+        same_bits(case.gather(list(parts)), case.oracle(pool, cfg, batch))

@@ -173,9 +173,9 @@ def workspaces_in_another_order(site):
 
 
 def past_the_last_number(site):
-    """Three steps across 2**31, and across 0, have the bits of the first three."""
+    """A step across 2**31, and across 0, has the bits of the first."""
     given, found = site.inputs(), []
-    for start in (0, 2**31 - 3, -3):
+    for start in (0, 2**31 - 2, -2):
         backend = site.backend(timeout_s=LONG_S)
         planner = backend.planner
         planner.call.fill_(start)
@@ -184,13 +184,10 @@ def past_the_last_number(site):
         (site.folder / f"{start}-{site.rank}").touch()
         while not (site.folder / f"{start}-{1 - site.rank}").exists():
             time.sleep(0.01)
-        results = []
-        for _ in range(2):
-            y_TD, saved = backend.forward(given, save=True)
-            got = backend.backward(torch.ones_like(given.x_TD), given, saved, Needs())
-            results += [y_TD, got.x, got.weights, *got.w13, *got.w2]
+        y_TD, saved = backend.forward(given, save=True)
+        got = backend.backward(torch.ones_like(given.x_TD), given, saved, Needs())
         backend.check()
-        found.append(results)
+        found.append([y_TD, got.x, got.weights, *got.w13, *got.w2])
     return {"same": [all(map(torch.equal, found[0], other)) for other in found[1:]], "last": planner.calls_made}
 
 

@@ -166,3 +166,28 @@ def test_tiles_that_would_read_other_segments_are_refused():
         assert any(
             name in reason for reason in is_valid(dataclasses.replace(SCHEDULE, **{name: tile}), MoEConfig(**SHAPE))
         )
+
+
+def test_multiprocessors_left_free():
+    """Persistent kernels have fewer programs; some must be left."""
+    cfg = MoEConfig(**SHAPE)
+    usual = host_backends(cfg, 1, SCHEDULE)[0].sms
+    fewer = host_backends(cfg, 1, dataclasses.replace(SCHEDULE, free_sms=1))[0]
+    assert (fewer.sms, fewer.planner.sms) == (usual - 1, usual - 1)
+    with pytest.raises(ConfigError, match=f"free_sms is {usual}, but this GPU has {usual} multiprocessors"):
+        host_backends(cfg, 1, dataclasses.replace(SCHEDULE, free_sms=usual))
+    assert any("free_sms" in reason for reason in is_valid(dataclasses.replace(SCHEDULE, free_sms=-1), cfg))
+
+
+def test_who_gives_up_at_the_entry_tells_first():
+    """Before its copies begin, a late peer's status says so, and why."""
+    cfg = MoEConfig(**SHAPE | {"max_rows": 80})
+    first, second = host_backends(cfg, 2, dataclasses.replace(SCHEDULE, transfer="copy"), timeout_s=0.3)
+    told = []
+    first._send_all = lambda x_TD: told.append(int(second.planner.status[0]))
+    first.forward(inputs(cfg, 0, 2), save=False)
+    assert told and told[0] > 0
+    with pytest.raises(PeerTimeoutError, match=r"rank 1 cannot go on: rank 0 failed with .*waited in vain in call 1"):
+        second.check()
+    with pytest.raises(PeerTimeoutError, match="rank 1 did not come"):
+        first.check()

@@ -1,4 +1,4 @@
-"""What ranks of the Hopper backend tell each other, interpreted as two processes; the scenarios are in calls_rank.py."""
+"""What ranks of the Hopper backend tell each other, interpreted as two processes; scenarios: calls_rank.py."""
 
 import os
 import subprocess

@@ -23,7 +23,7 @@ from uniep.backends import hopper_mega
 from uniep.backends.arena import WAY_OUT, Arena
 from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, LayerTag, MainGrads, Needs, aligned
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
-from uniep.errors import ConfigError, UniEPError, UnsupportedError
+from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.kernels.call import copy, unbind
 from uniep.kernels.support import group_limit, why_not
 from uniep.memory import hopper_arrays, pack
@@ -65,6 +65,8 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
         elsewhere = self.device.type == "cuda" and torch.cuda.current_device() != self.device.index
         order, planner = self._order, self.planner
         with order.turn, torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext():
+            if self.arena is None:
+                raise ClosedError(f"this Workspace is closed ({planner.ws.cause}); make a new one")
             current = torch.cuda.current_stream(self.device)
             order.begin(current)
             if current != self._stream:

@@ -217,13 +217,13 @@ class Calls:
 
     def wait_entered(self, copies: bool = False) -> None:
         """Wait until every rank has entered this call.  copies: copy engines send behind it."""
-        self._wait("entered", entry=True, copies=copies)
+        self._wait("entered", judge=True, copies=copies)
 
     def wait(self, flag: str) -> None:
         """Make the stream wait until `flag` of every other rank has reached this call."""
         self._wait(flag)
 
-    def _wait(self, flag: str, entry: bool = False, copies: bool = False) -> None:
+    def _wait(self, flag: str, judge: bool = False, copies: bool = False) -> None:
         """One program waits, where kernels that come after it would hold all multiprocessors."""
         if self.num_ranks == 1:
             return
@@ -234,7 +234,7 @@ class Calls:
             self.arena.tables["status"], self.timeout_ns, self.rank,
         )  # fmt: skip
         constants = {
-            "SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "STAGE": STAGE_OF_FLAG[flag], "ENTRY": entry,
+            "SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "STAGE": STAGE_OF_FLAG[flag], "JUDGE": judge,
             "COPIES": copies,
         }  # fmt: skip
         launch(barrier_kernel, 1, args, constants, num_warps=1)
@@ -446,6 +446,7 @@ class Calls:
         try:
             if reason == LEFT:
                 self.aside.wait_stream(self.order.stream)
+                self.aside.wait_event(self.order.done)
             with torch.cuda.stream(self.aside):
                 self._saying.copy_(said, non_blocking=True)
             for step in range(1, self.num_ranks + 1):

@@ -216,6 +216,7 @@ class Planner(Calls):
         if self.can_agree():
             self.raise_agreed()
         self.check()
+        self.is_inside = False  # all that peers need is on its way
         self.judge_digests(0)
         _, total, fitted = self._totals_words[:3]
         self.allocate = with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)

@@ -56,6 +56,7 @@ from uniep.kernels.sync import (
     LOST_RANK,
     OTHER_CALL,
     REFUSED,
+    STAGE_ENTRY,
     TIMEOUT,
     TOO_MANY_ROWS,
     deadline,
@@ -244,19 +245,19 @@ def barrier_kernel(
     SLOTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     STAGE: tl.constexpr,
-    ENTRY: tl.constexpr,
+    JUDGE: tl.constexpr,
     COPIES: tl.constexpr,
 ):
     """Wait until one flag of every other rank has reached this call.  One warp.
 
-    ENTRY: of all ranks into this call; then see that all have entered the same.  COPIES: copy engines send behind it.
+    JUDGE, at the entry: then see that all ranks have entered the same.  COPIES: copy engines send behind it.
     """
     after_previous()
     ranks = every_rank(NUM_RANKS)
     call = tl.load(call_ptr)
     flags = tl.where(ranks == rank, call_ptr, flags_ptr + ranks)
     deadline_ns = deadline(status_ptr, timeout_ns)
-    if ENTRY:
+    if STAGE == STAGE_ENTRY:
         gone = status_ptr + STATUS + ranks * LOST_WORDS + LOST_REASON
         wait_for(flags, ranks, call, deadline_ns, status_ptr, STAGE, gone)
     else:
@@ -264,10 +265,10 @@ def barrier_kernel(
     code = tl.load(status_ptr, volatile=True)
     if code != 0:
         pass_on(status_ptr)
-        if ENTRY:
+        if STAGE == STAGE_ENTRY:
             if (code == TIMEOUT) & (tl.load(status_ptr + STATUS_TOLD) == 0):
                 _tell_peers(status_ptr, status_table_ptr, call, rank, NUM_RANKS, COPIES)
-    elif ENTRY:
+    elif JUDGE:
         _judge(exchange_ptr, call, status_ptr, rank, SLOTS, NUM_RANKS)
 
 
