@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
-from uniep.errors import ConfigError
+from uniep.errors import CapacityError, ConfigError
 from uniep.kernels.support import group_limit, shape_limit
 from uniep.taskflow.schedule import Schedule, default_schedule, num_chunks, refuse_invalid
 
@@ -80,14 +80,17 @@ class MemoryPlan:
         )
         return self.total_bytes("saved") + max(at_once)
 
-    def explain(self) -> str:
-        """A table: one line per buffer, then the totals."""
+    def explain(self, only: Kind | None = None) -> str:
+        """A table: one line per buffer, then the totals.  only: of this kind."""
         rows: list[tuple[str, ...]] = [
             (b.kind, b.name, " x ".join(map(str, b.shape)), _dtype(b.dtype), _size(b.bytes), b.why)
             for b in self.buffers
+            if only in (None, b.kind)
         ]
-        rows += [("total", kind, "", "", _size(self.total_bytes(kind)), why) for kind, why in _KINDS.items()]
-        rows.append(("peak", "call", "", "", _size(self.peak_bytes()), "saved, and the transient ones that meet"))
+        kinds = {kind: why for kind, why in _KINDS.items() if only in (None, kind)}
+        rows += [("total", kind, "", "", _size(self.total_bytes(kind)), why) for kind, why in kinds.items()]
+        if only is None:
+            rows.append(("peak", "call", "", "", _size(self.peak_bytes()), "saved, and the transient ones that meet"))
         head = ("kind", "buffer", "shape", "dtype", "size", "why")
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
         lines = [
@@ -197,7 +200,7 @@ def flag_step(ep_size: int) -> int:
     return -(-ep_size // 4) * 4
 
 
-def table_tiles(rows: int | torch.SymInt, tile_rows: int) -> int | torch.SymInt:
+def table_tiles(rows: Any, tile_rows: int) -> Any:
     """Row tiles that the tables of a plan have room for."""
     return -(-rows // (TILE_STEP * tile_rows)) * TILE_STEP
 
@@ -304,17 +307,17 @@ def hopper_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> tuple[int, int]:
 
 
 def kept_block(cfg: MoEConfig, ep_size: int, tokens: int, *, copying: bool) -> int:
-    """Receive slots of each source whose tokens a forward keeps.  tokens: most that one source is expected to send; with
-    cfg.max_rows nobody may look, so that room is there for all that may come: a token that is pushed has a row."""
+    """Receive slots of each source whose tokens a forward keeps.  tokens: most that one source is expected to send.
+
+    With cfg.max_rows nobody may look, so that there is room for all that may come: a token that is pushed has a row.
+    """
     most = cfg.receive_block
     if cfg.max_rows is not None:
         return most if copying else min(hopper_rows(cfg, ep_size, 0)[1], most)
     return min(with_headroom(tokens), most)
 
 
-def kept_shape(
-    cfg: MoEConfig, ep_size: int, schedule: Schedule, block: int | torch.SymInt
-) -> tuple[int | torch.SymInt, int]:
+def kept_shape(cfg: MoEConfig, ep_size: int, schedule: Schedule, block: int) -> tuple[int, int]:
     """Of the tokens that a forward keeps, `block` of each source."""
     return (ep_size - 1) * block if schedule.received == "saved" else 0, cfg.hidden
 
@@ -351,6 +354,21 @@ def plan_memory(
         f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
     )
     return MemoryPlan(title, (*_BUFFERS[backend](call), *_results(call)))
+
+
+def check_room(plan: MemoryPlan, needed: int, free_R: Sequence[int]) -> None:
+    """Raise CapacityError, the same on every rank, unless each rank's GPU has room for what is shared.
+
+    needed: bytes of each rank.  free_R: bytes that are free.  plan: what they are.
+    """
+    short = {rank: free for rank, free in enumerate(free_R) if free < needed}
+    if short:
+        which = ", ".join(f"rank {rank}: {_size(free)}" for rank, free in short.items())
+        raise CapacityError(
+            f"what ranks share takes {_size(needed)} of every rank's GPU, which has less free ({which}); lower "
+            "max_tokens_per_rank, free other memory, or use backend='nccl' (collectives), which shares none.\n"
+            f"{plan.explain('shared')}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,8 +435,8 @@ def _hopper(c: _Call) -> list[Buffer]:
     cfg, dtype = c.cfg, c.cfg.dtype
     rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
     rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
-    tiles = table_tiles(rows, c.schedule.gemm1.rows)
-    plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, tiles, c.tokens)))
+    most = table_tiles(rows, c.schedule.gemm1.rows)
+    plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens)))
     arrays = hopper_arrays(cfg, c.ep_size, c.schedule)
     expanded = c.schedule.operand == "expanded"
     sent = c.tokens if c.schedule.transfer == "copy" else c.received // max(c.ep_size - 1, 1)

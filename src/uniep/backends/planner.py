@@ -295,9 +295,9 @@ class Planner:
             tiles_kernel,
             min(-(-tiles // TILES_AT_ONCE), 16),
             (
-                exchange, plan.counts_RE, rows.send_count_R, plan.recv_count_R, rows.start_e1, rows.rows_e, rows.expert_M, rows.order_M,
-                rows.backward_order_M, rows.progress_M, rows.cursor, rows.totals, self._host_totals, self.call,
-                self.status, self.rank, *leads,
+                exchange, plan.counts_RE, rows.send_count_R, plan.recv_count_R, rows.start_e1, rows.rows_e,
+                rows.expert_M, rows.order_M, rows.backward_order_M, rows.progress_M, rows.cursor, rows.totals,
+                self._host_totals, self.call, self.status, self.rank, *leads,
             ),
             {
                 "E": cfg.num_experts, "SLOTS": self.slots, "LOCAL": self.local, "LOCAL_P": power_of_2(self.local),
@@ -351,7 +351,8 @@ class Planner:
         return bool(fitted)
 
     def kept_block(self, num_tokens: int, *, copying: bool) -> int:
-        """Receive slots of each source that this call keeps: enough for the last one, or, at first, for this rank's own."""
+        """Receive slots of each source that this call keeps: enough for those of the last call, or, at first, as
+        this rank has tokens."""
         return kept_block(self.cfg, self.num_ranks, self.received or num_tokens, copying=copying)
 
     def _raise_inputs(self) -> NoReturn:
