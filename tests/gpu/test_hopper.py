@@ -151,8 +151,8 @@ def some_ids(r, cfg, tokens, seed=0):
 
 
 def check_plan_of_a_million(r):
-    """Room for a million tokens of 1024 values, and for 262,144 of 7168: plans of few and of all equal `build_plan`, ragged
-    ones, too.  A million of 7168 do not fit, and every rank says so before it allocates them."""
+    """Room for a million tokens of 1024 values, and for 262,144 of 7168: plans of few and of all equal `build_plan`,
+    ragged ones, too.  A million of 7168 do not fit, and every rank says so before it allocates them."""
     wrong = []
     for hidden, most in ((1024, 2**20), (7168, 2**18)):
         cfg = MoEConfig(hidden=hidden, ffn=64, num_experts=64, top_k=8, max_tokens_per_rank=most)
@@ -178,7 +178,7 @@ def check_plan_of_a_million(r):
 
 
 def check_plan_time(r):
-    """All tokens to one expert: the plan, from when all ranks have entered, takes at most twice the balanced one's time."""
+    """All tokens to one expert: behind the entry of all ranks the plan takes at most twice the time of a balanced one."""
     cfg = MoEConfig(hidden=64, ffn=64, num_experts=128, top_k=8, max_tokens_per_rank=8192, max_rows=r.size * 8192 * 8)
     balanced = torch.rand(8192, 128, device=r.device).topk(8, 1).indices
     weights, times = torch.zeros(8192, 8, device=r.device), {}
