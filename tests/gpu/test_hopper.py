@@ -178,7 +178,7 @@ def check_plan_of_a_million(r):
 
 
 def check_plan_time(r):
-    """All tokens to one expert: behind the entry of all ranks the plan takes at most twice the time of a balanced one."""
+    """All tokens to one expert: behind the entry the plan takes at most twice the time of a balanced one."""
     cfg = MoEConfig(hidden=64, ffn=64, num_experts=128, top_k=8, max_tokens_per_rank=8192, max_rows=r.size * 8192 * 8)
     balanced = torch.rand(8192, 128, device=r.device).topk(8, 1).indices
     weights, times = torch.zeros(8192, 8, device=r.device), {}
