@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
-from uniep.errors import ConfigError
+from uniep.errors import CapacityError, ConfigError
 from uniep.kernels.support import group_limit, shape_limit
 from uniep.taskflow.schedule import Schedule, default_schedule, num_chunks, refuse_invalid
 
@@ -82,14 +82,17 @@ class MemoryPlan:
         )
         return self.total_bytes("saved") + max(at_once)
 
-    def explain(self) -> str:
-        """A table: one line per buffer, then the totals."""
+    def explain(self, only: Kind | None = None) -> str:
+        """A table: one line per buffer, then the totals.  only: of this kind."""
         rows: list[tuple[str, ...]] = [
             (b.kind, b.name, " x ".join(map(str, b.shape)), _dtype(b.dtype), _size(b.bytes), b.why)
             for b in self.buffers
+            if only in (None, b.kind)
         ]
-        rows += [("total", kind, "", "", _size(self.total_bytes(kind)), why) for kind, why in _KINDS.items()]
-        rows.append(("peak", "call", "", "", _size(self.peak_bytes()), "saved, and the transient ones that meet"))
+        kinds = {kind: why for kind, why in _KINDS.items() if only in (None, kind)}
+        rows += [("total", kind, "", "", _size(self.total_bytes(kind)), why) for kind, why in kinds.items()]
+        if only is None:
+            rows.append(("peak", "call", "", "", _size(self.peak_bytes()), "saved, and the transient ones that meet"))
         head = ("kind", "buffer", "shape", "dtype", "size", "why")
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
         lines = [
@@ -202,8 +205,16 @@ def flag_step(ep_size: int) -> int:
     return -(-ep_size // 4) * 4
 
 
-def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: int | torch.SymInt) -> dict[str, Any]:
-    """Shapes of the int32 arrays of a plan whose size does not depend on the rows; one allocation, see `plan_words`."""
+def table_tiles(rows: Any, tile_rows: int) -> Any:
+    """Row tiles that the tables of a plan have room for."""
+    return -(-rows // (TILE_STEP * tile_rows)) * TILE_STEP
+
+
+def hopper_plan_arrays(
+    cfg: MoEConfig, ep_size: int, tiles: int | torch.SymInt, tokens: int | torch.SymInt
+) -> dict[str, Any]:
+    """Shapes of the int32 arrays of a plan that are no array of rows; one allocation, see `plan_words`.  tiles: of
+    `table_tiles`."""
     local = cfg.experts_per_rank(ep_size)
     return {
         "counts_RE": (ep_size, cfg.num_experts),
@@ -212,10 +223,10 @@ def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, most_tiles: int, tokens: in
         "send_count_R": (ep_size,),
         "recv_count_R": (ep_size,),
         "send_token_RT": (ep_size, tokens),
-        "expert_M": (most_tiles,),
-        "order_M": (most_tiles,),
-        "backward_order_M": (most_tiles,),
-        "progress_M": (most_tiles,),
+        "expert_M": (tiles,),
+        "order_M": (tiles,),
+        "backward_order_M": (tiles,),
+        "progress_M": (tiles,),
         "cursor": (1,),
         "totals": (2,),  # padded rows, row tiles
         "forward": (1,),  # the call that this plan is of
@@ -229,13 +240,22 @@ def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ..
     return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "cursor": (1,)}
 
 
-PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at
+PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at at once
+PLAN_CHUNKS = 1024  # of the tokens of all ranks, each counted by one program
+TILE_STEP = 64  # tables of row tiles grow by this many, so that there are few sizes
+FIRST_TOKENS = 4096  # per rank, for which a first call has rows at least
+
+
+def plan_blocks(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
+    """(Tokens of a block, chunks of the tokens of a rank): a chunk is as many blocks as a call needs it to be."""
+    tokens = max(PLAN_ENTRIES // power_of_2(cfg.top_k), 1)
+    blocks = steps(cfg.max_tokens_per_rank, tokens)
+    return tokens, min(max(PLAN_CHUNKS // ep_size, 1), power_of_2(blocks))
 
 
 def hopper_histogram(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
-    """Shape of the int32 array that a plan counts in: experts and ranks by blocks of tokens of all ranks."""
-    tokens = max(PLAN_ENTRIES // power_of_2(cfg.top_k), 1)
-    return cfg.num_experts + 1 + ep_size, ep_size * -(-cfg.max_tokens_per_rank // tokens)
+    """Shape of the int32 array that a plan counts in: experts and ranks by chunks of the tokens of all ranks."""
+    return cfg.num_experts + 1 + ep_size, ep_size * plan_blocks(cfg, ep_size)[1]
 
 
 def steps(extent: int, step: int) -> int:
@@ -292,6 +312,22 @@ def hopper_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> tuple[int, int]:
     return min(with_headroom(balanced_rows(cfg, ep_size, tokens)), capacity), capacity
 
 
+def kept_block(cfg: MoEConfig, ep_size: int, tokens: int, *, copying: bool) -> int:
+    """Receive slots of each source whose tokens a forward keeps.  tokens: most that one source is expected to send.
+
+    With cfg.max_rows nobody may look, so that there is room for all that may come: a token that is pushed has a row.
+    """
+    most = cfg.receive_block
+    if cfg.max_rows is not None:
+        return most if copying else min(hopper_rows(cfg, ep_size, 0)[1], most)
+    return min(with_headroom(tokens), most)
+
+
+def kept_shape(cfg: MoEConfig, ep_size: int, schedule: Schedule, block: int) -> tuple[int, int]:
+    """Of the tokens that a forward keeps, `block` of each source."""
+    return (ep_size - 1) * block if schedule.received == "saved" else 0, cfg.hidden
+
+
 def plan_memory(
     cfg: MoEConfig,
     ep_size: int,
@@ -324,6 +360,21 @@ def plan_memory(
         f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
     )
     return MemoryPlan(title, (*_BUFFERS[backend](call), *_results(call)))
+
+
+def check_room(plan: MemoryPlan, needed: int, free_R: Sequence[int]) -> None:
+    """Raise CapacityError, the same on every rank, unless each rank's GPU has room for what is shared.
+
+    needed: bytes of each rank.  free_R: bytes that are free.  plan: what they are.
+    """
+    short = {rank: free for rank, free in enumerate(free_R) if free < needed}
+    if short:
+        which = ", ".join(f"rank {rank}: {_size(free)}" for rank, free in short.items())
+        raise CapacityError(
+            f"what ranks share takes {_size(needed)} of every rank's GPU, which has less free ({which}); lower "
+            "max_tokens_per_rank, free other memory, or use backend='nccl' (collectives), which shares none.\n"
+            f"{plan.explain('shared')}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,13 +439,15 @@ def _cpu(c: _Call) -> list[Buffer]:
 
 def _hopper(c: _Call) -> list[Buffer]:
     cfg, dtype = c.cfg, c.cfg.dtype
-    rows, capacity = hopper_rows(cfg, c.ep_size, c.tokens)
+    rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
     rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
-    plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, capacity // c.schedule.gemm1.rows, c.tokens)))
+    most = table_tiles(rows, c.schedule.gemm1.rows)
+    plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens)))
     arrays = hopper_arrays(cfg, c.ep_size, c.schedule)
     expanded = c.schedule.operand == "expanded"
-    received = arrays["receive"][0] if c.schedule.received == "saved" else (0, cfg.hidden)
-    kept = (rows, cfg.hidden) if expanded else received
+    sent = c.tokens if c.schedule.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
+    block = kept_block(cfg, c.ep_size, sent, copying=c.schedule.transfer == "copy")
+    kept = (rows, cfg.hidden) if expanded else kept_shape(cfg, c.ep_size, c.schedule, block)
     parts = []
     if cfg.combine_groups:
         words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
@@ -408,12 +461,12 @@ def _hopper(c: _Call) -> list[Buffer]:
         lists = [Buffer("lists", (words,), _I64, "transient", "tasks of the kernel", _BACKWARD)]
     return [
         *c.shared(arrays),
-        Buffer("plan", (plan,), _I32, "saved", "counts, send lists and tile tables, for any number of rows"),
+        Buffer("plan", (plan,), _I32, "saved", "counts, send lists and tile tables"),
         Buffer("histogram", hopper_histogram(cfg, c.ep_size), _I32, "transient", "what the plan counts", (FORWARD,)),
         Buffer("rows", (3, rows), _I32, "saved", f"source, return slot and weight of every row; {rows_why}"),
         *parts,
         Buffer("h", (2, rows, cfg.ffn), dtype, "saved", "gate and up before the activation"),
-        Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "the receive buffer, for dW13"),
+        Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "received tokens, for dW13"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
         Buffer(
             "raw",

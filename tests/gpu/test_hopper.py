@@ -19,6 +19,7 @@ import triton
 import uniep
 from uniep import MoEConfig, Schedule, Tile, Workspace
 from uniep.kernels import call
+from uniep.kernels.plan import clock_kernel
 from uniep.kernels.ptx import nanoseconds
 from uniep.reference import composition
 from uniep.routing import build_plan
@@ -141,6 +142,94 @@ def check_plan(r):
             f"T={tokens} {name}" for name in fields if not torch.equal(getattr(plan, name).cpu(), getattr(want, name))
         ]
     assert not wrong, wrong
+
+
+def some_ids(r, cfg, tokens, seed=0):
+    """Random ids, an eighth of them unused, without the tokens' values."""
+    make = torch.Generator(r.device).manual_seed(seed * 1000 + r.rank)
+    ids = torch.randint(0, cfg.num_experts, (tokens, cfg.top_k), device=r.device, generator=make)
+    return torch.where(torch.rand(ids.shape, device=r.device, generator=make) < 1 / 8, -1, ids)
+
+
+def check_plan_of_a_million(r):
+    """Room for a million tokens of 1024 values, and for 262,144 of 7168: plans of few and of all equal `build_plan`,
+    ragged ones, too.  A million of 7168 do not fit, and every rank says so before it allocates them."""
+    wrong = []
+    for hidden, most in ((1024, 2**20), (7168, 2**18)):
+        cfg = MoEConfig(hidden=hidden, ffn=64, num_experts=64, top_k=8, max_tokens_per_rank=most)
+        with Workspace(cfg, r.group, timeout_s=60) as workspace:
+            for tokens in ((1,) * 8, (4096,) * 8, (most, 1, 0, 17, most // 4, 5, 0, 1), (most,) * min(r.size, 2)):
+                ids = some_ids(r, cfg, (tokens * 4)[r.rank])
+                plan = uniep.route(ids, workspace=workspace)
+                want = build_plan(r.gather_ragged(ids, -1), r.rank, cfg)
+                fields = (f.name for f in dataclasses.fields(want))
+                wrong += [
+                    f"{hidden}, T={tokens}: {name}"
+                    for name in fields
+                    if not torch.equal(getattr(plan, name), getattr(want, name))
+                ]
+                del plan, want
+        torch.cuda.empty_cache()
+    assert not wrong, wrong
+    before = torch.cuda.mem_get_info()[0]
+    huge = MoEConfig(hidden=7168, ffn=64, num_experts=64, top_k=16, max_tokens_per_rank=2**20)
+    with pytest.raises(uniep.CapacityError, match=r"(?s)lower max_tokens_per_rank.*returns +16777216 x 7168"):
+        Workspace(huge, r.group, timeout_s=60)
+    assert torch.cuda.mem_get_info()[0] > before - 2**28
+
+
+def check_plan_time(r):
+    """All tokens to one expert: behind the entry the plan takes at most twice the time of a balanced one."""
+    cfg = MoEConfig(hidden=64, ffn=64, num_experts=128, top_k=8, max_tokens_per_rank=8192, max_rows=r.size * 8192 * 8)
+    balanced = torch.rand(8192, 128, device=r.device).topk(8, 1).indices
+    weights, times = torch.zeros(8192, 8, device=r.device), {}
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        planner = workspace.backend.planner
+        for repeat in range(25):
+            for name, ids in {"balanced": balanced, "one expert": torch.zeros_like(balanced)}.items():
+                entered, ended = torch.zeros(2, 2, dtype=torch.int64, device=r.device).unbind()
+                torch.cuda.synchronize()
+                dist.barrier()
+                torch.cuda._sleep(4_000_000)  # so that everything is launched before it begins
+                planner.plan(ids, weights, (4, 4), entered_ns=entered)
+                call.launch(clock_kernel, 1, (ended,), {}, num_warps=1)
+                torch.cuda.synchronize()
+                if repeat >= 5:
+                    times.setdefault(name, []).append(int(ended[0] - entered[0]) / 1000)
+        workspace.check()
+    median = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+    if r.rank == 0:
+        print(f"plan, EP {r.size}, us: {median}")
+    assert median["one expert"] <= 2 * median["balanced"], median
+
+
+def check_kept_tokens(r):
+    """Where 32 times as many tokens may come: what is saved is what `plan_memory` says for this many, and a call that
+    receives more than the one before, ragged or not, has the bits of serial schedules."""
+    plain = MoEConfig(**{**SHAPE, "max_tokens_per_rank": 2**15})
+    few, many, ragged = (r.data(plain, t, seed=t) for t in (32, 1000, (900, 40, 0, 300)[r.rank % 4]))
+    want = [r.once(MoEConfig(**SHAPE), data, SERIAL) for data in (few, many, ragged)]
+    bounded = dataclasses.replace(plain, max_rows=8192)
+    ways = {how: (plain, SCHEDULES[how]) for how in ("copied", "pushed", "pushed again", "mega", "mega, copied")}
+    ways |= {f"{how}, sync-free": (bounded, SCHEDULES[how]) for how in ("copied", "pushed", "mega")}
+    for how, (cfg, schedule) in ways.items():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            for turn in (0, 1, 0, 2, 1):
+                wrong = differing(want[turn], r.run(workspace, (few, many, ragged)[turn]))
+                assert not wrong, f"{how}, {turn}: {wrong}"
+            x, ids, weights, w13, w2, _ = many
+            x = x.clone().requires_grad_()
+            for _ in range(12):  # rows of the first call go by halves
+                y = uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+            del y
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            y = uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+            torch.cuda.synchronize()
+            saved = torch.cuda.memory_allocated() - before - y.nbytes
+            planned = uniep.plan_memory(cfg, r.size, schedule=schedule, tokens=1000).total_bytes("saved")
+            assert saved <= 1.25 * planned + 2**20, f"{how}: {saved / 2**20:.1f} MiB, planned {planned / 2**20:.1f}"
+            del y
 
 
 def check_bits(r):

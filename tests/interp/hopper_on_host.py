@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from uniep import memory
 from uniep.backends import hopper, hopper_calls
 from uniep.config import MoEConfig
 from uniep.kernels import claims, gemm, gradients, groups, launch_mega, lists, mega, plan, sync, transfer
@@ -68,6 +69,7 @@ def interpret(ahead_ns: int = 0) -> None:
     """
     install(multiprocessors=4)
     hopper_calls.EXCHANGE_PROGRAMS = 3
+    memory.PLAN_CHUNKS = 16
 
     def tensor_range(*bounds):
         for value in builtins.range(*(int(bound) for bound in bounds)):

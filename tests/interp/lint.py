@@ -8,7 +8,9 @@ overlap and weight layout.  Prints one JSON object a kernel: its name, its case,
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import sys
@@ -34,6 +36,7 @@ from uniep.taskflow.schedule import DEFAULT_SCHEDULES
 from uniep.weights import ExpertWeights
 
 TOKENS = 8192
+PLANS = tuple(itertools.product((8192, 2**17, 2**20), (8, 16)))  # most tokens of a rank, top-k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +100,30 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
     ids_TK = torch.zeros(TOKENS, cfg.top_k, dtype=torch.int64)
     inputs = Inputs(x_TD, ids_TK, torch.zeros(TOKENS, cfg.top_k), experts)
 
+    with compiling(launched):
+        backend.forward(inputs, save=False)
+        _, saved = backend.forward(inputs, save=True)
+        backend.backward(x_TD, inputs, saved, Needs())
+        main_grads = [tuple(torch.empty(t.shape) for t in ts) for ts in (experts.w13, experts.w2)]
+        for accumulate in (False, True):
+            backend.backward(x_TD, inputs, saved, Needs(), MainGrads(*main_grads, accumulate))
+        run_collective(cfg, case.ep_size, inputs)
+    return launched
+
+
+def compile_plan(max_tokens: int, top_k: int) -> list[tuple[str, object]]:
+    """What a plan of eight ranks launches, for any number of tokens."""
+    launched = []
+    cfg = MoEConfig(hidden=64, ffn=64, num_experts=256, top_k=top_k, max_tokens_per_rank=max_tokens)
+    planner = host_backend(cfg, 0, 8, lambda size: [torch.empty(size, dtype=torch.uint8)] * 8).planner
+    with compiling(launched):
+        planner.plan(torch.zeros(64, top_k, dtype=torch.int64), torch.zeros(64, top_k))
+    return launched
+
+
+@contextlib.contextmanager
+def compiling(launched: list[tuple[str, object]]):
+    """Inside, launches compile, and are listed."""
     run, launch, given = JITFunction.run, call.launch, []
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -112,18 +139,11 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
     for module in (launchers, launch_groups, launch_mega, planner, hopper_calls):
         module.launch = remembered
     try:
-        backend.forward(inputs, save=False)
-        _, saved = backend.forward(inputs, save=True)
-        backend.backward(x_TD, inputs, saved, Needs())
-        main_grads = [tuple(torch.empty(t.shape) for t in ts) for ts in (experts.w13, experts.w2)]
-        for accumulate in (False, True):
-            backend.backward(x_TD, inputs, saved, Needs(), MainGrads(*main_grads, accumulate))
-        run_collective(cfg, case.ep_size, inputs)
+        yield
     finally:
         JITFunction.run = run
         for module in (launchers, launch_groups, launch_mega, planner, hopper_calls):
             module.launch = launch
-    return launched
 
 
 def run_collective(cfg: MoEConfig, ep_size: int, inputs: Inputs) -> None:
@@ -158,8 +178,13 @@ def main() -> None:
     cases = every_case() if arguments.all else CASES
     seen = set()
     with offline():
-        for case in (c for c in cases if arguments.shape in (None, c.shape)):
-            for name, compiled in compile_case(case):
+        chosen = [
+            (case, functools.partial(compile_case, case)) for case in cases if arguments.shape in (None, case.shape)
+        ]
+        if arguments.shape is None:
+            chosen += [(f"plan, T {t}, K {k}, EP 8", functools.partial(compile_plan, t, k)) for t, k in PLANS]
+        for case, make in chosen:
+            for name, compiled in make():
                 if compiled.hash not in seen:
                     seen.add(compiled.hash)
                     report = inspect(compiled)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from hopper_on_host import host_backends
 
 from uniep.backends.base import Inputs
 from uniep.backends.planner import Planner
-from uniep.config import ROW_ALIGN, MoEConfig
+from uniep.config import ROW_ALIGN, MoEConfig, align_rows
 from uniep.errors import CapacityError, DTypeError, InputError, PeerTimeoutError
 from uniep.kernels.call import tensor
-from uniep.memory import plan_memory
+from uniep.kernels.launch import launch_row_addresses
+from uniep.memory import hopper_histogram, plan_blocks, plan_memory
 from uniep.routing import build_plan
 from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
@@ -169,6 +171,75 @@ def test_equals_build_plan(case, ranks):
     planners = roomy_planners(cfg, ranks, make_schedule(rows=64 if ranks == 4 else 128))
     ids_of_rank = [random_ids(t, top_k, num_experts, seed) for seed, t in enumerate(tokens[:ranks])]
     check(planners, ids_of_rank, cfg, lead)
+
+
+def test_more_blocks_than_chunks():
+    """Eight ranks with far fewer tokens than they may have, most of them on one: programs walk one block, several
+    or none; a third of all slots name one expert."""
+    cfg = make_config(num_experts=24, top_k=6, max_tokens=70_000)
+    tokens, chunks = plan_blocks(cfg, 8)
+    assert hopper_histogram(cfg, 8) == hopper_histogram(dataclasses.replace(cfg, max_tokens_per_rank=2**20), 8)
+    assert 4 * tokens * chunks < 150  # blocks of rank 1
+    planners = host_planners(cfg, 8, make_schedule(rows=64))
+    ids_of_rank = [random_ids(t, 6, 24, seed) for seed, t in enumerate((17, 150, 0, 1, 40, 16, 0, 33))]
+    for ids in ids_of_rank:
+        ids[:, 1:3] = 13
+    check(planners, ids_of_rank, cfg, lead=1)
+
+
+def test_tables_follow_the_call():
+    """With room for a million tokens, what a call of a hundred allocates is that of a hundred."""
+    cfg = make_config(num_experts=16, top_k=8, max_tokens=2**20)
+    backend = host_backends(dataclasses.replace(cfg, max_tokens_per_rank=4096), 8, make_schedule())[0]
+    few, many = (plan_memory(dataclasses.replace(cfg, max_tokens_per_rank=t), 8, tokens=100) for t in (4096, 2**20))
+    for a, b in zip(few.buffers, many.buffers, strict=True):
+        assert a.kind == "shared" or a == b
+    planner = backend.planner
+    assert planner._layout(100, 2**14).words == planner._layout(100, 2**14 - 128).words
+    assert planner._layout(100, 2**14).words < planner._layout(100, 2**15).words
+
+
+def test_room_for_received_tokens():
+    """At first as many of each source as this rank has; then what the last call needed; more is copied again."""
+    cfg = make_config(num_experts=4, top_k=1, max_tokens=1024)
+    backend = host_backends(cfg, 2, make_schedule())[0]
+    planner, receive = backend.planner, backend.arena.views["receive"]
+    receive[:-1] = torch.arange(len(receive) - 1)[:, None]
+    kept = backend._keep(100)
+    assert torch.equal(kept, receive[:128])
+    planner.received = 400
+    _, (kept,) = backend._with_all_received((kept, [kept]), 100)
+    assert torch.equal(kept, receive[: align_rows(400 + 400 // 32 + 1)])
+    assert backend._keep(100).shape == kept.shape
+    planner.received = 1024
+    assert torch.equal(backend._keep(100), receive[:-1])
+    backend.schedule = dataclasses.replace(backend.schedule, received="again")
+    assert backend._keep(100).shape == (0, cfg.hidden)
+
+
+@pytest.mark.parametrize("block", [128, 512])
+def test_addresses_of_kept_tokens(block):
+    """x is read where `_copy_received` puts it, dO in the receive buffer; pad rows read its zero row for both."""
+    cfg = make_config(num_experts=4, top_k=1, max_tokens=500)
+    backend = host_backends(cfg, 4, make_schedule())[0]
+    receive, slots = backend.arena.views["receive"], cfg.receive_block
+    receive[:-1] = torch.arange(len(receive) - 1)[:, None] + 1
+    kept = torch.empty(3 * block, cfg.hidden, dtype=cfg.dtype)
+    backend._copy_received(kept, backend.copies)
+    x, dy = (torch.full((10, cfg.hidden), -value, dtype=cfg.dtype) for value in (1.0, 2.0))
+    slot = torch.tensor([0, 5, 127, slots, slots + 99, 2 * slots, 2 * slots + 127, 3 * slots])  # the last of pad rows
+    source = torch.cat([-slot - 1, torch.tensor([3, 9])]).int()
+    rows = types.SimpleNamespace(source_N=source, totals=torch.tensor([len(source), 1], dtype=torch.int32))
+    found = torch.empty(2, 16, dtype=torch.int64)
+    launch_row_addresses((x, kept), (dy, receive), rows, 4, 1, found)
+
+    def read(address: int, *of: torch.Tensor) -> float:
+        (memory,) = (t for t in of if t.data_ptr() <= address < t.data_ptr() + t.nbytes)
+        return float(memory[(address - memory.data_ptr()) // memory.stride(0) // memory.itemsize, 0])
+
+    want = receive[slot, 0].tolist()
+    assert [read(a, x, kept, receive) for a in found[0, : len(source)].tolist()] == [*want, -1.0, -1.0]
+    assert [read(a, dy, receive) for a in found[1, : len(source)].tolist()] == [*want, -2.0, -2.0]
 
 
 SHAPED = {

@@ -6,16 +6,18 @@ import glob
 import itertools
 import os
 import resource
+import types
 
 import pytest
 import torch
 
 import uniep
 from uniep.backends import shm
+from uniep.backends.arena import Arena
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError
 from uniep.meeting import Meeting
-from uniep.memory import ALIGN_BYTES, cpu_arrays, hopper_arrays, pack, packed_bytes, plan_memory
+from uniep.memory import ALIGN_BYTES, check_room, cpu_arrays, hopper_arrays, pack, packed_bytes, plan_memory
 from uniep.nn.ops import moe_forward
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule
 
@@ -35,7 +37,7 @@ def test_sizes_by_hand():
     rows = 32 * 2048 + 2048 + 128  # 8192 * 8 / 32 = 2048 rows for each of 32 local experts; 1/32 more, aligned
     assert sizes["h"] == rows * 2 * 2048 * 2 and sizes["act"] == rows * 2048 * 2
     assert sizes["dweight_groups"] == rows * 32 * 4
-    assert sizes["kept"] == sizes["receive"]
+    assert sizes["kept"] == sizes["receive"] - 7168 * 2  # without the zero row
     assert plan.total_bytes() == sum(plan.total_bytes(kind) for kind in ("shared", "saved", "transient"))
 
 
@@ -46,6 +48,42 @@ def test_received_tokens():
     assert one["receive"].shape == (1, 7168) and one["received"].shape == (0, 7168)
     again = plan_memory(CFG, 2, backend="nccl", schedule=Schedule(received="again"))
     assert by_name(again)["received"].shape == (0, 7168)
+
+
+@pytest.mark.parametrize(("transfer", "slots"), [("push", 768), ("copy", 1152)])
+def test_kept_tokens_follow_the_call(transfer, slots):
+    """T of 1024 where 32k may come, EP 8: 73 or 110 MiB instead of 3,136, aligned, with 1/32 more.  Without a host read
+    as much as may come; a token that was pushed has a row."""
+    cfg, schedule = dataclasses.replace(CFG, max_tokens_per_rank=2**15), Schedule(transfer=transfer)
+    sizes = by_name(plan_memory(cfg, 8, tokens=1024, schedule=schedule))
+    assert sizes["kept"].shape == (7 * slots, 7168)
+    assert sizes["histogram"].bytes + sizes["plan"].bytes < 2**20
+    bounded = by_name(plan_memory(dataclasses.replace(cfg, max_rows=9000), 8, tokens=1024, schedule=schedule))
+    rows = bounded["h"].shape[1]
+    assert bounded["kept"].shape == (7 * (rows if transfer == "push" else 2**15), 7168)
+
+
+def test_no_room_on_some_gpu():
+    """Every rank raises the same, with the sizes of what is shared."""
+    plan = plan_memory(CFG, 2)
+    needed = packed_bytes(pack(hopper_arrays(CFG, 2, Schedule())))
+    check_room(plan, needed, [needed, 2 * needed])
+    with pytest.raises(CapacityError, match=r"takes 1010.27 MiB.*\(rank 1: 1\.00 KiB\).*lower max_tokens") as raised:
+        check_room(plan, needed, [needed, 1024])
+    text = str(raised.value)
+    assert "returns" in text and "896.00 MiB" in text and "saved" not in text
+
+
+def test_no_room_before_anything_is_allocated(monkeypatch):
+    """What PyTorch only holds for later is given back first."""
+    layout = pack(hopper_arrays(CFG, 1, Schedule()))
+    free = [100, 1000]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 2**36))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.pop(0))
+    monkeypatch.setattr(torch, "zeros", lambda *args, **options: pytest.fail("allocated"))
+    workspace = types.SimpleNamespace(device=torch.device("cpu"), ep_size=1, group=None, rank=0)
+    with pytest.raises(CapacityError, match=r"rank 0: 1000 B"):
+        Arena(layout, workspace, lambda: plan_memory(CFG, 1))
 
 
 def test_rows_follow_tokens_and_max_rows():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from uniep.errors import UniEPError, UnsupportedError
-from uniep.memory import Field, flag_step, packed_bytes
+from uniep.memory import Field, MemoryPlan, check_room, flag_step, packed_bytes
 
 if TYPE_CHECKING:
     from uniep.meeting import Meeting
@@ -23,19 +23,29 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class Seat(NamedTuple):
-    """Where one rank sits: host name, the GPU's UUID, its ordinal in the process, and CUDA_VISIBLE_DEVICES."""
+    """Where one rank sits: host name, the GPU's UUID, its ordinal in the process, CUDA_VISIBLE_DEVICES, free bytes."""
 
     host: str
     uuid: str
     ordinal: int
     visible: str | None
+    free: int = 0
 
 
-def _seats(workspace: Workspace) -> list[Seat]:
+def _free_bytes(device: torch.device, needed: int) -> int:
+    """Of the device's memory; what PyTorch only holds for later becomes free where that is too little."""
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < needed:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+def _seats(workspace: Workspace, free: int) -> list[Seat]:
     """The seats of all ranks.  Collective."""
     ordinal = workspace.device.index
     uuid = str(torch.cuda.get_device_properties(ordinal).uuid)
-    mine = Seat(socket.gethostname(), uuid, ordinal, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    mine = Seat(socket.gethostname(), uuid, ordinal, os.environ.get("CUDA_VISIBLE_DEVICES"), free)
     return _meeting(workspace).exchange(mine, "places of the GPUs")
 
 
@@ -96,10 +106,13 @@ def check_peers(
 
 
 class Arena:
-    """This rank's symmetric memory (`views`), every rank's (`everywhere`), and their addresses as device tables."""
+    """This rank's symmetric memory (`views`), every rank's (`everywhere`), and their addresses as device tables.
 
-    def __init__(self, layout: dict[str, Field], workspace: Workspace) -> None:
-        device, ranks = workspace.device, workspace.ep_size
+    describe: what it is, for the error that says that it does not fit.
+    """
+
+    def __init__(self, layout: dict[str, Field], workspace: Workspace, describe: Callable[[], MemoryPlan]) -> None:
+        device, ranks, self._describe = workspace.device, workspace.ep_size, describe
         self.memories = self._allocate(packed_bytes(layout), workspace)
         self.views: dict[str, Tensor] = {}
         self.everywhere: dict[str, list[Tensor]] = {}
@@ -117,11 +130,15 @@ class Arena:
     def _allocate(self, size: int, workspace: Workspace) -> list[Tensor]:
         """The zeroed memory of every rank.  Collective."""
         device = workspace.device
+        free = _free_bytes(device, size)
         if workspace.group is None or workspace.ep_size == 1:
+            check_room(self._describe(), size, [free])
             return [torch.zeros(size, dtype=torch.uint8, device=device)]
         import torch.distributed._symmetric_memory as symmetric
 
-        check_peers(_seats(workspace), torch.cuda.can_device_access_peer, has_atomics)
+        seats = _seats(workspace, free)
+        check_peers(seats, torch.cuda.can_device_access_peer, has_atomics)
+        check_room(self._describe(), size, [seat.free for seat in seats])
         if (kind := symmetric.get_backend(device)) != "CUDA":
             raise UnsupportedError(
                 f"torch's symmetric memory uses its {kind} backend in this process; uniep needs 'CUDA', which is "

@@ -26,7 +26,7 @@ from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.kernels.call import copy, unbind
 from uniep.kernels.support import group_limit, why_not
-from uniep.memory import hopper_arrays, pack
+from uniep.memory import hopper_arrays, kept_shape, pack, plan_memory
 from uniep.routing import RoutingPlan
 from uniep.routing.plan import recv_base
 from uniep.taskflow.schedule import Schedule, Tile, default_schedule, refuse_other_fields
@@ -119,7 +119,9 @@ class HopperBackend:
             raise ConfigError(
                 f"chunk_tokens is {chunk}; on GPUs it must divide {cfg.receive_block}, the receive slots per peer"
             )
-        self.arena = Arena(pack(hopper_arrays(cfg, self.num_ranks, self.schedule)), workspace)
+        layout = pack(hopper_arrays(cfg, self.num_ranks, self.schedule))
+        describe = functools.partial(plan_memory, cfg, self.num_ranks, schedule=self.schedule)
+        self.arena = Arena(layout, workspace, describe)
         self.planner = Planner(workspace, self.arena, rows, self.schedule.free_sms)
         self.sms = self.planner.sms
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
@@ -189,23 +191,28 @@ class HopperBackend:
             usual = self.schedule  # for few tokens, then for more, then for many
             more = dataclasses.replace(usual, mega_to=0)
             many = dataclasses.replace(more, pipelined_from=0, beside_from=0)
-            allocate = self.planner.allocate  # these calls need none
+            planner = self.planner
+            room = planner.allocate, planner.received  # these calls need none
             try:
                 for self.schedule in dict.fromkeys((usual, more, many)):
                     self.forward(inputs, save=False)
                     _, saved = self.forward(inputs, save=True)
                     self.backward(x_TD, inputs, saved, Needs())
             finally:
-                self.schedule, self.planner.allocate = usual, allocate
+                self.schedule, (planner.allocate, planner.received) = usual, room
         torch.cuda.synchronize(self.device)
 
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
-        rows = self.planner.capacity if self.cfg.max_rows is not None else new_size()
-        kept = rows if self.schedule.operand == "expanded" else self.arena.views["receive"].shape[0]
-        if self.schedule.received == "again":
-            kept = 0
-        h, inputs = (2, rows, self.cfg.ffn), (kept, self.cfg.hidden)
-        return [*self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(inputs)]
+        exact, schedule = self.cfg.max_rows is None, self.schedule
+        rows = new_size() if exact else self.planner.capacity
+        if schedule.operand == "expanded":
+            kept = rows, self.cfg.hidden
+        elif exact and self.num_ranks > 1 and schedule.received == "saved":
+            kept = new_size(), self.cfg.hidden
+        else:
+            kept = self._kept_shape(0)
+        h = 2, rows, self.cfg.ffn
+        return [*self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(kept)]
 
     def report(self) -> dict[str, str]:
         return {
@@ -253,7 +260,7 @@ class HopperBackend:
         while True:
             result = self._forward(inputs, save)
             if self.planner.fits():
-                return result
+                return self._with_all_received(result, x_TD.shape[0]) if save else result
             del result
 
     def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -284,7 +291,7 @@ class HopperBackend:
             count_tiles=pipelined, **self._dispatching(num_tokens, schedule.gemm1, x_ND),
         )  # fmt: skip
         self.mark("gate_up")
-        kept = x_ND if x_ND is not None or not save else self._keep(receive)
+        kept = x_ND if x_ND is not None or not save else self._keep(num_tokens)
         if pipelined:
             # On SMs of its own until gate_up is done, then on all.
             tiles_before = -(-cfg.ffn // (schedule.gemm1.columns // 2))
@@ -310,14 +317,41 @@ class HopperBackend:
         self.mark("combine")
         return y_TD, ([*plan.saved(), h_2NF, kept] if h_2NF is not None and kept is not None else [])
 
-    def _keep(self, receive: Tensor) -> Tensor:
-        """A copy of the receive buffer for the weight gradient, made beside the GEMM that follows; or nothing."""
-        if self.schedule.received == "again":
-            return receive[:0].clone()
-        kept = torch.empty_like(receive)
-        self._fork(self.copies)
-        copy(kept, receive, self.copies)
+    def _kept_shape(self, num_tokens: int) -> tuple[int, int]:
+        """Of `room_to_keep`."""
+        block = self.planner.kept_block(num_tokens, copying=self._copying)
+        return kept_shape(self.cfg, self.num_ranks, self.schedule, block)
+
+    def room_to_keep(self, num_tokens: int) -> Tensor:
+        """Memory for received tokens, for the weight gradient: as many of each source as are expected; or none."""
+        return torch.empty(self._kept_shape(num_tokens), dtype=self.cfg.dtype, device=self.device)
+
+    def _keep(self, num_tokens: int) -> Tensor:
+        """A copy of received tokens for the weight gradient, made beside the GEMM that follows; or nothing."""
+        kept = self.room_to_keep(num_tokens)
+        if len(kept):
+            self._fork(self.copies)
+            self._copy_received(kept, self.copies)
         return kept
+
+    def _copy_received(self, kept: Tensor, stream: torch.cuda.Stream) -> None:
+        others, slots = self.num_ranks - 1, self.cfg.receive_block
+        receive, block = self.arena.views["receive"], len(kept) // others
+        if block == slots:
+            copy(kept, receive[:-1], stream)
+            return
+        for source in range(others):
+            copy(kept[source * block :], receive[source * slots : source * slots + block], stream)
+
+    def _with_all_received(self, result: tuple[Tensor, list[Tensor]], num_tokens: int) -> tuple[Tensor, list[Tensor]]:
+        """The rare call in which a source has sent more tokens than there was room for keeps them now: they lie in the
+        receive buffer until this rank enters another call."""
+        saved = result[1]
+        gathered = self.schedule.operand == "gathered" and self.schedule.received == "saved"
+        if gathered and self.num_ranks > 1 and self.planner.received > len(saved[-1]) // (self.num_ranks - 1):
+            saved[-1] = self.room_to_keep(num_tokens)
+            self._copy_received(saved[-1], self._stream)
+        return result
 
     # ---------------------------------------------------------------- backward
 
@@ -336,7 +370,7 @@ class HopperBackend:
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         receive = self.arena.views["receive"]
         address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
-        where_x = x_TD, receive if self.schedule.received == "again" else kept
+        where_x = x_TD, receive[:-1] if self.schedule.received == "again" else kept
 
         claims = None
         if self.schedule.is_beside(dy_TD.shape[0]):
@@ -346,7 +380,7 @@ class HopperBackend:
             if claims is not None:
                 claims.zero_()
             if needs.w13 or needs.w2:
-                launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.sms, address_2N)
+                launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.num_ranks, self.sms, address_2N)
 
         self._enter_planned("backward", dy_TD, plan, inputs.layer, meanwhile)
         self._dispatch(dy_TD, plan, peers)

@@ -44,7 +44,7 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     act_NF = torch.empty(num_rows, cfg.ffn, **like)
     h_2NF = torch.empty(2, num_rows, cfg.ffn, **like) if save else None
     receive = backend.arena.views["receive"]
-    kept = launch_mega.Kept(torch.empty_like(receive), *_sent(backend, plan.recv_count_R)) if save else None
+    kept = launch_mega.Kept(backend.room_to_keep(x_TD.shape[0]), *_sent(backend, plan.recv_count_R)) if save else None
     sums = launch_mega.Sums(backend.arena.views["returns"], inputs.ids_TK, torch.empty_like(x_TD))
     records = Records.empty(backend, lists) if tracing else None
     launch_mega.launch_forward(
@@ -80,7 +80,8 @@ def backward(
 
     def find_rows() -> None:
         if needs.w13 or needs.w2:
-            launch.launch_row_addresses((x_TD, kept), (dy_TD, receive), rows, backend.sms, address_2N)
+            where_x, where_dy = (x_TD, kept), (dy_TD, receive)
+            launch.launch_row_addresses(where_x, where_dy, rows, backend.num_ranks, backend.sms, address_2N)
 
     backend._enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
     tiles = backward_tiles(cfg, schedule, w13=needs.w13, w2=needs.w2)

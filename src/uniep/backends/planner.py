@@ -23,19 +23,24 @@ from uniep.kernels.call import Memory, Part, launch, tensor, unbind
 from uniep.kernels.launch import Rows
 from uniep.kernels.launch_groups import Lines, launch_parts
 from uniep.memory import (
-    PLAN_ENTRIES,
+    FIRST_TOKENS,
     hopper_histogram,
     hopper_parts_arrays,
     hopper_plan_arrays,
     hopper_rows,
+    kept_block,
+    plan_blocks,
     plan_words,
     power_of_2,
+    table_tiles,
     with_headroom,
 )
 from uniep.routing import RoutingPlan
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
+
+TILES_AT_ONCE = 256  # row tiles, of a program
 
 
 class HeadLayout(NamedTuple):
@@ -76,34 +81,36 @@ class Planner(Calls):
         super().__init__(workspace, arena)
         cfg, self.tile_rows = self.cfg, tile_rows
         self.local = cfg.experts_per_rank(self.num_ranks)
-        self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, cfg.max_tokens_per_rank)
-        self.most_tiles = self.capacity // tile_rows
+        tokens = min(cfg.max_tokens_per_rank, FIRST_TOKENS)
+        self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, tokens)
+        self.received = 0  # tokens of one source to have room for; 0: no call has shown yet
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count - free_sms
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
-        self._layouts: dict[int, HeadLayout] = {}
+        self._layouts: dict[tuple[int, int], HeadLayout] = {}
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
         head, rows_3N, *flat = saved
         lines = Lines.of(flat[0], self.cfg, self.num_ranks) if flat else None
-        return DevicePlan(self._layout(num_tokens), head, rows_3N, lines)
+        return DevicePlan(self._layout(num_tokens, rows_3N.shape[1]), head, rows_3N, lines)
 
-    def _arrays(self, num_tokens: int | SymInt) -> dict[str, Any]:
-        return hopper_plan_arrays(self.cfg, self.num_ranks, self.most_tiles, num_tokens)
+    def _arrays(self, num_tokens: int | SymInt, tiles: int | SymInt) -> dict[str, Any]:
+        return hopper_plan_arrays(self.cfg, self.num_ranks, tiles, num_tokens)
 
-    def _layout(self, num_tokens: int) -> HeadLayout:
-        if num_tokens not in self._layouts:
+    def _layout(self, num_tokens: int, rows: int) -> HeadLayout:
+        key = num_tokens, table_tiles(rows, self.tile_rows)
+        if key not in self._layouts:
             if len(self._layouts) > 1000:  # any number of lengths may come
                 self._layouts.clear()
-            arrays = self._arrays(num_tokens)
+            arrays = self._arrays(*key)
             ends = list(itertools.accumulate(plan_words(arrays), initial=0))
             where = {name: (4 * end, shape) for (name, shape), end in zip(arrays.items(), ends, strict=False)}
-            self._layouts[num_tokens] = HeadLayout(ends[-1], where)
-        return self._layouts[num_tokens]
+            self._layouts[key] = HeadLayout(ends[-1], where)
+        return self._layouts[key]
 
     def fake(self, num_tokens: int | SymInt, rows: int | SymInt, like: Tensor) -> list[Tensor]:
         """Shapes of `DevicePlan.saved`."""
-        words = sum(plan_words(self._arrays(num_tokens)))
+        words = sum(plan_words(self._arrays(num_tokens, table_tiles(rows, self.tile_rows))))
         return [
             like.new_empty((words,), dtype=torch.int32),
             like.new_empty((3, rows), dtype=torch.int32),
@@ -129,15 +136,16 @@ class Planner(Calls):
 
         cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
         slots_p = power_of_2(cfg.top_k)
-        block_t = max(PLAN_ENTRIES // slots_p, 1)
-        blocks = -(-cfg.max_tokens_per_rank // block_t)
+        block_t, chunks = plan_blocks(cfg, ranks)
+        tiles = table_tiles(self.allocate, self.tile_rows)
+        most_programs = 8 * self.sms
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         histogram = torch.empty(hopper_histogram(cfg, ranks), **int32)
-        layout = self._layout(num_tokens)
+        layout = self._layout(num_tokens, self.allocate)
         plan = DevicePlan(layout, torch.empty(layout.words, **int32), torch.empty(3, self.allocate, **int32))
         rows, exchange = plan.rows, self.arena.views["exchange"]
         shape: dict[str, Any] = {
-            "K": cfg.top_k, "KP": slots_p, "SLOTS": self.slots, "NUM_RANKS": ranks, "BLOCKS": blocks,
+            "K": cfg.top_k, "KP": slots_p, "SLOTS": self.slots, "NUM_RANKS": ranks, "CHUNKS": chunks,
             "BLOCK_T": block_t,
         }  # fmt: skip
         self.enter(ids_TK, weights_TK, num_tokens, operation, layer, plan.forward)
@@ -148,7 +156,7 @@ class Planner(Calls):
             send_all()
         launch(
             histogram_kernel,
-            blocks * ranks,
+            min(ranks * chunks, most_programs),
             (
                 exchange, histogram, self.call, self.status, self.rank,
             ),
@@ -157,37 +165,38 @@ class Planner(Calls):
         )  # fmt: skip
         launch(
             scan_kernel,
-            cfg.num_experts + 1 + ranks,
+            min(cfg.num_experts + 1 + ranks, most_programs),
             (histogram, plan.counts_RE, rows.send_count_R, plan.recv_count_R, self.rank),
-            {"E": cfg.num_experts, "NUM_RANKS": ranks, "BLOCKS": blocks, "BLOCKS_P": power_of_2(blocks)},
+            {"E": cfg.num_experts, "NUM_RANKS": ranks, "CHUNKS": chunks},
             num_warps=4,
         )
         launch(
             tiles_kernel,
-            1,
+            min(-(-tiles // TILES_AT_ONCE), 16),
             (
-                exchange, plan.counts_RE, rows.send_count_R, rows.start_e1, rows.rows_e, rows.expert_M, rows.order_M,
-                rows.backward_order_M, rows.progress_M, rows.cursor, rows.totals, self._host_totals, self.call,
-                self.status, self.rank, *leads,
+                exchange, plan.counts_RE, rows.send_count_R, plan.recv_count_R, rows.start_e1, rows.rows_e,
+                rows.expert_M, rows.order_M, rows.backward_order_M, rows.progress_M, rows.cursor, rows.totals,
+                self._host_totals, self.call, self.status, self.rank, *leads,
             ),
             {
                 "E": cfg.num_experts, "SLOTS": self.slots, "LOCAL": self.local, "LOCAL_P": power_of_2(self.local),
-                "NUM_RANKS": ranks, "BLOCK_M": self.tile_rows, "ALIGN": ROW_ALIGN, "HOST": cfg.max_rows is None,
+                "NUM_RANKS": ranks, "BLOCK_M": self.tile_rows, "ALIGN": ROW_ALIGN, "TILES": TILES_AT_ONCE,
+                "HOST": cfg.max_rows is None, "DEDUP": send_all is None,
             },
             num_warps=4,
         )  # fmt: skip
         launch(
             place_kernel,
-            blocks * ranks + self.local,
+            min(ranks * chunks + self.local, most_programs),
             (
-                exchange, histogram, rows.start_e1, plan.counts_RE, rows.totals, rows.source_N, rows.return_N,
+                exchange, histogram, rows.start_e1, rows.rows_e, rows.totals, rows.source_N, rows.return_N,
                 rows.weight_N, rows.send_token_RT, self.call, self.rank, num_tokens,
             ),
             {
-                "E": cfg.num_experts, "LOCAL": self.local, **shape, "RECEIVE_BLOCK": cfg.receive_block,
-                "ALIGN": ROW_ALIGN, "DEDUP": send_all is None,
+                "E": cfg.num_experts, "LOCAL": self.local, "BINS": max(power_of_2(self.local), 16), **shape,
+                "RECEIVE_BLOCK": cfg.receive_block, "ALIGN": ROW_ALIGN, "DEDUP": send_all is None,
             },
-            num_warps=8,
+            num_warps=4,
         )  # fmt: skip
         if cfg.combine_groups is not None:
             lines = Lines.of(torch.full((self._parts_words,), -1, **int32), cfg, ranks)
@@ -218,9 +227,15 @@ class Planner(Calls):
         self.check()
         self.is_inside = False  # all that peers need is on its way
         self.judge_digests(0)
-        _, total, fitted = self._totals_words[:3]
+        _, total, fitted, received = self._totals_words[:4]
         self.allocate = with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)
+        self.received = max(received, (self.received + received) // 2)
         return bool(fitted)
+
+    def kept_block(self, num_tokens: int, *, copying: bool) -> int:
+        """Receive slots of each source that this call keeps: enough for those of the last call, or, at first, as
+        this rank has tokens."""
+        return kept_block(self.cfg, self.num_ranks, self.received or num_tokens, copying=copying)
 
     def routing_plan(self, plan: DevicePlan, num_tokens: int) -> RoutingPlan:
         """The public plan, without what lies behind the counts."""

@@ -159,6 +159,7 @@ def keep(
     kept_ptr,
     counts_ptr,
     stride,
+    kept_block,
     rank,
     place,
     D: tl.constexpr,
@@ -168,7 +169,7 @@ def keep(
     RECEIVE_BLOCK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
 ):
-    """Copy the KEPT tokens at this place out of the receive buffer: sources ascending."""
+    """Copy the KEPT tokens at this place out of the receive buffer: sources ascending, kept_block tokens of each at most."""
     source = 0
     first = place * KEPT
     passed = 0
@@ -185,11 +186,12 @@ def keep(
     for r in range(0, KEPT, ROWS):
         index = first + r + tl.arange(0, ROWS)
         slot = (source * RECEIVE_BLOCK + index).to(tl.int64)
+        kept = (source * kept_block + index).to(tl.int64)
         for d in range(0, D, BLOCK_D):
             column = d + tl.arange(0, BLOCK_D)
-            mask = (index < source_count)[:, None] & (column < D)[None, :]
-            at = slot[:, None] * D + column[None, :]
-            tl.store(kept_ptr + at, tl.load(receive_ptr + at, mask=mask), mask=mask)
+            mask = (index < tl.minimum(source_count, kept_block))[:, None] & (column < D)[None, :]
+            value = tl.load(receive_ptr + slot[:, None] * D + column[None, :], mask=mask)
+            tl.store(kept_ptr + kept[:, None] * D + column[None, :], value, mask=mask)
 
 
 @triton.jit

@@ -383,15 +383,25 @@ def launch_used_dweights(
 
 
 def launch_row_addresses(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], rows: Rows, multiprocessors: int, address_2N: Tensor
-) -> None:
-    """Addresses of every row of a and b, each (local (T, D), received (M, D)); address_2N: int64."""
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], rows: Rows, num_ranks: int, multiprocessors: int,
+    address_2N: Tensor,
+) -> None:  # fmt: skip
+    """Addresses of every row of a and b, each (local (T, D), received (M, D)); address_2N: int64.
+
+    Received of b: the receive buffer; of a: as many of its slots for each source, without the zero row.
+    """
     of_a, of_b = unbind(address_2N)
+    others = max(num_ranks - 1, 1)
     launch(
         row_addresses_kernel,
         multiprocessors,
-        (rows.source_N, rows.totals, *a, of_a, *b, of_b),
-        {"WIDTH": a[0].shape[1], "BLOCK": 512},
+        (rows.source_N, rows.totals, *a, of_a, *b, of_b, a[1].shape[0] // others),
+        {
+            "WIDTH": a[0].shape[1],
+            "BLOCK": 512,
+            "NUM_RANKS": num_ranks,
+            "RECEIVE_BLOCK": max((b[1].shape[0] - 1) // others, 1),
+        },
         num_warps=4,
     )
 

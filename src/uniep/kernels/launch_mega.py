@@ -109,8 +109,8 @@ class Gradients:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A copy of the receive buffer.  count: tokens that each source has sent (int32), `stride` words apart, those of odd
-    calls `parity` words behind those of even ones."""
+    """Received tokens, room for as many of each source.  count: tokens that each source has sent (int32), `stride` words
+    apart, those of odd calls `parity` words behind those of even ones."""
 
     kept_MD: Tensor
     count: Memory
@@ -157,7 +157,7 @@ def launch_forward(
             peers.rank, rows.send_token_RT, rows.send_count_R, peers.receive_table, peers.returns_table,
             peers.flag_table, peers.arrived_offset, peers.finished_offset, peers.returned_offset, x_TD.shape[0],
             push_programs, sum_tokens(x_TD.shape[0], multiprocessors), keep.kept_MD, keep.count, keep.parity,
-            keep.stride, sums.returns_SD, sums.ids_TK, weights_TK, sums.out_TD, *(trace or (lists.matrix, lists.matrix)), w13_desc,
+            keep.stride, keep.kept_MD.shape[0] // max(peers.num_ranks - 1, 1), sums.returns_SD, sums.ids_TK, weights_TK, sums.out_TD, *(trace or (lists.matrix, lists.matrix)), w13_desc,
             gate_desc, up_desc, made_desc, rows_block(act_NF, tile2.rows, tile2.depth),
             w2_block(experts, 1, tile2.columns, tile2.depth),
         ),

@@ -64,7 +64,7 @@ from uniep.kernels.transfer import combine_item, return_dweights
 @triton.jit(
     do_not_specialize=[
         "timeout_ns", "rank", "arrived_offset", "finished_offset", "returned_offset", "num_tokens", "push_programs",
-        "sum_tokens", "kept_parity", "kept_stride",
+        "sum_tokens", "kept_parity", "kept_stride", "kept_block",
     ]
 )  # fmt: skip
 def forward_kernel(
@@ -99,6 +99,7 @@ def forward_kernel(
     kept_count_ptr,
     kept_parity,
     kept_stride,
+    kept_block,
     returns_ptr,
     ids_ptr,
     weights_ptr,
@@ -137,8 +138,10 @@ def forward_kernel(
     """Everything of a forward behind its plan: push, gate and up, down, the copy of what was received, sums.
 
     made_desc, act_desc: the activation (N, F) in blocks as it is stored and as it is multiplied.  FUSED: peers send tokens,
-    and this rank does where CHUNK > 0.  SAVE: h (gate_desc, up_desc) and the receive buffer.  kept_count: tokens that each
-    source has sent, kept_stride words apart, those of odd calls kept_parity words behind those of even ones.  Other arguments as in kernels/gemm.py and kernels/transfer.py.
+    and this rank does where CHUNK > 0.  SAVE: h (gate_desc, up_desc) and what was received,
+    kept_block tokens of each source at most.  kept_count: tokens that each source has sent, kept_stride words apart, those
+    of odd calls kept_parity words behind those of even ones.  Other arguments as in kernels/gemm.py and
+    kernels/transfer.py.
     """
     NUM_N1: tl.constexpr = (F + BLOCK_N1 // 2 - 1) // (BLOCK_N1 // 2)
     NUM_N2: tl.constexpr = (D + BLOCK_N2 - 1) // BLOCK_N2
@@ -152,12 +155,6 @@ def forward_kernel(
     kept_count_ptr += (tl.load(call_ptr) & 1) * kept_parity
     if SAVE:
         num_kept = count_kept(kept_count_ptr, kept_stride, rank, KEPT, NUM_RANKS)
-        if arrival == 0:  # the row that pad rows read
-            column = tl.arange(0, PUSH_D)
-            for d in range(0, D, PUSH_D):
-                last = tl.full((), (NUM_RANKS - 1) * RECEIVE_BLOCK, tl.int64) * D
-                zeros = tl.zeros((PUSH_D,), kept_ptr.dtype.element_ty)
-                tl.store(kept_ptr + last + d + column, zeros, mask=d + column < D)
     num_pushes = 0  # of a trace, whose rows they come first in
     if PUSHES:
         push_first(
@@ -249,7 +246,7 @@ def forward_kernel(
                             all_here = 1
                     started_ns = nanoseconds() if TRACE else 0
                     keep(
-                        receive_ptr, kept_ptr, kept_count_ptr, kept_stride, rank, vector_place, D, PUSH_D,
+                        receive_ptr, kept_ptr, kept_count_ptr, kept_stride, kept_block, rank, vector_place, D, PUSH_D,
                         8, KEPT, RECEIVE_BLOCK, NUM_RANKS,
                     )  # fmt: skip
             else:

@@ -280,20 +280,77 @@ def clock_kernel(time_ptr):
 
 
 @triton.jit
-def _block_ids(
-    exchange_ptr, call, block, BLOCKS, K, KP: tl.constexpr, SLOTS: tl.constexpr, NUM_RANKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """(source, first token, T of the source, its slot base, ids (BLOCK_T, KP) with -1 where there is none)."""
-    source = block // BLOCKS
-    first = block % BLOCKS * BLOCK_T
-    base = header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS)
-    num_tokens = tl.load(base + TOKENS)
+def _chunk(num_tokens, chunk, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """(first token, end) of a chunk of a source that has `num_tokens`: whole blocks, as many in every chunk."""
+    tokens = tl.cdiv(tl.cdiv(num_tokens, BLOCK_T), CHUNKS) * BLOCK_T
+    return tl.minimum(chunk * tokens, num_tokens), tl.minimum((chunk + 1) * tokens, num_tokens)
+
+
+@triton.jit
+def _block_ids(base, first, end, K: tl.constexpr, KP: tl.constexpr, BLOCK_T: tl.constexpr):
+    """(BLOCK_T, KP): the ids of a block's tokens, -1 where there is none."""
     token = first + tl.arange(0, BLOCK_T)
     slot = tl.arange(0, KP)
-    mask = (token < num_tokens)[:, None] & (slot < K)[None, :]
-    ids = tl.load(base + HEADER + token[:, None] * K + slot[None, :], mask=mask, other=-1)
-    return source, first, num_tokens, base, ids
+    mask = (token < end)[:, None] & (slot < K)[None, :]
+    return tl.load(base + HEADER + token[:, None] * K + slot[None, :], mask=mask, other=-1)
+
+
+@triton.jit
+def _wanted_by(ids, LOCAL: tl.constexpr, NUM_RANKS: tl.constexpr):
+    """(BLOCK_T, R): 1 where some expert of that rank is among the token's."""
+    owner = tl.where(ids >= 0, ids // LOCAL, -1)
+    return tl.max((owner[:, :, None] == tl.arange(0, NUM_RANKS)[None, None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def _count_chunk(
+    exchange_ptr,
+    histogram_ptr,
+    call,
+    status_ptr,
+    rank,
+    item,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    LOCAL: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One column of the histogram."""
+    TOTAL: tl.constexpr = NUM_RANKS * CHUNKS
+    source = item // CHUNKS
+    base = header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS)
+    begin, end = _chunk(tl.load(base + TOKENS), item % CHUNKS, CHUNKS, BLOCK_T)
+    if tl.load(base + OPERATION) == IS_REFUSED:
+        record(status_ptr, REFUSED, source, 0, 0, 0)
+    expert = tl.arange(0, EP)
+    peer = tl.arange(0, NUM_RANKS)
+    counts = tl.zeros((EP,), tl.int32)
+    sent = tl.zeros((NUM_RANKS,), tl.int32)
+    received = item * 0
+    for first in range(begin, end, BLOCK_T):
+        ids = _block_ids(base, first, end, K, KP, BLOCK_T)
+        bad = (ids >= E) | (ids < -1)
+        if tl.max(bad.to(tl.int32)) != 0:
+            entry = (first + tl.arange(0, BLOCK_T))[:, None] * K + tl.arange(0, KP)[None, :]
+            record(status_ptr, BAD_ID, source, tl.min(tl.where(bad, entry, 2147483647)), 0, 0)
+            ids = tl.where(bad, -1, ids)
+        flat = tl.reshape(ids, (BLOCK_T * KP,))
+        unused = tl.sum((flat < 0).to(tl.int32))
+        counts += tl.histogram(tl.maximum(flat, 0), EP) - tl.where(expert == 0, unused, 0)
+        if source == rank:
+            sent += tl.sum(_wanted_by(ids, LOCAL, NUM_RANKS), 0)
+        else:
+            here = (ids >= rank * LOCAL) & (ids < (rank + 1) * LOCAL)
+            received += tl.sum(tl.max(here.to(tl.int32), 1))
+    tl.store(histogram_ptr + expert * TOTAL + item, counts, mask=expert < E)
+    tl.store(histogram_ptr + E * TOTAL + item, received)
+    if source == rank:
+        tl.store(histogram_ptr + (E + 1 + peer) * TOTAL + item, tl.where(peer == rank, 0, sent))
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -310,63 +367,39 @@ def histogram_kernel(
     KP: tl.constexpr,
     SLOTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """histogram (E + 1 + R, B): rows 0..E-1 slots per expert; row E tokens that this rank receives;
-    row E+1+d tokens that this rank sends to d (blocks of this rank only)."""
+    """histogram (E + 1 + R, C): rows 0..E-1 slots per expert; row E tokens that this rank receives;
+    row E+1+d tokens that this rank sends to d (chunks of this rank only)."""
     after_previous()
     next_may_come()
     call = tl.load(call_ptr)
-    block = tl.program_id(0)
-    total: tl.constexpr = BLOCKS * NUM_RANKS
-    source, first, num_tokens, base, ids = _block_ids(
-        exchange_ptr, call, block, BLOCKS, K, KP, SLOTS, NUM_RANKS, BLOCK_T
-    )
-    if tl.load(base + OPERATION) == IS_REFUSED:
-        record(status_ptr, REFUSED, source, 0, 0, 0)
-    bad = (ids >= E) | (ids < -1)
-    if tl.max(bad.to(tl.int32)) != 0:
-        entry = (first + tl.arange(0, BLOCK_T))[:, None] * K + tl.arange(0, KP)[None, :]
-        record(status_ptr, BAD_ID, source, tl.min(tl.where(bad, entry, 2147483647)), 0, 0)
-        ids = tl.where(bad, -1, ids)
-    flat = tl.reshape(ids, (BLOCK_T * KP,))
-    counts = tl.histogram(tl.where(flat >= 0, flat, 0), EP)
-    expert = tl.arange(0, EP)
-    unused = tl.sum((flat < 0).to(tl.int32))
-    counts = tl.where(expert == 0, counts - unused, counts)
-    tl.store(histogram_ptr + expert.to(tl.int64) * total + block, counts, mask=expert < E)
-    here = (ids >= rank * LOCAL) & (ids < (rank + 1) * LOCAL)
-    received = tl.sum(tl.max(here.to(tl.int32), 1))
-    tl.store(histogram_ptr + tl.full((), E, tl.int64) * total + block, tl.where(source == rank, 0, received))
-    if source == rank:
-        for peer in range(NUM_RANKS):
-            there = (ids >= peer * LOCAL) & (ids < (peer + 1) * LOCAL)
-            sent = tl.where(peer == rank, 0, tl.sum(tl.max(there.to(tl.int32), 1)))
-            tl.store(histogram_ptr + (E + 1 + peer).to(tl.int64) * total + block, sent)
+    for item in range(tl.program_id(0), NUM_RANKS * CHUNKS, tl.num_programs(0)):
+        _count_chunk(
+            exchange_ptr, histogram_ptr, call, status_ptr, rank, item, E, EP, LOCAL, K, KP, SLOTS, NUM_RANKS, CHUNKS,
+            BLOCK_T,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank"])
-def scan_kernel(
+@triton.jit
+def _scan_row(
     histogram_ptr,
     counts_ptr,
     send_count_ptr,
     recv_count_ptr,
     rank,
+    row,
     E: tl.constexpr,
     NUM_RANKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_P: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """Exclusive running sums of one histogram row, in place, and its total per source."""
-    after_previous()
-    next_may_come()
-    row = tl.program_id(0)
     source = tl.arange(0, NUM_RANKS)
-    block = tl.arange(0, BLOCKS_P)
-    at = histogram_ptr + row.to(tl.int64) * (NUM_RANKS * BLOCKS) + source[:, None] * BLOCKS + block[None, :]
-    # Rows of sends hold this rank's blocks only.
-    mask = (block < BLOCKS)[None, :] & ((row <= E) | (source == rank))[:, None]
+    chunk = tl.arange(0, CHUNKS)
+    at = histogram_ptr + row * (NUM_RANKS * CHUNKS) + source[:, None] * CHUNKS + chunk[None, :]
+    # Rows of sends hold this rank's chunks only.
+    mask = tl.broadcast_to(((row <= E) | (source == rank))[:, None], (NUM_RANKS, CHUNKS))
     counts = tl.load(at, mask=mask, other=0)
     before = tl.cumsum(counts, 1) - counts
     total = tl.sum(counts, 1)
@@ -380,20 +413,54 @@ def scan_kernel(
     tl.store(at, before, mask=mask)
 
 
+@triton.jit(do_not_specialize=["rank"])
+def scan_kernel(
+    histogram_ptr,
+    counts_ptr,
+    send_count_ptr,
+    recv_count_ptr,
+    rank,
+    E: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """`_scan_row` of all rows."""
+    after_previous()
+    next_may_come()
+    for row in range(tl.program_id(0), E + 1 + NUM_RANKS, tl.num_programs(0)):
+        _scan_row(histogram_ptr, counts_ptr, send_count_ptr, recv_count_ptr, rank, row, E, NUM_RANKS, CHUNKS)
+
+
 @triton.jit
-def _store_order(order_ptr, leads, start, num_tiles, first, last):
-    """The order of the row tiles, for experts that lead or not; see `tiles_kernel`."""
+def segment_of(end, tile, SEGMENTS: tl.constexpr):
+    """The segment that holds each tile.  end (SEGMENTS,): its last tile and one; a power of two of them, ascending; some
+    may be empty."""
+    segment = tile * 0
+    for level in tl.static_range(1, 16):
+        if (SEGMENTS >> level) > 0:
+            behind = segment + (SEGMENTS >> level)
+            segment = tl.where(tl.gather(end, behind - 1, 0) <= tile, behind, segment)
+    return segment
+
+
+@triton.jit
+def _store_order(order_ptr, leads, num_tiles, first, last, expert, tile, i, exists):
+    """Of some row tiles (`i` of their expert, `expert`) their places in the order; see `tiles_kernel`.  leads, num_tiles,
+    first, last: of all experts."""
     num_local = tl.where(leads, tl.maximum(last - first, 0), 0)
     num_whole = tl.where(leads, 0, num_tiles)
     num_late = tl.where(leads, num_tiles - num_local, 0)
     local_before = tl.cumsum(num_local, 0) - num_local
     whole_before = tl.sum(num_local) + tl.cumsum(num_whole, 0) - num_whole
     late_before = tl.sum(num_local) + tl.sum(num_whole) + tl.cumsum(num_late, 0) - num_late
-    for i in range(0, tl.max(num_tiles)):
-        locals_before = tl.minimum(tl.maximum(i - first, 0), num_local)
-        is_local = (i >= first) & (i < last)
-        leading = tl.where(is_local, local_before + i - first, late_before + i - locals_before)
-        tl.store(order_ptr + tl.where(leads, leading, whole_before + i), start + i, mask=i < num_tiles)
+    # Of an expert that does not lead, all tiles come in one stretch, as its own do of one that leads.
+    stretch = tl.gather(tl.where(leads, local_before - first, whole_before), expert, 0)
+    first_own = tl.gather(tl.where(leads, first, 0), expert, 0)
+    num_own = tl.gather(tl.where(leads, num_local, num_tiles), expert, 0)
+    own_before = tl.minimum(tl.maximum(i - first_own, 0), num_own)
+    is_own = (i >= first_own) & (i < first_own + num_own)
+    place = tl.where(is_own, stretch + i, tl.gather(late_before, expert, 0) + i - own_before)
+    tl.store(order_ptr + place, tile, mask=exists)
 
 
 @triton.jit(do_not_specialize=["rank", "lead", "backward_lead"])
@@ -401,6 +468,7 @@ def tiles_kernel(
     exchange_ptr,
     counts_ptr,
     send_count_ptr,
+    recv_count_ptr,
     start_ptr,
     rows_ptr,
     expert_ptr,
@@ -422,24 +490,28 @@ def tiles_kernel(
     NUM_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ALIGN: tl.constexpr,
+    TILES: tl.constexpr,
     HOST: tl.constexpr,
+    DEDUP: tl.constexpr,
 ):
-    """Segment starts and, per row tile, its expert and its place in the order.  One program.
+    """Segment starts and, per row tile, its expert and its place in the order.
 
     totals: [0] padded rows, [1] row tiles.  progress (M,) and cursor, which count tiles of this call: zero.
     Order: of the first `lead` experts the tiles whose rows are all local; the tiles of all other experts;
     the remaining tiles of the first.  Each part in expert order.  lead = 0 is the natural order; few
     leading experts hide the dispatch at the least cost in L2, which sees their weights twice.  The backward has an
     order of its own: other tiles, which nothing precedes.
+    Each program looks at all experts, then at TILES tiles at once, every one of which finds its expert and its places.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
-    HOST (exact allocation): the host reads [call, padded rows, whether they fit] and tries again with
-    enough; else TOO_MANY_ROWS is recorded.
+    HOST (exact allocation): the host reads [call, padded rows, whether they fit, most tokens that one source sends] and
+    tries again with enough; else TOO_MANY_ROWS is recorded.  DEDUP: as for `place_kernel`.
     """
     after_previous()
     next_may_come()
     local = tl.arange(0, LOCAL_P)
     source = tl.arange(0, NUM_RANKS)
+    program = tl.program_id(0)
     at = counts_ptr + source[:, None] * E + rank * LOCAL + local[None, :]
     counts = tl.load(at, mask=(local < LOCAL)[None, :], other=0)
     rows = tl.sum(counts, 0)
@@ -449,43 +521,165 @@ def tiles_kernel(
     start = tl.cumsum(padded, 0) - padded
     total = tl.sum(padded)
     call = tl.load(call_ptr)
-    fits = tl.load(status_ptr) == 0
-    for peer in range(NUM_RANKS):  # every rank finds every rank's overflow, so that all act alike
+    # Every rank finds every rank's overflow, so that all act alike.
+    header = header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS)
+    capacity_R = tl.load(header + CAPACITY)
+    rows_R = source * 0
+    padded_R = source * 0
+    for peer in tl.static_range(NUM_RANKS):
         peer_at = counts_ptr + source[:, None] * E + peer * LOCAL + local[None, :]
         peer_rows = tl.sum(tl.load(peer_at, mask=(local < LOCAL)[None, :], other=0), 0)
-        peer_total = tl.sum((peer_rows + ALIGN - 1) // ALIGN * ALIGN)
-        capacity = tl.load(header_of(exchange_ptr, call, peer, SLOTS, NUM_RANKS) + CAPACITY)
-        if peer_total > capacity:
-            if not HOST:
-                record(status_ptr, TOO_MANY_ROWS, peer, 0, tl.sum(peer_rows), capacity)
-            fits = fits & False
-    if not fits:
-        tl.store(send_count_ptr + source, tl.zeros((NUM_RANKS,), tl.int32))
-    tl.store(start_ptr + local, tl.where(fits, start, 0), mask=local < LOCAL)
-    tl.store(rows_ptr + local, tl.where(fits, rows, 0), mask=local < LOCAL)
-    tl.store(start_ptr + LOCAL, tl.where(fits, total, 0))
+        rows_R = tl.where(source == peer, tl.sum(peer_rows), rows_R)
+        padded_R = tl.where(source == peer, tl.sum((peer_rows + ALIGN - 1) // ALIGN * ALIGN), padded_R)
+    over = padded_R > capacity_R
+    fits = (tl.load(status_ptr) == 0) & (tl.max(over.to(tl.int32)) == 0)
+    if program == 0:
+        if not HOST:
+            if tl.max(over.to(tl.int32)) != 0:
+                peer = tl.min(tl.where(over, source, NUM_RANKS))
+                needed = tl.sum(tl.where(source == peer, rows_R, 0))
+                record(status_ptr, TOO_MANY_ROWS, peer, 0, needed, tl.sum(tl.where(source == peer, capacity_R, 0)))
+        if not fits:
+            tl.store(send_count_ptr + source, tl.zeros((NUM_RANKS,), tl.int32))
+        tl.store(start_ptr + local, tl.where(fits, start, 0), mask=local < LOCAL)
+        tl.store(rows_ptr + local, tl.where(fits, rows, 0), mask=local < LOCAL)
+        tl.store(start_ptr + LOCAL, tl.where(fits, total, 0))
+        tl.store(cursor_ptr, 0)
+        tl.store(totals_ptr, tl.where(fits, total, 0))
+        tl.store(totals_ptr + 1, tl.where(fits, total // BLOCK_M, 0))
 
     # Tiles [first, last) of a segment hold this rank's rows only: from the tile after the last foreign row
     # in front, to the tile before the first foreign row behind (pad rows are local).
     first = (ahead + BLOCK_M - 1) // BLOCK_M
     last = tl.where(ahead + own == rows, padded // BLOCK_M, (ahead + own) // BLOCK_M)
     num_tiles = padded // BLOCK_M
-    tl.store(cursor_ptr, 0)
-    tl.store(totals_ptr, tl.where(fits, total, 0))
-    tl.store(totals_ptr + 1, tl.where(fits, total // BLOCK_M, 0))
-    if fits:
-        for i in range(0, tl.max(num_tiles)):
-            tile = start // BLOCK_M + i
-            exists = i < num_tiles
-            tl.store(expert_ptr + tile, local, mask=exists)
-            tl.store(progress_ptr + tile, tl.zeros((LOCAL_P,), tl.int32), mask=exists)
-        _store_order(order_ptr, local < lead, start // BLOCK_M, num_tiles, first, last)
-        _store_order(backward_order_ptr, local < backward_lead, start // BLOCK_M, num_tiles, first, last)
+    num_m = tl.where(fits, total // BLOCK_M, 0)
+    for begin in range(program * TILES, num_m, tl.num_programs(0) * TILES):
+        tile = begin + tl.arange(0, TILES)
+        exists = tile < num_m
+        expert = segment_of((start + padded) // BLOCK_M, tile, LOCAL_P)
+        i = tile - tl.gather(start // BLOCK_M, expert, 0)
+        tl.store(expert_ptr + tile, expert, mask=exists)
+        tl.store(progress_ptr + tile, tl.zeros((TILES,), tl.int32), mask=exists)
+        _store_order(order_ptr, local < lead, num_tiles, first, last, expert, tile, i, exists)
+        _store_order(backward_order_ptr, local < backward_lead, num_tiles, first, last, expert, tile, i, exists)
     if HOST:
-        tl.store(host_ptr + 1, total)
-        tl.store(host_ptr + 2, fits.to(tl.int32))
-        tl.debug_barrier()
-        tl.atomic_xchg(host_ptr, call, sem="release", scope="sys")
+        if program == 0:
+            sent_R = tl.load(recv_count_ptr + source) if DEDUP else tl.where(source == rank, 0, tl.load(header))
+            tl.store(host_ptr + 1, total)
+            tl.store(host_ptr + 2, fits.to(tl.int32))
+            tl.store(host_ptr + 3, tl.max(sent_R))
+            tl.debug_barrier()
+            tl.atomic_xchg(host_ptr, call, sem="release", scope="sys")
+
+
+@triton.jit
+def _slots_before(local, BINS: tl.constexpr):
+    """How many slots before each one name the same expert, below BINS.  local: of at most 256 slots, -1 for none.
+
+    Four experts are counted in one word.
+    """
+    WORDS: tl.constexpr = 4
+    shift = (local & 3) * 8
+    before = tl.zeros((WORDS, local.shape[0]), tl.int32)
+    for first in range(0, BINS // 4, WORDS):
+        mine = (local >> 2)[None, :] == first + tl.arange(0, WORDS)[:, None]
+        ones = tl.where(mine, (1 << shift)[None, :], 0)
+        before += tl.where(mine, tl.cumsum(ones, 1) - ones, 0)
+    return (tl.sum(before, 0) >> shift) & 255
+
+
+@triton.jit
+def _place_chunk(
+    exchange_ptr,
+    histogram_ptr,
+    start_ptr,
+    source_ptr,
+    return_ptr,
+    weight_ptr,
+    send_token_ptr,
+    call,
+    rank,
+    num_tokens,
+    have_rows,
+    item,
+    E: tl.constexpr,
+    LOCAL: tl.constexpr,
+    BINS: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
+    DEDUP: tl.constexpr,
+):
+    """Rows of the slots of one chunk, and, of this rank's own, its part of the send lists."""
+    TOTAL: tl.constexpr = NUM_RANKS * CHUNKS
+    ENTRIES: tl.constexpr = BLOCK_T * KP
+    source = item // CHUNKS
+    base = header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS)
+    begin, end = _chunk(tl.load(base + TOKENS), item % CHUNKS, CHUNKS, BLOCK_T)
+    expert = tl.arange(0, BINS)
+    peer = tl.arange(0, NUM_RANKS)
+    # The next free row of each expert, receive slot, and place in the list to each rank.
+    free = tl.load(start_ptr + expert, mask=expert < LOCAL, other=0)
+    free += tl.load(histogram_ptr + (rank * LOCAL + expert) * TOTAL + item, mask=expert < LOCAL, other=0)
+    listed = tl.load(histogram_ptr + E * TOTAL + item)
+    sent = tl.load(histogram_ptr + (E + 1 + peer) * TOTAL + item)
+    for first in range(begin, end, BLOCK_T):
+        ids = _block_ids(base, first, end, K, KP, BLOCK_T)
+        ids = tl.where(ids >= E, -1, ids)
+        here = (ids >= rank * LOCAL) & (ids < (rank + 1) * LOCAL)
+        any_here = tl.max(here.to(tl.int32), 1)
+        token = first + tl.arange(0, BLOCK_T)
+        if source == rank:
+            value = token
+            wanted = tl.where((peer == rank)[None, :], 0, _wanted_by(ids, LOCAL, NUM_RANKS))
+            at = sent[None, :] + tl.cumsum(wanted, 0) - wanted
+            list_ptr = send_token_ptr + peer.to(tl.int64) * num_tokens
+            tl.store(list_ptr[None, :] + at, tl.broadcast_to(token[:, None], at.shape), mask=wanted != 0)
+            sent += tl.sum(wanted, 0)
+        else:
+            slot = token
+            if DEDUP:
+                slot = listed + tl.cumsum(any_here, 0) - any_here
+                listed += tl.sum(any_here)
+            value = -((source - (source > rank)) * RECEIVE_BLOCK + slot) - 1
+        if (tl.max(any_here) != 0) & have_rows:
+            local = tl.reshape(tl.where(here, ids - rank * LOCAL, -1), (ENTRIES,))
+            is_row = local >= 0
+            row = tl.gather(free, tl.maximum(local, 0), 0) + _slots_before(local, BINS)
+            index = tl.arange(0, ENTRIES)
+            entry = (first + index // KP) * K + index % KP
+            weight = tl.load(base + HEADER + SLOTS + entry, mask=is_row, other=0).to(tl.float32, bitcast=True)
+            where = tl.reshape(tl.broadcast_to(value[:, None], (BLOCK_T, KP)), (ENTRIES,))
+            tl.store(source_ptr + row, where, mask=is_row)
+            tl.store(return_ptr + row, source * SLOTS + entry, mask=is_row)
+            tl.store(weight_ptr + row, weight, mask=is_row)
+            unused = tl.sum((local < 0).to(tl.int32))
+            free += tl.histogram(tl.maximum(local, 0), BINS) - tl.where(expert == 0, unused, 0)
+
+
+@triton.jit
+def _pad_segment(
+    start_ptr,
+    rows_ptr,
+    source_ptr,
+    return_ptr,
+    weight_ptr,
+    expert,
+    ZERO_ROW: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """The rows of an expert behind its last one."""
+    begin = tl.load(start_ptr + expert) + tl.load(rows_ptr + expert)
+    row = begin + tl.arange(0, ALIGN)
+    mask = row < tl.load(start_ptr + expert + 1)
+    tl.store(source_ptr + row, tl.full((ALIGN,), ZERO_ROW, tl.int32), mask=mask)
+    tl.store(return_ptr + row, tl.full((ALIGN,), -1, tl.int32), mask=mask)
+    tl.store(weight_ptr + row, tl.zeros((ALIGN,), tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -493,7 +687,7 @@ def place_kernel(
     exchange_ptr,
     histogram_ptr,
     start_ptr,
-    counts_ptr,
+    rows_ptr,
     totals_ptr,
     source_ptr,
     return_ptr,
@@ -504,17 +698,18 @@ def place_kernel(
     num_tokens,
     E: tl.constexpr,
     LOCAL: tl.constexpr,
+    BINS: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     SLOTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     RECEIVE_BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
     DEDUP: tl.constexpr,
 ):
-    """Rows and send lists.  Programs 0..B-1 place their block's slots; B..B+e-1 fill pad rows.
+    """Rows and send lists: items 0..C-1 place the slots of a chunk; C..C+e-1 fill pad rows.
 
     DEDUP: a source sends its list, so that a token's receive slot is its place in the list; else it sends all its
     tokens, and the slot is the token.
@@ -522,61 +717,16 @@ def place_kernel(
     after_previous()
     next_may_come()
     call = tl.load(call_ptr)
-    block = tl.program_id(0)
-    total: tl.constexpr = BLOCKS * NUM_RANKS
-    zero_row: tl.constexpr = -(NUM_RANKS - 1) * RECEIVE_BLOCK - 1
     have_rows = tl.load(totals_ptr) > 0
-    if block >= total:
-        local = block - total
-        rows = 0
-        for source in range(NUM_RANKS):
-            rows += tl.load(counts_ptr + source * E + rank * LOCAL + local)
-        begin = tl.load(start_ptr + local) + rows
-        row = begin + tl.arange(0, ALIGN)
-        mask = (row < tl.load(start_ptr + local + 1)) & have_rows
-        tl.store(source_ptr + row, tl.full((ALIGN,), zero_row, tl.int32), mask=mask)
-        tl.store(return_ptr + row, tl.full((ALIGN,), -1, tl.int32), mask=mask)
-        tl.store(weight_ptr + row, tl.zeros((ALIGN,), tl.float32), mask=mask)
-    else:
-        source, first, source_tokens, base, ids = _block_ids(
-            exchange_ptr, call, block, BLOCKS, K, KP, SLOTS, NUM_RANKS, BLOCK_T
-        )
-        ids = tl.where(ids >= E, -1, ids)
-        here = (ids >= rank * LOCAL) & (ids < (rank + 1) * LOCAL)
-        any_here = tl.max(here.to(tl.int32), 1)
-        token = first + tl.arange(0, BLOCK_T)
-        if source == rank:
-            value = token
-            for peer in range(NUM_RANKS):
-                if peer != rank:
-                    there = tl.max(((ids >= peer * LOCAL) & (ids < (peer + 1) * LOCAL)).to(tl.int32), 1)
-                    at = (
-                        tl.load(histogram_ptr + (E + 1 + peer).to(tl.int64) * total + block)
-                        + tl.cumsum(there, 0)
-                        - there
-                    )
-                    tl.store(send_token_ptr + peer.to(tl.int64) * num_tokens + at, token, mask=there != 0)
-        else:
-            slot = token
-            if DEDUP:
-                listed = tl.load(histogram_ptr + tl.full((), E, tl.int64) * total + block)
-                slot = listed + tl.cumsum(any_here, 0) - any_here
-            value = -((source - (source > rank)) * RECEIVE_BLOCK + slot) - 1
-        if (tl.max(any_here) != 0) & have_rows:
-            entries: tl.constexpr = BLOCK_T * KP
-            flat = tl.reshape(tl.where(here, ids, -1), (entries,))
-            other = tl.reshape(tl.where(here, ids, -1), (entries,))
-            index = tl.arange(0, entries)
-            same = (flat[:, None] == other[None, :]) & (index[None, :] < index[:, None])
-            before = tl.reshape(tl.sum(same.to(tl.int32), 1), (BLOCK_T, KP))
-            local = tl.where(here, ids - rank * LOCAL, 0)
-            at = (
-                tl.load(start_ptr + local)
-                + tl.load(histogram_ptr + (rank * LOCAL + local).to(tl.int64) * total + block)
-                + before
-            )
-            entry = token[:, None] * K + tl.arange(0, KP)[None, :]
-            weight = tl.load(base + HEADER + SLOTS + entry, mask=here, other=0).to(tl.float32, bitcast=True)
-            tl.store(source_ptr + at, tl.broadcast_to(value[:, None], (BLOCK_T, KP)), mask=here)
-            tl.store(return_ptr + at, source * SLOTS + entry, mask=here)
-            tl.store(weight_ptr + at, weight, mask=here)
+    for item in range(tl.program_id(0), NUM_RANKS * CHUNKS + LOCAL, tl.num_programs(0)):
+        if item < NUM_RANKS * CHUNKS:
+            _place_chunk(
+                exchange_ptr, histogram_ptr, start_ptr, source_ptr, return_ptr, weight_ptr, send_token_ptr, call, rank,
+                num_tokens, have_rows, item, E, LOCAL, BINS, K, KP, SLOTS, NUM_RANKS, CHUNKS, BLOCK_T, RECEIVE_BLOCK,
+                DEDUP,
+            )  # fmt: skip
+        elif have_rows:
+            _pad_segment(
+                start_ptr, rows_ptr, source_ptr, return_ptr, weight_ptr, item - NUM_RANKS * CHUNKS,
+                -(NUM_RANKS - 1) * RECEIVE_BLOCK - 1, ALIGN,
+            )  # fmt: skip

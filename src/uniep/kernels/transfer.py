@@ -312,7 +312,7 @@ def dweights_kernel(
         return_dweights(groups_ptr, return_ptr, dweights_table_ptr, status_ptr, row, GROUPS, SLOTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_block"])
 def row_addresses_kernel(
     source_ptr,
     totals_ptr,
@@ -322,17 +322,30 @@ def row_addresses_kernel(
     b_local_ptr,
     b_receive_ptr,
     b_address_ptr,
+    kept_block,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RECEIVE_BLOCK: tl.constexpr,
 ):
-    """Addresses (int64) of the rows of two matrices (x and dO), each with its local and its received part."""
+    """Addresses (int64) of the rows of two matrices (x and dO), each with its local and its received part.
+
+    Of x, kept_block slots of each source lie together, and there is no zero row: pad rows read that of dO.
+    """
     num_rows = tl.load(totals_ptr)
     for first in range(tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
         row = first + tl.arange(0, BLOCK)
         mask = row < num_rows
         source = tl.load(source_ptr + row, mask=mask, other=0)
-        tl.store(a_address_ptr + row, row_pointers(source, a_local_ptr, a_receive_ptr, WIDTH).to(tl.int64), mask=mask)
-        tl.store(b_address_ptr + row, row_pointers(source, b_local_ptr, b_receive_ptr, WIDTH).to(tl.int64), mask=mask)
+        slot = -source - 1
+        kept = slot // RECEIVE_BLOCK * kept_block + slot % RECEIVE_BLOCK
+        a = row_pointers(tl.where(source < 0, -kept - 1, source), a_local_ptr, a_receive_ptr, WIDTH).to(tl.int64)
+        b = row_pointers(source, b_local_ptr, b_receive_ptr, WIDTH).to(tl.int64)
+        is_pad = slot >= (NUM_RANKS - 1) * RECEIVE_BLOCK
+        if NUM_RANKS == 1:
+            is_pad = slot >= 0
+        tl.store(a_address_ptr + row, tl.where(is_pad, b, a), mask=mask)
+        tl.store(b_address_ptr + row, b, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
