@@ -30,8 +30,9 @@ def refuse_wrappers(module: nn.Module, group: dist.ProcessGroup, num_experts: in
     if hasattr(module, "_is_fsdp_managed_module"):
         for parameter in _sharded_parameters(module):
             refuse_mesh(parameter, group, num_experts)
-    for parameter in module.parameters():
-        refuse_mesh(parameter, group, num_experts)
+    for name, parameter in module.named_parameters():
+        if _is_expert(name):
+            refuse_mesh(parameter, group, num_experts)
 
 
 def refuse_mesh(parameter: Tensor, group: dist.ProcessGroup | None, num_experts: int) -> None:
