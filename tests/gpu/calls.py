@@ -326,12 +326,14 @@ def read_behind_flag_kernel(
 
 
 @triton.jit(do_not_specialize=["needed", "timeout_ns"])
-def wait_kernel(flag_ptr, needed, timeout_ns):
-    deadline_ns = nanoseconds() + timeout_ns
+def wait_kernel(flag_ptr, late_ptr, needed, timeout_ns):
+    """late: set by the first wait that is not fulfilled in time; those behind it do not wait any more."""
+    deadline_ns = nanoseconds() + tl.where(tl.load(late_ptr) == 0, timeout_ns, 0)
     lanes = tl.arange(0, 32)
     while tl.min(load_acquire(flag_ptr + lanes * 0)) < needed:
         if tl.max(tl.where(nanoseconds() > deadline_ns, lanes * 0 + 1, 0)) > 0:
             needed = needed * 0 - 1
+            tl.store(late_ptr, 1)
 
 
 def check_copy_then_flag(r):
@@ -349,6 +351,13 @@ def check_copy_then_flag(r):
         ack[:1].zero_()
         data = torch.zeros(size, dtype=torch.int32, device=r.device)
         wrong = torch.zeros(10, 4, dtype=torch.int32, device=r.device)
+        late = torch.zeros(4, dtype=torch.int32, device=r.device)
+        # Loaded before anything spins: loading code may wait for the kernels that run.
+        reads = (here[size - words :], flag, their_ack, wrong[0], 1, 0, longest_ns)
+        call.launch(read_behind_flag_kernel, 1, reads, {"WORDS": words, "THREADS": 256}, num_warps=8)
+        call.launch(wait_kernel, 1, (ack, late, 0, longest_ns), {}, num_warps=1)
+        data.fill_(0)
+        call.copy(there[:size], data, torch.cuda.current_stream())
         together()
         started, done = time.monotonic(), 0
         while done < 10 * batch:
@@ -361,7 +370,7 @@ def check_copy_then_flag(r):
                 )  # fmt: skip
             with torch.cuda.stream(sending):
                 for i in range(done + 1, done + batch + 1):
-                    call.launch(wait_kernel, 1, (ack, i - 1, longest_ns), {}, num_warps=1)
+                    call.launch(wait_kernel, 1, (ack, late, i - 1, longest_ns), {}, num_warps=1)
                     data.fill_(i)
                     call.copy(there[:size], data, sending)
                     call.copy(their_flag, data[:1], sending)
@@ -371,6 +380,6 @@ def check_copy_then_flag(r):
             dist.all_reduce(slow)
             if int(slow):
                 break
-        assert not wrong.any(), wrong.tolist()
+        assert not wrong.any() and not late.any(), (wrong.tolist(), late.tolist())
         assert done >= batch
         together()

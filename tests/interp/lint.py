@@ -53,17 +53,19 @@ class Case:
     transfer: str = "push"
     combine_groups: int | None = None
     group_sum: str = "after"
+    sync_free: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         groups = f"groups {self.combine_groups} {self.group_sum}"
         how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}"
+        how += ", sync-free" * self.sync_free
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES = (
-    Case("qwen3-30b", BF16, "output", 2, "pipelined", "stacked", "gathered", "copy"),
+    Case("qwen3-30b", BF16, "output", 2, "pipelined", "stacked", "gathered", "copy", sync_free=True),
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push"),
     Case("qwen3-235b", BF16, "activation", 4, "fused", "stacked", "expanded", "copy"),
     Case("deepseek-v3", FP16, "output", 8, "fused", "stacked"),
@@ -84,6 +86,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
     cfg = MoEConfig(
         hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
         max_tokens_per_rank=TOKENS, dtype=case.dtype, weight_at=case.weight_at, combine_groups=case.combine_groups,
+        max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
     backend.schedule = dataclasses.replace(

@@ -536,9 +536,10 @@ def tiles_kernel(
     if program == 0:
         if not HOST:
             if tl.max(over.to(tl.int32)) != 0:
-                peer = tl.min(tl.where(over, source, NUM_RANKS))
-                needed = tl.sum(tl.where(source == peer, rows_R, 0))
-                record(status_ptr, TOO_MANY_ROWS, peer, 0, needed, tl.sum(tl.where(source == peer, capacity_R, 0)))
+                first_over = tl.min(tl.where(over, source, NUM_RANKS))
+                needed = tl.sum(tl.where(source == first_over, rows_R, 0))
+                available = tl.sum(tl.where(source == first_over, capacity_R, 0))
+                record(status_ptr, TOO_MANY_ROWS, first_over, 0, needed, available)
         if not fits:
             tl.store(send_count_ptr + source, tl.zeros((NUM_RANKS,), tl.int32))
         tl.store(start_ptr + local, tl.where(fits, start, 0), mask=local < LOCAL)
