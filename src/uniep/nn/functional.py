@@ -21,6 +21,7 @@ Weights = Tensor | Sequence[Tensor]
 MainGrad = Literal["accumulate", "overwrite"]
 
 MATERIALISE = "call to_empty(device=...) and reset_parameters() of every module, or load a state, before the first call"
+_ORDINARY = (Tensor, torch.nn.Parameter)
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -68,7 +69,9 @@ def moe(
     Bits depend on neither schedule, EP size, nor timing: docs/numerics.md.
     """
     given = w13, w2
-    check_dense(x=x_TD, ids=ids_TK, weights=weights_TK, w13=w13, w2=w2)
+    ordinary = _are_ordinary((x_TD, ids_TK, weights_TK, w13, w2), workspace)
+    if not ordinary:
+        check_dense(x=x_TD, ids=ids_TK, weights=weights_TK, w13=w13, w2=w2)
     if torch.is_autocast_enabled(workspace.device.type):
         x_TD, w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (x_TD, w13, w2))
     _check(x_TD, ids_TK, workspace)
@@ -78,14 +81,17 @@ def moe(
             f"point with the shape of ids, {tuple(ids_TK.shape)}"
         )
     experts = ExpertWeights.parse(w13, w2, workspace.cfg, workspace.ep_size)
-    named = {"weights": [weights_TK], "w13": experts.w13, "w2": experts.w2}
-    check_devices(named, workspace)
-    _refuse_forward_mode({"x": [x_TD], **named})
     parameters, main_grads = _main_grads(*given, main_grad, workspace)
     tensors = (x_TD, weights_TK, *experts.w13, *experts.w2)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if save:
-        _refuse_inference_tensors({"x": [x_TD], "ids": [ids_TK], **named, "main_grad": main_grads})
+    named = {"x": [x_TD], "ids": [ids_TK], "weights": [weights_TK], "w13": experts.w13, "w2": experts.w2}
+    if not ordinary:
+        check_devices(named, workspace)
+        if save:
+            _refuse_inference_tensors(named)
+    if main_grads:
+        _refuse_inference_tensors({"main_grad": main_grads})
+    _refuse_forward_mode(named)
     return call(
         x_TD.contiguous(),
         ids_TK.contiguous(),
@@ -111,6 +117,7 @@ def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
     """
     check_dense(ids=ids_TK)
     _check_ids(ids_TK, workspace)
+    check_devices({"ids": [ids_TK]}, workspace)
     check_tokens({"ids": ids_TK}, workspace)
     return workspace.enter().route(ids_TK.contiguous())
 
@@ -160,6 +167,20 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return [_cast(t, dtype) for t in value]  # a ParameterList of the results would cut them off from their parameters
 
 
+def _are_ordinary(values: Sequence[Any], workspace: Workspace) -> bool:
+    """Whether all are as in most calls, so that no check of tensors by name need look: dense tensors of the Workspace's
+    kind of device, which autograd can keep.  A sixth of the time of those checks."""
+    if torch.compiler.is_compiling():
+        return False
+    kind = workspace.device.type
+    for t in values:
+        if type(t) not in _ORDINARY or t.layout is not torch.strided or t.is_nested or t.is_inference():
+            return False
+        if t.device.type != kind:
+            return False
+    return True
+
+
 def check_dense(**named: Any) -> None:
     for name, value in named.items():
         tensors = value if name in ("w13", "w2") and isinstance(value, Sequence | torch.nn.ParameterList) else [value]
@@ -184,7 +205,6 @@ def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
         raise DTypeError(
             f"x has dtype {x_TD.dtype} but the layer computes in {cfg.dtype}; convert x or change MoEConfig.dtype"
         )
-    check_devices({"x": [x_TD]}, workspace)
     _check_ids(ids_TK, workspace)
 
 
@@ -194,7 +214,6 @@ def _check_ids(ids_TK: Tensor, workspace: Workspace) -> None:
         raise ConfigError(f"ids have shape {tuple(ids_TK.shape)}; they must be (T, top_k={cfg.top_k})")
     if ids_TK.dtype not in _ID_DTYPES:
         raise DTypeError(f"ids have dtype {ids_TK.dtype}; they must be integers, int8 to int64 or uint8")
-    check_devices({"ids": [ids_TK]}, workspace)
 
 
 def check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) -> None:

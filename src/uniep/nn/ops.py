@@ -59,8 +59,9 @@ def _forward(
     one go, in this order, and the parameters that these are of.
     layer: `LayerRecord.key`.
     """
-    space = by_key(workspace)
-    check_tokens({"ids": ids, "x": x, "weights": weights}, space)
+    space, tokens = by_key(workspace), ids.shape[0]
+    if not tokens == x.shape[0] == weights.shape[0] or tokens > space.cfg.max_tokens_per_rank:
+        check_tokens({"ids": ids, "x": x, "weights": weights}, space)
     experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
     with space.entering:
         record, tag = find_record(layer, w13[0], space), UNKNOWN_LAYER
@@ -76,12 +77,12 @@ def _forward(
 
 
 def _inputs(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], layout: str, workspace: str,
+    x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], layout: str, space: Workspace,
     layer: Tensor | None,
 ) -> Inputs:  # fmt: skip
     """Of a backward."""
-    record = find_record(layer, w13[0], by_key(workspace))
-    tag = LayerTag(record.number(by_key(workspace)) if record is not None else 0)
+    record = find_record(layer, w13[0], space)
+    tag = LayerTag(record.number(space)) if record is not None else UNKNOWN_LAYER
     return Inputs(x, ids, weights, ExpertWeights(tuple(w13), tuple(w2), layout), tag)  # type: ignore[arg-type]
 
 
@@ -111,8 +112,9 @@ def _gradients(
     layer: Tensor | None = None,
 ) -> list[Tensor]:
     """The gradients that `needs` names (x, weights, w13, w2), flattened in that order."""
-    inputs = _inputs(x, ids, weights, w13, w2, layout, workspace, layer)
-    got = by_key(workspace).enter().backward(dy, inputs, saved, Needs(*needs))
+    space = by_key(workspace)
+    inputs = _inputs(x, ids, weights, w13, w2, layout, space, layer)
+    got = space.enter().backward(dy, inputs, saved, Needs(*needs))
     parts = ([got.x], [got.weights], got.w13 or (), got.w2 or ())
     return [t for part, needed in zip(parts, needs, strict=True) if needed for t in part if t is not None]
 
@@ -145,14 +147,15 @@ def _gradients_main_grad(
     layer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dweights), empty where not needed; `MainGrads` are written and the parameters told so."""
-    inputs = _inputs(x, ids, weights, w13, w2, layout, workspace, layer)
+    space = by_key(workspace)
+    inputs = _inputs(x, ids, weights, w13, w2, layout, space, layer)
     given = [*main_w13, *main_w2]
     fit = [
         t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
         for t in given
     ]
     main_grads = MainGrads(tuple(fit[: len(main_w13)]), tuple(fit[len(main_w13) :]), accumulate)
-    got = by_key(workspace).enter().backward(dy, inputs, saved, Needs(*needs), main_grads)
+    got = space.enter().backward(dy, inputs, saved, Needs(*needs), main_grads)
     for theirs, ours in zip(given, fit, strict=True):
         if theirs is not ours:
             theirs.copy_(ours)
