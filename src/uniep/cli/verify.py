@@ -179,7 +179,7 @@ class Problem:
         """The same mathematics by plain PyTorch operators and autograd, in `dtype`."""
         x, w13, w2 = (t.to(dtype, copy=True).requires_grad_() for t in (self.x, self.w13, self.w2))
         weights = self.weights.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
-        y = composition(x, self.ids, weights, w13, w2, self.cfg.weight_at)
+        y = composition(x, self.ids, weights, w13, w2, self.cfg.weight_at, self.cfg.activation)
         grads = torch.autograd.grad(y, (x, weights, w13, w2), self.dy.to(dtype))
         return dict(zip(QUANTITIES, (y.detach(), *grads), strict=True))
 
