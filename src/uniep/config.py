@@ -72,7 +72,7 @@ class MoEConfig:
                 f"MoEConfig.top_k is {self.top_k} but there are only num_experts={self.num_experts}; "
                 "lower top_k or add experts"
             )
-        if self.activation not in ACTIVATIONS:
+        if self.activation not in tuple(ACTIVATIONS):
             names = ", ".join(map(repr, ACTIVATIONS))
             raise UnsupportedError(
                 f"MoEConfig.activation is {self.activation!r}; supported: {names}. Other activations and "

@@ -8,9 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import torch
 import typer
 
+from uniep.activation import ACTIVATIONS
 from uniep.errors import ConfigError
 from uniep.taskflow.schedule import Schedule
 
@@ -40,6 +42,9 @@ Seed = Annotated[int, typer.Option(help="Of the random tokens, routing and weigh
 Weight = Annotated[
     WeightAt,
     typer.Option(help="Where the routing weight acts: on the expert's output, or on its activation (Megatron)."),
+]
+Activation = Annotated[
+    str, typer.Option(help="Between the experts' two products.", click_type=click.Choice(list(ACTIVATIONS)))
 ]
 Groups = Annotated[
     int | None,

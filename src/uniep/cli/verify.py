@@ -19,6 +19,7 @@ from uniep.cli import launch
 from uniep.cli.bits import BitTable, Digests, digest, merge, verdict
 from uniep.cli.launch import World
 from uniep.cli.options import (
+    Activation,
     DType,
     Dtype,
     Ffn,
@@ -49,6 +50,7 @@ def verify(
     top_k: TopK = 4,
     tokens: Tokens = 1024,
     dtype: Dtype = DType.bf16,
+    activation: Activation = "swiglu",
     weight_at: Weight = WeightAt.output,
     combine_groups: Groups = None,
     ep: Annotated[str, typer.Option(help="EP sizes to compare; EP=1 is always among them.")] = "1,2,4",
@@ -70,6 +72,7 @@ def verify(
         top_k=top_k,
         max_tokens_per_rank=tokens,
         dtype=dtype.torch,
+        activation=activation,
         weight_at=weight_at.value,
         combine_groups=combine_groups,
     )
@@ -237,6 +240,6 @@ def _describe(problem: Problem) -> str:
     cfg = problem.cfg
     return (
         f"hidden {cfg.hidden}, ffn {cfg.ffn}, {cfg.num_experts} experts, top-{cfg.top_k}, {problem.x.shape[0]} tokens, "
-        f"{str(cfg.dtype).removeprefix('torch.')}, weight_at {cfg.weight_at}"
+        f"{str(cfg.dtype).removeprefix('torch.')}, {cfg.activation}, weight_at {cfg.weight_at}"
         + (f", {cfg.combine_groups} combine groups" if cfg.combine_groups else "")
     )

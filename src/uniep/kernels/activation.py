@@ -1,31 +1,65 @@
 """The activations between the two GEMMs as Triton functions, by the names of `uniep.activation`.
 
-fp32 in and out.  What the functions of one activation compute alike is computed once where several are used.
+fp32 in and out, every multiplication and addition rounded, or an explicit fma.  What the functions of one activation
+compute alike is computed once where several are used.
 """
 
 import triton
 import triton.language as tl
 
-from uniep.kernels.ptx import sigmoid
+from uniep import activation
+from uniep.kernels.ptx import normal, sigmoid
+
+TANH_LINEAR = tl.constexpr(activation.TANH_LINEAR)
+TANH_CUBIC = tl.constexpr(activation.TANH_CUBIC)
 
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
     """The activation: the one definition for forward, backward and recomputation."""
-    tl.static_assert(ACTIVATION == "swiglu")
-    return gate * sigmoid(gate) * up
+    return _unit(gate, ACTIVATION) * up
 
 
 @triton.jit
 def gate_gradient(gate, up, d_act, ACTIVATION: tl.constexpr):
     """Of `activate`, for the gradient `d_act`."""
-    tl.static_assert(ACTIVATION == "swiglu")
-    gate_sigmoid = sigmoid(gate)
-    return d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
+    d_unit = d_act * up
+    if ACTIVATION == "swiglu":
+        gate_sigmoid = sigmoid(gate)
+        slope = gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid))
+    elif ACTIVATION == "geglu":
+        cdf, density = normal(gate)
+        slope = tl.fma(gate, density, cdf)
+    else:
+        tl.static_assert(ACTIVATION == "geglu_tanh")
+        square = gate * gate
+        z = _tanh_argument(square) * gate
+        inner = tl.fma(square, 3 * TANH_CUBIC, TANH_LINEAR)
+        slope = sigmoid(z) * (1.0 + gate * sigmoid(-z) * inner)
+    return d_unit * slope
 
 
 @triton.jit
 def up_gradient(gate, d_act, ACTIVATION: tl.constexpr):
     """Of `activate`, for the gradient `d_act`."""
-    tl.static_assert(ACTIVATION == "swiglu")
-    return d_act * (gate * sigmoid(gate))
+    return d_act * _unit(gate, ACTIVATION)
+
+
+@triton.jit
+def _unit(gate, ACTIVATION: tl.constexpr):
+    """What `up` is multiplied by."""
+    if ACTIVATION == "swiglu":
+        unit = gate * sigmoid(gate)
+    elif ACTIVATION == "geglu":
+        cdf, _ = normal(gate)
+        unit = gate * cdf
+    else:
+        tl.static_assert(ACTIVATION == "geglu_tanh")
+        unit = gate * sigmoid(_tanh_argument(gate * gate) * gate)
+    return unit
+
+
+@triton.jit
+def _tanh_argument(square):
+    """2 z / x for x^2: gelu's approximation 0.5 x (1 + tanh(z)) is x sigmoid(2 z)."""
+    return tl.fma(square, TANH_CUBIC, TANH_LINEAR)

@@ -43,6 +43,21 @@ if INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-x))
 
     @triton.jit
+    def normal(x):
+        """(distribution function, density) of the normal distribution in fp32, by the formula of the assembly."""
+        bell = tl.exp2(x * x * -0.72134752)
+        t = 1.0 / (tl.abs(x) * 0.3 + 1.0)
+        q = t * 0.0356747716 - 0.157203073
+        q = q * t + 0.20635349
+        q = q * t - 0.0536836302
+        q = q * t + 0.12856162
+        q = q * t + 0.099913494
+        q = q * t + 0.120753956
+        q = q * t + 0.119629299
+        tail = bell * t * q
+        return tl.where(x < 0, tail, 1.0 - tail), bell * 0.39894228
+
+    @triton.jit
     def narrow(x, dtype: tl.constexpr):
         """fp32 to a 16-bit dtype, round to nearest even."""
         return x.to(dtype)
@@ -104,6 +119,45 @@ else:
             "=f,f",
             [x],
             dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+    @triton.jit
+    def normal(x):
+        """(distribution function, density) of the normal distribution in fp32, by approximate exp2 and reciprocal.
+
+        The tail below -a is exp(-a^2 / 2) t Q(t), t = 1 / (1 + 0.3 a), so that its error is relative however small it is:
+        Q, fitted to 0 <= a <= 14, is off by 1.5e-7 at most.  erf of libdevice takes twice the instructions and has no
+        density.  In Triton's operations, value by value in turn, the same spilled (docs/log.md).
+        """
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 bell, t, q;
+            .reg .pred below;
+            mul.rn.f32 bell, $2, $2;
+            mul.rn.f32 bell, bell, -0.72134752;
+            ex2.approx.ftz.f32 bell, bell;
+            abs.f32 t, $2;
+            fma.rn.f32 t, t, 0.3, 1.0;
+            rcp.approx.ftz.f32 t, t;
+            fma.rn.f32 q, t, 0.0356747716, -0.157203073;
+            fma.rn.f32 q, q, t, 0.20635349;
+            fma.rn.f32 q, q, t, -0.0536836302;
+            fma.rn.f32 q, q, t, 0.12856162;
+            fma.rn.f32 q, q, t, 0.099913494;
+            fma.rn.f32 q, q, t, 0.120753956;
+            fma.rn.f32 q, q, t, 0.119629299;
+            mul.rn.f32 t, bell, t;
+            mul.rn.f32 q, t, q;
+            sub.rn.f32 t, 1.0, q;
+            setp.lt.f32 below, $2, 0.0;
+            selp.f32 $0, q, t, below;
+            mul.rn.f32 $1, bell, 0.39894228;
+            }""",
+            "=f,=f,f",
+            [x],
+            dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=1,
         )
