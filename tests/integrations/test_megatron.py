@@ -155,7 +155,7 @@ LAYERS = {
     }),
     "top 1": (2, torch.float32, {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
     "geglu": (2, torch.float32, {"activation_func": F.gelu}),
-    "geglu, tanh": (2, torch.bfloat16, {"activation_func": fast_gelu}),
+    "geglu, tanh": (2, torch.float32, {"activation_func": fast_gelu}),
     "weights in bf16": (2, torch.bfloat16, {"moe_router_dtype": None}),
 }  # fmt: skip
 

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import torch
 import typer
 
@@ -43,9 +42,7 @@ Weight = Annotated[
     WeightAt,
     typer.Option(help="Where the routing weight acts: on the expert's output, or on its activation (Megatron)."),
 ]
-Activation = Annotated[
-    str, typer.Option(help="Between the experts' two products.", click_type=click.Choice(list(ACTIVATIONS)))
-]
+Activation = Annotated[str, typer.Option(help=f"Between the experts' two products: {', '.join(ACTIVATIONS)}.")]
 Groups = Annotated[
     int | None,
     typer.Option("--combine-groups", help="Groups of experts whose results are added before they return.", min=1),

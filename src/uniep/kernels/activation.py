@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from uniep import activation
-from uniep.kernels.ptx import normal, sigmoid
+from uniep.kernels.ptx import gelu, normal_tail, sigmoid
 
 TANH_LINEAR = tl.constexpr(activation.TANH_LINEAR)
 TANH_CUBIC = tl.constexpr(activation.TANH_CUBIC)
@@ -28,8 +28,8 @@ def gate_gradient(gate, up, d_act, ACTIVATION: tl.constexpr):
         gate_sigmoid = sigmoid(gate)
         slope = gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid))
     elif ACTIVATION == "geglu":
-        cdf, density = normal(gate)
-        slope = tl.fma(gate, density, cdf)
+        tail, bell = normal_tail(gate)
+        slope = tl.fma(gate, bell * 0.39894228, tl.where(gate < 0, tail, 1.0 - tail))
     else:
         tl.static_assert(ACTIVATION == "geglu_tanh")
         square = gate * gate
@@ -51,8 +51,7 @@ def _unit(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "swiglu":
         unit = gate * sigmoid(gate)
     elif ACTIVATION == "geglu":
-        cdf, _ = normal(gate)
-        unit = gate * cdf
+        unit = gelu(gate)
     else:
         tl.static_assert(ACTIVATION == "geglu_tanh")
         unit = gate * sigmoid(_tanh_argument(gate * gate) * gate)

@@ -43,9 +43,8 @@ if INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-x))
 
     @triton.jit
-    def normal(x):
-        """(distribution function, density) of the normal distribution in fp32, by the formula of the assembly."""
-        bell = tl.exp2(x * x * -0.72134752)
+    def normal_tail(x):
+        """(P(Z > |x|), exp(-x^2 / 2)) in fp32, Z of the normal distribution, by the formula of the assembly."""
         t = 1.0 / (tl.abs(x) * 0.3 + 1.0)
         q = t * 0.0356747716 - 0.157203073
         q = q * t + 0.20635349
@@ -54,8 +53,14 @@ if INTERPRETED:
         q = q * t + 0.099913494
         q = q * t + 0.120753956
         q = q * t + 0.119629299
-        tail = bell * t * q
-        return tl.where(x < 0, tail, 1.0 - tail), bell * 0.39894228
+        bell = tl.exp2(x * x * -0.72134752)
+        return q * t * bell, bell
+
+    @triton.jit
+    def gelu(x):
+        """x P(Z <= x) in fp32."""
+        tail, _ = normal_tail(x)
+        return tl.maximum(x, 0.0) - tl.abs(x) * tail
 
     @triton.jit
     def narrow(x, dtype: tl.constexpr):
@@ -63,6 +68,35 @@ if INTERPRETED:
         return x.to(dtype)
 
 else:
+    # q = P(Z > |x|), Z of the normal distribution: t Q(t) exp(-x^2 / 2), t = 1 / (1 + 0.3 |x|), by approximate exp2 and
+    # reciprocal.  Its error is relative, however small it is; Q, fitted to |x| <= 14, is off by 1.5e-7 at most.  erf of
+    # libdevice takes twice the instructions.  In Triton's operations, with the exponential first, or with two constants in
+    # an fma, which take a register each, kernels spilled (docs/log.md).
+    _TAIL = """{
+        .reg .f32 x, bell, t, q;
+        mov.f32 x, $INPUT;
+        abs.f32 t, x;
+        mul.rn.f32 t, t, 0.3;
+        add.rn.f32 t, t, 1.0;
+        rcp.approx.ftz.f32 t, t;
+        mul.rn.f32 q, t, 0.0356747716;
+        add.rn.f32 q, q, -0.157203073;
+        fma.rn.f32 q, q, t, 0.20635349;
+        fma.rn.f32 q, q, t, -0.0536836302;
+        fma.rn.f32 q, q, t, 0.12856162;
+        fma.rn.f32 q, q, t, 0.099913494;
+        fma.rn.f32 q, q, t, 0.120753956;
+        fma.rn.f32 q, q, t, 0.119629299;
+        mul.rn.f32 q, q, t;
+        mul.rn.f32 bell, x, x;
+        mul.rn.f32 bell, bell, -0.72134752;
+        ex2.approx.ftz.f32 bell, bell;
+        mul.rn.f32 q, q, bell;
+        """
+    _NORMAL_TAIL = tl.constexpr(_TAIL.replace("$INPUT", "$2") + "mov.f32 $0, q; mov.f32 $1, bell; }")
+    _GELU = tl.constexpr(
+        _TAIL.replace("$INPUT", "$1") + "abs.f32 t, x; neg.f32 t, t; max.f32 x, x, 0.0; fma.rn.f32 $0, t, q, x; }"
+    )
 
     @triton.jit
     def _statement(ASSEMBLY: tl.constexpr):
@@ -124,43 +158,16 @@ else:
         )
 
     @triton.jit
-    def normal(x):
-        """(distribution function, density) of the normal distribution in fp32, by approximate exp2 and reciprocal.
-
-        The tail below -a is exp(-a^2 / 2) t Q(t), t = 1 / (1 + 0.3 a), so that its error is relative however small it is:
-        Q, fitted to 0 <= a <= 14, is off by 1.5e-7 at most.  erf of libdevice takes twice the instructions and has no
-        density.  In Triton's operations, value by value in turn, the same spilled (docs/log.md).
-        """
+    def normal_tail(x):
+        """(P(Z > |x|), exp(-x^2 / 2)) in fp32, Z of the normal distribution; see _TAIL."""
         return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 bell, t, q;
-            .reg .pred below;
-            mul.rn.f32 bell, $2, $2;
-            mul.rn.f32 bell, bell, -0.72134752;
-            ex2.approx.ftz.f32 bell, bell;
-            abs.f32 t, $2;
-            fma.rn.f32 t, t, 0.3, 1.0;
-            rcp.approx.ftz.f32 t, t;
-            fma.rn.f32 q, t, 0.0356747716, -0.157203073;
-            fma.rn.f32 q, q, t, 0.20635349;
-            fma.rn.f32 q, q, t, -0.0536836302;
-            fma.rn.f32 q, q, t, 0.12856162;
-            fma.rn.f32 q, q, t, 0.099913494;
-            fma.rn.f32 q, q, t, 0.120753956;
-            fma.rn.f32 q, q, t, 0.119629299;
-            mul.rn.f32 t, bell, t;
-            mul.rn.f32 q, t, q;
-            sub.rn.f32 t, 1.0, q;
-            setp.lt.f32 below, $2, 0.0;
-            selp.f32 $0, q, t, below;
-            mul.rn.f32 $1, bell, 0.39894228;
-            }""",
-            "=f,=f,f",
-            [x],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
+            _NORMAL_TAIL, "=f,=f,f", [x], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
         )
+
+    @triton.jit
+    def gelu(x):
+        """x P(Z <= x) in fp32, which is max(x, 0) - |x| P(Z > |x|); see _TAIL."""
+        return tl.inline_asm_elementwise(_GELU, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def narrow(x, dtype: tl.constexpr):
