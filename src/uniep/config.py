@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from uniep.activation import ACTIVATIONS
 from uniep.errors import ConfigError, UnsupportedError
 
 ROW_ALIGN = 128
@@ -37,7 +38,7 @@ class MoEConfig:
     hidden: D, width of a token.  ffn: F, width of one expert.  num_experts: E, over all ranks.
     top_k: K, slots per token (ids of -1 leave a slot unused).
     max_tokens_per_rank: largest T any rank passes in one call; T may differ per rank and per call.
-    activation: "swiglu", `silu(x W_gate^T) * (x W_up^T)`.
+    activation: of a row's gate and up, the halves of x W13^T; see `activation.ACTIVATIONS`.
     dtype: of x, the expert parameters and y.  Routing weights are always fp32.
     weight_at: where the routing weight acts.  "output": on the expert's result, in fp32, on the
         token's own rank (HF, torchtitan).  "activation": on the activation before the second GEMM
@@ -57,7 +58,7 @@ class MoEConfig:
     num_experts: int
     top_k: int
     max_tokens_per_rank: int
-    activation: Literal["swiglu"] = "swiglu"
+    activation: str = "swiglu"
     dtype: torch.dtype = torch.bfloat16
     weight_at: Literal["output", "activation"] = "output"
     combine_groups: int | None = None
@@ -75,9 +76,10 @@ class MoEConfig:
                 f"MoEConfig.top_k is {self.top_k} but there are only num_experts={self.num_experts}; "
                 "lower top_k or add experts"
             )
-        if self.activation != "swiglu":
+        if self.activation not in tuple(ACTIVATIONS):
+            names = ", ".join(map(repr, ACTIVATIONS))
             raise UnsupportedError(
-                f"MoEConfig.activation is {self.activation!r}; supported: 'swiglu'. Other activations and "
+                f"MoEConfig.activation is {self.activation!r}; supported: {names}. Other activations and "
                 "per-expert biases are refused rather than approximated"
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:

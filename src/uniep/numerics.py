@@ -1,10 +1,7 @@
 """The formulas of the numerics contract (docs/numerics.md), as PyTorch functions.
 
-`reference.py` and the CPU tile bodies call these same functions, so a formula has one definition.
-All arithmetic is fp32; `cast` to the layer's dtype happens exactly where the contract says so.
-
-Callers pass contiguous tiles whose width is a multiple of COLUMN_GROUP: PyTorch's vectorised
-sigmoid uses another code path for a ragged tail, whose bits differ.
+`reference.py` and the CPU tile bodies call these same functions and those of activation.py, so a formula has one
+definition.  All arithmetic is fp32; `cast` to the layer's dtype happens exactly where the contract says so.
 """
 
 from __future__ import annotations
@@ -151,17 +148,6 @@ def widened(x_RF: Tensor) -> Tensor:
     out = torch.zeros(rows, -(-columns // COLUMN_GROUP) * COLUMN_GROUP, dtype=torch.float32)
     out[:, :columns] = x_RF
     return out
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """f(h) = silu(gate) * up, fp32 in and out."""
-    return gate * torch.sigmoid(gate) * up
-
-
-def swiglu_backward(gate: Tensor, up: Tensor, d_act: Tensor) -> tuple[Tensor, Tensor]:
-    """(d_gate, d_up) of `swiglu` for the fp32 gradient `d_act`."""
-    sigmoid = torch.sigmoid(gate)
-    return d_act * up * (sigmoid * (1 + gate * (1 - sigmoid))), d_act * (gate * sigmoid)
 
 
 def pair_tree_sum(x: Tensor) -> Tensor:

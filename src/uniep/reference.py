@@ -13,6 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from uniep.activation import ACTIVATIONS
 from uniep.config import MoEConfig, align_rows
 from uniep.numerics import (
     add_ascending,
@@ -21,8 +22,6 @@ from uniep.numerics import (
     combine_slots,
     fixed_settings,
     matmul,
-    swiglu,
-    swiglu_backward,
     widened,
 )
 
@@ -38,7 +37,13 @@ class Gradients:
 
 
 def composition(
-    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, weight_at: str = "output"
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w13_E2FD: Tensor,
+    w2_EDF: Tensor,
+    weight_at: str = "output",
+    activation: str = "swiglu",
 ) -> Tensor:
     """What a PyTorch user would write: differentiable, in the dtype of its inputs."""
     ffn = w2_EDF.shape[2]
@@ -46,7 +51,7 @@ def composition(
     for expert in range(w13_E2FD.shape[0]):
         token, slot = torch.where(ids_TK == expert)
         h = x_TD[token] @ w13_E2FD[expert].T
-        act = torch.nn.functional.silu(h[:, :ffn]) * h[:, ffn:]
+        act = ACTIVATIONS[activation].plain(h[:, :ffn], h[:, ffn:])
         weight = weights_TK[token, slot, None].to(act.dtype)
         rows = (act * weight) @ w2_EDF[expert].T if weight_at == "activation" else (act @ w2_EDF[expert].T) * weight
         y_TD = y_TD.index_add(0, token, rows)
@@ -93,7 +98,7 @@ def _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg):
     x = _aligned(x_TD[token], count)
     halves = w13_E2FD[expert].unflatten(0, (2, cfg.ffn))
     gate, up = (widened(matmul(x, half.T).to(cfg.dtype)) for half in halves)
-    act = swiglu(gate, up)
+    act = ACTIVATIONS[cfg.activation].forward(gate, up)
     if cfg.weight_at == "activation":
         act = _aligned(weights_TK[token, slot, None], count) * act
     return gate, up, act.to(cfg.dtype)
@@ -104,7 +109,7 @@ def backward(
     dy_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, cfg: MoEConfig
 ) -> Gradients:
     """Gradients of `forward` for the output gradient `dy_TD` (T, D), in the contract's roundings."""
-    ffn = cfg.ffn
+    ffn, activation = cfg.ffn, ACTIVATIONS[cfg.activation]
     slots_TKD = torch.zeros(*ids_TK.shape, cfg.hidden, dtype=cfg.dtype)
     dweights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32)
     dw13, dw2 = torch.zeros_like(w13_E2FD), torch.zeros_like(w2_EDF)
@@ -117,9 +122,9 @@ def backward(
         weight = _aligned(weights_TK[token, slot, None], count)
         dy = _aligned(dy_TD[token], count)
         raw = widened(matmul(dy, w2_EDF[expert]))
-        scored = act.float() if cfg.weight_at == "output" else swiglu(gate, up)
+        scored = act.float() if cfg.weight_at == "output" else activation.forward(gate, up)
         dweights_TK[token, slot] = add_ascending(column_group_sums(raw * scored))[:n]
-        d_gate, d_up = swiglu_backward(gate, up, weight * raw)
+        d_gate, d_up = activation.backward(gate, up, weight * raw)
         dh = torch.cat([d_gate[:, :ffn], d_up[:, :ffn]], 1).to(cfg.dtype)
         weighted = (weight * act.float()).to(cfg.dtype) if cfg.weight_at == "output" else act
         slots_TKD[token, slot] = matmul(dh, w13_E2FD[expert])[:n].to(cfg.dtype)

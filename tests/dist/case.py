@@ -247,7 +247,7 @@ def equal_bits(a: Tensor, b: Tensor, what: str) -> None:
 def autograd(batch: Batch, cfg: uniep.MoEConfig, dtype: torch.dtype) -> Outcome:
     """The plain composition and its autograd in `dtype`."""
     x, weights, w13, w2 = (leaf(t.to(dtype)) for t in (batch.x, batch.weights, batch.w13, batch.w2))
-    y = reference.composition(x, batch.ids, weights, w13, w2, cfg.weight_at)
+    y = reference.composition(x, batch.ids, weights, w13, w2, cfg.weight_at, cfg.activation)
     y.backward(batch.dy.to(dtype))
     return Outcome(y.detach(), x.grad, weights.grad, w13.grad, w2.grad)
 

@@ -14,6 +14,7 @@ from case import config, random_batch, run, same_bits
 
 import uniep
 from uniep import reference
+from uniep.activation import ACTIVATIONS
 from uniep.taskflow.schedule import is_valid
 
 BOTH = ["output", "activation"]
@@ -70,6 +71,16 @@ def test_ep_sizes_and_schedules(pool, dtype, weight_at):
     case.accurate(want, batch, cfg)
 
 
+@pytest.mark.parametrize(("activation", "weight_at"), [("geglu", "output"), ("geglu_tanh", "activation")])
+def test_activations(pool, activation, weight_at):
+    """The same with each other activation, whose tiles end in ragged columns."""
+    cfg = config(ffn=200, top_k=3, dtype=torch.bfloat16, activation=activation, weight_at=weight_at)
+    batch = random_batch(cfg, (70, 0, 101, 33), unused=0.1)
+    want = compare_schedules(pool, cfg, batch, (1, 2, 4), variants(3, seed=4))
+    same_bits(want, by_reference(cfg, batch))
+    case.accurate(want, batch, cfg)
+
+
 @pytest.mark.parametrize(
     ("hidden", "ffn"), [(72, 40), (200, 64), (64, 200), (1025, 64), (64, 513), (1, 1)], ids=lambda size: str(size)
 )
@@ -115,6 +126,7 @@ def random_problem(seed):
         max_tokens_per_rank=chance.choice((256, 300)),
         dtype=chance.choice(DTYPES),
         weight_at=chance.choice(BOTH),
+        activation=chance.choice(list(ACTIVATIONS)),
     )
     tokens = tuple(chance.choice((0, 1, 5, 33, 60)) for _ in range(4))
     ids = None

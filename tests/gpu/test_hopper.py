@@ -7,8 +7,10 @@ import dataclasses
 import os
 import random
 import socket
+import sys
 import threading
 import traceback
+from pathlib import Path
 
 import calls
 import pytest
@@ -16,8 +18,12 @@ import torch
 import torch.distributed as dist
 import triton
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "interp"))
+import activation_grid
+
 import uniep
 from uniep import MoEConfig, Schedule, Tile, Workspace
+from uniep.activation import ACTIVATIONS
 from uniep.kernels import call
 from uniep.kernels.plan import clock_kernel
 from uniep.kernels.ptx import nanoseconds
@@ -234,36 +240,60 @@ def check_kept_tokens(r):
 
 def check_bits(r):
     """Schedules, tiles, programs, chunks, allocation modes and EP=1: the same bits; errors within twice torch's."""
-    for cfg in (MoEConfig(**SHAPE), MoEConfig(**SHAPE, weight_at="activation", dtype=torch.float16)):
+    same_everywhere(r, {})
+    same_everywhere(r, {"weight_at": "activation", "dtype": torch.float16})
+
+
+def check_activations(r):
+    """The same with every other activation, and with combine groups; each over a dense grid of gates against fp64."""
+    for name, activation in ACTIVATIONS.items():
+        said = activation_grid.check(activation, r.device, blocks=2**10)
+        if r.rank == 0:
+            print(said, flush=True)
+        if name == "swiglu":  # in check_bits
+            continue
+        same_everywhere(r, {"activation": name})
+        same_everywhere(r, {"activation": name, "weight_at": "activation", "dtype": torch.float16})
+        cfg = MoEConfig(**SHAPE, activation=name, combine_groups=8)
         data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
         want = r.once(cfg, data, SERIAL)
-        narrow = Tile(columns=128, depth=64, group_rows=4)
-        variants = {
-            "default": (cfg, None),
-            **{how: (cfg, schedule) for how, schedule in SCHEDULES.items()},
-            "chunks": (cfg, Schedule(tile_order="natural", chunk_tokens=128, push_programs=3)),
-            "expanded": (cfg, Schedule(operand="expanded")),
-            "expanded, copied": (cfg, Schedule(operand="expanded", transfer="copy")),
-            "tiles": (cfg, Schedule(gemm1=narrow, gemm2=narrow, weight_gradient=narrow)),
-            "sync-free": (dataclasses.replace(cfg, max_rows=8192), None),
-        }
-        wrong = {name: differing(want, r.once(c, data, s)) for name, (c, s) in variants.items()}
-        one, joined, mine, experts = r.alone(cfg, data)
-        wrong["EP=1"] = differing(want, one)
-        assert not any(wrong.values()), {k: v for k, v in wrong.items() if v}
+        wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in BESIDE.items()}
+        wrong["nccl"] = differing(want, r.once(cfg, data, backend="nccl"))
+        assert not any(wrong.values()), (name, wrong)
 
-        def gradients(dtype, batch=joined, rows=mine, own=experts, weight_at=cfg.weight_at):
-            x, ids, weights, w13, w2, dy = batch
-            leaves = [t.to(dtype).requires_grad_() for t in (x, weights.float(), w13, w2)]
-            y = composition(leaves[0], ids, *leaves[1:], weight_at)
-            grads = torch.autograd.grad(y, leaves, dy.to(dtype))
-            return [y.detach()[rows], grads[0][rows], grads[1][rows], grads[2][own], grads[3][own]]
 
-        exact, torch_own = gradients(torch.float32), gradients(cfg.dtype)
-        for name, e, t, u in zip(FIELDS, exact, torch_own, want, strict=True):
-            if e.numel():
-                theirs, ours = (t.float() - e).norm() / e.norm(), (u.float() - e).norm() / e.norm()
-                assert ours <= 2 * theirs, f"{name}: error {ours:.2e}, torch's own {theirs:.2e}"
+def same_everywhere(r, changes):
+    """For one config."""
+    cfg = MoEConfig(**SHAPE, **changes)
+    data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
+    want = r.once(cfg, data, SERIAL)
+    narrow = Tile(columns=128, depth=64, group_rows=4)
+    variants = {
+        "default": (cfg, None),
+        **{how: (cfg, schedule) for how, schedule in SCHEDULES.items()},
+        "chunks": (cfg, Schedule(tile_order="natural", chunk_tokens=128, push_programs=3)),
+        "expanded": (cfg, Schedule(operand="expanded")),
+        "expanded, copied": (cfg, Schedule(operand="expanded", transfer="copy")),
+        "tiles": (cfg, Schedule(gemm1=narrow, gemm2=narrow, weight_gradient=narrow)),
+        "sync-free": (dataclasses.replace(cfg, max_rows=8192), None),
+    }
+    wrong = {name: differing(want, r.once(c, data, s)) for name, (c, s) in variants.items()}
+    one, joined, mine, experts = r.alone(cfg, data)
+    wrong["EP=1"] = differing(want, one)
+    assert not any(wrong.values()), {k: v for k, v in wrong.items() if v}
+
+    def gradients(dtype, batch=joined, rows=mine, own=experts, weight_at=cfg.weight_at):
+        x, ids, weights, w13, w2, dy = batch
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weights.float(), w13, w2)]
+        y = composition(leaves[0], ids, *leaves[1:], weight_at, cfg.activation)
+        grads = torch.autograd.grad(y, leaves, dy.to(dtype))
+        return [y.detach()[rows], grads[0][rows], grads[1][rows], grads[2][own], grads[3][own]]
+
+    exact, torch_own = gradients(torch.float32), gradients(cfg.dtype)
+    for name, e, t, u in zip(FIELDS, exact, torch_own, want, strict=True):
+        if e.numel():
+            theirs, ours = (t.float() - e).norm() / e.norm(), (u.float() - e).norm() / e.norm()
+            assert ours <= 2 * theirs, f"{name}: error {ours:.2e}, torch's own {theirs:.2e}"
 
 
 def check_many_tiles(r):

@@ -53,23 +53,26 @@ class Case:
     hidden: int = 72
     ffn: int = 136
     combine_groups: int | None = None
+    activation: str = "swiglu"
 
     def config(self, max_tokens: int) -> MoEConfig:
         return MoEConfig(
             hidden=self.hidden, ffn=self.ffn, num_experts=self.num_experts, top_k=self.top_k,
             max_tokens_per_rank=max_tokens, dtype=self.dtype, weight_at=self.weight_at,
-            combine_groups=self.combine_groups,
+            combine_groups=self.combine_groups, activation=self.activation,
         )  # fmt: skip
 
 
 CASES = {
     "fp16": Case(torch.float16, "output", False, (50, 35)),
-    "activation, up first, an idle rank": Case(torch.float16, "activation", True, (40, 0)),
-    "fp32, most tokens remote": Case(torch.float32, "output", False, (3, 60)),
+    "activation, up first, an idle rank": Case(torch.float16, "activation", True, (40, 0), activation="geglu"),
+    "fp32, most tokens remote": Case(torch.float32, "output", False, (3, 60), activation="geglu_tanh"),
 }
 GROUPED_CASES = {
     "a group on each rank": Case(torch.float16, "output", False, (50, 35), 4, 3, combine_groups=2),
-    "fp32, two groups on each rank": Case(torch.float32, "activation", True, (40, 0), 4, 3, combine_groups=4),
+    "fp32, two groups on each rank": Case(
+        torch.float32, "activation", True, (40, 0), 4, 3, combine_groups=4, activation="geglu_tanh"
+    ),
 }
 GROUPED_ROUNDS = (
     (*ROUNDS[0], "after"), (*ROUNDS[1], "after"), (*ROUNDS[1], "beside"), (*ROUNDS[4], "after"),
@@ -77,7 +80,7 @@ GROUPED_ROUNDS = (
 # With stacked weights, tiles of dW13 begin where serial tiles do: an interpreted product rounds by its place in a tile.
 MEGA_CASES = {
     "fp16": Case(torch.float16, "output", False, (50, 35), hidden=136, ffn=128),
-    "fp32, activation, up first, an idle rank": Case(torch.float32, "activation", True, (40, 0)),
+    "fp32, activation, up first, an idle rank": Case(torch.float32, "activation", True, (40, 0), activation="geglu"),
 }
 MEGA_ROUNDS = (
     {"overlap": "serial"},

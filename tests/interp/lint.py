@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from hopper_on_host import host_backend, install
 
 from cases import SHAPES
+from uniep.activation import ACTIVATIONS
 from uniep.backends import hopper_calls, planner
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.backends.local_experts import KernelExperts, Routed, Tokens
@@ -53,12 +54,13 @@ class Case:
     transfer: str = "push"
     combine_groups: int | None = None
     group_sum: str = "after"
+    activation: str = "swiglu"
     sync_free: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         groups = f"groups {self.combine_groups} {self.group_sum}"
-        how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}"
+        how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}, {self.activation}"
         how += ", sync-free" * self.sync_free
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
@@ -76,6 +78,10 @@ CASES = (
     Case("deepseek-v3", BF16, "activation", 4, "mega", "stacked", transfer="copy"),
     Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside"),
+    # With the fewest registers left, and in one kernel.
+    Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push", activation="geglu"),
+    Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push", activation="geglu_tanh"),
+    Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="geglu"),
 )
 
 
@@ -86,7 +92,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
     cfg = MoEConfig(
         hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
         max_tokens_per_rank=TOKENS, dtype=case.dtype, weight_at=case.weight_at, combine_groups=case.combine_groups,
-        max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
+        activation=case.activation, max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
     backend.schedule = dataclasses.replace(
@@ -168,7 +174,7 @@ def every_case() -> list[Case]:
         SHAPES, (BF16, FP16), ("output", "activation"), (1, 2, 4, 8), ("mega", "pipelined", "fused", "serial"),
         ("stacked", "split"), ("gathered", "expanded"), ("copy", "push"),
     )  # fmt: skip
-    cases = [Case(*choice) for choice in itertools.product(*choices)]
+    cases = [Case(*choice, activation=name) for name in ACTIVATIONS for choice in itertools.product(*choices)]
     return [c for c in cases if (c.overlap, c.operand) != ("mega", "expanded")]
 
 

@@ -115,7 +115,7 @@ def test_error(results, key):
     def composed(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         names = ("x", "weights", "w13", "w2")
         x, weights, w13, w2 = (every[n].to(dtype).requires_grad_() for n in names)
-        y_TD = composition(x, every["ids"], weights, w13.flatten(1, 2), w2, case.weight_at)
+        y_TD = composition(x, every["ids"], weights, w13.flatten(1, 2), w2, case.weight_at, case.activation)
         y_TD.backward(every["dy"].to(dtype))
         return dict(zip(NAMES, (y_TD.detach(), x.grad, weights.grad, w13.grad, w2.grad), strict=True))
 

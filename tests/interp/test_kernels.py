@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from uniep.activation import ACTIVATIONS
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.kernels.gemm import gate_up_kernel, product_kernel
 from uniep.kernels.gradients import activation_gradient_kernel, weight_gradient_kernel
@@ -26,7 +27,7 @@ from uniep.kernels.transfer import (
     push_tokens_kernel,
     row_addresses_kernel,
 )
-from uniep.numerics import add_ascending, column_group_sums, combine_slots, swiglu, swiglu_backward, widened
+from uniep.numerics import add_ascending, column_group_sums, combine_slots, widened
 from uniep.routing import build_plan
 from uniep.taskflow.schedule import Tile
 
@@ -62,7 +63,7 @@ def launch(kernel, tile: Tile | None = None, **given) -> None:
         "flag_table_ptr": zero, "arrived_offset": 0, "finished_offset": 0, "ticket_ptr": zero, "num_tokens": 0,
         "push_programs": 0, "push_rounds": 0, "progress_ptr": zero, "cursor_ptr": zero, "order_ptr": zero,
         "programs": PROGRAMS, "COUNT_TILES": False, "TILES_BEFORE": 0, "NUM_RANKS": 1, "CHUNK": 1,
-        "RECEIVE_BLOCK": 1, "PUSH_D": 16, "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F,
+        "RECEIVE_BLOCK": 1, "PUSH_D": 16, "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F, "ACTIVATION": "swiglu",
     }  # fmt: skip
     if tile is not None:
         usual |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP_M": 2}
@@ -323,9 +324,10 @@ def test_activation_gradient_bits(dtype, weight_at):
 
     gate, up = (widened(half) for half in h_N2F.unbind(1))
     raw, weight = widened(raw_NF), p.weight_N[:, None]
-    act = swiglu(gate, up)
+    activation = ACTIVATIONS[p.cfg.activation]
+    act = activation.forward(gate, up)
     scored = act if weight_at == "activation" else act.to(dtype).float()
-    d_gate, d_up = swiglu_backward(gate, up, weight * raw)
+    d_gate, d_up = activation.backward(gate, up, weight * raw)
     assert torch.equal(act_NF, (weight * scored).to(dtype)[:, :F])
     assert torch.equal(dh_N2F, torch.stack([d_gate, d_up], 1).to(dtype)[..., :F])
     assert torch.equal(groups_NG, column_group_sums(raw * scored))
@@ -360,7 +362,7 @@ def test_activation_gradient_waits_for_its_tiles():
     thread.start()
     try:
         launch_claimed_activation_gradient(
-            raw_NF, h_2NF, rows, peers, tile, 1, progress_M, cursor, *got, weighted=False
+            raw_NF, h_2NF, rows, peers, p.cfg, tile, 1, progress_M, cursor, *got
         )  # fmt: skip
     finally:
         thread.join()

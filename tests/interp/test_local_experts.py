@@ -42,10 +42,13 @@ def experts_of(cfg, local, layout):
     return ExpertWeights((w13,), (w2,), layout)
 
 
-@pytest.mark.parametrize(("weight_at", "groups"), [("output", None), ("activation", None), ("output", 2)])
-def test_bits_of_the_hopper_backend(weight_at, groups):
+@pytest.mark.parametrize(
+    ("weight_at", "groups", "activation"),
+    [("output", None, "swiglu"), ("activation", None, "geglu"), ("output", 2, "geglu_tanh")],
+)
+def test_bits_of_the_hopper_backend(weight_at, groups, activation):
     """y and all gradients at EP=1."""
-    cfg = config(weight_at=weight_at, combine_groups=groups)
+    cfg = config(weight_at=weight_at, combine_groups=groups, activation=activation)
     ids = torch.randint(-1, 3, (90, 2), generator=torch.Generator().manual_seed(3))  # expert 3 is idle
     x, dy, weights = random(90, 64).half(), random(90, 64, seed=4).half(), random(90, 2, seed=5).abs()
     inputs = Inputs(x, ids, weights, experts_of(cfg, 4, "stacked"))
@@ -76,7 +79,7 @@ def written(local, dy, x, routed, experts, h, accumulate):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_kernels_mean_what_torch_does(rank, layout):
     """One rank of two, rows from both: kernels and torch agree to rounding, in every parameter layout."""
-    cfg = config(weight_at="activation" if rank else "output")
+    cfg = config(weight_at="activation" if rank else "output", activation="geglu" if rank else "swiglu")
     g = torch.Generator().manual_seed(3)
     ids = [torch.randint(-1, 3, (count, 2), generator=g) for count in (70, 33)]
     plans = [build_plan(ids, r, cfg) for r in (0, 1)]

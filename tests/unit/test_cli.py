@@ -255,7 +255,7 @@ def test_verify_needs_memory(one_rank):
 
 
 def test_verify_with_real_processes():
-    result = run_process("verify", *SMALL, "--ep", "1,2", "--weight-at", "activation")
+    result = run_process("verify", *SMALL, "--ep", "1,2", "--weight-at", "activation", "--activation", "geglu")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("fused/local-first") == 2 and "✗" not in result.stdout
     assert "identical: every bit at EP 1, 2" in result.stdout and "accurate: no error is over" in result.stdout

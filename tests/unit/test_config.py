@@ -34,7 +34,7 @@ def test_sizes_are_positive_integers(name, value):
     ("change", "error", "text"),
     [
         ({"top_k": 9}, ConfigError, "top_k is 9.*num_experts=8.*lower top_k"),
-        ({"activation": "gelu"}, UnsupportedError, "'gelu'.*'swiglu'"),
+        ({"activation": "gelu"}, UnsupportedError, "'gelu'.*'swiglu', 'geglu', 'geglu_tanh'"),
         ({"dtype": torch.float64}, ConfigError, "float64.*supported.*bfloat16"),
         ({"weight_at": "input"}, ConfigError, "'input'.*'output' or 'activation'"),
         ({"combine_groups": 3}, ConfigError, "combine_groups is 3.*num_experts=8.*1, 2, 4, 8, or None"),

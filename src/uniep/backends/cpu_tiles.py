@@ -10,6 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from uniep.activation import ACTIVATIONS
 from uniep.backends.base import MainGrads
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.numerics import (
@@ -18,8 +19,6 @@ from uniep.numerics import (
     combine_parts,
     combine_slots,
     matmul,
-    swiglu,
-    swiglu_backward,
     widened,
 )
 from uniep.routing import Parts, RoutingPlan, recv_base, token_groups
@@ -219,7 +218,7 @@ class Forward(Dispatch):
 
     def _activate(self, block: Block, gate: Tensor, up: Tensor) -> None:
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
-        act = swiglu(widened(gate), widened(up))
+        act = ACTIVATIONS[self.cfg.activation].forward(widened(gate), widened(up))
         if self.cfg.weight_at == "activation":
             act = self.rows.weight_N1[rows] * act
         self.act_NF[rows, columns] = act[:, : gate.shape[1]].to(self.cfg.dtype)
@@ -286,14 +285,15 @@ class Backward(_Bodies):
         up_columns = slice(ffn + block.column0, ffn + block.column1)
         raw = widened(raw)
         gate, up = widened(self.h_NF[rows, columns]), widened(self.h_NF[rows, up_columns])
-        weight, act = self.rows.weight_N1[rows], swiglu(gate, up)
+        activation = ACTIVATIONS[self.cfg.activation]
+        weight, act = self.rows.weight_N1[rows], activation.forward(gate, up)
         if self.cfg.weight_at == "output":
             act = act.to(dtype).float()
         first = block.column0 // COLUMN_GROUP
         sums = column_group_sums(raw * act)
         self.group_sums_NG[rows, first : first + sums.shape[1]] = sums
         self.weighted_NF[rows, columns] = (weight * act)[:, :width].to(dtype)
-        d_gate, d_up = swiglu_backward(gate, up, weight * raw)
+        d_gate, d_up = activation.backward(gate, up, weight * raw)
         self.dh_NF[rows, columns] = d_gate[:, :width].to(dtype)
         self.dh_NF[rows, up_columns] = d_up[:, :width].to(dtype)
 

@@ -427,7 +427,7 @@ class HopperBackend:
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=self.device)
         dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
         groups_NG = torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), dtype=torch.float32, device=self.device)
-        made, weighted = (dh_N2F, act_NF, groups_NG), cfg.weight_at == "activation"
+        made = dh_N2F, act_NF, groups_NG
         progress_M, cursor = unbind(claims) if claims is not None else (None, None)
         launch.launch_gathered_down_gradient(
             dy_TD, self.arena.views["receive"], rows, experts, peers, tile, self.sms, raw_NF,
@@ -435,11 +435,11 @@ class HopperBackend:
         )  # fmt: skip
         if progress_M is not None and cursor is not None:
             launch.launch_claimed_activation_gradient(
-                raw_NF, h_2NF, rows, peers, tile, self.sms, progress_M, cursor, *made, weighted=weighted
+                raw_NF, h_2NF, rows, peers, cfg, tile, self.sms, progress_M, cursor, *made
             )
         else:
             self.mark("down_gradient")
-            launch.launch_activation_gradient(raw_NF, h_2NF, rows, self.sms, *made, weighted=weighted)
+            launch.launch_activation_gradient(raw_NF, h_2NF, rows, cfg, self.sms, *made)
         self.mark("activation_gradient")
         return made
 

@@ -256,9 +256,8 @@ class KernelExperts:
             dh_N2F, act_NF = dy_TD.new_empty(num_rows, 2, cfg.ffn), dy_TD.new_empty(num_rows, cfg.ffn)
             groups_NG = raw_NF.new_empty(num_rows, -(-cfg.ffn // COLUMN_GROUP))
             self.launch.launch_activation_gradient(
-                raw_NF, h_NF.view(2, num_rows, cfg.ffn), rows, self.sms, dh_N2F, act_NF, groups_NG,
-                weighted=cfg.weight_at == "activation",
-            )  # fmt: skip
+                raw_NF, h_NF.view(2, num_rows, cfg.ffn), rows, cfg, self.sms, dh_N2F, act_NF, groups_NG
+            )
             dh_NH = dh_N2F.view(num_rows, -1)
             if needs.weights:
                 weights_N = self._dweights(groups_NG, plan, rows)

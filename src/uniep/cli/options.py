@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from uniep.activation import ACTIVATIONS
 from uniep.errors import ConfigError
 from uniep.taskflow.schedule import CHOICES, Schedule
 
@@ -41,6 +42,7 @@ Weight = Annotated[
     WeightAt,
     typer.Option(help="Where the routing weight acts: on the expert's output, or on its activation (Megatron)."),
 ]
+Activation = Annotated[str, typer.Option(help=f"Between the experts' two products: {', '.join(ACTIVATIONS)}.")]
 Groups = Annotated[
     int | None,
     typer.Option("--combine-groups", help="Groups of experts whose results are added before they return.", min=1),

@@ -20,6 +20,7 @@ from uniep.cli import launch
 from uniep.cli.bits import BitTable, Digests, digest, merge, verdict
 from uniep.cli.launch import World
 from uniep.cli.options import (
+    Activation,
     DType,
     Dtype,
     Ffn,
@@ -54,6 +55,7 @@ def verify(
     top_k: TopK = 4,
     tokens: Tokens = 1024,
     dtype: Dtype = DType.bf16,
+    activation: Activation = "swiglu",
     weight_at: Weight = WeightAt.output,
     combine_groups: Groups = None,
     ep: Annotated[str, typer.Option(help="EP sizes to compare; EP=1 is always among them.")] = "1,2,4",
@@ -75,6 +77,7 @@ def verify(
         top_k=top_k,
         max_tokens_per_rank=tokens,
         dtype=dtype.torch,
+        activation=activation,
         weight_at=weight_at.value,
         combine_groups=combine_groups,
     )
@@ -185,7 +188,7 @@ class Problem:
         """The same mathematics by plain PyTorch operators and autograd, in `dtype`."""
         x, w13, w2 = (t.to(dtype, copy=True).requires_grad_() for t in (self.x, self.w13, self.w2))
         weights = self.weights.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
-        y = composition(x, self.ids, weights, w13, w2, self.cfg.weight_at)
+        y = composition(x, self.ids, weights, w13, w2, self.cfg.weight_at, self.cfg.activation)
         grads = torch.autograd.grad(y, (x, weights, w13, w2), self.dy.to(dtype))
         found = dict(zip(QUANTITIES, (y.detach(), *grads), strict=True))
         return {name: tensor[self.back[name]] if self.back else tensor for name, tensor in found.items()}
@@ -294,6 +297,6 @@ def _describe(problem: Problem) -> str:
     cfg = problem.cfg
     return (
         f"hidden {cfg.hidden}, ffn {cfg.ffn}, {cfg.num_experts} experts, top-{cfg.top_k}, {problem.x.shape[0]} tokens, "
-        f"{str(cfg.dtype).removeprefix('torch.')}, weight_at {cfg.weight_at}"
+        f"{str(cfg.dtype).removeprefix('torch.')}, {cfg.activation}, weight_at {cfg.weight_at}"
         + (f", {cfg.combine_groups} combine groups" if cfg.combine_groups else "")
     )

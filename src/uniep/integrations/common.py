@@ -63,6 +63,7 @@ class Workspaces:
         w2: Weights,
         *,
         num_local: int,
+        activation: str = "swiglu",
         weight_at: Literal["output", "activation"] = "output",
         main_grad: MainGrad | None = None,
         agreed: str = "",
@@ -85,6 +86,7 @@ class Workspaces:
             top_k=ids_TK.shape[1],
             max_tokens_per_rank=self.max_tokens_per_rank or 1,
             max_rows=self.max_rows,
+            activation=activation,
             dtype=autocast or down.dtype,
             weight_at=weight_at,
         )

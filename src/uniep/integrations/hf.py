@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from uniep.activation import ACTIVATIONS
 from uniep.config import DTYPES
 from uniep.errors import UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
@@ -39,6 +40,15 @@ NEEDED = "5.23"
 
 _MARK = "_uniep_ep_size"
 """Attribute of experts modules that exchange tokens through uniep."""
+
+ACTIVATION_OF = {
+    **dict.fromkeys(("SiLU", "SiLUActivation", "silu"), "swiglu"),
+    **dict.fromkeys(("GELU", "GELUActivation", "gelu"), "geglu"),
+    **dict.fromkeys(
+        ("GELU(tanh)", "GELUTanh", "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"), "geglu_tanh"
+    ),
+}
+"""Of experts, by the label of what their gate goes through."""
 
 
 _UNREACHED = "its class is not made with transformers' use_experts_implementation"
@@ -67,7 +77,10 @@ class Registration(Workspaces):
         w13, w2 = experts.gate_up_proj, experts.down_proj
         if reason := _refused_tensors(w13, w2):
             raise UnsupportedError(f"uniep cannot run {_name(experts)}: {reason}")
-        return self.moe(group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w13.shape[0], layer=layer)
+        activation = ACTIVATION_OF[_label(experts)]
+        return self.moe(
+            group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w13.shape[0], activation=activation, layer=layer
+        )
 
 
 class _OneDevice:
@@ -248,7 +261,6 @@ def _refused(experts: Any) -> str:
         return _UNREACHED
     wanted = {
         "has_bias": (False, "experts have biases"),
-        "has_gate": (True, "experts have no gate"),
         "has_post_expert_norm": (False, "a norm follows each expert"),
         "is_transposed": (False, "weights are stored transposed"),
         "is_concatenated": (True, "gate and up rows are interleaved"),
@@ -258,15 +270,22 @@ def _refused(experts: Any) -> str:
             return f"{flag} is {found}: {meaning}"
     _, _, default_gate = _seams()
     if type(experts)._apply_gate is not default_gate:
-        return "_apply_gate is its own; supported: silu(gate) * up"
-    activation = getattr(experts, "act_fn", None)
-    label = getattr(activation, "__name__", type(activation).__name__)
-    if label not in ("SiLU", "SiLUActivation", "silu"):
-        return f"act_fn is {label}; supported: silu"
+        return "_apply_gate is its own; supported: act_fn(gate) * up"
+    if (label := _label(experts)) not in ACTIVATION_OF:
+        return f"act_fn is {label}; supported: {', '.join(ACTIVATION_OF)}"
+    if experts.has_gate != ACTIVATIONS[ACTIVATION_OF[label]].gated:
+        return f"has_gate is {experts.has_gate}: experts have {'a' if experts.has_gate else 'no'} gate"
     for name in ("gate_up_proj", "down_proj"):
         if not isinstance(getattr(experts, name, None), Tensor):
             return f"it has no tensor {name}"
     return ""
+
+
+def _label(experts: Any) -> str:
+    """What the gate goes through."""
+    function = getattr(experts, "act_fn", None)
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{name}(tanh)" if getattr(function, "approximate", "none") == "tanh" else name
 
 
 def _refused_tensors(w13: Tensor, w2: Tensor) -> str:

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from uniep.activation import ACTIVATIONS
 from uniep.config import DTYPES
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, free_of, status_of
@@ -38,6 +39,7 @@ NEEDED = (0, 19)
 
 try:
     import megatron.core
+    from megatron.core.activations import fast_gelu
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
 except ImportError as cause:
@@ -50,8 +52,6 @@ __all__ = ["LayerStatus", "Status", "UniEPMoELayer", "free", "status", "use_unie
 log = logging.getLogger("uniep")
 
 ALLOWED: dict[str, tuple[Any, str]] = {
-    "activation_func": (F.silu, "uniep computes silu(gate) * up"),
-    "gated_linear_unit": (True, "experts have no gate"),
     "activation_func_clamp_value": (None, "gates are not clamped"),
     "glu_linear_offset": (0.0, "nothing is added to up"),
     "activation_func_fp8_input_store": (False, "activations are kept in the layer's dtype"),
@@ -90,6 +90,9 @@ FORBIDDEN = {
     "offload_modules": ({"expert_fc1", "moe_act", "fused_group_mlp"}, "nothing inside a layer can be offloaded"),
 }
 """Flag that lists modules -> (those that uniep would leave alone, the remedy)."""
+
+ACTIVATION_OF = {F.silu: "swiglu", F.gelu: "geglu", fast_gelu: "geglu_tanh"}
+"""By `activation_func`."""
 
 
 class UniEPMoELayer(MoELayer):
@@ -138,9 +141,10 @@ class UniEPMoELayer(MoELayer):
             local = ids_TK % (last + 1)
             ids_TK = torch.where(ids_TK < 0, ids_TK, ids_TK - local + last - local)
         y_TD = self.workspaces.moe(
-            self.ep_group, x_TD, ids_TK, weights_TK, w13, w2,
-            num_local=last + 1, weight_at="activation", main_grad="accumulate" if self.main_grad else None,
-            agreed="in reverse" if reverse else "", layer=self.record,
+            self.ep_group, x_TD, ids_TK, weights_TK, w13, w2, num_local=last + 1,
+            activation=ACTIVATION_OF[self.config.activation_func], weight_at="activation",
+            main_grad="accumulate" if self.main_grad else None, agreed="in reverse" if reverse else "",
+            layer=self.record,
         )  # fmt: skip
         return y_TD.view(hidden_states.shape), None
 
@@ -277,6 +281,12 @@ def _refused_flags(config: Any) -> list[str]:
         found = getattr(config, name, value)
         if found is not value and found != value:
             reasons.append(f"{name} is {_label(found)}: it must be {_label(value)}, {meaning}")
+    if (function := config.activation_func) not in ACTIVATION_OF:
+        reasons.append(
+            f"activation_func is {_label(function)}: it must be one of {', '.join(map(_label, ACTIVATION_OF))}"
+        )
+    elif config.gated_linear_unit != (gated := ACTIVATIONS[ACTIVATION_OF[function]].gated):
+        reasons.append(f"gated_linear_unit is {not gated}: it must be {gated} with {_label(function)}")
     for name, (modules, remedy) in FORBIDDEN.items():
         if common := modules & set(getattr(config, name, None) or ()):
             reasons.append(f"{name} has {', '.join(sorted(common))}: {remedy}")

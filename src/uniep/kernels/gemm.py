@@ -13,17 +13,11 @@ Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
 import triton
 import triton.language as tl
 
-from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come, sigmoid
+from uniep.kernels.activation import activate
+from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come
 from uniep.kernels.rows import load_rows, row_pointers, wait_for_rows
 from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
-
-
-@triton.jit
-def swiglu(gate, up):
-    """(silu(gate) * up, sigmoid(gate)) in fp32: the one definition for forward, backward and recomputation."""
-    gate_sigmoid = sigmoid(gate)
-    return gate * gate_sigmoid * up, gate_sigmoid
 
 
 @triton.jit
@@ -112,6 +106,7 @@ def gate_up_tile(
     BLOCK_K: tl.constexpr,
     GATHERED: tl.constexpr,
     SAVE_H: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHTED: tl.constexpr,
     UP_FIRST: tl.constexpr,
     COUNT_TILES: tl.constexpr,
@@ -142,7 +137,7 @@ def gate_up_tile(
     if SAVE_H:
         gate_desc.store([row, n * HALF], gate_16)
         up_desc.store([row, n * HALF], up_16)
-    act, _ = swiglu(gate_16.to(tl.float32), up_16.to(tl.float32))
+    act = activate(gate_16.to(tl.float32), up_16.to(tl.float32), ACTIVATION)
     if WEIGHTED:
         act = act * weight[:, None]
     act_desc.store([row, n * HALF], narrow(act, dtype))
@@ -197,11 +192,12 @@ def gate_up_kernel(
     GATHERED: tl.constexpr,
     FUSED: tl.constexpr,
     SAVE_H: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHTED: tl.constexpr,
     UP_FIRST: tl.constexpr,
     COUNT_TILES: tl.constexpr,
 ):
-    """h = rows @ W13^T, act = swiglu(h) (times the routing weight if WEIGHTED).
+    """h = rows @ W13^T, act = ACTIVATION of h (times the routing weight if WEIGHTED).
 
     GATHERED: rows are read where they lie, local tokens and receive slots; else from rows_desc (N, D).
     FUSED (and GATHERED): tiles wait for their tokens; where programs push (CHUNK > 0), the first `push_programs`
@@ -263,7 +259,8 @@ def gate_up_kernel(
             next_source = tl.load(source_ptr + next_rows, mask=step < num_steps, other=0)
         gate_up_tile(
             a_ptrs, rows_desc, w13_desc, gate_desc, up_desc, act_desc, weight, row, expert, n, progress_ptr, turn, before,
-            D, BLOCK_M, BLOCK_N, BLOCK_K, GATHERED, SAVE_H, WEIGHTED, UP_FIRST, COUNT_TILES,
+            D, BLOCK_M, BLOCK_N, BLOCK_K, GATHERED, SAVE_H, ACTIVATION, WEIGHTED, UP_FIRST,
+            COUNT_TILES,
         )  # fmt: skip
         if AHEAD:
             m = next_m

@@ -6,7 +6,8 @@ Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
 import triton
 import triton.language as tl
 
-from uniep.kernels.gemm import halves, swiglu, tile_coordinates
+from uniep.kernels.activation import activate, gate_gradient, up_gradient
+from uniep.kernels.gemm import halves, tile_coordinates
 from uniep.kernels.ptx import after_previous, narrow
 from uniep.kernels.sync import STAGE_RAW, WIDE, deadline, wait_for
 
@@ -39,6 +40,7 @@ def activation_gradient_item(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
     """What `activation_gradient_kernel` does with these rows (int64) and this block of columns."""
@@ -51,17 +53,17 @@ def activation_gradient_item(
     up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
     raw = tl.load(raw_ptr + at, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + row)[:, None]
-    act, gate_sigmoid = swiglu(gate, up)
+    act = activate(gate, up, ACTIVATION)
     if WEIGHTED:
         scored = act
     else:
         scored = narrow(act, dtype).to(tl.float32)
     tl.store(act_ptr + at, narrow(weight * scored, dtype), mask=inside)
     d_act = weight * raw
-    d_gate = d_act * up * (gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid)))
+    d_gate = gate_gradient(gate, up, d_act, ACTIVATION)
     at += row[:, None] * F
     tl.store(dh_ptr + at, narrow(d_gate, dtype), mask=inside)
-    tl.store(dh_ptr + at + F, narrow(d_act * (gate * gate_sigmoid), dtype), mask=inside)
+    tl.store(dh_ptr + at + F, narrow(up_gradient(gate, d_act, ACTIVATION), dtype), mask=inside)
     sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
     group = block * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
     tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
@@ -80,6 +82,7 @@ def activation_gradient_kernel(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
     """From raw = dO @ W2 (N, F) fp32, gate and up (N, F): dh, the activation that dW2 contracts, sums for d(weight).
@@ -92,7 +95,8 @@ def activation_gradient_kernel(
     for item in range(tl.program_id(0), num_rows // ROWS * BLOCKS, tl.num_programs(0)):
         row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         activation_gradient_item(
-            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, item % BLOCKS, F, ROWS, COLUMNS, WEIGHTED,
+            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, item % BLOCKS, F, ROWS, COLUMNS,
+            ACTIVATION, WEIGHTED,
         )  # fmt: skip
 
 
@@ -115,6 +119,7 @@ def claimed_activation_gradient_kernel(
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ITEM_ROWS: tl.constexpr,
@@ -141,7 +146,7 @@ def claimed_activation_gradient_kernel(
             row = (first + part // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
             activation_gradient_item(
                 raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, part % BLOCKS, F, ROWS, COLUMNS,
-                WEIGHTED,
+                ACTIVATION, WEIGHTED,
             )  # fmt: skip
         item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     after_previous()

@@ -228,8 +228,8 @@ def launch_gate_up(
         {
             "D": cfg.hidden, "F": ffn, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth,
             "GROUP_M": tile.group_rows, **peers.constants(cfg.hidden, 32), "GATHERED": rows_ND is None,
-            "FUSED": fused, "SAVE_H": h_2NF is not None, "WEIGHTED": cfg.weight_at == "activation",
-            "UP_FIRST": up_first, "COUNT_TILES": count_tiles,
+            "FUSED": fused, "SAVE_H": h_2NF is not None, "ACTIVATION": cfg.activation,
+            "WEIGHTED": cfg.weight_at == "activation", "UP_FIRST": up_first, "COUNT_TILES": count_tiles,
         },
         **options(tile),
     )  # fmt: skip
@@ -323,22 +323,25 @@ def _product(
 
 
 def launch_activation_gradient(
-    raw_NF: Tensor, h_2NF: Tensor, rows: Rows, multiprocessors: int, dh_N2F: Tensor, act_NF: Tensor, groups_NG: Tensor,
-    *, weighted: bool,
+    raw_NF: Tensor, h_2NF: Tensor, rows: Rows, cfg: MoEConfig, multiprocessors: int, dh_N2F: Tensor, act_NF: Tensor,
+    groups_NG: Tensor,
 ) -> None:  # fmt: skip
     """dh (N, 2, F), the activation that dW2 contracts (N, F), and the column-group sums of d(weight) (N, G)."""
     launch(
         activation_gradient_kernel,
         multiprocessors * 8,
         (raw_NF, *unbind(h_2NF), rows.weight_N, rows.totals, dh_N2F, act_NF, groups_NG),
-        {"F": raw_NF.shape[1], "ROWS": 16, "COLUMNS": 256, "WEIGHTED": weighted},
+        {
+            "F": raw_NF.shape[1], "ROWS": 16, "COLUMNS": 256, "ACTIVATION": cfg.activation,
+            "WEIGHTED": cfg.weight_at == "activation",
+        },
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def launch_claimed_activation_gradient(
-    raw_NF: Tensor, h_2NF: Tensor, rows: Rows, peers: Peers, tile: Tile, multiprocessors: int, progress_M: Memory,
-    cursor: Memory, dh_N2F: Tensor, act_NF: Tensor, groups_NG: Tensor, *, weighted: bool,
+    raw_NF: Tensor, h_2NF: Tensor, rows: Rows, peers: Peers, cfg: MoEConfig, tile: Tile, multiprocessors: int,
+    progress_M: Memory, cursor: Memory, dh_N2F: Tensor, act_NF: Tensor, groups_NG: Tensor,
 ) -> None:  # fmt: skip
     """The same, beside the `launch_gathered_down_gradient` right before it.  cursor: zero."""
     launch(
@@ -349,7 +352,8 @@ def launch_claimed_activation_gradient(
             progress_M, cursor, peers.status, peers.timeout_ns, peers.rank,
         ),
         {
-            "F": raw_NF.shape[1], "ROWS": 8, "COLUMNS": 256, "WEIGHTED": weighted, "BLOCK_M": tile.rows, "ITEM_ROWS": 32,
+            "F": raw_NF.shape[1], "ROWS": 8, "COLUMNS": 256, "ACTIVATION": cfg.activation,
+            "WEIGHTED": cfg.weight_at == "activation", "BLOCK_M": tile.rows, "ITEM_ROWS": 32,
             "TILES": -(-raw_NF.shape[1] // tile.columns),
         },
         num_warps=4, enable_fp_fusion=False,

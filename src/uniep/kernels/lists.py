@@ -22,7 +22,7 @@ RETURN = tl.constexpr(1)
 DOWN_WEIGHTS = tl.constexpr(2)
 GATE_UP_WEIGHTS = tl.constexpr(3)
 # Of the vector list of a backward: activation gradient, d(weight).
-ACTIVATION = tl.constexpr(0)
+ACTIVATION_GRADIENT = tl.constexpr(0)
 DWEIGHTS = tl.constexpr(1)
 
 # Words of the counters.
@@ -254,7 +254,7 @@ def list_kernel(
                 of_first = _stretch(e * 0, late + e * 0, e, LOCAL, CHUNK_EXPERTS, False)
                 of_return = _stretch(e * 0 + 1, e * 0, e, LOCAL, CHUNK_EXPERTS, False)
                 offset = _before(of_first, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
-                _store_tiles(vector_ptr, offset, ACTIVATION, e, m, before0, same0, own0, TILES0, TILES_P)
+                _store_tiles(vector_ptr, offset, ACTIVATION_GRADIENT, e, m, before0, same0, own0, TILES0, TILES_P)
                 offset = _before(of_return, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
                 _store_tiles(vector_ptr, offset, DWEIGHTS, e, m, before1, same1, own1, 1, TILES_P)
         elif BACKWARD:

@@ -28,7 +28,7 @@ from uniep.kernels.gemm import gate_up_tile, gathered_product_tile, product_tile
 from uniep.kernels.gradients import activation_gradient_item, put_tile, weight_gradient_tile
 from uniep.kernels.lists import (
     ACTIVATED,
-    ACTIVATION,
+    ACTIVATION_GRADIENT,
     ARRIVED,
     COUNTERS,
     DOWN_WEIGHTS,
@@ -130,6 +130,7 @@ def forward_kernel(
     PUSH_ROWS: tl.constexpr,
     FUSED: tl.constexpr,
     SAVE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHTED: tl.constexpr,
     UP_FIRST: tl.constexpr,
     THREADS: tl.constexpr,
@@ -204,7 +205,8 @@ def forward_kernel(
                 a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K1)[None, :]
                 gate_up_tile(
                     a_ptrs, made_desc, w13_desc, gate_desc, up_desc, made_desc, weight, row, expert, n, progress_ptr,
-                    made, stored, D, BLOCK_M, BLOCK_N1, BLOCK_K1, True, SAVE, WEIGHTED, UP_FIRST, True,
+                    made, stored, D, BLOCK_M, BLOCK_N1, BLOCK_K1, True, SAVE, ACTIVATION, WEIGHTED, UP_FIRST,
+                    True,
                 )  # fmt: skip
                 stored = m + 0
                 made += 1
@@ -362,6 +364,7 @@ def backward_kernel(
     PUSH_ROWS: tl.constexpr,
     CHUNK_EXPERTS: tl.constexpr,
     FUSED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHTED: tl.constexpr,
     UP_FIRST: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -520,7 +523,7 @@ def backward_kernel(
                 m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
                 n = (word & 0xFFFF).to(tl.int32)
                 lanes = tl.zeros((WIDE,), tl.int32)
-                if (word >> 56) == ACTIVATION:
+                if (word >> 56) == ACTIVATION_GRADIENT:
                     if all_made == 0:
                         all_made = has_all(counters_ptr + MADE, num_m * NUM_F).to(tl.int32)
                         if all_made == 0:
@@ -533,7 +536,7 @@ def backward_kernel(
                         row = (m * BLOCK_M + first + tl.arange(0, ITEM_ROWS)).to(tl.int64)
                         activation_gradient_item(
                             raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, n, F, ITEM_ROWS,
-                            BLOCK_N, WEIGHTED,
+                            BLOCK_N, ACTIVATION, WEIGHTED,
                         )  # fmt: skip
                     block_loads_follow()  # of what was stored here, by whoever counts on it
                     tl.atomic_add(activated_ptr + m, 1, sem="release", scope="gpu")

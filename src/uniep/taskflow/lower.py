@@ -1,8 +1,8 @@
 """Compile operators to tile tasks: the same tasks on every executor, in the order of a Schedule.
 
-Forward, per rank: push (each token once per peer) -> gemm1 + SwiGLU tiles over gathered rows -> gemm2 tiles whose
+Forward, per rank: push (each token once per peer) -> gemm1 + activation tiles over gathered rows -> gemm2 tiles whose
 epilogue writes rows into the return slots of the token's rank -> combine.  Backward mirrors it: push of dO ->
-dgrad2 + dSwiGLU -> dgrad1 with the same epilogue -> weight gradients, which hide the returns -> sums.
+dgrad2 + the activation's gradient -> dgrad1 with the same epilogue -> weight gradients, which hide the returns -> sums.
 
 "fused": a tile waits for the events that it reads.  "serial": one gate per stage waits for all of the stage before.
 Every rank lowers all ranks, since a wait counts peers' signals.

@@ -1,0 +1,11 @@
+"""Activations as Triton functions, interpreted, against fp64."""
+
+import activation_grid
+import pytest
+
+from uniep.activation import ACTIVATIONS
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_dense_grid(activation):
+    print(activation_grid.check(activation, "cpu", blocks=4))
