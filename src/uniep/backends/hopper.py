@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 PUSH_BYTES_PER_US = 150_000  # all pushing programs of a rank, beside a GEMM (2x H200)
 COPY_BYTES_PER_US = 350_000  # a copy engine
-COPY_LEAD_US = 40  # from the entry of all ranks to the first tile
+COPY_LEAD_US = 30  # from the entry of all ranks to the first tile
 PUSH_LATENCY_US = 30
 SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
 SCHEDULE_FIELDS = (
