@@ -164,10 +164,10 @@ def refused_number(value: object, least: int, most: int = MAX_INDEX) -> str:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         return f"{shown}, a {type(value).__name__}; it must be an int of at least {least}"
+    if least <= value <= most:  # Dynamo traces this, but no text
+        return ""
     shown = str(value) if abs(value) < 10**30 else f"a number of {value.bit_length()} bits"
-    if value < least:
-        return f"{shown}; it must be at least {least}"
-    return f"{shown}; it must be at most {most}" if value > most else ""
+    return f"{shown}; it must be at least {least}" if value < least else f"{shown}; it must be at most {most}"
 
 
 def divisors(number: int) -> list[int]:

@@ -239,7 +239,7 @@ def build_and_drop(world, cfg, batch, rounds):
     seen = []
     for number in range(rounds):
         group = dist.new_group(list(range(world.size)))
-        layer = uniep.nn.Experts(cfg, group, device="cpu")
+        layer = uniep.nn.Experts(cfg, group, device="cpu", seed=0)
         rows = batch.rows(world.rank, world.size)
         layer(batch.x[rows], batch.ids[rows], batch.weights[rows]).sum().backward()
         if world.rank == 0:

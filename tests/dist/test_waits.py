@@ -145,7 +145,7 @@ def odd_ranks(world, backend, batch):
     for name, (odd, *_) in ODD.items():
         if ws is None or named_error(ws.check) is not None:
             ws = make(world, backend, group=own_group())
-        layer = uniep.nn.MoE(config(), workspace=ws)
+        layer = uniep.nn.MoE(config(), workspace=ws, seed=0)
         x = batch.x[:5].clone().requires_grad_()
         if world.rank == 1:
             found[name] = timed(lambda odd=odd, layer=layer, x=x: odd(layer, x, batch))
@@ -262,7 +262,7 @@ def interrupted_waits(world, backend, batch):
     """Rank 0 is interrupted while it waits, in a call and in `Workspace()`; rank 1 comes late."""
     group = own_group()
     ws = make(world, backend, group=group)
-    layer = uniep.nn.MoE(config(), workspace=ws)
+    layer = uniep.nn.MoE(config(), workspace=ws, seed=0)
     found = []
     for call in (lambda: layer(batch.x[:5]), lambda: make(world, backend, group=group)):
         if world.rank == 0:
@@ -285,7 +285,7 @@ def test_an_interrupt_is_heard_while_waiting(pool, backend):
 def suspended_wait(world, backend, batch):
     """A step to which rank 1 comes late, and is in time."""
     ws = make(world, backend, timeout_s=2.0)
-    layer = uniep.nn.MoE(config(), workspace=ws)
+    layer = uniep.nn.MoE(config(), workspace=ws, seed=0)
     layer(batch.x[:5])
     time.sleep(2.5 * world.rank)
     return named_error(lambda: layer(batch.x[:5])), ws.close()
@@ -314,7 +314,7 @@ def test_suspended_ranks_are_not_late(pool, backend):
 def tiny_timeout(world, backend, batch):
     """Rank 1 does not come; (error, seconds) of rank 0."""
     ws = make(world, backend, group=own_group())
-    layer = uniep.nn.MoE(config(), workspace=ws)
+    layer = uniep.nn.MoE(config(), workspace=ws, seed=0)
     layer(batch.x[:5])
     for waits in (ws.backend, getattr(ws.backend, "_peers", None)):
         if hasattr(waits, "timeout_s"):
@@ -359,7 +359,7 @@ def modes(world, backend, batch):
     for inside in (True, False):
         with torch.inference_mode(inside):
             ws = make(world, backend)
-        layer = uniep.nn.MoE(config(), workspace=ws)
+        layer = uniep.nn.MoE(config(), workspace=ws, seed=0)
         for used_inside in (inside, not inside, inside):
             with torch.inference_mode(used_inside):
                 step = (lambda: layer(x)) if used_inside else (lambda: layer(x).sum().backward())  # noqa: B023

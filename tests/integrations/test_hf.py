@@ -379,7 +379,7 @@ def test_status(registration):
     assert str(hf.status(model)).startswith("uniep runs 1 of 2 MoE layers\n")
     assert hf.status(model, "*.0.mlp.experts").layers == (first,)
     assert hf.status(model, "*.0.mlp.experts").require_all().num_active == 1
-    with pytest.raises(uniep.UnsupportedError, match=r"(?s)1 of 2 MoE layers.*layers.1.mlp.experts: .*act_fn is GELU"):
+    with pytest.raises(uniep.UnsupportedError, match=r"(?s)1 of 2 MoE layers.*layers.1.mlp.experts: .*act_fn is Mish"):
         hf.status(model).require_all()
     with pytest.raises(
         uniep.ConfigError, match=r"'\*.block.\*' matches none of the 2 MoE layers of Qwen3MoeForCausalLM"
