@@ -176,8 +176,8 @@ def test_the_command(tmp_path):
     rows = json.loads(out.read_text())["rows"]
     assert [r["schedule"] for r in rows] == ["serialized", "taskflow"]
     assert list(rows[0]) == [
-        "machine", "shape", "ep", "tokens", "routing", "direction", "schedule", "makespan_us", "busy", "exposed_comm_us",
-        "phases",
+        "machine", "shape", "ep", "tokens", "routing", "direction", "schedule", "makespan_us", "busy",
+        "exposed_comm_us", "phases",
     ]  # fmt: skip
     assert list(rows[0]["busy"]) == ["matrix", "vector", "link"] and picture.stat().st_size > 1000
     first = out.read_bytes()

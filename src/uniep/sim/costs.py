@@ -27,6 +27,13 @@ RESOURCES = ("memory", "cache", "link out", "link in", "network out", "network i
 """What the tasks of a rank share; resource number rank * 6 + its place here."""
 
 
+GATHERING = ("gemm1", "dgrad2", "wgrad1", "wgrad2")
+"""Products of uniep whose rows are tokens where they lie."""
+
+STORED = {"gemm1": 2.0, "dgrad2": 1.0}
+"""What a tile stores beyond one result, in results: gate and up, kept for the backward; fp32 instead of 16 bits."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Costs:
     """alone_N: int64 ns.  flow_start_N1, flow_resource_F, flow_demand_F: bytes per ns while a task runs.
@@ -65,25 +72,33 @@ def costs(
     launches: Sequence[float] = (),
     *,
     dynamic: bool = False,
+    framework: bool = False,
+    engines: Sequence[str] = (),
 ) -> Costs:
     """sites: of all ranks of the graph.  launches: us before each kernel begins.  dynamic: workers decide at run time
-    which task is next."""
+    which task is next.  framework: products are a framework's.  engines: operators that copy engines run."""
     ep, size = sites[0].ep_size, sites[0].cfg.dtype.itemsize
     per_node = min(int(machine.ranks_per_node), ep)
     classes, work = graph.classes, graph.work_N3.double()
     is_matrix = classes == WORKERS.index("matrix")
-    is_collective, is_residual = (
-        torch.isin(graph.op_N, torch.tensor([graph.ops.index(n) for n in names if n in graph.ops], dtype=torch.int64))
-        for names in (COLLECTIVES, (RESIDUAL,))
-    )
+    is_collective, is_residual = _of_operators(graph, COLLECTIVES), _of_operators(graph, (RESIDUAL,))
     near_N, far_N, peer_N = _to_peers(graph, operators, sites, per_node)
     link, network = machine.link_gbps * machine.link_efficiency, machine.network_gbps * machine.network_efficiency
     all_to_all = machine.of("all_to_all_gbps", ep)
     # --- alone ---
-    compute_N = work[:, 0] / machine.speeds.flops + is_matrix * machine.tile_us * 1e3
-    memory_N = torch.where(is_collective, 0.0, work[:, 1] / machine.worker_gbps)
-    own = torch.where(is_collective, all_to_all, min(machine.worker_link_gbps, link))
-    peers_N = near_N / own + far_N / min(machine.worker_link_gbps, network)
+    tile_us = machine.framework_tile_us if framework else machine.tile_us
+    compute_N = work[:, 0] / machine.speeds.flops + is_matrix * tile_us * 1e3
+    if not framework:
+        compute_N += _of_operators(graph, GATHERING) * machine.gather_us * 1e3
+        area_N = (graph.block_N5[:, 2] - graph.block_N5[:, 1]) * (graph.block_N5[:, 4] - graph.block_N5[:, 3])
+        for name, more in STORED.items():
+            compute_N += _of_operators(graph, (name,)) * area_N * more * size / machine.store_gbps
+    compute_N *= _at_the_power_limit(graph, torch.where(is_matrix, compute_N, 0), machine)
+    by_engine = _of_operators(graph, engines)
+    memory_N = work[:, 1] / torch.where(is_collective | by_engine, machine.hbm, machine.worker_gbps)
+    own_link = torch.where(by_engine, link, torch.where(is_collective, all_to_all, min(machine.worker_link_gbps, link)))
+    own_network = torch.where(by_engine | is_collective, network, min(machine.worker_link_gbps, network))
+    peers_N = near_N / own_link + far_N / own_network
     task_us = machine.task_us + (machine.dynamic_task_us if dynamic else 0)
     alone_N = torch.stack([compute_N, memory_N, peers_N]).amax(0) + task_us * 1e3
     if bool(is_residual.any()):
@@ -123,6 +138,22 @@ def costs(
         alone_N, flow_start, resource_F[order], demand_F[order], capacity, delay_V, (poll * 1e3).round().long(),
         near_N, far_N,
     )  # fmt: skip
+
+
+def _at_the_power_limit(graph: TaskGraph, product_N: Tensor, machine: Machine) -> Tensor:
+    """(N,): how much longer products of each task's rank take on average: a card has `boost_ms` of them at full rate.
+    A backward follows its forward, which has half as many."""
+    whole_R = torch.zeros(graph.ep_size, dtype=torch.float64).index_add_(0, graph.rank_N, product_N)
+    whole_R = (whole_R / machine.matrix_workers).clamp(min=1)
+    left_R = (machine.boost_ms * 1e6 - whole_R / 2 * ("dgrad2" in graph.ops)).clamp(min=0)
+    late_R = (1 - left_R / whole_R).clamp(min=0)
+    return (1 + late_R * (1 / machine.sustained_share - 1))[graph.rank_N]
+
+
+def _of_operators(graph: TaskGraph, names: Sequence[str]) -> Tensor:
+    """(N,): whether a task is of one of these operators."""
+    numbers = [graph.ops.index(name) for name in names if name in graph.ops]
+    return torch.isin(graph.op_N, torch.tensor(numbers, dtype=torch.int64))
 
 
 def _delays(graph: TaskGraph, by_number: Mapping[str, Sequence[float]], latency_us: float) -> Tensor:

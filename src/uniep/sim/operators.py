@@ -229,19 +229,19 @@ def _products(problem: Problem, schedule: Schedule, activation_passes: tuple[int
         return [
             _bare(made["gemm1"]),
             _bare(made["activation"], work=_moved(activation_passes[0])),
-            _bare(_unsent(made["gemm2"], problem)),
+            _bare(_unsent(made["gemm2"])),
         ]
     made = backward_operators(schedule)
     return [
         _bare(made["dgrad2"]),
         _bare(made["activation_gradient"], work=_moved(activation_passes[1])),
-        _bare(_unsent(made["dgrad1"], problem)),
+        _bare(_unsent(made["dgrad1"])),
         _bare(made["wgrad2"]),
         _bare(made["wgrad1"]),
     ]
 
 
-def _unsent(op: Operator, problem: Problem) -> Operator:
+def _unsent(op: Operator) -> Operator:
     """The GEMM whose rows would return from its epilogue, with rows that stay here."""
     whole = op.work
 
@@ -323,13 +323,8 @@ def taskflow(problem: Problem, schedule: Schedule, *, separate: bool, one_event:
         elif op.name == "wgrad2":
             op = dataclasses.replace(op, reads=arrived)  # of the activation that the forward kept
         elif op.name in ("gemm2", "dgrad1") and separate:
-            rows = rows_of(lambda schedule: schedule.gemm2.rows)
-            op = dataclasses.replace(_unsent(op, problem), writes=(Access(op.name, rows),))
-            operators.append(op)
-            op = Operator(
-                "put_back", "vector", _expert_rows, _covered_rows, reads=(Access(op.name, rows),),
-                writes=(Access("returned", returns),), work=_return_rows, lag=1,
-            )  # fmt: skip
+            product, op = _sent_apart(op)
+            operators.append(product)
         operators.append(op)
     if not forward and separate:
         made_by = Access("activation_gradient", rows_of(lambda schedule: schedule.gemm1.rows))
@@ -337,5 +332,49 @@ def taskflow(problem: Problem, schedule: Schedule, *, separate: bool, one_event:
     return Operators(operators)
 
 
+def _sent_apart(product: Operator) -> tuple[Operator, Operator]:
+    """The product whose rows return from its epilogue, as one that leaves them and one that sends them."""
+    rows = rows_of(lambda schedule: schedule.gemm2.rows)
+    send = Operator(
+        "put_back", "vector", _expert_rows, _covered_rows, reads=(Access(product.name, rows),), writes=product.writes,
+        work=_return_rows, lag=1,
+    )  # fmt: skip
+    return dataclasses.replace(_unsent(product), writes=(Access(product.name, rows),)), send
+
+
+def rows_sent_apart(operators: Operators) -> Operators:
+    """No epilogue stores rows at their ranks: a pass of its own does."""
+    made: list[Operator] = []
+    for op in operators:
+        returning = op.name in ("gemm2", "dgrad1") and any(access.pairs is returns for access in op.writes)
+        made += _sent_apart(op) if returning else [op]
+    return Operators(made)
+
+
 def _covered_rows(site: Site) -> tuple[Block, ...]:
     return site.segments(site.cfg.hidden)
+
+
+def sent_whole(operators: Operators) -> Operators:
+    """Where copy engines send every token to every peer."""
+
+    def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
+        count_R = site.plan.send_count_R.double().clamp(min=1)
+        more_n = site.tokens / count_R[tiles[:, 0]]
+        return [(torch.as_tensor(part) * more_n).round().long() for part in operators["push"].work(site, tiles)]
+
+    return Operators([dataclasses.replace(op, work=work) if op.name == "push" else op for op in operators])
+
+
+def kept_in_pieces(operators: Operators) -> Operators:
+    """Received tokens are copied out by many workers."""
+
+    def split(site: Site) -> Tensor:
+        tiles = []
+        for peer, count in enumerate(site.plan.recv_count_R.tolist()):
+            first, last = steps(count, site.schedule.chunk_tokens)
+            zero = torch.zeros_like(first)
+            tiles.append(blocks(zero + peer, first, last, zero, zero + site.cfg.hidden))
+        return torch.cat(tiles)
+
+    return Operators([dataclasses.replace(op, split=split) if op.name == "keep" else op for op in operators])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +23,34 @@ from uniep.taskflow.graph import WORKERS, TaskGraph
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.lower import compile_graph
 from uniep.taskflow.operators import Operators
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.taskflow.schedule import Schedule, Tile, default_schedule
 from uniep.taskflow.scheduler import assign
 from uniep.taskflow.site import Site
+
+
+class Lane(NamedTuple):
+    """Operators that `workers` workers run.  extra: they are none of the die's, as copy engines are; others join the
+    rest afterwards."""
+
+    operators: tuple[str, ...]
+    workers: int
+    extra: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """operators: of the call.  schedule: tiles and orders.  kernels: names of operators that start together; None: one
     kernel, whose tasks wait for events alone.  static: queues per worker, made beforehand; else workers of a class
-    claim from one list.  dynamic: what is next is decided at run time.  first: an operator, and how many workers run it
-    before they join the others, where workers run both kinds of tasks."""
+    claim from one list.  dynamic: what is next is decided at run time.  framework: products are a framework's.  lanes:
+    operators with workers of their own, where workers run both kinds of tasks."""
 
     operators: Operators
     schedule: Schedule
     kernels: Sequence[Sequence[str]] | None = None
     static: bool = False
     dynamic: bool = False
-    first: tuple[str, int] | None = None
+    framework: bool = False
+    lanes: tuple[Lane, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +64,10 @@ _TILES = {"gemm1": Tile(rows=128, columns=256), "gemm2": Tile(rows=128, columns=
 
 
 def _schedule(machine: Machine, **fields: object) -> Schedule:
+    """Tiles split as GPUs do, where workers run both kinds of tasks."""
+    split = {} if machine.separate_vector else {"overlap": "mega"}
     workers = {"matrix_workers": int(machine.matrix_workers), "vector_workers": max(int(machine.vector_workers), 1)}
-    return Schedule(**{**_TILES, **workers, "tile_order": "natural", **fields})  # type: ignore[arg-type]
+    return Schedule(**{**_TILES, **workers, **split, "tile_order": "natural", **fields})  # type: ignore[arg-type]
 
 
 def _one_by_one(make: Callable[[Problem, Schedule], Operators]) -> Callable[[Problem, Machine], Program]:
@@ -63,7 +76,8 @@ def _one_by_one(make: Callable[[Problem, Schedule], Operators]) -> Callable[[Pro
     def program(problem: Problem, machine: Machine) -> Program:
         schedule = _schedule(machine)
         operators = make(problem, schedule)
-        return Program(operators=operators, schedule=schedule, kernels=[[op.name] for op in operators])
+        kernels = [[op.name] for op in operators]
+        return Program(operators=operators, schedule=schedule, kernels=kernels, framework=True)
 
     return program
 
@@ -83,23 +97,47 @@ def _taskflow(
     return program
 
 
-def _uniep(overlap: bool) -> Callable[[Problem, Machine], Program]:
-    """The layer's own operators: tokens once per rank, rows that return from the product's epilogue."""
+COPY_ENGINES = 4
+
+
+def _uniep_serial(problem: Problem, machine: Machine) -> Program:
+    """The layer's own operators; a pass sends rows back, so that nothing travels under a product."""
+    operators, schedule = _uniep_operators(problem, machine, tile_order="natural")
+    operators = made.rows_sent_apart(operators)
+    return Program(operators=operators, schedule=schedule, kernels=[[op.name] for op in operators])
+
+
+def _uniep_operators(problem: Problem, machine: Machine, **fields: object) -> tuple[Operators, Schedule]:
+    usual = default_schedule("hopper", problem.cfg, problem.ep)
+    schedule, grouped = (
+        _schedule(machine, chunk_tokens=usual.chunk_tokens, **fields),
+        problem.combine_groups is not None,
+    )
+    if problem.direction == "bwd":
+        return backward_operators(schedule, grouped=grouped), schedule
+    return made.kept_in_pieces(forward_operators(schedule, keep=True, grouped=grouped)), schedule
+
+
+def _uniep(transfer: str | None = None, pipelined: bool | None = None) -> Callable[[Problem, Machine], Program]:
+    """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first.  None:
+    as uniep chooses by default on GPUs."""
 
     def program(problem: Problem, machine: Machine) -> Program:
-        schedule = _schedule(machine, tile_order="local-first" if overlap else "natural")
-        grouped = problem.combine_groups is not None
-        if problem.direction == "fwd":
-            operators = forward_operators(schedule, keep=True, grouped=grouped)
-            kernels = [["push", "gemm1"], ["gemm2"], ["group_sum"], ["combine", "keep"]]
+        usual = default_schedule("hopper", problem.cfg, problem.ep)
+        operators, schedule = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
+        lanes = [Lane(("push",), usual.push_programs)]
+        if (transfer or usual.transfer) == "copy":
+            operators, lanes = made.sent_whole(operators), [Lane(("push",), COPY_ENGINES, extra=True)]
+        beside = usual.overlap == "pipelined" and problem.tokens >= usual.pipelined_from
+        if problem.direction == "bwd":
+            kernels = [["push", "dgrad2", "activation_gradient", "dweight"], ["dgrad1"], ["group_sum"],
+                       ["wgrad2", "wgrad1", "collect", "combine"]]  # fmt: skip
+        elif beside if pipelined is None else pipelined:
+            kernels = [["push", "gemm1", "keep", "gemm2"], ["group_sum"], ["combine"]]
+            lanes.append(Lane(("gemm2", "group_sum", "combine"), usual.down_sms))
         else:
-            operators = backward_operators(schedule, grouped=grouped)
-            kernels = [["push", "dgrad2"], ["dgrad1"], ["group_sum"], ["wgrad2"], ["wgrad1"],
-                       ["dweight", "collect", "combine"]]  # fmt: skip
-        if not overlap:
-            kernels = [[op.name] for op in operators]
-        first = ("push", schedule.push_programs) if overlap else None
-        return Program(operators=operators, schedule=schedule, kernels=kernels, first=first)
+            kernels = [["push", "gemm1", "keep"], ["gemm2"], ["group_sum"], ["combine"]]
+        return Program(operators=operators, schedule=schedule, kernels=kernels, lanes=tuple(lanes))
 
     return program
 
@@ -119,9 +157,12 @@ STRATEGIES = {
                  _taskflow(dynamic=True)),
         Strategy("taskflow-critical-path", "as taskflow, queues by list scheduling along the longest path",
                  _taskflow(order="critical-path")),
-        Strategy("uniep-serial", "uniep's operators, one after the other", _uniep(False)),
-        Strategy("uniep", "uniep's operators; tokens travel under the first product, results under the second",
-                 _uniep(True)),
+        Strategy("uniep-serial", "uniep's operators, one after the other", _uniep_serial),
+        Strategy("uniep", "uniep's operators: tokens travel under the first product, results under the second",
+                 _uniep()),
+        Strategy("uniep-push", "as uniep, tokens pushed by programs", _uniep("push", False)),
+        Strategy("uniep-copy", "as uniep, tokens sent by copy engines", _uniep("copy", False)),
+        Strategy("uniep-pipelined", "as uniep, the second product beside the first", _uniep(None, True)),
     )
 }  # fmt: skip
 
@@ -164,9 +205,14 @@ def execute(program: Program, operators: Operators, sites: Sequence[Site], machi
         launches = [max(_launch_us(operators, name, machine) for name in names) for names in program.kernels]
         operators = in_kernels(operators, program.kernels)
     graph = compile_graph(operators, sites)
-    spent = costs(graph, operators, sites, machine, launches, dynamic=program.dynamic)
+    spent = costs(graph, operators, sites, machine, launches, dynamic=program.dynamic, framework=program.framework,
+        engines=[name for lane in program.lanes if lane.extra for name in lane.operators],
+    )  # fmt: skip
     timeline = run(graph, queues_of(graph, program, machine, spent.alone_N), spent)
     first = launches[0] if launches else machine.matrix_launch_us
+    site = sites[0]
+    if "gemm1" in graph.ops:
+        first += machine.of("plan_us", site.ep_size)
     return Simulated(graph, sites, spent, timeline, round(first * 1e3))
 
 
@@ -188,13 +234,18 @@ def queues_of(graph: TaskGraph, program: Program, machine: Machine, alone_N: Ten
         if machine.separate_vector:
             queues += [Queue(rank, kind, workers[kind], graph.indices(rank, kind).tolist()) for kind in WORKERS]
             continue
-        tasks = graph.indices(rank)
-        early, count = torch.zeros_like(tasks, dtype=torch.bool), 0
-        if program.first is not None and program.first[0] in graph.ops:
-            early, count = graph.op_N[tasks] == graph.ops.index(program.first[0]), program.first[1]
-        if not bool(early.any()):
-            count = 0
-        queues.append(Queue(rank, "worker", workers["matrix"] - count, tasks[~early].tolist()))
-        if count:
-            queues.append(Queue(rank, "worker", count, tasks[early].tolist(), len(queues) - 1))
+        tasks, lane_n = graph.indices(rank), torch.zeros(graph.num_tasks, dtype=torch.int64)[graph.rank_N == rank]
+        for number, lane in enumerate(program.lanes):
+            ops = torch.tensor([graph.ops.index(name) for name in lane.operators if name in graph.ops])
+            lane_n[torch.isin(graph.op_N[tasks], ops)] = number + 1
+        busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(program.lanes)]
+        busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
+        left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
+        # A lane that follows another's products is joined by those who made them.
+        then = next((len(queues) + n + 1 for n, (lane, _) in enumerate(busy) if "gemm2" in lane.operators), None)
+        rest = len(queues)
+        queues.append(Queue(rank, "worker", left, tasks[lane_n == 0].tolist(), then))
+        for lane, of_lane in busy:
+            joins = None if lane.extra or "gemm2" in lane.operators else rest
+            queues.append(Queue(rank, "copies" if lane.extra else "worker", lane.workers, of_lane, joins))
     return queues
