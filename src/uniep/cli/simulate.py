@@ -101,7 +101,7 @@ def simulate(
                 done()
         console.print(_table(rows))
         console.print(
-            "matrix, vector, link: how busy. exposed: ms in which rows travel and no matrix worker computes. "
+            "matrix, vector, link: how busy. exposed: ms in which rows travel, less what is computed meanwhile. "
             "phases: the longest, from the first start to the last end",
             style="dim",
         )

@@ -27,6 +27,7 @@ RESOURCES = ("memory", "cache", "link out", "link in", "network out", "network i
 """What the tasks of a rank share; resource number rank * 6 + its place here."""
 
 
+_GOLDEN = 0.6180339887
 GATHERING = ("gemm1", "dgrad2", "wgrad1", "wgrad2")
 """Products of uniep whose rows are tokens where they lie."""
 
@@ -36,11 +37,13 @@ STORED = {"gemm1": 2.0, "dgrad2": 1.0}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Costs:
-    """alone_N: int64 ns.  flow_start_N1, flow_resource_F, flow_demand_F: bytes per ns while a task runs.
-    capacity: bytes per ns of each resource.  delay_V: ns until a complete event is seen.  poll_N: ns until a worker
-    that waits sees that its task may start.  near_N, far_N: bytes to peers of the node and of others."""
+    """alone_N: int64 ns.  compute_N: ns of its operations alone.  flow_start_N1, flow_resource_F, flow_demand_F: bytes
+    per ns while a task runs.  capacity: bytes per ns of each resource.  delay_V: ns until a complete event is seen.
+    poll_N: ns until a worker that waits sees that its task may start.  near_N, far_N: bytes to peers of the node and of
+    others."""
 
     alone_N: Tensor
+    compute_N: Tensor
     flow_start_N1: Tensor
     flow_resource_F: Tensor
     flow_demand_F: Tensor
@@ -61,7 +64,18 @@ class Costs:
         zero = torch.zeros(graph.num_tasks + 1, dtype=torch.int64)
         no_delay = torch.zeros(graph.num_events, dtype=torch.int64)
         sent_N = graph.work_N3[:, 2].double()
-        return cls(alone_N, zero, none.long(), none, none, no_delay, zero[1:], sent_N, torch.zeros_like(sent_N))
+        return cls(
+            alone_N,
+            alone_N.double(),
+            zero,
+            none.long(),
+            none,
+            none,
+            no_delay,
+            zero[1:],
+            sent_N,
+            torch.zeros_like(sent_N),
+        )
 
 
 def costs(
@@ -135,8 +149,8 @@ def costs(
         polled_V = graph.event_V3[:, 1] != graph.stages.index(KERNEL)
     poll[~graph.has_any(graph.waits, polled_V)] = 0
     return Costs(
-        alone_N, flow_start, resource_F[order], demand_F[order], capacity, delay_V, (poll * 1e3).round().long(),
-        near_N, far_N,
+        alone_N, compute_N, flow_start, resource_F[order], demand_F[order], capacity, delay_V,
+        (poll * 1e3).round().long(), near_N, far_N,
     )  # fmt: skip
 
 
@@ -159,7 +173,7 @@ def _of_operators(graph: TaskGraph, names: Sequence[str]) -> Tensor:
 def _delays(graph: TaskGraph, by_number: Mapping[str, Sequence[float]], latency_us: float) -> Tensor:
     stage_V, number_V = graph.event_V3[:, 1], graph.event_V3[:, 2]
     delay_V = torch.zeros(graph.num_events, dtype=torch.float64)
-    for name in SHARED_STAGES:
+    for name in (*SHARED_STAGES, "forwarded", "gathered"):
         if name in graph.stages:
             delay_V[stage_V == graph.stages.index(name)] = latency_us
     for name, values in by_number.items():
@@ -210,5 +224,9 @@ def _to_peers(
         rows, near_rows = both[last] - both[first], near[last] - near[first]
         per_row = total_N[scattered] / rows.clamp(min=1)
         near_N[scattered], far_N[scattered] = per_row * near_rows, per_row * (rows - near_rows)
-        peer_N[scattered] = source[leading[both[first].clamp(max=len(leading) - 1)]]
+        # Of the ranks that a tile's rows return to, one takes all of it: another one for each column of tiles.
+        width = graph.block_N5[scattered, 4] - graph.block_N5[scattered, 3]
+        turn = graph.block_N5[scattered, 3] / width * _GOLDEN % 1
+        chosen = both[first] + (rows * turn).long()
+        peer_N[scattered] = source[leading[chosen.clamp(max=len(leading) - 1)]]
     return near_N, far_N, peer_N

@@ -14,10 +14,12 @@ HyperParallel-MoE (arXiv 2605.23764).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,11 +74,12 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
     claimed, start, finish, worker, taken_from = ([-1] * num for _ in range(5))
     heap: list[int] = []
     push, pop = heapq.heappush, heapq.heappop
+    may_start, completes, joins, is_over = flow.may_start, flow.completes, shared.joins, shared.is_over
 
     def starts(index: int, now: int) -> None:
         start[index] = now
         for f in range(begin[index], begin[index + 1]):
-            due[f] = shared.joins(resource_of[f], demand_of[f], now, heap) + alone[index]
+            due[f] = joins(resource_of[f], demand_of[f], now, heap) + alone[index]
         push(heap, (now + alone[index]) * kinds + index)
 
     def claims(number: int, now: int) -> None:
@@ -84,7 +87,7 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
         while free and tasks:
             index = tasks.pop()
             worker[index], claimed[index], taken_from[index] = pop(free), now, number
-            if flow.may_start(index):
+            if may_start(index):
                 starts(index, now)
         if free and (then := queues[number].then) is not None:
             for who in free:
@@ -101,37 +104,59 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
                     else:
                         starts(other, now)
 
-    for number in range(len(queues)):
-        claims(number, 0)
-    while heap:
-        now, code = divmod(pop(heap), kinds)
-        if code < num:
-            if start[code] < 0:  # its worker has seen that it may start
-                starts(code, now)
-                continue
-            ending = [code] if shared.is_over(code, begin, resource_of, due, now, heap) else []
-        elif code < num + events:
-            opens(code - num, now)
-            continue
-        else:
-            ending = shared.ended(code - num - events, begin, resource_of, due, now, heap)
-        for index in ending:
-            finish[index] = now
-            for f in range(begin[index], begin[index + 1]):
-                shared.joins(resource_of[f], -demand_of[f], now, heap)
-            number = taken_from[index]
-            push(idle[number], worker[index])
-            for event in flow.completes(index):
-                if delay[event]:
-                    push(heap, (now + delay[event]) * kinds + num + event)
-                else:
-                    opens(event, now)
+    def ends(index: int, now: int) -> None:
+        finish[index] = now
+        for f in range(begin[index], begin[index + 1]):
+            joins(resource_of[f], -demand_of[f], now, heap)
+        for event in completes(index):
+            if delay[event]:
+                push(heap, (now + delay[event]) * kinds + num + event)
+            else:
+                opens(event, now)
+        number = taken_from[index]
+        tasks, free = todo[number], idle[number]
+        if free or not tasks:
+            push(free, worker[index])
             claims(number, now)
+            return
+        following = tasks.pop()  # the usual case: nobody else of this queue is free
+        worker[following], claimed[following], taken_from[following] = worker[index], now, number
+        if may_start(following):
+            starts(following, now)
+
+    with _without_collection():
+        for number in range(len(queues)):
+            claims(number, 0)
+        while heap:
+            code = pop(heap)
+            now = code // kinds
+            code -= now * kinds
+            if code >= num + events:
+                for index in shared.ended(code - num - events, begin, resource_of, due, now, heap):
+                    ends(index, now)
+            elif code >= num:
+                opens(code - num, now)
+            elif start[code] < 0:  # its worker has seen that it may start
+                starts(code, now)
+            elif begin[code] == begin[code + 1] or is_over(code, begin, resource_of, due, now, heap):
+                ends(code, now)
     if min(finish, default=0) < 0:
         check(graph, [queue.tasks for queue in queues])
         raise AssertionError("the simulation stopped early")
     columns = (torch.tensor(of, dtype=torch.int64) for of in (claimed, start, finish, taken_from, worker))
     return Timeline(queues, *columns)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection: it would look at millions of lists, and nothing here refers to itself (a fifth faster)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _first_numbers(queues: Sequence[Queue]) -> list[int]:

@@ -208,7 +208,7 @@ def collective(name: str, rows: Callable[[Site], Tensor], stage: str) -> Operato
     return Operator(name, "vector", split, _covered(split), writes=(Access(stage, to_peer),), work=_send, where="first")
 
 
-COLLECTIVES = ("dispatch", "return")
+COLLECTIVES = ("dispatch", "forward", "gather", "return")
 """Operators at the speed of collectives instead of that of one-sided stores."""
 
 _ARRIVED = (Access("arrived", _from_all(_rows_came)),)
@@ -297,6 +297,62 @@ def deepep(problem: Problem, schedule: Schedule) -> Operators:
     )
 
 
+def hierarchical(problem: Problem, schedule: Schedule, per_node: int) -> Operators:
+    """Each token once to each node, to the rank of the same place there, which forwards it to the ranks that want it;
+    back, rows are added per rank, then per node, and cross the network once per node: DeepEP's mode between nodes.
+
+    What a rank forwards are others' tokens; it is counted from its own, of which as many are forwarded elsewhere.
+    """
+    per_node = min(per_node, problem.ep)
+
+    def near(site: Site) -> Tensor:
+        """(R,): ranks of this node."""
+        return torch.arange(site.ep_size) // per_node == site.rank // per_node
+
+    def across(site: Site) -> Tensor:
+        """(R,): tokens for the ranks of this node, and for other nodes, at the rank of the same place."""
+        count_R, is_near = site.plan.send_count_R.long(), near(site)
+        out = torch.where(is_near, count_R, 0)
+        for node in range(site.ep_size // per_node):
+            ranks = slice(node * per_node, (node + 1) * per_node)
+            if not bool(is_near[ranks].any()):
+                tokens = torch.unique(site.plan.send_token_RT[ranks])
+                out[node * per_node + site.rank % per_node] = int((tokens >= 0).sum())
+        return out
+
+    def inside(site: Site) -> Tensor:
+        """(R,): tokens of other nodes forwarded to each rank of this one."""
+        count_R = torch.where(near(site), 0, site.plan.send_count_R.long())
+        of_place = count_R.view(-1, per_node).sum(0)
+        of_place[site.rank % per_node] = 0
+        out = torch.zeros_like(count_R)
+        first = site.rank // per_node * per_node
+        out[first : first + per_node] = of_place
+        return out
+
+    middle = _products(problem, schedule, FRAMEWORK_PASSES)
+    arrived, forwarded = Access("arrived", _from_all(across)), Access("forwarded", _from_all(inside))
+    gathered, returned = Access("gathered", _from_all(inside)), Access("returned", _from_all(across))
+    forward, gather = collective("forward", inside, "forwarded"), collective("gather", inside, "gathered")
+    return Operators(
+        [
+            collective("dispatch", across, "arrived"),
+            dataclasses.replace(forward, reads=(arrived,)),
+            pass_over("permute", _expert_rows, _moved(1, _rank_tokens), (arrived, forwarded)),
+            *middle,
+            *([residual_of(_expert_rows)] if problem.direction == "bwd" else []),
+            pass_over("unpermute", _expert_rows, _moved(1, _rank_tokens)),
+            gather,
+            dataclasses.replace(collective("return", across, "returned"), reads=(gathered,)),
+            *(
+                [pass_over("combine", _own_tokens, _ranks_sum, (returned,), "last")]
+                if problem.covers == "layer"
+                else []
+            ),
+        ]
+    )
+
+
 def taskflow(problem: Problem, schedule: Schedule, *, separate: bool, one_event: bool = False) -> Operators:
     """HyperParallel-MoE's: rows put in the order in which experts consume them, an event per expert.
 
@@ -370,9 +426,9 @@ def kept_in_pieces(operators: Operators) -> Operators:
     """Received tokens are copied out by many workers."""
 
     def split(site: Site) -> Tensor:
-        tiles = []
-        for peer, count in enumerate(site.plan.recv_count_R.tolist()):
-            first, last = steps(count, site.schedule.chunk_tokens)
+        tiles, count_R = [], site.plan.recv_count_R.tolist()
+        for peer in _peers_in_turn(site).tolist():
+            first, last = steps(count_R[peer], site.schedule.chunk_tokens)
             zero = torch.zeros_like(first)
             tiles.append(blocks(zero + peer, first, last, zero, zero + site.cfg.hidden))
         return torch.cat(tiles)

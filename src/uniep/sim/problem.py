@@ -30,7 +30,8 @@ Direction = Literal["fwd", "bwd"]
 ROUTINGS = ("balanced", "natural", "zipf", "uniform")
 """balanced: every expert equally often, from every rank.  natural: expert popularity is log-normal (an estimate of what
 load-balanced routers do: the busiest of 64 experts gets about twice the mean).  zipf: the n-th most popular expert in
-proportion to 1/n.  uniform: every token any experts (what benchmarks call balanced)."""
+proportion to 1/n, in that order of experts which benchmarks measure.  uniform: every token any experts (what benchmarks
+call balanced)."""
 
 NATURAL_SIGMA = 0.3
 
@@ -72,28 +73,28 @@ class Problem:
         """Whether one rank stands for all."""
         return self.routing == "balanced"
 
-    def ids(self, rank: int) -> Tensor:
-        """(T, K) of one rank."""
+    def ids(self, rank: int, node: int | None = None) -> Tensor:
+        """(T, K) of one rank.  node: ranks of a node, in which balanced routing is symmetric, too; None: all."""
         experts, top_k = self.cfg.num_experts, self.cfg.top_k
         if self.routing == "balanced":
-            return (
-                _balanced(self.tokens, experts, top_k, self.seed) + rank * self.cfg.experts_per_rank(self.ep)
-            ) % experts
-        fixed, own = (
-            torch.Generator().manual_seed(zlib.crc32(f"{self.routing}/{self.seed}/{part}".encode()))
-            for part in ("popularity", rank)
-        )
+            base_TK, own = _balanced(self.tokens, experts, top_k, self.seed), self.cfg.experts_per_rank(self.ep)
+            node = min(node or self.ep, self.ep)
+            target, nodes = base_TK // own, self.ep // node
+            target = (target // node + rank // node) % nodes * node + (target + rank) % node
+            return target * own + base_TK % own
+        fixed = torch.Generator().manual_seed(3 + self.seed)  # 3: that of benchmarks/cases.py
+        drawn = torch.Generator().manual_seed(zlib.crc32(f"{self.routing}/{self.seed}/{rank}".encode()))
         log_E = torch.zeros(experts)
         if self.routing == "natural":
             log_E = torch.randn(experts, generator=fixed) * NATURAL_SIGMA
         elif self.routing == "zipf":
             log_E = -torch.log1p(torch.randperm(experts, generator=fixed).float())
-        uniform_TE = torch.rand(self.tokens, experts, generator=own).clamp(1e-6, 1 - 1e-6)
+        uniform_TE = torch.rand(self.tokens, experts, generator=drawn).clamp(1e-6, 1 - 1e-6)
         return (log_E - torch.log(-torch.log(uniform_TE))).topk(top_k, dim=1).indices
 
-    def sites(self, schedule: Schedule) -> list[Site]:
+    def sites(self, schedule: Schedule, node: int | None = None) -> list[Site]:
         """Of all ranks, or of the one that stands for all."""
-        cfg, ids = self.cfg, [self.ids(rank) for rank in range(self.ep)]
+        cfg, ids = self.cfg, [self.ids(rank, node) for rank in range(self.ep)]
         return [self.site(rank, ids, cfg, schedule) for rank in range(1 if self.symmetric else self.ep)]
 
     def site(self, rank: int, ids: list[Tensor], cfg: MoEConfig, schedule: Schedule) -> Site:

@@ -31,49 +31,67 @@ def row_of(problem: Problem, machine: Machine, strategy: Strategy, made: Simulat
         "schedule": strategy.name,
         "makespan_us": made.makespan_ns / 1e3,
         "busy": busy(made, machine),
-        "exposed_comm_us": exposed_us(made),
+        "exposed_comm_us": exposed_us(made, machine),
         "phases": phases(made),
     }
 
 
 def busy(made: Simulated, machine: Machine) -> dict[str, float]:
-    """Parts of the makespan: of a mean worker of each class, and of the links' capacity."""
-    graph, timeline = made.graph, made.timeline
+    """Parts of the makespan: matrix workers' computing, vector workers' tasks, the links' (or network's) capacity."""
+    graph, timeline, is_matrix = made.graph, made.timeline, _is_matrix(made)
     whole = max(made.makespan_ns, 1) * graph.ep_size
     ran_N = (timeline.finish_N - timeline.start_N).double()
-    out: dict[str, float] = {}
-    for number, worker in enumerate(WORKERS):
-        count = int(machine.vector_workers if worker == "vector" else 0) or int(machine.matrix_workers)
-        out[worker] = float(ran_N[graph.classes == number].sum()) / (whole * count)
-    link_rate = max(float(made.costs.capacity[RESOURCES.index("link out")]), 1e-9)
-    network_rate = float(made.costs.capacity[RESOURCES.index("network out")])
-    near, far = made.costs.near_N, made.costs.far_N
-    out["link"] = max(float(near.sum()) / link_rate, float(far.sum()) / network_rate) / whole
+    vector_workers = int(machine.vector_workers) or int(machine.matrix_workers)
+    link, network = (float(made.costs.capacity[RESOURCES.index(name)]) for name in ("link out", "network out"))
+    out = {
+        "matrix": float(made.costs.compute_N[is_matrix].sum()) / (whole * int(machine.matrix_workers)),
+        "vector": float(ran_N[~is_matrix].sum()) / (whole * vector_workers),
+        "link": max(float(made.costs.near_N.sum()) / link, float(made.costs.far_N.sum()) / network) / whole,
+    }
     return {name: round(part, 4) for name, part in out.items()}
 
 
-def exposed_us(made: Simulated) -> float:
-    """Time in which a rank sends, or waits for peers' rows, while no matrix worker of it computes; mean over ranks."""
-    graph, timeline = made.graph, made.timeline
-    is_matrix = graph.classes == WORKERS.index("matrix")
-    total = 0
+def exposed_us(made: Simulated, machine: Machine) -> float:
+    """Time in which tasks of a rank send, less what its matrix workers compute meanwhile; mean over ranks."""
+    graph, timeline, is_matrix = made.graph, made.timeline, _is_matrix(made)
+    took_N = (timeline.finish_N - timeline.start_N).double()
+    total = 0.0
     for rank in range(graph.ep_size):
         here = graph.rank_N == rank
-        compute = _union(timeline, here & is_matrix)
-        sends = _union(timeline, here & (made.costs.sends > 0))
-        both = _union(timeline, here & (is_matrix | (made.costs.sends > 0)))
-        total += both - compute if sends else 0
+        sending = here & (made.costs.sends > 0)
+        if not bool(sending.any()):
+            continue
+        computing = here & is_matrix
+        edge, before = _union(timeline.start_N[sending], timeline.finish_N[sending])
+        meanwhile_N = _until(timeline.finish_N[computing], edge, before) - _until(
+            timeline.start_N[computing], edge, before
+        )
+        computed = made.costs.compute_N[computing] * meanwhile_N / took_N[computing]
+        total += max(float(before[-1]) - float(computed.sum()) / int(machine.matrix_workers), 0.0)
     return round(total / graph.ep_size / 1e3, 3)
 
 
-def _union(timeline: Any, chosen_N: Tensor) -> int:
-    """ns in which any of these tasks runs."""
-    start, order = torch.sort(timeline.start_N[chosen_N])
-    if not len(start):
-        return 0
-    until = torch.cummax(timeline.finish_N[chosen_N][order], 0).values
-    gaps = (start[1:] - until[:-1]).clamp(min=0)
-    return int(until[-1] - start[0] - gaps.sum())
+def _is_matrix(made: Simulated) -> Tensor:
+    return made.graph.classes == WORKERS.index("matrix")
+
+
+def _union(start_n: Tensor, finish_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Of these intervals together: times at which they begin or end, and how much of them lies before each."""
+    start_n, order = torch.sort(start_n)
+    until_n = torch.cummax(finish_n[order], 0).values
+    begins = torch.cat([torch.ones(1, dtype=torch.bool), start_n[1:] > until_n[:-1]])
+    ends = torch.cat([begins[1:], torch.ones(1, dtype=torch.bool)])
+    edge = torch.stack([start_n[begins], until_n[ends]], 1).flatten()
+    length = torch.zeros_like(edge)
+    length[1::2] = edge[1::2] - edge[::2]
+    return edge, length.cumsum(0)
+
+
+def _until(time_n: Tensor, edge: Tensor, before: Tensor) -> Tensor:
+    """How much of the intervals lies before each of these times."""
+    at = torch.searchsorted(edge, time_n, right=True) - 1
+    passed = torch.where(at % 2 == 0, time_n - edge[at.clamp(min=0)], 0)
+    return torch.where(at < 0, 0, before[at.clamp(min=0)] + passed).double()
 
 
 def phases(made: Simulated) -> dict[str, float]:

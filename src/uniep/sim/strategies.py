@@ -82,6 +82,13 @@ def _one_by_one(make: Callable[[Problem, Schedule], Operators]) -> Callable[[Pro
     return program
 
 
+def _hierarchical(problem: Problem, machine: Machine) -> Program:
+    schedule = _schedule(machine)
+    operators = made.hierarchical(problem, schedule, int(machine.ranks_per_node))
+    kernels = [[op.name] for op in operators]
+    return Program(operators=operators, schedule=schedule, kernels=kernels, framework=True)
+
+
 def _taskflow(
     *, one_event: bool = False, dynamic: bool = False, order: str = "natural"
 ) -> Callable[[Problem, Machine], Program]:
@@ -149,6 +156,8 @@ STRATEGIES = {
                  _one_by_one(made.serialized)),
         Strategy("deepep", "operator by operator; tokens once per rank, rows added before they return",
                  _one_by_one(made.deepep)),
+        Strategy("hierarchical", "as deepep; tokens once per node, forwarded there, rows added per node",
+                 _hierarchical),
         Strategy("taskflow", "one kernel of tile tasks, rows put in the order of experts, static queues",
                  _taskflow()),
         Strategy("taskflow-one-event", "as taskflow, but nothing starts before the whole dispatch has arrived",
@@ -192,9 +201,10 @@ class Simulated:
 
 def simulate(problem: Problem, machine: Machine, program: Program) -> Simulated:
     """Compile, schedule, and run on the machine; balanced routing on the one rank that stands for all."""
-    operators, sites = program.operators, problem.sites(program.schedule)
+    node = int(machine.ranks_per_node)
+    operators, sites = program.operators, problem.sites(program.schedule, node)
     if problem.symmetric:
-        operators = folded(operators, int(machine.ranks_per_node))
+        operators = folded(operators, node)
     return execute(program, operators, sites, machine)
 
 

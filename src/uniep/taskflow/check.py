@@ -80,16 +80,17 @@ class Flow:
         """The tasks that may start from now on, by group."""
         return [group for event in self.completes(index) for group in self.complete(event)]
 
-    def completes(self, index: int) -> list[int]:
+    def completes(self, index: int) -> Sequence[int]:
         """The events that are complete once this task is over: all groups that signal them are."""
         group = self._signal_group[index]
-        self._unfinished[group] -= 1
+        left = self._unfinished[group] = self._unfinished[group] - 1
+        if left:
+            return ()
         done: list[int] = []
-        if self._unfinished[group] == 0:
-            for event in self._signalled[group]:
-                self._signallers[event] -= 1
-                if self._signallers[event] == 0:
-                    done.append(event)
+        for event in self._signalled[group]:
+            left = self._signallers[event] = self._signallers[event] - 1
+            if not left:
+                done.append(event)
         return done
 
     def complete(self, event: int) -> list[list[int]]:
