@@ -106,7 +106,7 @@ def variants(machine: Machine, found: Mapping[int, Times]) -> Iterator[tuple[str
     yield (
         "residual of the backward on the matrix units",
         *_both(
-            {ep: of._replace(fused={**of.fused, "bwd": _residual_on_matrix(machine, ep)}) for ep, of in found.items()}
+            {ep: of._replace(fused={**of.fused, "bwd": residual_on_matrix(machine, ep)}) for ep, of in found.items()}
         ),
     )
     dynamic = {ep: times(machine, ep, "taskflow-dynamic") for ep in found}
@@ -120,7 +120,8 @@ def _both(found: Mapping[int, Times]) -> tuple[dict[int, float], dict[int, float
     return {ep: sum(of.fused.values()) for ep, of in found.items()}, {ep: of.gain for ep, of in found.items()}
 
 
-def _residual_on_matrix(machine: Machine, ep: int) -> float:
+def residual_on_matrix(machine: Machine, ep: int) -> float:
+    """ms of the fused backward if what no operator accounts for were work of the matrix units."""
     problem = Problem(SHAPE, ep, 4096, "balanced", "bwd")
     program: Program = STRATEGIES["taskflow"].program(problem, machine)
     operators = Operators(
