@@ -12,10 +12,12 @@ from uniep.errors import ConfigError
 from uniep.routing import RoutingPlan, build_plan
 from uniep.shapes import SHAPES, Shape, parse_shape
 from uniep.sim import STRATEGIES, Problem, load_machine, machines, row, simulate
+from uniep.sim.beside import predicted
 from uniep.sim.problem import opposite
 from uniep.sim.rows import spans
 from uniep.sim.strategies import execute, parse_strategies
 from uniep.taskflow.check import check
+from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import shares
 
@@ -152,10 +154,27 @@ def test_spans_are_a_trace():
     made = load_machine("ascend-a3")
     problem = Problem(SMALL, 4, 256, "balanced", "bwd")
     result = simulate(problem, made, STRATEGIES["taskflow"].program(problem, made))
-    found = spans(result, problem)
+    found = spans(result, "backward")
     assert len(found) == result.graph.num_tasks and max(s.end_ns for s in found) == result.makespan_ns
     for part in shares(found):
         assert part.busy + part.waiting + part.exposed + part.idle == pytest.approx(1)
+
+
+@pytest.mark.parametrize("machine", [None, "h200-node"])
+def test_a_recorded_layer_is_predicted_behind_what_was_recorded(machine):
+    """The same tasks, each once, in the schedule's graph; the backward begins when the forward is over."""
+    cfg = Problem(SMALL, 2, 256).cfg
+    ids = [torch.rand(256, 16, generator=torch.Generator().manual_seed(rank)).topk(4).indices for rank in range(2)]
+    schedule = Schedule(vector_workers=2) if machine is None else Schedule(overlap="mega", push_programs=16)
+    made = machine and load_machine(machine)
+    first = predicted(ids, cfg, schedule, made, [])
+    later = predicted(ids, cfg, schedule, made, first)
+    assert [s.phase for s in first] == sorted((s.phase for s in first), reverse=True)
+    forward = [s for s in first if s.phase == "forward, predicted"]
+    backward = [s for s in first if s.phase == "backward, predicted"]
+    assert max(s.end_ns for s in forward) == min(s.claimed_ns for s in backward)
+    assert {"push", "gemm1", "gemm2", "combine"} <= {s.op for s in forward}
+    assert later[0].claimed_ns - first[0].claimed_ns == max(s.end_ns for s in first) and len(later) == len(first)
 
 
 def test_bad_problems_are_told():

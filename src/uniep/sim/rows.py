@@ -109,12 +109,11 @@ def phases(made: Simulated) -> dict[str, float]:
     return out
 
 
-def spans(made: Simulated, problem: Problem) -> list[Span]:
+def spans(made: Simulated, phase: str) -> list[Span]:
     """As records of the trace format."""
     graph, timeline = made.graph, made.timeline
     tasks = graph.tasks
     remote, for_peers = graph.remote.tolist(), graph.waits_for_peers.tolist()
-    phase = "forward" if problem.direction == "fwd" else "backward"
     names: list[str] = []
     for number, worker, index in zip(
         timeline.queue_N.tolist(), timeline.worker_N.tolist(), range(graph.num_tasks), strict=True
