@@ -94,7 +94,7 @@ def test_the_real_order_of_rows_changes_little():
 def test_opposite_ranks():
     """Two nodes of four: from 0, rank 5 is a node and a place on; so is 0 from 7, which is its opposite."""
     assert opposite(torch.arange(8), 8, 4).tolist() == [0, 3, 2, 1, 4, 7, 6, 5]
-    assert opposite(torch.arange(4), 4, 8).tolist() == [0, 3, 2, 1]
+    assert opposite(torch.arange(4), 4, 4).tolist() == [0, 3, 2, 1]
 
 
 @pytest.mark.parametrize("machine", machines())
@@ -109,6 +109,18 @@ def test_every_strategy_on_every_machine(machine):
                 assert all(0 <= part <= 1 for part in got["busy"].values())
                 assert 0 <= got["exposed_comm_us"] <= got["makespan_us"]
                 assert (ep == 1) <= (got["busy"]["link"] == 0)
+
+
+@pytest.mark.parametrize("machine", ["ascend-a3", "h100-cluster"])
+def test_few_tokens_idle_experts_and_odd_nodes(machine):
+    """Twelve ranks on nodes of eight are three nodes of four; seven tokens leave experts without rows."""
+    made = load_machine(machine)
+    assert [load_machine("h100-cluster").per_node(ep) for ep in (4, 8, 12, 16)] == [4, 8, 4, 8]
+    for ep, tokens, routing in ((12, 7, "zipf"), (2, 1, "zipf"), (12, 5, "balanced"), (1, 1, "balanced")):
+        for direction in ("fwd", "bwd"):
+            problem = Problem(Shape("odd", 128, 64, 24, 4), ep, tokens, routing, direction)
+            for strategy in STRATEGIES.values():
+                assert row(problem, made, strategy)["makespan_us"] > 0
 
 
 def test_bytes_and_operations_add_up():

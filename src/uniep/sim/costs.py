@@ -92,7 +92,7 @@ def costs(
     """sites: of all ranks of the graph.  launches: us before each kernel begins.  dynamic: workers decide at run time
     which task is next.  framework: products are a framework's.  engines: operators that copy engines run."""
     ep, size = sites[0].ep_size, sites[0].cfg.dtype.itemsize
-    per_node = min(int(machine.ranks_per_node), ep)
+    per_node = machine.per_node(ep)
     classes, work = graph.classes, graph.work_N3.double()
     is_matrix = classes == WORKERS.index("matrix")
     is_collective, is_residual = _of_operators(graph, COLLECTIVES), _of_operators(graph, (RESIDUAL,))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,11 @@ class Machine:
         """With other values, checked like those of a file.  A key replaces those of it per EP size, too."""
         kept = {key: value for key, value in self.values.items() if _base(key) not in changes or key in changes}
         return checked(self.name, {**kept, **changes})
+
+    def per_node(self, ep_size: int) -> int:
+        """Ranks of a group that share a node, as many in each: all of a group that fits in one."""
+        most = int(self.ranks_per_node)
+        return ep_size if ep_size <= most else math.gcd(ep_size, most)
 
     @property
     def separate_vector(self) -> bool:

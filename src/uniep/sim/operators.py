@@ -132,6 +132,7 @@ def _put_to(one_event: bool) -> Callable[[Site, Tensor], Pairs]:
 def _for_expert(one_event: bool) -> Callable[[Site, Tensor], Pairs]:
     def pairs(site: Site, tiles: Tensor) -> Pairs:
         group = torch.unique(tiles[:, 0])
+        group = group[site.start_e1.diff()[group] > 0]  # others have tiles of zeros, which wait for nothing
         return Pairs(tiles[:, 0], group, torch.full_like(group, site.rank), group * (not one_event))
 
     return pairs
@@ -303,7 +304,6 @@ def hierarchical(problem: Problem, schedule: Schedule, per_node: int) -> Operato
 
     What a rank forwards are others' tokens; it is counted from its own, of which as many are forwarded elsewhere.
     """
-    per_node = min(per_node, problem.ep)
 
     def near(site: Site) -> Tensor:
         """(R,): ranks of this node."""
@@ -330,9 +330,25 @@ def hierarchical(problem: Problem, schedule: Schedule, per_node: int) -> Operato
         out[first : first + per_node] = of_place
         return out
 
+    def rows_between(site: Site) -> Tensor:
+        """(R, nodes, places): rows of each rank's tokens on each rank."""
+        return site.plan.counts_RE.view(site.ep_size, site.ep_size, -1).sum(2).view(site.ep_size, -1, per_node)
+
+    def across_came(site: Site) -> Tensor:
+        """(R,): not 0 for ranks of which `across` sends something here."""
+        home, place = divmod(site.rank, per_node)
+        same_place = torch.arange(site.ep_size) % per_node == place
+        return torch.where(near(site), site.plan.recv_count_R, same_place * rows_between(site)[:, home].sum(1))
+
+    def inside_came(site: Site) -> Tensor:
+        home, place = divmod(site.rank, per_node)
+        rows = rows_between(site)[:, :, place]
+        is_peer = near(site) & (torch.arange(site.ep_size) != site.rank)
+        return is_peer * (rows.sum(1) - rows[:, home])
+
     middle = _products(problem, schedule, FRAMEWORK_PASSES)
-    arrived, forwarded = Access("arrived", _from_all(across)), Access("forwarded", _from_all(inside))
-    gathered, returned = Access("gathered", _from_all(inside)), Access("returned", _from_all(across))
+    arrived, forwarded = Access("arrived", _from_all(across_came)), Access("forwarded", _from_all(inside_came))
+    gathered, returned = Access("gathered", _from_all(inside_came)), Access("returned", _from_all(across_came))
     forward, gather = collective("forward", inside, "forwarded"), collective("gather", inside, "gathered")
     return Operators(
         [

@@ -78,7 +78,7 @@ class Problem:
         experts, top_k = self.cfg.num_experts, self.cfg.top_k
         if self.routing == "balanced":
             base_TK, own = _balanced(self.tokens, experts, top_k, self.seed), self.cfg.experts_per_rank(self.ep)
-            node = min(node or self.ep, self.ep)
+            node = node or self.ep
             target, nodes = base_TK // own, self.ep // node
             target = (target // node + rank // node) % nodes * node + (target + rank) % node
             return target * own + base_TK % own
@@ -154,7 +154,6 @@ def _folded(access: Access, node: int):  # type: ignore[no-untyped-def]
 
 def opposite(rank: Tensor, ep_size: int, node: int) -> Tensor:
     """The rank from which rank 0 is as far as `rank` is from 0, in nodes and in places of a node."""
-    node = min(node, ep_size)
     return (-(rank // node)) % (ep_size // node) * node + (-(rank % node)) % node
 
 

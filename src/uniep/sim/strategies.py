@@ -84,7 +84,7 @@ def _one_by_one(make: Callable[[Problem, Schedule], Operators]) -> Callable[[Pro
 
 def _hierarchical(problem: Problem, machine: Machine) -> Program:
     schedule = _schedule(machine)
-    operators = made.hierarchical(problem, schedule, int(machine.ranks_per_node))
+    operators = made.hierarchical(problem, schedule, machine.per_node(problem.ep))
     kernels = [[op.name] for op in operators]
     return Program(operators=operators, schedule=schedule, kernels=kernels, framework=True)
 
@@ -201,7 +201,7 @@ class Simulated:
 
 def simulate(problem: Problem, machine: Machine, program: Program) -> Simulated:
     """Compile, schedule, and run on the machine; balanced routing on the one rank that stands for all."""
-    node = int(machine.ranks_per_node)
+    node = machine.per_node(problem.ep)
     operators, sites = program.operators, problem.sites(program.schedule, node)
     if problem.symmetric:
         operators = folded(operators, node)
