@@ -2,8 +2,7 @@
 
 python docs/images/taskflow.py
 
-Rank 0 of 4, with 4 matrix and 2 vector workers; costs are the model's for multiprocessors of an H200, except that
-links are four times as slow, so that communication is worth hiding.
+Rank 0 of 4, with 4 matrix and 2 vector workers; costs are the model's for multiprocessors of an H200.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def main() -> None:
     ids = [torch.rand(512, 16, generator=generator).topk(4)[1] for _ in range(4)]
     plans = [build_plan(ids, rank, cfg) for rank in range(4)]
     speeds = load_machine("h200-node").speeds
-    speeds = dataclasses.replace(speeds, peer=speeds.peer / 4)
     plt = figure_style()
     figure, panels = plt.subplots(len(SCHEDULES), figsize=(11, 8.4), sharex=True, layout="constrained")
     for axes, (title, base) in zip(panels, SCHEDULES.items(), strict=True):

@@ -19,6 +19,7 @@ import dataclasses
 import gc
 import heapq
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
     begin, resource_of, demand_of = (
         t.tolist() for t in (costs.flow_start_N1, costs.flow_resource_F, costs.flow_demand_F)
     )
+    flows = bool(resource_of)
     shared = _Shared(costs, kinds)
     due = [0.0] * len(resource_of)  # where a flow's clock is when it is over
     todo = [list(reversed(queue.tasks)) for queue in queues]
@@ -78,8 +80,9 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
 
     def starts(index: int, now: int) -> None:
         start[index] = now
-        for f in range(begin[index], begin[index + 1]):
-            due[f] = joins(resource_of[f], demand_of[f], now, heap) + alone[index]
+        if flows:
+            for f in range(begin[index], begin[index + 1]):
+                due[f] = joins(resource_of[f], demand_of[f], now, heap) + alone[index]
         push(heap, (now + alone[index]) * kinds + index)
 
     def claims(number: int, now: int) -> None:
@@ -106,8 +109,9 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
 
     def ends(index: int, now: int) -> None:
         finish[index] = now
-        for f in range(begin[index], begin[index + 1]):
-            joins(resource_of[f], -demand_of[f], now, heap)
+        if flows:
+            for f in range(begin[index], begin[index + 1]):
+                joins(resource_of[f], -demand_of[f], now, heap)
         for event in completes(index):
             if delay[event]:
                 push(heap, (now + delay[event]) * kinds + num + event)
@@ -138,12 +142,15 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
                 opens(code - num, now)
             elif start[code] < 0:  # its worker has seen that it may start
                 starts(code, now)
-            elif begin[code] == begin[code + 1] or is_over(code, begin, resource_of, due, now, heap):
+            elif not flows or is_over(code, begin, resource_of, due, now, heap):
                 ends(code, now)
     if min(finish, default=0) < 0:
         check(graph, [queue.tasks for queue in queues])
         raise AssertionError("the simulation stopped early")
-    columns = (torch.tensor(of, dtype=torch.int64) for of in (claimed, start, finish, taken_from, worker))
+    columns = (
+        torch.frombuffer(array("q", of or [0]), dtype=torch.int64)[:num]
+        for of in (claimed, start, finish, taken_from, worker)
+    )
     return Timeline(queues, *columns)
 
 
