@@ -22,7 +22,7 @@ from uniep.taskflow.schedule import Schedule, Tile
 from uniep.taskflow.scheduler import CPU_CORE, Speeds, assign, longest_paths, priorities
 
 UNIT = Speeds(flops=1, memory=1, peer=1, task_ns=0)
-H200 = load_machine("h200-node").speeds
+H200 = load_machine("h200-node", {"worker_link_gbps": 22.0}).speeds  # 16 workers fill a link
 
 
 @st.composite
