@@ -10,33 +10,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from uniep import shapes
+from uniep.shapes import Shape
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """One model's MoE layer; num_experts over all ranks."""
-
-    name: str
-    hidden: int
-    ffn: int
-    num_experts: int
-    top_k: int
-
-    def tflop(self, tokens: int, direction: str) -> float:
-        """Of one rank with its mean number of rows: three GEMMs forward, and each twice more backward."""
-        return 6 * tokens * self.top_k * self.hidden * self.ffn * (3 if direction == "fwd_bwd" else 1) / 1e12
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("qwen3-30b", 2048, 768, 128, 8),
-        Shape("dsv2-lite", 2048, 1408, 64, 6),
-        Shape("qwen3-235b", 4096, 1536, 128, 8),
-        Shape("deepseek-v3", 7168, 2048, 64, 8),  # a quarter of its experts, which fits two GPUs
-        Shape("mixtral-8x7b", 4096, 14336, 8, 2),
-        Shape("deepseek-v3-256", 7168, 2048, 256, 8),
-    )
-}
+SHAPES = {name: shape for name, shape in shapes.SHAPES.items() if not shape.per_rank}
 ROUTINGS = ("balanced", "zipf")
 
 
@@ -59,12 +36,9 @@ class Case:
 
 def parse_shape(text: str) -> Shape:
     """A shape's name, or DxFxExK.  Raises ValueError."""
-    if text in SHAPES:
-        return SHAPES[text]
-    sizes = text.split("x")
-    if len(sizes) != 4 or not all(size.isdecimal() for size in sizes):
-        raise ValueError(f"shape {text!r} is unknown; use {', '.join(SHAPES)}, or DxFxExK such as 2048x768x128x8")
-    return Shape(text, *(int(size) for size in sizes))
+    if (shape := shapes.parse_shape(text)).per_rank:
+        raise ValueError(f"shape {text!r} counts experts per rank; give DxFxExK, such as 7168x2048x16x8 on two ranks")
+    return shape
 
 
 def make_weights(

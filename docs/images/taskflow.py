@@ -2,8 +2,7 @@
 
 python docs/images/taskflow.py
 
-Rank 0 of 4, with 4 matrix and 2 vector workers; costs are the model's for multiprocessors of an H200, except that
-links are four times as slow, so that communication is worth hiding.
+Rank 0 of 4, with 4 matrix and 2 vector workers; costs are the model's for multiprocessors of an H200.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from uniep import MoEConfig, Schedule, Tile
 from uniep.cli.pictures import INK, MUTED, figure_style
 from uniep.cli.timeline import KINDS
 from uniep.routing import build_plan
+from uniep.sim import load_machine
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import GATE
 from uniep.taskflow.lower import lower_backward
-from uniep.taskflow.scheduler import MACHINES, assign
+from uniep.taskflow.scheduler import assign
 
 SCHEDULES = {
     "serial": Schedule(overlap="serial", tile_order="natural"),
@@ -37,7 +37,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = [torch.rand(512, 16, generator=generator).topk(4)[1] for _ in range(4)]
     plans = [build_plan(ids, rank, cfg) for rank in range(4)]
-    machine = dataclasses.replace(MACHINES["h200"], peer=MACHINES["h200"].peer / 4)
+    speeds = load_machine("h200-node").speeds
     plt = figure_style()
     figure, panels = plt.subplots(len(SCHEDULES), figsize=(11, 8.4), sharex=True, layout="constrained")
     for axes, (title, base) in zip(panels, SCHEDULES.items(), strict=True):
@@ -45,7 +45,7 @@ def main() -> None:
             base, matrix_workers=4, vector_workers=2, gemm1=Tile(columns=256), gemm2=Tile(columns=256)
         )
         graph = lower_backward(plans, [512] * 4, cfg, schedule)
-        made = assign(graph, schedule, machine)
+        made = assign(graph, schedule, speeds.cost(graph))
         check(graph, list(made.queues.values()))
         start, finish, remote = made.start_N.tolist(), made.finish_N.tolist(), graph.remote.tolist()
         lanes = list(made.of_rank(0).items())

@@ -68,7 +68,7 @@ def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("command", ["demo", "verify", "trace", "doctor", "memory", "bench"])
+@pytest.mark.parametrize("command", ["demo", "verify", "trace", "doctor", "memory", "simulate", "bench"])
 def test_help_describes_every_command(command):
     assert command in run("--help").output
     result = run(command, "--help")
@@ -317,9 +317,9 @@ def test_demo_with_real_processes(tmp_path):
 
 def test_trace_with_real_processes(tmp_path):
     schedule = "tile_order=critical-path, activation=separate, vector_workers=2"
-    result = run_process("trace", *SMALL, "--out", str(tmp_path), "--schedule", schedule)
+    result = run_process("trace", *SMALL, "--out", str(tmp_path), "--schedule", schedule, "--predict")
     assert result.returncode == 0, result.stdout + result.stderr
-    for phase in ("forward", "backward"):
+    for phase in ("forward", "backward", "forward, predicted", "backward, predicted"):
         for worker in ("matrix", "vector"):
             assert re.search(rf"{phase} +{worker}( +[\d.]+%){{4}}", result.stdout)
     document = json.loads((tmp_path / "trace.json").read_text())

@@ -15,12 +15,14 @@ from test_taskflow import Problem, problem, problems, run_anyhow, schedules
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
+from uniep.sim import load_machine
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import WORKERS, Block, Event, Task, from_tasks
 from uniep.taskflow.schedule import Schedule, Tile
-from uniep.taskflow.scheduler import MACHINES, Machine, assign, longest_paths, priorities
+from uniep.taskflow.scheduler import CPU_CORE, Speeds, assign, longest_paths, priorities
 
-UNIT = Machine(flops=1, memory=1, peer=1, task_ns=0)
+UNIT = Speeds(flops=1, memory=1, peer=1, task_ns=0)
+H200 = load_machine("h200-node", {"worker_link_gbps": 22.0}).speeds  # 16 workers fill a link
 
 
 @st.composite
@@ -72,7 +74,7 @@ def valid(graph, made, cost_N):
 def test_any_graph(graph, matrix, vector, order):
     """Valid, no faster than the longest path and the work allow, no slower than one task after the other."""
     cost_N = UNIT.cost(graph)
-    made = assign(graph, workers(matrix, vector, tile_order=order), UNIT)
+    made = assign(graph, workers(matrix, vector, tile_order=order), cost_N)
     valid(graph, made, cost_N)
     assert made.makespan_ns >= int(longest_paths(graph, cost_N).max())
     assert made.makespan_ns <= int(cost_N.sum())
@@ -90,7 +92,7 @@ def test_any_graph(graph, matrix, vector, order):
 @settings(max_examples=40, deadline=None)
 @given(graphs(), st.integers(1, 3), st.integers(1, 3))
 def test_no_worker_rests_while_a_task_of_its_class_could_run(graph, matrix, vector):
-    made = assign(graph, workers(matrix, vector, tile_order="critical-path"), UNIT)
+    made = assign(graph, workers(matrix, vector, tile_order="critical-path"), UNIT.cost(graph))
     done = {}
     for i, task in enumerate(graph.tasks):
         for event in task.signals:
@@ -127,7 +129,9 @@ def test_the_longest_path_goes_first():
         Task("end", "matrix", 0, Block(0, 5, 6, 0, 1), ((chain, 1),)),
     ]
     graph = dataclasses.replace(from_tasks(1, tasks), work_N3=torch.tensor([[3, 0, 0]] * 4 + [[9, 0, 0], [1, 0, 0]]))
-    in_order, by_priority = (assign(graph, workers(2, 1, tile_order=o), UNIT) for o in ("natural", "critical-path"))
+    in_order, by_priority = (
+        assign(graph, workers(2, 1, tile_order=o), UNIT.cost(graph)) for o in ("natural", "critical-path")
+    )
     assert in_order.makespan_ns == 16 and by_priority.makespan_ns == 12
     assert priorities(graph, UNIT.cost(graph)).tolist() == [1, 2, 3, 4, 0, 5]
 
@@ -135,7 +139,7 @@ def test_the_longest_path_goes_first():
 def test_paths_that_differ_by_less_than_a_task_keep_the_order():
     """Among equals the order of the graph, in which experts keep their weights in cache."""
     graph = problem(tokens=(200, 130)).forward(Schedule(tile_order="critical-path", chunk_tokens=7))
-    place = priorities(graph, MACHINES["cpu"].cost(graph))
+    place = priorities(graph, CPU_CORE.cost(graph))
     for rank in range(2):
         tiles = torch.tensor([i for i in graph.indices(rank, "matrix").tolist() if graph.tasks[i].op == "gemm1"])
         assert bool((place[tiles].diff() > 0).all())
@@ -150,7 +154,7 @@ def test_queues_of_the_layer(case, schedule, matrix, vector):
     schedule = dataclasses.replace(schedule, matrix_workers=matrix, vector_workers=vector)
     for graph in (case.forward(schedule), case.backward(schedule)):
         made = assign(graph, schedule)
-        valid(graph, made, MACHINES["cpu"].cost(graph))
+        valid(graph, made, CPU_CORE.cost(graph))
 
 
 SCRIPT = """
@@ -218,7 +222,7 @@ def test_a_hundred_thousand_tasks_in_a_second_or_two():
     case.plans = lambda: plans
     start = time.process_time()
     graph = case.forward(schedule)
-    made = assign(graph, schedule, MACHINES["h200"])
+    made = assign(graph, schedule, H200.cost(graph))
     check(graph, list(made.queues.values()))
     assert graph.num_tasks > 100_000
     assert time.process_time() - start < 10, "0.5 s where nothing else runs"
@@ -234,8 +238,8 @@ def test_more_overlap_is_not_slower_in_the_model():
         "list": Schedule(tile_order="critical-path"),
     }.items():
         graph = case.backward(schedule)
-        spans[name] = assign(graph, schedule, MACHINES["h200"]).makespan_ns
-        assert spans[name] >= int(longest_paths(graph, MACHINES["h200"].cost(graph)).max())
+        spans[name] = assign(graph, schedule, H200.cost(graph)).makespan_ns
+        assert spans[name] >= int(longest_paths(graph, H200.cost(graph)).max())
     assert spans["serial"] >= spans["fused"] >= spans["list"]
 
 

@@ -13,7 +13,7 @@ from uniep.cli.page import write_page
 from uniep.cli.timeline import KINDS, draw_timeline, kinds_of
 from uniep.taskflow.graph import Block
 from uniep.taskflow.schedule import Schedule
-from uniep.taskflow.trace import Span, device_spans, lanes_of, shares, trace_events, write_trace
+from uniep.taskflow.trace import Span, device_spans, lanes_of, merge_profile, shares, trace_events, write_trace
 
 ABOUT = {"layer": "tiny <&>", "schedule": "fused"}
 
@@ -155,3 +155,24 @@ def test_serial_matrix_workers_wait_for_peers_at_their_gate():
     assert by_op["push"] == {(False, False)} and by_op["gemm2"] == {(False, False)}
     assert by_op["gemm1"] == {(True, True)} or by_op["gemm1"] == {(True, True), (True, False)}
     assert by_op["combine"] == {(True, True)}
+
+
+def test_tasks_in_a_profile_lie_inside_the_layer(tmp_path):
+    """torch.profiler's operators and the recorded tasks, in one file, on one clock."""
+    cfg = uniep.MoEConfig(hidden=64, ffn=64, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
+    ids, weights = torch.randint(2, (64, 2)) + torch.tensor([0, 2]), torch.rand(64, 2)
+    spans: list[Span] = []
+    with uniep.Workspace(cfg, device="cpu") as workspace:
+        x, w13, w2 = torch.randn(64, 64), torch.randn(4, 128, 64), torch.randn(4, 64, 64)
+        workspace.backend.trace = spans
+        with torch.profiler.profile() as profile, torch.profiler.record_function("layer"):
+            uniep.moe(x, ids, weights, w13, w2, workspace=workspace)
+    path = tmp_path / "step.json"
+    profile.export_chrome_trace(str(path))
+    merge_profile(path, spans, path)
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    (layer,) = (e for e in events if e["name"] == "layer" and e["cat"] == "user_annotation")
+    tasks = [e for e in events if isinstance(e["pid"], int) and e["pid"] >= 1 << 30]
+    assert {"gemm1", "gemm2", "combine"} <= {e["name"] for e in tasks}
+    for task in tasks:
+        assert layer["ts"] <= task["ts"] and task["ts"] + task["dur"] <= layer["ts"] + layer["dur"]

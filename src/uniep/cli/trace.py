@@ -18,6 +18,8 @@ from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, Seed, Token
 from uniep.cli.page import write_page
 from uniep.cli.timeline import fastest
 from uniep.cli.verify import Problem
+from uniep.sim.beside import predicted
+from uniep.sim.machine import load_machine
 from uniep.taskflow.schedule import default_schedule, is_valid
 from uniep.taskflow.trace import Span, shares, write_trace
 
@@ -41,19 +43,28 @@ def trace(
             help="Fields of uniep.Schedule, for example tile_order=critical-path, vector_workers=2.",
         ),
     ] = "",
+    predict: Annotated[
+        bool,
+        typer.Option("--predict", help="Beside what was recorded, what the simulator says of the same tasks."),
+    ] = False,
+    machine: Annotated[
+        str, typer.Option(help="Of --predict with --gpus: a name or a file of uniep simulate.")
+    ] = "h200-node",
     seed: Seed = 0,
 ) -> None:
     """Record forward and backward of one layer task by task, on CPU processes or on GPUs.
 
     Writes trace.json, which ui.perfetto.dev and chrome://tracing load, and timeline.html, which any browser shows.
     Both say how the workers of each class spent their time: busy, waiting for their own rank, waiting for peers
-    (exposed communication), idle. The fastest of several steps is kept.
+    (exposed communication), idle. The fastest of several steps is kept. With --predict both also have the simulated
+    tasks, behind the recorded ones.
     """
     cfg = uniep.MoEConfig(
         hidden=hidden, ffn=ffn, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=tokens, dtype=dtype.torch
     )
     cfg.experts_per_rank(ep)
     check_folder(out)
+    model = load_machine(machine) if predict and gpus else None
     device, backend, default = "CPU processes", "cpu", uniep.Schedule()
     if gpus:
         if ep > (have := torch.cuda.device_count()):
@@ -72,8 +83,11 @@ def trace(
     with launch.ranks(cpu=not gpus) as world:
         if world.size != ep:
             raise uniep.ConfigError(f"--ep {ep}: torchrun started {world.size} ranks; start as many as --ep says")
-        spans = _record(Problem(cfg, tokens, ep, seed), chosen, world, backend)
+        problem = Problem(cfg, tokens, ep, seed)
+        spans = _record(problem, chosen, world, backend)
         if world.rank == 0:
+            if predict:
+                spans += predicted(problem.ids.split(problem.shard_sizes), cfg, chosen, model, spans)
             about = {
                 "layer": f"hidden {hidden}, ffn {ffn}, {num_experts} experts, top-{top_k}, {dtype.value}",
                 "tokens": f"{tokens} over {ep} ranks",

@@ -77,18 +77,29 @@ class Flow:
         return not self._waiting_for[self._wait_group[index]]
 
     def finish(self, index: int) -> list[list[int]]:
-        """The tasks that may start from now on, by group.  An event is complete when all groups that signal it are."""
+        """The tasks that may start from now on, by group."""
+        return [group for event in self.completes(index) for group in self.complete(event)]
+
+    def completes(self, index: int) -> Sequence[int]:
+        """The events that are complete once this task is over: all groups that signal them are."""
         group = self._signal_group[index]
-        self._unfinished[group] -= 1
+        left = self._unfinished[group] = self._unfinished[group] - 1
+        if left:
+            return ()
+        done: list[int] = []
+        for event in self._signalled[group]:
+            left = self._signallers[event] = self._signallers[event] - 1
+            if not left:
+                done.append(event)
+        return done
+
+    def complete(self, event: int) -> list[list[int]]:
+        """The tasks that may start now that this event is complete, by group."""
         opened: list[list[int]] = []
-        if self._unfinished[group] == 0:
-            for event in self._signalled[group]:
-                self._signallers[event] -= 1
-                if self._signallers[event] == 0:
-                    for waiter in self._waiters[event]:
-                        self._waiting_for[waiter] -= 1
-                        if self._waiting_for[waiter] == 0:
-                            opened.append(self._members[waiter])
+        for waiter in self._waiters[event]:
+            self._waiting_for[waiter] -= 1
+            if self._waiting_for[waiter] == 0:
+                opened.append(self._members[waiter])
         return opened
 
 

@@ -220,15 +220,15 @@ class TaskGraph:
     @functools.cached_property
     def remote(self) -> Tensor:
         """(N,): whether a task reads what peers send."""
-        return self._any(self.reads, self._shared())
+        return self.has_any(self.reads, self._shared())
 
     @functools.cached_property
     def waits_for_peers(self) -> Tensor:
         """(N,): whether a task waits for peers, itself or by the gate before it."""
-        direct_N = self._any(self.waits, self._shared())
+        direct_N = self.has_any(self.waits, self._shared())
         gates_V = torch.zeros(self.num_events, dtype=torch.bool)
         gates_V[self.signals.of_tasks(torch.nonzero(direct_N & (self.op_N == self._gate())).flatten()).item_P] = True
-        return direct_N | self._any(self.waits, gates_V)
+        return direct_N | self.has_any(self.waits, gates_V)
 
     def _gate(self) -> int:
         return self.ops.index(GATE) if GATE in self.ops else -1
@@ -239,7 +239,7 @@ class TaskGraph:
         return torch.isin(self.event_V3[:, 1], torch.tensor(shared, dtype=torch.int64))
 
     @staticmethod
-    def _any(relation: Relation, event_V: Tensor) -> Tensor:
+    def has_any(relation: Relation, event_V: Tensor) -> Tensor:
         """(N,): whether a task has one of these events."""
         lists = relation.events
         any_G = torch.zeros(len(lists), dtype=torch.bool)

@@ -29,10 +29,11 @@ from uniep.taskflow.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class Speeds:
     """The cost model: a task takes `task_ns`, and the longest of its parts at these speeds of one worker.
 
-    flops, memory, peer: operations and bytes per nanosecond.
+    flops, memory, peer: operations and bytes per nanosecond.  `uniep.sim.load_machine(name).speeds` has those of GPUs
+    and of Ascend dies.
     """
 
     flops: float
@@ -40,22 +41,19 @@ class Machine:
     peer: float
     task_ns: int
 
+    def parts(self, work_N3: Tensor) -> Tensor:
+        """(N, 3) nanoseconds: of operations, of bytes of memory, of bytes to peers."""
+        return work_N3.double() / torch.tensor([self.flops, self.memory, self.peer], dtype=torch.float64)
+
     def cost(self, graph: TaskGraph) -> Tensor:
         """(N,) int64 nanoseconds, at least 1."""
-        speed = torch.tensor([self.flops, self.memory, self.peer], dtype=torch.float64)
-        longest_N = (graph.work_N3.double() / speed).amax(1).round().long()
+        longest_N = self.parts(graph.work_N3).amax(1).round().long()
         is_gate_N = graph.work_N3.amax(1) == 0
         return torch.where(is_gate_N, 1, longest_N + self.task_ns).clamp(min=1)
 
 
-MACHINES = {
-    # A core of a server, from traces of bfloat16 tiles: 50 to 70 GFLOP/s in GEMMs, 6 to 30 GB/s in copies.
-    "cpu": Machine(flops=60, memory=10, peer=10, task_ns=15_000),
-    # One of 132 multiprocessors: 70 % of 989 TFLOP/s and of 4.8 TB/s; 16 of them fill 360 GB/s of NVLink.
-    "h200": Machine(flops=5.2e3, memory=25, peer=22, task_ns=500),
-    # One of 24 cubes or 24 vector units of a die: 70 % of 354 TFLOP/s, 60 % of 1.6 TB/s, 70 % of 196 GB/s.
-    "ascend-a3": Machine(flops=10.3e3, memory=40, peer=5.7, task_ns=100),
-}
+CPU_CORE = Speeds(flops=60, memory=10, peer=10, task_ns=15_000)
+"""A core of a server, from traces of bfloat16 tiles: 50 to 70 GFLOP/s in GEMMs, 6 to 30 GB/s in copies."""
 
 
 class WorkerName(NamedTuple):
@@ -100,13 +98,13 @@ class Assignment:
         return state.hexdigest()
 
 
-def assign(graph: TaskGraph, schedule: Schedule, machine: Machine | None = None) -> Assignment:
-    """Queues for `schedule`'s workers.  machine: default a CPU's core.
+def assign(graph: TaskGraph, schedule: Schedule, cost_N: Tensor | None = None) -> Assignment:
+    """Queues for `schedule`'s workers.  cost_N: ns of each task; default, of a CPU's core.
 
     Raises ConfigError, as `check` does, for a graph that does not come to its end.
     """
     counts: dict[Worker, int] = {"matrix": schedule.matrix_workers, "vector": schedule.vector_workers}
-    cost_N = (machine or MACHINES["cpu"]).cost(graph)
+    cost_N = CPU_CORE.cost(graph) if cost_N is None else cost_N
     rank_N = priorities(graph, cost_N) if schedule.tile_order == "critical-path" else None
     made = _simulate(graph, counts, cost_N, rank_N)
     if sum(map(len, made.queues.values())) < graph.num_tasks or bool((made.finish_N == 0).any()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,24 +119,29 @@ def lanes_of(spans: Sequence[Span]) -> list[tuple[int, str]]:
     return sorted({(s.rank, s.worker) for s in spans}, key=place)
 
 
-def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """In the trace event format that Perfetto and chrome://tracing load: a process per rank, a thread per worker."""
+def trace_events(spans: Sequence[Span], origin: int | None = None, first: int = 0) -> list[dict[str, Any]]:
+    """In the trace event format that Perfetto and chrome://tracing load: a process per rank, a thread per worker.
+
+    origin: ns of time 0; default, the first claim.  first: process number of rank 0.
+    """
     lanes = lanes_of(spans)
     threads = {lane: number for number, lane in enumerate(lanes)}
     events: list[dict[str, Any]] = []
     for rank in sorted({rank for rank, _ in lanes}):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": first + rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        )
     for (rank, worker), tid in threads.items():
-        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": worker}})
-    origin = min((s.claimed_ns for s in spans), default=0)
+        events.append({"ph": "M", "name": "thread_name", "pid": first + rank, "tid": tid, "args": {"name": worker}})
+    zero = min((s.claimed_ns for s in spans), default=0) if origin is None else origin
 
     def event(span: Span, name: str, kind: str, start: int, end: int) -> dict[str, Any]:
         b = span.block
         where = {"group": b.group, "rows": f"{b.row0}:{b.row1}", "columns": f"{b.column0}:{b.column1}"}
         args = {"phase": span.phase, "op": span.op, **where}
         return {
-            "ph": "X", "name": name, "cat": kind, "pid": span.rank, "tid": threads[span.rank, span.worker],
-            "ts": (start - origin) / 1e3, "dur": (end - start) / 1e3, "args": args,
+            "ph": "X", "name": name, "cat": kind, "pid": first + span.rank, "tid": threads[span.rank, span.worker],
+            "ts": (start - zero) / 1e3, "dur": (end - start) / 1e3, "args": args,
         }  # fmt: skip
 
     for span in sorted(spans, key=lambda s: (s.rank, s.worker, s.claimed_ns)):
@@ -152,3 +158,19 @@ def write_trace(spans: Sequence[Span], about: Mapping[str, str], path: Path) -> 
     other = {**about, "shares": [dataclasses.asdict(s) for s in shares(spans)]}
     document = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms", "otherData": other}
     path.write_text(json.dumps(document, indent=None, separators=(",", ":")))
+
+
+_FIRST_PROCESS = 1 << 30
+"""Above process numbers of systems."""
+
+
+def merge_profile(profile: Path, spans: Sequence[Span], path: Path) -> None:
+    """torch.profiler's trace (`export_chrome_trace`) of this process with the tasks of layers that ran meanwhile.
+
+    spans: recorded by the CPU backend, on the clock of `time.perf_counter_ns`.
+    """
+    document = json.loads(profile.read_text())
+    since_epoch = time.time_ns() - time.perf_counter_ns()
+    origin = int(document.get("baseTimeNanoseconds", 0)) - since_epoch
+    document["traceEvents"] += trace_events(spans, origin, _FIRST_PROCESS)
+    path.write_text(json.dumps(document, separators=(",", ":")))

@@ -1,0 +1,160 @@
+"""Predict committed measurements with the simulator, and say how far off it is.
+
+    python benchmarks/predict.py --json benchmarks/results/predicted.json
+
+The machine's calibrated keys ([C] in its file) were set on the shapes in CALIBRATED alone, from committed products and
+layers; the other shapes are held out.  Every row is a measured layer under a window of one call.  Forward +
+backward is predicted as the sum of both.  Results are written row by row; a second run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from uniep.shapes import SHAPES
+from uniep.sim import STRATEGIES, Machine, Problem, load_machine, simulate
+
+RESULTS = Path(__file__).parent / "results"
+CALIBRATED = ("qwen3-30b", "deepseek-v3")
+FILES = ("h200x2_layer", "h200x4_layer", "h200x4_groups", "h200x2_tokens", "h200x2_4096", "h200x2_zipf", "h100x2_layer")
+IMPLS = {
+    "uniep": "uniep", "uniep-serial": "uniep-serial", "uniep@transfer=push": "uniep-push",
+    "uniep@transfer=copy": "uniep-copy", "uniep@overlap=pipelined": "uniep-pipelined", "deepep-nowait": "deepep",
+    "nccl": "serialized", "uniep-compute": "uniep-copy",
+}  # fmt: skip
+STAGES_OF = {"c9b6eff": {"uniep": "uniep-copy"}}
+"""What `uniep` did by default at a commit, where that is not what it does now."""
+
+ROUTINGS = {"balanced": "uniform", "zipf": "zipf"}
+NO_WIRE = {"link_gbps": 1e5, "worker_link_gbps": 1e5, "link_latency_us": 0.0}
+LARGE = 4096
+"""Tokens of a rank from which a call is not the host's time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    file: str
+    card: str
+    ep: int
+    commit: str
+    shape: str
+    tokens: int
+    routing: str
+    direction: str
+    impl: str
+    ms: float
+    ms_min: float
+    ms_max: float
+
+    @property
+    def key(self) -> str:
+        return f"{self.file}/{self.shape}/{self.tokens}/{self.routing}/{self.direction}/{self.impl}"
+
+    @property
+    def held_out(self) -> bool:
+        return self.shape not in CALIBRATED
+
+
+def measured(files: Sequence[str]) -> Iterator[Measured]:
+    for name in files:
+        document = json.loads((RESULTS / f"{name}.json").read_text())
+        meta = document["meta"]
+        for row in document["rows"]:
+            if row["impl"] in IMPLS and row["load"] == "window" and row["tokens"] <= 8192:
+                yield Measured(
+                    name, meta["card"], meta["ep"], meta["commit"],
+                    *(row[k] for k in ("shape", "tokens", "routing", "direction", "impl", "ms", "ms_min", "ms_max")),
+                )  # fmt: skip
+
+
+def predict(row: Measured, machine: Machine, times: dict[str, float]) -> float:
+    """ms.  times: of single directions, kept."""
+    strategy = STAGES_OF.get(row.commit, {}).get(row.impl, IMPLS[row.impl])
+    if row.impl.endswith("-compute"):
+        machine = machine.replaced(NO_WIRE)
+    total = 0.0
+    for direction in ("fwd", "bwd") if row.direction == "fwd_bwd" else ("fwd",):
+        key = f"{machine.name}/{row.ep}/{row.shape}/{row.tokens}/{row.routing}/{direction}/{row.impl}/{strategy}"
+        if key not in times:
+            problem = Problem(SHAPES[row.shape], row.ep, row.tokens, ROUTINGS[row.routing], direction)  # type: ignore[arg-type]
+            times[key] = simulate(problem, machine, STRATEGIES[strategy].program(problem, machine)).makespan_ns / 1e6
+        total += times[key]
+    return total
+
+
+def errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    off = sorted(abs(row["predicted_ms"] / row["ms"] - 1) for row in rows)
+    if not off:
+        return {}
+    spread = [(row["ms_max"] - row["ms_min"]) / 2 / row["ms"] for row in rows]
+    return {
+        "rows": len(off),
+        "median": statistics.median(off),
+        "p95": off[min(len(off) - 1, int(0.95 * len(off)))],
+        "median_spread_of_files": statistics.median(spread),
+    }
+
+
+def ranking(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Pairs of one file, shape, tokens, routing and direction that differ by more than 5 %: how many are in order."""
+    right = pairs = 0
+    for a, b in itertools.combinations(rows, 2):
+        same = all(a[k] == b[k] for k in ("file", "shape", "tokens", "routing", "direction"))
+        if same and max(a["ms"], b["ms"]) > 1.05 * min(a["ms"], b["ms"]):
+            pairs += 1
+            right += (a["ms"] < b["ms"]) == (a["predicted_ms"] < b["predicted_ms"])
+    return {"pairs": pairs, "right": right}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for title, held_out in (("calibrated on", False), ("held out", True)):
+        for size, large in ((f"T >= {LARGE}", True), (f"T < {LARGE}", False)):
+            chosen = [r for r in rows if r["held_out"] == held_out and (r["tokens"] >= LARGE) == large]
+            if chosen:
+                out[f"{title}, {size}"] = {**errors(chosen), **ranking(chosen)}
+    for impl in IMPLS:
+        if chosen := [r for r in rows if r["impl"] == impl and r["tokens"] >= LARGE]:
+            out[f"{impl}, T >= {LARGE}"] = errors(chosen)
+    return out
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, default=RESULTS / "predicted.json")
+    made.add_argument("--files", default=",".join(FILES))
+    made.add_argument("--shapes", default="", help="only these")
+    made.add_argument("--set", action="append", default=[], help="KEY=NUMBER of the machines")
+    args = made.parse_args()
+    torch.set_num_threads(1)
+    changes = {key: float(value) for key, _, value in (text.partition("=") for text in args.set)}
+    machines = {card: load_machine(f"{card}-node", changes) for card in ("h200", "h100")}
+    kept = json.loads(args.json.read_text())["times"] if args.json.exists() else {}
+    rows = []
+    wanted = [r for r in measured(args.files.split(",")) if not args.shapes or r.shape in args.shapes.split(",")]
+    for number, row in enumerate(wanted):
+        machine = machines["h100" if "H100" in row.card else "h200"]
+        predicted = predict(row, machine, kept)
+        rows.append({**dataclasses.asdict(row), "held_out": row.held_out, "predicted_ms": round(predicted, 4)})
+        document = {"machines": {m.name: dict(m.values) for m in machines.values()}, "summary": summary(rows),
+                    "rows": rows, "times": kept}  # fmt: skip
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"{number + 1}/{len(wanted)} {row.key}: {row.ms:.3f} -> {predicted:.3f} ({predicted / row.ms - 1:+.1%})",
+              flush=True)  # fmt: skip
+    for title, values in summary(rows).items():
+        print(
+            f"{title}: " + ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Named strategies: what a call is made of, how tasks are grouped into kernels, and who takes which task.
+
+One entry each.  A strategy is a function of a problem and a machine; `Program` is all that the simulator needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from uniep.errors import ConfigError
+from uniep.sim import operators as made
+from uniep.sim.costs import Costs, costs
+from uniep.sim.engine import Queue, Timeline, run
+from uniep.sim.kernels import in_kernels
+from uniep.sim.machine import Machine
+from uniep.sim.problem import Problem, folded
+from uniep.taskflow.graph import WORKERS, TaskGraph
+from uniep.taskflow.layer import backward_operators, forward_operators
+from uniep.taskflow.lower import compile_graph
+from uniep.taskflow.operators import Operators
+from uniep.taskflow.schedule import Schedule, Tile, default_schedule
+from uniep.taskflow.scheduler import assign
+from uniep.taskflow.site import Site
+
+
+class Lane(NamedTuple):
+    """Operators that `workers` workers run.  extra: they are none of the die's, as copy engines are; others join the
+    rest afterwards."""
+
+    operators: tuple[str, ...]
+    workers: int
+    extra: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """operators: of the call.  schedule: tiles and orders.  kernels: names of operators that start together; None: one
+    kernel, whose tasks wait for events alone.  static: queues per worker, made beforehand; else workers of a class
+    claim from one list.  dynamic: what is next is decided at run time.  framework: products are a framework's.  lanes:
+    operators with workers of their own, where workers run both kinds of tasks."""
+
+    operators: Operators
+    schedule: Schedule
+    kernels: Sequence[Sequence[str]] | None = None
+    static: bool = False
+    dynamic: bool = False
+    framework: bool = False
+    lanes: tuple[Lane, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    name: str
+    about: str
+    program: Callable[[Problem, Machine], Program]
+
+
+_TILES = {"gemm1": Tile(rows=128, columns=256), "gemm2": Tile(rows=128, columns=256)}
+
+
+def _schedule(machine: Machine, **fields: object) -> Schedule:
+    """Tiles split as GPUs do, where workers run both kinds of tasks."""
+    split = {} if machine.separate_vector else {"overlap": "mega"}
+    workers = {"matrix_workers": int(machine.matrix_workers), "vector_workers": max(int(machine.vector_workers), 1)}
+    return Schedule(**{**_TILES, **workers, **split, "tile_order": "natural", **fields})  # type: ignore[arg-type]
+
+
+def _one_by_one(make: Callable[[Problem, Schedule], Operators]) -> Callable[[Problem, Machine], Program]:
+    """A kernel for each operator."""
+
+    def program(problem: Problem, machine: Machine) -> Program:
+        schedule = _schedule(machine)
+        operators = make(problem, schedule)
+        kernels = [[op.name] for op in operators]
+        return Program(operators=operators, schedule=schedule, kernels=kernels, framework=True)
+
+    return program
+
+
+def _hierarchical(problem: Problem, machine: Machine) -> Program:
+    schedule = _schedule(machine)
+    operators = made.hierarchical(problem, schedule, machine.per_node(problem.ep))
+    kernels = [[op.name] for op in operators]
+    return Program(operators=operators, schedule=schedule, kernels=kernels, framework=True)
+
+
+def _taskflow(
+    *, one_event: bool = False, dynamic: bool = False, order: str = "natural"
+) -> Callable[[Problem, Machine], Program]:
+    """In the order of the public kernel: all puts, then activations, then rows back; first products before second
+    ones, weight gradients last.  Workers of a class get their queues beforehand, unless `dynamic`."""
+
+    def program(problem: Problem, machine: Machine) -> Program:
+        schedule = _schedule(machine, peer_order="rotated", tile_order=order)
+        operators = made.taskflow(problem, schedule, separate=machine.separate_vector, one_event=one_event)
+        static = machine.separate_vector and not dynamic
+        return Program(operators=operators, schedule=schedule, static=static, dynamic=dynamic)
+
+    return program
+
+
+COPY_ENGINES = 4
+
+
+def _uniep_serial(problem: Problem, machine: Machine) -> Program:
+    """The layer's own operators; a pass sends rows back, so that nothing travels under a product."""
+    operators, schedule = _uniep_operators(problem, machine, tile_order="natural")
+    operators = made.rows_sent_apart(operators)
+    return Program(operators=operators, schedule=schedule, kernels=[[op.name] for op in operators])
+
+
+def _uniep_operators(problem: Problem, machine: Machine, **fields: object) -> tuple[Operators, Schedule]:
+    usual = default_schedule("hopper", problem.cfg, problem.ep)
+    schedule, grouped = (
+        _schedule(machine, chunk_tokens=usual.chunk_tokens, **fields),
+        problem.combine_groups is not None,
+    )
+    if problem.direction == "bwd":
+        return backward_operators(schedule, grouped=grouped), schedule
+    return made.kept_in_pieces(forward_operators(schedule, keep=True, grouped=grouped)), schedule
+
+
+def _uniep(transfer: str | None = None, pipelined: bool | None = None) -> Callable[[Problem, Machine], Program]:
+    """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first.  None:
+    as uniep chooses by default on GPUs."""
+
+    def program(problem: Problem, machine: Machine) -> Program:
+        usual = default_schedule("hopper", problem.cfg, problem.ep)
+        operators, schedule = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
+        lanes = [Lane(("push",), usual.push_programs)]
+        if (transfer or usual.transfer) == "copy":
+            operators, lanes = made.sent_whole(operators), [Lane(("push",), COPY_ENGINES, extra=True)]
+        beside = usual.overlap == "pipelined" and problem.tokens >= usual.pipelined_from
+        if problem.direction == "bwd":
+            kernels = [["push", "dgrad2", "activation_gradient", "dweight"], ["dgrad1"], ["group_sum"],
+                       ["wgrad2", "wgrad1", "collect", "combine"]]  # fmt: skip
+        elif beside if pipelined is None else pipelined:
+            kernels = [["push", "gemm1", "keep", "gemm2"], ["group_sum"], ["combine"]]
+            lanes.append(Lane(("gemm2", "group_sum", "combine"), usual.down_sms))
+        else:
+            kernels = [["push", "gemm1", "keep"], ["gemm2"], ["group_sum"], ["combine"]]
+        return Program(operators=operators, schedule=schedule, kernels=kernels, lanes=tuple(lanes))
+
+    return program
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("serialized", "operator by operator with all-to-alls of rows, as frameworks run it",
+                 _one_by_one(made.serialized)),
+        Strategy("deepep", "operator by operator; tokens once per rank, rows added before they return",
+                 _one_by_one(made.deepep)),
+        Strategy("hierarchical", "as deepep; tokens once per node, forwarded there, rows added per node",
+                 _hierarchical),
+        Strategy("taskflow", "one kernel of tile tasks, rows put in the order of experts, static queues",
+                 _taskflow()),
+        Strategy("taskflow-one-event", "as taskflow, but nothing starts before the whole dispatch has arrived",
+                 _taskflow(one_event=True)),
+        Strategy("taskflow-dynamic", "as taskflow, but workers decide at run time which task is next",
+                 _taskflow(dynamic=True)),
+        Strategy("taskflow-critical-path", "as taskflow, queues by list scheduling along the longest path",
+                 _taskflow(order="critical-path")),
+        Strategy("uniep-serial", "uniep's operators, one after the other", _uniep_serial),
+        Strategy("uniep", "uniep's operators: tokens travel under the first product, results under the second",
+                 _uniep()),
+        Strategy("uniep-push", "as uniep, tokens pushed by programs", _uniep("push", False)),
+        Strategy("uniep-copy", "as uniep, tokens sent by copy engines", _uniep("copy", False)),
+        Strategy("uniep-pipelined", "as uniep, the second product beside the first", _uniep(None, True)),
+    )
+}  # fmt: skip
+
+
+def parse_strategies(text: str) -> list[Strategy]:
+    """Comma-separated names.  Raises ConfigError."""
+    names = [name for name in text.split(",") if name]
+    if not names or any(name not in STRATEGIES for name in names):
+        raise ConfigError(f"schedule {text!r} is unknown; use one or more of {', '.join(STRATEGIES)}")
+    return [STRATEGIES[name] for name in names]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Simulated:
+    """A program as it ran.  start_ns: the launch before the first task."""
+
+    graph: TaskGraph
+    sites: Sequence[Site]
+    costs: Costs
+    timeline: Timeline
+    start_ns: int
+
+    @property
+    def makespan_ns(self) -> int:
+        return self.start_ns + self.timeline.makespan_ns
+
+
+def simulate(problem: Problem, machine: Machine, program: Program) -> Simulated:
+    """Compile, schedule, and run on the machine; balanced routing on the one rank that stands for all."""
+    node = machine.per_node(problem.ep)
+    operators, sites = program.operators, problem.sites(program.schedule, node)
+    if problem.symmetric:
+        operators = folded(operators, node)
+    return execute(program, operators, sites, machine)
+
+
+def execute(program: Program, operators: Operators, sites: Sequence[Site], machine: Machine) -> Simulated:
+    """operators: the program's, or those of them that stand for all ranks.  sites: of the ranks of the graph."""
+    launches = []
+    if program.kernels is not None:
+        launches = [max(_launch_us(operators, name, machine) for name in names) for names in program.kernels]
+        operators = in_kernels(operators, program.kernels)
+    graph = compile_graph(operators, sites)
+    spent = costs(graph, operators, sites, machine, launches, dynamic=program.dynamic, framework=program.framework,
+        engines=[name for lane in program.lanes if lane.extra for name in lane.operators],
+    )  # fmt: skip
+    timeline = run(graph, queues_of(graph, program, machine, spent.alone_N), spent)
+    first = launches[0] if launches else machine.matrix_launch_us
+    site = sites[0]
+    if "gemm1" in graph.ops:
+        first += machine.of("plan_us", site.ep_size)
+    return Simulated(graph, sites, spent, timeline, round(first * 1e3))
+
+
+def _launch_us(operators: Operators, name: str, machine: Machine) -> float:
+    if name not in [op.name for op in operators]:
+        return 0.0
+    if name in made.COLLECTIVES:
+        return machine.collective_launch_us
+    return machine.matrix_launch_us if operators[name].worker == "matrix" else machine.vector_launch_us
+
+
+def queues_of(graph: TaskGraph, program: Program, machine: Machine, alone_N: Tensor) -> list[Queue]:
+    if program.static:
+        planned = assign(graph, program.schedule, alone_N)
+        return [Queue(name.rank, str(name), 1, tasks) for name, tasks in planned.queues.items()]
+    workers = {"matrix": int(machine.matrix_workers), "vector": int(machine.vector_workers)}
+    queues: list[Queue] = []
+    for rank in range(graph.ep_size):
+        if machine.separate_vector:
+            queues += [Queue(rank, kind, workers[kind], graph.indices(rank, kind).tolist()) for kind in WORKERS]
+            continue
+        tasks, lane_n = graph.indices(rank), torch.zeros(graph.num_tasks, dtype=torch.int64)[graph.rank_N == rank]
+        for number, lane in enumerate(program.lanes):
+            ops = torch.tensor([graph.ops.index(name) for name in lane.operators if name in graph.ops])
+            lane_n[torch.isin(graph.op_N[tasks], ops)] = number + 1
+        busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(program.lanes)]
+        busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
+        left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
+        # A lane that follows another's products is joined by those who made them.
+        then = next((len(queues) + n + 1 for n, (lane, _) in enumerate(busy) if "gemm2" in lane.operators), None)
+        rest = len(queues)
+        queues.append(Queue(rank, "worker", left, tasks[lane_n == 0].tolist(), then))
+        for lane, of_lane in busy:
+            joins = None if lane.extra or "gemm2" in lane.operators else rest
+            queues.append(Queue(rank, "copies" if lane.extra else "worker", lane.workers, of_lane, joins))
+    return queues

@@ -1,0 +1,231 @@
+"""Simulated layers: one rank stands for all, bytes add up, strategies exist everywhere, and the command."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from uniep.cli.main import app
+from uniep.errors import ConfigError
+from uniep.routing import RoutingPlan, build_plan
+from uniep.shapes import SHAPES, Shape, parse_shape
+from uniep.sim import STRATEGIES, Problem, load_machine, machines, row, simulate
+from uniep.sim.beside import predicted
+from uniep.sim.problem import opposite
+from uniep.sim.rows import spans
+from uniep.sim.strategies import execute, parse_strategies
+from uniep.taskflow.check import check
+from uniep.taskflow.schedule import Schedule
+from uniep.taskflow.site import Site
+from uniep.taskflow.trace import shares
+
+SMALL = Shape("small", 512, 256, 16, 4)
+
+
+def all_ranks(problem, schedule):
+    """The sites of all ranks, each of which counts ranks from itself: where the one that stands for all is true."""
+    cfg, size, own = problem.cfg, problem.ep, problem.cfg.experts_per_rank(problem.ep)
+    ids = [problem.ids(rank) for rank in range(size)]
+    base = build_plan(ids, 0, cfg)
+    slots, block = problem.tokens * cfg.top_k, cfg.receive_block
+    sites = []
+    for rank in range(size):
+        turn = (torch.arange(size) - rank) % size  # absolute rank -> as rank 0 counts
+        counts = base.counts_RE.view(size, size, own)[turn][:, turn].reshape(size, -1)
+        back = base.row_return_N.long()
+        back = torch.where(back >= 0, (back // slots + rank) % size * slots + back % slots, -1)
+        slot = -base.row_source_N.long() - 1
+        peer = ((slot // block) + 1 + rank) % size
+        moved = -((peer - (peer > rank).long()) * block + slot % block) - 1
+        source = torch.where((slot >= 0) & (base.row_return_N >= 0), moved, base.row_source_N.long())
+        fields = (counts, base.expert_start_e1, base.send_count_R[turn], base.send_token_RT[turn],
+                  base.recv_count_R[turn], source, back)  # fmt: skip
+        plan = RoutingPlan(*(t.to(torch.int32) for t in fields))
+        chunks = torch.arange(-(-problem.tokens // schedule.chunk_tokens))
+        sites.append(Site(rank, size, cfg, schedule, plan, problem.tokens, chunks))
+    return sites
+
+
+@pytest.mark.parametrize("machine", ["ascend-a3", "h200-node"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("ep", [2, 8])
+def test_one_rank_stands_for_all(ep, direction, machine):
+    """The full simulation of all ranks, task by task."""
+    made = load_machine(machine)
+    for name, strategy in STRATEGIES.items():
+        tokens = 64 * ep  # a tile's rows are of one source
+        problem = Problem(SMALL, ep, tokens, "balanced", direction)
+        program = strategy.program(problem, made)
+        one = simulate(problem, made, program)
+        every = execute(program, program.operators, all_ranks(problem, program.schedule), made)
+        assert every.graph.num_tasks == ep * one.graph.num_tasks
+        for rank in range(ep):
+            here = every.graph.rank_N == rank
+            assert torch.equal(every.graph.op_N[here], one.graph.op_N), name
+            assert torch.equal(every.timeline.finish_N[here], one.timeline.finish_N), (name, rank)
+        assert every.makespan_ns == one.makespan_ns
+
+
+@pytest.mark.parametrize("machine", ["ascend-a3", "h200-node"])
+def test_one_rank_stands_for_all_where_tiles_hold_rows_of_several_sources(machine):
+    """Then the last rank takes some tiles in another order; the layer is over at the same time."""
+    made = load_machine(machine)
+    for name in ("serialized", "taskflow", "uniep", "uniep-pipelined"):
+        problem = Problem(SMALL, 8, 300, "balanced", "fwd")
+        program = STRATEGIES[name].program(problem, made)
+        every = execute(program, program.operators, all_ranks(problem, program.schedule), made)
+        assert every.makespan_ns == simulate(problem, made, program).makespan_ns, name
+
+
+def test_the_real_order_of_rows_changes_little():
+    """The one rank that stands for all has its own rows first in every expert; a real one has them at its place."""
+    made = load_machine("h200-node")
+    problem = Problem(SHAPES["qwen3-30b"], 4, 2048, "balanced", "fwd")
+    for name in ("serialized", "deepep", "taskflow", "uniep"):
+        program = STRATEGIES[name].program(problem, made)
+        cfg, ids = problem.cfg, [problem.ids(rank) for rank in range(4)]
+        real = [problem.site(rank, ids, cfg, program.schedule) for rank in range(4)]
+        every = execute(program, program.operators, real, made)
+        assert every.makespan_ns == pytest.approx(simulate(problem, made, program).makespan_ns, rel=0.03), name
+
+
+def test_opposite_ranks():
+    """Two nodes of four: from 0, rank 5 is a node and a place on; so is 0 from 7, which is its opposite."""
+    assert opposite(torch.arange(8), 8, 4).tolist() == [0, 3, 2, 1, 4, 7, 6, 5]
+    assert opposite(torch.arange(4), 4, 4).tolist() == [0, 3, 2, 1]
+
+
+@pytest.mark.parametrize("machine", machines())
+def test_every_strategy_on_every_machine(machine):
+    made = load_machine(machine)
+    for direction in ("fwd", "bwd"):
+        for ep, routing in ((1, "balanced"), (4, "zipf"), (16, "balanced")):
+            problem = Problem(SMALL, ep, 256, routing, direction)
+            for name, strategy in STRATEGIES.items():
+                got = row(problem, made, strategy)
+                assert got["makespan_us"] > 0 and got["schedule"] == name
+                assert all(0 <= part <= 1 for part in got["busy"].values())
+                assert 0 <= got["exposed_comm_us"] <= got["makespan_us"]
+                assert (ep == 1) <= (got["busy"]["link"] == 0)
+
+
+@pytest.mark.parametrize("machine", ["ascend-a3", "h100-cluster"])
+def test_few_tokens_idle_experts_and_odd_nodes(machine):
+    """Twelve ranks on nodes of eight are three nodes of four; seven tokens leave experts without rows."""
+    made = load_machine(machine)
+    assert [load_machine("h100-cluster").per_node(ep) for ep in (4, 8, 12, 16)] == [4, 8, 4, 8]
+    for ep, tokens, routing in ((12, 7, "zipf"), (2, 1, "zipf"), (12, 5, "balanced"), (1, 1, "balanced")):
+        for direction in ("fwd", "bwd"):
+            problem = Problem(Shape("odd", 128, 64, 24, 4), ep, tokens, routing, direction)
+            for strategy in STRATEGIES.values():
+                assert row(problem, made, strategy)["makespan_us"] > 0
+
+
+def test_bytes_and_operations_add_up():
+    made = load_machine("ascend-a3")
+    problem = Problem(SMALL, 4, 512, "balanced", "fwd")
+    rows, size = 512 * 4, 512 * 2
+    for name, away in (("serialized", 2 * rows * 3 / 4), ("taskflow", 2 * rows * 3 / 4)):
+        got = simulate(problem, made, STRATEGIES[name].program(problem, made))
+        assert float(got.costs.sends.sum()) == away * size
+        assert int(got.graph.work_N3[:, 0].sum()) == 6 * rows * 512 * 256
+        check(got.graph, [queue.tasks for queue in got.timeline.queues])
+
+
+def test_a_hot_rank_is_slower_than_balance():
+    made = load_machine("h200-node")
+    for name in ("serialized", "deepep", "taskflow", "uniep"):
+        times = [row(Problem(SMALL, 4, 1024, r), made, STRATEGIES[name])["makespan_us"] for r in ("balanced", "zipf")]
+        assert times[0] < times[1]
+
+
+def test_the_network_is_slower_than_links():
+    near, far = load_machine("h100-node"), load_machine("h100-cluster")
+    problem = Problem(parse_shape("512x256x32x4"), 16, 256, "balanced")
+    one_node = far.replaced({"ranks_per_node": 16})
+    for name in ("serialized", "deepep", "taskflow", "uniep"):
+        assert (
+            row(problem, one_node, STRATEGIES[name])["makespan_us"] < row(problem, far, STRATEGIES[name])["makespan_us"]
+        )
+    assert near.network_gbps <= far.network_gbps
+
+
+def test_combine_groups_send_less():
+    made = load_machine("h200-node")
+    problem = Problem(Shape("wide", 512, 256, 16, 8), 4, 512, "balanced")
+    plain, grouped = (
+        simulate(p, made, STRATEGIES["uniep"].program(p, made))
+        for p in (problem, dataclasses.replace(problem, combine_groups=4))
+    )
+    assert float(grouped.costs.sends.sum()) < 0.8 * float(plain.costs.sends.sum())
+
+
+def test_spans_are_a_trace():
+    made = load_machine("ascend-a3")
+    problem = Problem(SMALL, 4, 256, "balanced", "bwd")
+    result = simulate(problem, made, STRATEGIES["taskflow"].program(problem, made))
+    found = spans(result, "backward")
+    assert len(found) == result.graph.num_tasks and max(s.end_ns for s in found) == result.makespan_ns
+    for part in shares(found):
+        assert part.busy + part.waiting + part.exposed + part.idle == pytest.approx(1)
+
+
+@pytest.mark.parametrize("machine", [None, "h200-node"])
+def test_a_recorded_layer_is_predicted_behind_what_was_recorded(machine):
+    """The same tasks, each once, in the schedule's graph; the backward begins when the forward is over."""
+    cfg = Problem(SMALL, 2, 256).cfg
+    ids = [torch.rand(256, 16, generator=torch.Generator().manual_seed(rank)).topk(4).indices for rank in range(2)]
+    schedule = Schedule(vector_workers=2) if machine is None else Schedule(overlap="mega", push_programs=16)
+    made = machine and load_machine(machine)
+    first = predicted(ids, cfg, schedule, made, [])
+    later = predicted(ids, cfg, schedule, made, first)
+    assert [s.phase for s in first] == sorted((s.phase for s in first), reverse=True)
+    forward = [s for s in first if s.phase == "forward, predicted"]
+    backward = [s for s in first if s.phase == "backward, predicted"]
+    assert max(s.end_ns for s in forward) == min(s.claimed_ns for s in backward)
+    assert {"push", "gemm1", "gemm2", "combine"} <= {s.op for s in forward}
+    assert later[0].claimed_ns - first[0].claimed_ns == max(s.end_ns for s in first) and len(later) == len(first)
+
+
+def test_bad_problems_are_told():
+    for bad, told in (
+        ({"routing": "zipfy"}, "routing 'zipfy' is unknown; use balanced"),
+        ({"direction": "both"}, "direction 'both' is unknown"),
+        ({"ep": 3}, "cannot be split evenly over 3 ranks"),
+        ({"tokens": 0}, "max_tokens_per_rank is 0"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Problem(**{"shape": SMALL, "ep": 2, "tokens": 64, **bad})
+    with pytest.raises(ConfigError, match="schedule 'fast' is unknown; use one or more of serialized"):
+        parse_strategies("fast")
+    with pytest.raises(ConfigError, match="shape '1x2' is unknown; use qwen3-30b"):
+        parse_shape("1x2")
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, ["simulate", *args], env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+def test_the_command(tmp_path):
+    out = tmp_path / "rows.json"
+    picture = tmp_path / "lanes.png"
+    args = ["--shape", "256x128x8x2", "--ep", "2", "--tokens", "256", "--direction", "bwd", "--set", "link_gbps=100"]
+    result = invoke(*args, "--schedule", "serialized,taskflow", "--json", str(out), "--picture", str(picture))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["schedule"] for r in rows] == ["serialized", "taskflow"]
+    assert list(rows[0]) == [
+        "machine", "shape", "ep", "tokens", "routing", "direction", "schedule", "makespan_us", "busy",
+        "exposed_comm_us", "phases",
+    ]  # fmt: skip
+    assert list(rows[0]["busy"]) == ["matrix", "vector", "link"] and picture.stat().st_size > 1000
+    first = out.read_bytes()
+    invoke(*args, "--schedule", "serialized,taskflow", "--json", str(out))
+    assert out.read_bytes() == first, "the same input, the same bytes"
+    for bad, told in ((["--machine", "nowhere"], "machine 'nowhere' is unknown"), (["--set", "x=1"], "x is no key"),
+                      (["--schedule", "x"], "schedule 'x' is unknown"), (["--shape", "x"], "shape 'x' is unknown"),
+                      (["--ep", "3"], "cannot be split evenly")):  # fmt: skip
+        result = invoke(*bad)
+        assert result.exit_code == 2 and told in result.output
