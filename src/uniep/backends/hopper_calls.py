@@ -13,13 +13,13 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from uniep.backends.arena import Arena
-from uniep.backends.base import LayerTag
+from uniep.backends.base import UNKNOWN_LAYER, LayerTag
 from uniep.backends.protocol import (
     OPERATIONS,
     Header,
@@ -65,7 +65,7 @@ OPERATION, ERROR, TEXT = header.OPERATION.value, header.ERROR.value, header.TEXT
 LOST_TEXT = header.LOST_TEXT.value
 PLANNED = [OPERATIONS.index(name) for name in ("route", "forward", "forward without gradients", "refuse")]
 """Operations whose outcome the host reads at once where it reads totals."""
-NO_LAYER = LayerTag()
+_NUMBER_OF = {name: number for number, name in enumerate(OPERATIONS)}
 _SAME_CALLS = "Every rank of the group must make the same calls, idle ranks with T=0"
 
 _made: collections.Counter[str] = collections.Counter()  # Workspaces of this process, by group
@@ -158,12 +158,16 @@ class Calls:
         self._said = torch.zeros(LOST_SLOT + 4, dtype=torch.int32).pin_memory()
         self._saying = torch.zeros(LOST_SLOT + 4, dtype=torch.int32, device=self.device)
         self._digests_of = 0  # the call whose digests are not judged yet
+        self._entry_constants: dict[str, Any] = {
+            "K": self.cfg.top_k, "SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "BLOCK": 1024,
+        }  # fmt: skip
+        self._wait_constants: dict[tuple[str, bool, bool], dict[str, Any]] = {}
 
     # --- entering ---
 
     def enter(
         self, ids_TK: Tensor | None, weights_TK: Tensor | None, num_tokens: int, operation: str,
-        layer: LayerTag = NO_LAYER, forward: Memory | None = None, refusal: Tensor | None = None,
+        layer: LayerTag = UNKNOWN_LAYER, forward: Memory | None = None, refusal: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Enter the next call: publish ids and weights (None: nothing but the entry), or a refusal, to every peer.
 
@@ -194,15 +198,12 @@ class Calls:
                 ids_TK if ids_TK is not None else nothing, weights_TK if weights_TK is not None else nothing,
                 refusal if refusal is not None else nothing,
                 digests.view(torch.int32) if digests is not None else nothing,
-                forward if forward is not None else nothing, num_tokens, self.allocate, OPERATIONS.index(operation),
+                forward if forward is not None else nothing, num_tokens, self.allocate, _NUMBER_OF[operation],
                 layer.number, wrapped(layer.draw), wrapped(layer.draw >> 32), int(digests is not None),
                 self.arena.tables["exchange"], self.arena.tables["flags"], self.arena.flag_offset("entered"), self.call,
                 self.ticket, self.rank,
             ),
-            {
-                "K": self.cfg.top_k, "SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "BLOCK": 1024,
-                "HAS_IDS": ids_TK is not None, "REFUSE": refusal is not None,
-            },
+            self._entry_constants | {"HAS_IDS": ids_TK is not None, "REFUSE": refusal is not None},
             num_warps=4,
         )  # fmt: skip
 
@@ -212,7 +213,7 @@ class Calls:
         words[ERROR] = error_index(error)
         text = encoded(str(error), 4 * (EXCHANGE_HEADER - TEXT) - 1)
         words[TEXT:].view(torch.uint8)[: len(text)] = text
-        self.enter(None, None, 0, "refuse", NO_LAYER, None, words.to(self.device))
+        self.enter(None, None, 0, "refuse", UNKNOWN_LAYER, None, words.to(self.device))
         self.wait("entered")
 
     def wait_entered(self, copies: bool = False) -> None:
@@ -233,10 +234,12 @@ class Calls:
             self.arena.flag_view(flag), self.arena.views["exchange"], self.call, self.status,
             self.arena.tables["status"], self.timeout_ns, self.rank,
         )  # fmt: skip
-        constants = {
-            "SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "STAGE": STAGE_OF_FLAG[flag], "JUDGE": judge,
-            "COPIES": copies,
-        }  # fmt: skip
+        constants = self._wait_constants.get((flag, judge, copies))
+        if constants is None:
+            constants = self._wait_constants[flag, judge, copies] = {
+                "SLOTS": self.slots, "NUM_RANKS": self.num_ranks, "STAGE": STAGE_OF_FLAG[flag], "JUDGE": judge,
+                "COPIES": copies,
+            }  # fmt: skip
         launch(barrier_kernel, 1, args, constants, num_warps=1)
 
     def _is_captured(self) -> bool:

@@ -15,8 +15,8 @@ import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.arena import Arena
-from uniep.backends.base import LayerTag
-from uniep.backends.hopper_calls import GAVE_UP, NO_LAYER, Calls
+from uniep.backends.base import UNKNOWN_LAYER, LayerTag
+from uniep.backends.hopper_calls import GAVE_UP, Calls
 from uniep.config import ROW_ALIGN
 from uniep.errors import PeerTimeoutError
 from uniep.kernels.call import Memory, Part, launch, tensor, unbind
@@ -48,6 +48,15 @@ class HeadLayout(NamedTuple):
 
     words: int
     arrays: dict[str, tuple[int, tuple[int, ...]]]
+
+
+class PlanConstants(NamedTuple):
+    """Of the plan's kernels."""
+
+    histogram: dict[str, Any]
+    scan: dict[str, Any]
+    tiles: dict[str, Any]
+    place: dict[str, Any]
 
 
 class DevicePlan:
@@ -87,6 +96,30 @@ class Planner(Calls):
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count - free_sms
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[tuple[int, int], HeadLayout] = {}
+        self._histogram = hopper_histogram(cfg, self.num_ranks)
+        self._constants = [self._plan_constants(dedup) for dedup in (False, True)]
+
+    def _plan_constants(self, dedup: bool) -> PlanConstants:
+        """dedup: the tokens of the send lists are sent, not all."""
+        cfg, ranks, local = self.cfg, self.num_ranks, self.local
+        block_t, chunks = plan_blocks(cfg, ranks)
+        of_rows: dict[str, Any] = {"E": cfg.num_experts, "NUM_RANKS": ranks}
+        of_slots = of_rows | {
+            "LOCAL": local, "K": cfg.top_k, "KP": power_of_2(cfg.top_k), "SLOTS": self.slots, "CHUNKS": chunks,
+            "BLOCK_T": block_t,
+        }  # fmt: skip
+        return PlanConstants(
+            of_slots | {"EP": max(power_of_2(cfg.num_experts), 16)},
+            of_rows | {"CHUNKS": chunks},
+            of_rows | {
+                "SLOTS": self.slots, "LOCAL": local, "LOCAL_P": power_of_2(local), "BLOCK_M": self.tile_rows,
+                "ALIGN": ROW_ALIGN, "TILES": TILES_AT_ONCE, "HOST": cfg.max_rows is None, "DEDUP": dedup,
+            },
+            of_slots | {
+                "BINS": max(power_of_2(local), 16), "RECEIVE_BLOCK": cfg.receive_block, "ALIGN": ROW_ALIGN,
+                "DEDUP": dedup,
+            },
+        )  # fmt: skip
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
@@ -125,7 +158,7 @@ class Planner(Calls):
         send_all: Callable[[], None] | None = None,
         entered_ns: Tensor | None = None,
         operation: str = "forward",
-        layer: LayerTag = NO_LAYER,
+        layer: LayerTag = UNKNOWN_LAYER,
     ) -> DevicePlan:
         """Enter a call and plan it.  leads: experts whose local tiles run first, in the forward and the backward.
 
@@ -135,19 +168,14 @@ class Planner(Calls):
         from uniep.kernels.plan import clock_kernel, histogram_kernel, place_kernel, scan_kernel, tiles_kernel
 
         cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
-        slots_p = power_of_2(cfg.top_k)
-        block_t, chunks = plan_blocks(cfg, ranks)
+        constants, (lines_of_counts, columns) = self._constants[send_all is None], self._histogram
         tiles = table_tiles(self.allocate, self.tile_rows)
         most_programs = 8 * self.sms
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        histogram = torch.empty(hopper_histogram(cfg, ranks), **int32)
+        histogram = torch.empty(self._histogram, **int32)
         layout = self._layout(num_tokens, self.allocate)
         plan = DevicePlan(layout, torch.empty(layout.words, **int32), torch.empty(3, self.allocate, **int32))
         rows, exchange = plan.rows, self.arena.views["exchange"]
-        shape: dict[str, Any] = {
-            "K": cfg.top_k, "KP": slots_p, "SLOTS": self.slots, "NUM_RANKS": ranks, "CHUNKS": chunks,
-            "BLOCK_T": block_t,
-        }  # fmt: skip
         self.enter(ids_TK, weights_TK, num_tokens, operation, layer, plan.forward)
         self.wait_entered(copies=send_all is not None)
         if entered_ns is not None:
@@ -156,18 +184,16 @@ class Planner(Calls):
             send_all()
         launch(
             histogram_kernel,
-            min(ranks * chunks, most_programs),
-            (
-                exchange, histogram, self.call, self.status, self.rank,
-            ),
-            {"E": cfg.num_experts, "EP": max(power_of_2(cfg.num_experts), 16), "LOCAL": self.local, **shape},
+            min(columns, most_programs),
+            (exchange, histogram, self.call, self.status, self.rank),
+            constants.histogram,
             num_warps=4,
-        )  # fmt: skip
+        )
         launch(
             scan_kernel,
-            min(cfg.num_experts + 1 + ranks, most_programs),
+            min(lines_of_counts, most_programs),
             (histogram, plan.counts_RE, rows.send_count_R, plan.recv_count_R, self.rank),
-            {"E": cfg.num_experts, "NUM_RANKS": ranks, "CHUNKS": chunks},
+            constants.scan,
             num_warps=4,
         )
         launch(
@@ -178,24 +204,17 @@ class Planner(Calls):
                 rows.expert_M, rows.order_M, rows.backward_order_M, rows.progress_M, rows.cursor, rows.totals,
                 self._host_totals, self.call, self.status, self.rank, *leads,
             ),
-            {
-                "E": cfg.num_experts, "SLOTS": self.slots, "LOCAL": self.local, "LOCAL_P": power_of_2(self.local),
-                "NUM_RANKS": ranks, "BLOCK_M": self.tile_rows, "ALIGN": ROW_ALIGN, "TILES": TILES_AT_ONCE,
-                "HOST": cfg.max_rows is None, "DEDUP": send_all is None,
-            },
+            constants.tiles,
             num_warps=4,
         )  # fmt: skip
         launch(
             place_kernel,
-            min(ranks * chunks + self.local, most_programs),
+            min(columns + self.local, most_programs),
             (
                 exchange, histogram, rows.start_e1, rows.rows_e, rows.totals, rows.source_N, rows.return_N,
                 rows.weight_N, rows.send_token_RT, self.call, self.rank, num_tokens,
             ),
-            {
-                "E": cfg.num_experts, "LOCAL": self.local, "BINS": max(power_of_2(self.local), 16), **shape,
-                "RECEIVE_BLOCK": cfg.receive_block, "ALIGN": ROW_ALIGN, "DEDUP": send_all is None,
-            },
+            constants.place,
             num_warps=4,
         )  # fmt: skip
         if cfg.combine_groups is not None:
