@@ -32,7 +32,7 @@ def memory(
     backend: Annotated[BackendName, typer.Option(help="Whose buffers.")] = BackendName.hopper,
     max_rows: Annotated[
         int | None,
-        typer.Option(help="Bound on routed rows per rank (no host read); default: allocated exactly.", min=1),
+        typer.Option(help="Bound on routed rows per rank (no host read); default: allocated by need.", min=1),
     ] = None,
 ) -> None:
     """Print the buffers of one rank, with their bytes and what they are for.
