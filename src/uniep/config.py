@@ -46,8 +46,9 @@ class MoEConfig:
     combine_groups: None: a token's K results are added in one sum on its own rank.  G: the experts form G contiguous
         groups, and the results of one group are added, and rounded, on the experts' rank: fewer rows travel back.
         Other roundings, and so another function; the same for every EP size that divides G, refused for others.
-    max_rows: most routed rows (not counting alignment) one rank may receive in one call.  None: rows are allocated by need, with one host read per call.  A number: no host read (CUDA graphs);
-        more rows end in `CapacityError`, never in dropped tokens.
+    max_rows: most routed rows (not counting alignment) one rank may receive in one call.  None: rows are allocated by
+        need, with one host read per call.  A number: no host read (CUDA graphs); more rows end in `CapacityError`,
+        never in dropped tokens.
 
     Raises ConfigError or UnsupportedError at construction, naming the value and the limit.
     """
@@ -134,7 +135,7 @@ class MoEConfig:
                 f"{ep_size} ranks * max_tokens_per_rank={self.max_tokens_per_rank} * top_k={self.top_k} are {slots} "
                 f"slots; plans count up to {MAX_INDEX}. Lower max_tokens_per_rank"
             )
-        rows = ep_size * self.max_tokens_per_rank * self.top_k + self.num_experts * ROW_ALIGN
+        rows = slots + self.num_experts * ROW_ALIGN
         _refuse_bytes("the experts' tokens", rows, max(self.hidden, 2 * self.ffn))
 
     @property

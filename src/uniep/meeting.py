@@ -133,6 +133,7 @@ class Meeting:
         self.version = __version__
         self.session = ""
         self._said = _Part(self.version)
+        self._done = 0  # exchanges that this rank has seen complete
         self._hello: _Hello | None = None  # as it stands in the store
         self._turn: threading.Lock | None = None
         self.board: Board | None = None
@@ -183,6 +184,7 @@ class Meeting:
             for rank in missing:
                 self._raise_if(parts[rank].failure, rank, stage)
             wait(missing)
+        self._done = number + 1
         if self._hello is not None:  # all have seen it
             self._ask(lambda store: store.delete_key(self._greeting(self.rank)))
             self._hello = None
@@ -258,7 +260,9 @@ class Meeting:
                 self.session = _session(seen)  # others may be in it already
         if self.session:
             if failure:
-                store.set(self._part(self.rank), dataclasses.replace(self._said, failure=failure).packed())
+                # Without the value of an exchange that it did not finish: who comes late must not go on alone.
+                said = dataclasses.replace(self._said, values=self._said.values[: self._done], failure=failure)
+                store.set(self._part(self.rank), said.packed())
             _close_session(store, self.session, self.size, [self._part(rank) for rank in range(self.size)])
 
     def _ask(self, errand: Callable[[Any], Any]) -> Any:

@@ -94,7 +94,8 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     BLAS picks kernels by shape, leading dimension and alignment, and each sums in its own order.  So every
     block of 64 x 64 outputs is a call of its own over the whole contraction, on operands made alike: fp32,
     zero-padded to 64, dense, aligned.  Whatever tile a caller computes, its blocks are the same calls.
-    Callers start tiles at multiples of 64 and run inside `fixed_settings`.
+    Callers start tiles at multiples of 64 and run inside `fixed_settings`, or, as the backends do, inside
+    `fp32_products` on threads with one intra-op thread each (`PinnedThreads`).
 
     On a GPU it is one library call, whose bits depend on the shape, too; callers pass whole segments.
     """

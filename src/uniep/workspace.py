@@ -57,6 +57,7 @@ class Workspace:
     schedule: how calls are executed; speed only.  Default: the backend's own choice.
     timeout_s: longest wait for a peer before PeerTimeoutError, in each stage of making it and of a call, on every
         backend; time in which this process did not run does not count.  Default UNIEP_TIMEOUT_S or 600.
+    agreed: what else all ranks must have alike, else ConfigError.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Workspace:
         backend: str = "auto",
         schedule: Schedule | None = None,
         timeout_s: float | None = None,
+        agreed: str = "",
     ) -> None:
         self.cfg = cfg
         self.group: dist.ProcessGroup | None = _process_group(group)
@@ -82,7 +84,7 @@ class Workspace:
         self.entering = threading.RLock()  # held from when a forward is numbered until it is done
         self.timeout_s = DEFAULT_TIMEOUT_S
 
-        fields, error, chosen = self._judge(cfg, device, backend, schedule, timeout_s)
+        fields, error, chosen = self._judge(cfg, device, backend, schedule, timeout_s, agreed)
         self.meeting: Meeting | None = Meeting(self.group, self.timeout_s)  # of all ranks, until this one is made
         try:
             with self.meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
@@ -99,7 +101,13 @@ class Workspace:
         _by_key[self.key] = self
 
     def _judge(
-        self, cfg: MoEConfig, device: Any, backend: str, schedule: Schedule | None, timeout_s: float | None
+        self,
+        cfg: MoEConfig,
+        device: Any,
+        backend: str,
+        schedule: Schedule | None,
+        timeout_s: float | None,
+        agreed: str,
     ) -> tuple[dict[str, Any], UniEPError | None, str]:
         """(what all ranks must have alike, what is wrong with this rank's arguments, the backend's name)."""
         fields: dict[str, Any] = {}
@@ -114,7 +122,7 @@ class Workspace:
             if schedule is not None:
                 refuse_invalid(schedule, cfg)
             chosen = choose_backend(backend, self.device)
-            fields |= {"backend": chosen, "device type": self.device.type, "schedule": schedule}
+            fields |= {"backend": chosen, "device type": self.device.type, "schedule": schedule, "agreed": agreed}
         except UniEPError as cause:
             error = cause
         except Exception as cause:  # torch's, of a device that it does not know or have
@@ -170,12 +178,13 @@ class Workspace:
         since: `entered` at its start; None: no call has been entered.  Before a call it is a refusal, which every rank
         raises, here as well; what is no Exception, such as an interrupt, and what follows a call, ends the Workspace.
         """
-        if self._backend is None or _is_no_failure(error):
+        if self._backend is None or _is_no_failure(error) or getattr(error, "uniep_told", "") == self.key:
             return
         if since is not None and self.entered != since:
             if not isinstance(error, UniEPError):  # those, the backend has told
                 self.fail(f"{type(error).__name__}: {error}")
         elif isinstance(error, Exception):
+            error.uniep_told = self.key  # type: ignore[attr-defined]  # by the innermost of nested functions
             named = error if isinstance(error, UniEPError) else UniEPError(f"{type(error).__name__}: {error}")
             with temporarily_clear_interpreter_stack(), _disable_current_modes():
                 self.enter().refuse(named)

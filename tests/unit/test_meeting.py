@@ -195,3 +195,18 @@ def test_notices():
         first.look(8, now=True)
     first.tell(8, "ValueError: x", failed=True)
     assert store.num_keys() == 0
+
+
+def test_who_gives_up_in_an_exchange_takes_its_value_back():
+    """A rank that comes after another gave up waiting must not go on alone into what follows."""
+    store = dist.HashStore()
+
+    def act(rank):
+        with meeting(store, rank, 2, 0.4 if rank == 0 else 3.0) as m:
+            m.exchange(rank, "first")
+            time.sleep(1.0 * rank)
+            return m.exchange(rank, "second")
+
+    results, errors, _ = ranks(2, act)
+    assert results == [None] * 2 and all(isinstance(error, PeerTimeoutError) for error in errors)
+    assert "rank 0 failed with PeerTimeoutError" in str(errors[1])

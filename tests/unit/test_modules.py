@@ -401,3 +401,14 @@ def test_what_traces_records_or_transforms_the_layer(workspace, tool):
     function, text = TOOLS[tool]
     with pytest.raises(uniep.UniEPError, match=text):
         function(layer, x)
+
+
+def test_an_error_before_a_call_leaves_the_workspace_usable(workspace, monkeypatch):
+    """Told once, by the innermost of the functions that tell: the outer ones do not take it for one in the call."""
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
+    x = torch.randn(5, 64)
+    want = layer(x).detach()
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(uniep.weights.ExpertWeights, "parse", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        layer(x)
+    assert torch.equal(layer(x), want)

@@ -108,7 +108,9 @@ class Backend(Protocol):
         ...
 
     def refuse(self, error: UniEPError) -> None:
-        """This rank's inputs are bad: tell all ranks, so that each raises `error`'s kind and text."""
+        """This rank's inputs are bad: tell all ranks, so that each other one raises `error`'s kind and text.
+
+        May raise it here, too, or return; the caller raises then."""
         ...
 
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:

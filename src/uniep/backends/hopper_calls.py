@@ -66,6 +66,7 @@ LOST_TEXT = header.LOST_TEXT.value
 PLANNED = [OPERATIONS.index(name) for name in ("route", "forward", "forward without gradients", "refuse")]
 """Operations whose outcome the host reads at once where it reads totals."""
 _NUMBER_OF = {name: number for number, name in enumerate(OPERATIONS)}
+assert _NUMBER_OF["refuse"] == header.IS_REFUSED.value, "kernels/header.py names this operation by its number"
 _SAME_CALLS = "Every rank of the group must make the same calls, idle ranks with T=0"
 
 _made: collections.Counter[str] = collections.Counter()  # Workspaces of this process, by group
@@ -140,7 +141,7 @@ class Calls:
         self.calls_made, self.is_inside, self._has_told = 0, False, False
         self.allocate = 0
         self.aside = torch.cuda.Stream(self.device)  # for small copies, whatever waits on other streams
-        # The number of the last call and how many were forwards.
+        # The number of the last call, and how many had ids.
         self.call = torch.zeros(4, dtype=torch.int32, device=self.device)[:1]
         self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         # Pinned memory that kernels write and the host reads without synchronising.
@@ -253,7 +254,9 @@ class Calls:
         if code == 0:
             return
         error = self._failure()
-        self.fail(str(error), GAVE_UP if code == TIMEOUT else None)
+        # Who refused has not failed, and waits for this rank in calls that were entered since.
+        awaited = code == REFUSED and self._words[3] != self.calls_made
+        self.fail(str(error), GAVE_UP if code == TIMEOUT else FAILED if awaited else None)
         raise error
 
     def check_all(self) -> None:
@@ -372,9 +375,13 @@ class Calls:
     def can_agree(self) -> bool:
         """Whether the failure that is recorded is one that every rank reads in this call."""
         code = self._words[0]
-        if code != OTHER_CALL:
-            return code in (BAD_ID, REFUSED)
+        if code == BAD_ID:
+            return True
         self._acquire()
+        if code == REFUSED:  # by a rank in this call, and not in a backward before it
+            return self._words[3] == self.calls_made
+        if code != OTHER_CALL:
+            return False
         first, step = self._parts.agreed, header.HOST_AGREED_WORDS.value
         return all(self._words[first + step * rank] in PLANNED for rank in range(self.num_ranks))
 

@@ -123,7 +123,11 @@ class CollectiveBackend:
         # Names this Workspace in every header: collectives of two Workspaces of one group look alike.
         self._space = int(workspace.meeting.session[:15] or "0", 16)
         self._notices = Notices(workspace.meeting)
-        self._all_gather(torch.tensor([self._space], device=self.device), "first collective", "creation")
+        try:
+            self._all_gather(torch.tensor([self._space], device=self.device), "first collective", "creation")
+        except BaseException as cause:  # the Workspace that would tell is not made yet
+            self._notices.tell(0, f"{type(cause).__name__}: {cause}", failed=True)
+            raise
 
     # --- the interface of Backend ---
 

@@ -25,7 +25,7 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class Workspaces:
-    """The Workspaces of many layers, one per group, device and shape, made by the first call that needs them.
+    """The Workspaces of many layers, one per group, device, shape and `agreed`, made by the first call that needs them.
 
     max_tokens_per_rank: T for all Workspaces; None: they grow with the calls.
     max_rows: as in `MoEConfig`.
@@ -72,8 +72,8 @@ class Workspaces:
         """`uniep.moe` in the parameters' dtype, or autocast's; y in x's.  Collective over `group`, None for one rank.
 
         num_local: e, the number of experts in w13 and w2.
-        agreed: what all ranks of the group must have in common; calls of each kind have a Workspace of their own, so
-            that ranks that differ in it wait for each other until the timeout, rather than computing something.
+        agreed: what all ranks of the group must have in common; calls of each kind have a Workspace of their own.
+            Ranks that differ in it when they make one are told so; later they wait for each other until the timeout.
         layer: as for `uniep.moe`.
         """
         device = x_TD.device.type
@@ -104,7 +104,7 @@ class Workspaces:
         made = self._made.setdefault((group, x_TD.device, shape, agreed), [])
         if self.max_tokens_per_rank is not None:
             if not made:
-                made.append(Workspace(shape, group, device=x_TD.device, **self.options))
+                made.append(Workspace(shape, group, device=x_TD.device, agreed=agreed, **self.options))
             return made[-1]
         needed = len(x_TD)
         if group is not None:
@@ -114,7 +114,7 @@ class Workspaces:
         room = made[-1].cfg.max_tokens_per_rank if made else 0
         if needed > room or not made:
             cfg = dataclasses.replace(shape, max_tokens_per_rank=max(align_rows(needed), 2 * room, 1))
-            made.append(Workspace(cfg, group, device=x_TD.device, **self.options))
+            made.append(Workspace(cfg, group, device=x_TD.device, agreed=agreed, **self.options))
         return made[-1]
 
     def __copy__(self) -> Workspaces:

@@ -17,7 +17,7 @@ CAPACITY = tl.constexpr(1)  # rows allocated
 OPERATION = tl.constexpr(2)  # index into protocol.OPERATIONS
 LAYER = tl.constexpr(3)  # its number; 0: not known, and equal to any other
 FORWARD = tl.constexpr(4)  # of a backward: the call that its forward was
-FORWARDS = tl.constexpr(5)  # forwards entered
+FORWARDS = tl.constexpr(5)  # forwards and routes entered
 DRAW = tl.constexpr(6)  # of the layer's experts, two words: low, high; 0: not known
 ERROR = tl.constexpr(8)  # of a refusal: protocol.error_index
 HAS_DIGESTS = tl.constexpr(9)
@@ -27,7 +27,7 @@ TEXT = tl.constexpr(16)  # of a refusal, to the end
 
 IS_REFUSED = tl.constexpr(5)  # the operation "refuse"
 
-# Words of the status record: see sync.py.
+# Words of the status record, whose first is the code.
 STATUS = tl.constexpr(STATUS_RECORD)
 STATUS_TOLD = tl.constexpr(1)  # 1: the peers know that this rank has failed
 STATUS_HOST = tl.constexpr(8)  # two words: address of the host's record

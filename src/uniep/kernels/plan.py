@@ -326,7 +326,7 @@ def _count_chunk(
     base = header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS)
     begin, end = _chunk(tl.load(base + TOKENS), item % CHUNKS, CHUNKS, BLOCK_T)
     if tl.load(base + OPERATION) == IS_REFUSED:
-        record(status_ptr, REFUSED, source, 0, 0, 0)
+        record(status_ptr, REFUSED, source, 0, call, 0)
     expert = tl.arange(0, EP)
     peer = tl.arange(0, NUM_RANKS)
     counts = tl.zeros((EP,), tl.int32)

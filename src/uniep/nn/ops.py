@@ -19,11 +19,11 @@ from torch import Tensor
 from uniep.backends.base import UNKNOWN_LAYER, Inputs, LayerTag, MainGrads, Needs
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.nn import flops
-from uniep.nn.record import find_record
+from uniep.nn.record import LayerRecord, find_record
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key, told_to_all
 
-__all__ = ["SAVE_OPS", "call", "moe_forward"]
+__all__ = ["SAVE_OPS", "call", "check_tokens", "moe_forward"]
 
 
 @told_to_all(lambda named, workspace: workspace)
@@ -37,6 +37,15 @@ def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
             f"there are {len(named['ids'])} tokens but max_tokens_per_rank is "
             f"{workspace.cfg.max_tokens_per_rank}; raise it in MoEConfig or split the batch"
         )
+
+
+@told_to_all(lambda layer, experts, workspace: workspace)
+def _layer_of(
+    layer: Tensor | None, experts: ExpertWeights, workspace: Workspace
+) -> tuple[LayerRecord | None, LayerTag]:
+    """The record of a forward, and what it says of the layer.  Errors are told here: compiled calls come directly."""
+    record = find_record(layer, experts.w13[0], workspace)
+    return record, record.enter(workspace, experts) if record is not None else UNKNOWN_LAYER
 
 
 def _forward(
@@ -64,9 +73,7 @@ def _forward(
         check_tokens({"ids": ids, "x": x, "weights": weights}, space)
     experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
     with space.entering:
-        record, tag = find_record(layer, w13[0], space), UNKNOWN_LAYER
-        if record is not None:
-            tag = record.enter(space, experts)
+        record, tag = _layer_of(layer, experts, space)
         y, saved = space.enter().forward(Inputs(x, ids, weights, experts, tag), save)
         space.forwards += 1
         if record is not None:

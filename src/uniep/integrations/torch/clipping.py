@@ -40,8 +40,8 @@ def clip_grad_norm_(
     that the parameter is split over, in the mesh's order, and over `ep_group` last if it is not among them; of these
     over all parameters, dense ones first, in the order given.  Reruns give the same bits.
 
-    Raises ConfigError for max_norm or norm_type below 0; UnsupportedError for parameters that are partial sums;
-    RuntimeError if the norm is not finite and error_if_nonfinite.
+    Raises ConfigError for max_norm below 0, norm_type not above 0, or no parameters; UnsupportedError for parameters
+    that are partial sums; RuntimeError if the norm is not finite and error_if_nonfinite.
     """
     if not (max_norm >= 0 and norm_type > 0):
         raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; they must be at least 0 and above 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import itertools
 import json
@@ -118,14 +119,17 @@ class TrainState(Stateful):
 
     def _agreed(self, function: Any) -> Any:
         """What `function` returns as (result, claims), if on no EP rank it raises and all claims are the same."""
-        error, result, claims = None, None, {}
+        error: Exception | None = None
+        result, claims = None, {}
         try:
             result, claims = function()
-        except UniEPError as raised:
+        except Exception as raised:
             error = raised
         if self.ep_mesh.size() > 1:
             everyone: list[Any] = [None] * self.ep_mesh.size()
             told = None if error is None else str(error)
+            if told is not None and not isinstance(error, UniEPError):
+                told = f"{type(error).__name__}: {told}"
             dist.all_gather_object(everyone, (told, claims), group=self.ep_mesh.get_group())
             if error is None:
                 for rank, (text, theirs) in enumerate(everyone):
@@ -441,7 +445,8 @@ def _dtype(value: Any) -> str:
 def _digest(value: Any) -> str:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().flatten()
-        return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() + str(value.shape)
+        raw = ctypes.string_at(flat.data_ptr(), flat.nbytes)  # numpy is not a dependency
+        return hashlib.blake2b(raw, digest_size=8).hexdigest() + str(value.shape)
     if isinstance(value, list | tuple):
         return str([_digest(one) for one in value])
     if isinstance(value, dict):
