@@ -1,5 +1,6 @@
 """Settings of the process and its threads that decide bits: as before after every call, and not changed during one."""
 
+import dataclasses
 import os
 import threading
 
@@ -8,6 +9,7 @@ import torch
 
 import uniep
 from uniep import UniEPError, numerics
+from uniep.activation import ACTIVATIONS
 from uniep.backends.pinned import PinnedThreads
 
 CFG = uniep.MoEConfig(hidden=64, ffn=64, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
@@ -39,23 +41,18 @@ def in_thread(function):
 
 def inside(layer, x, act):
     """`act()` in the middle of a call, in the thread that computes."""
-    found, original = [], numerics.swiglu
+    found, usual = [], ACTIVATIONS["swiglu"]
 
-    def swiglu(gate, up):
+    def forward(gate, up):
         if not found:
             found.append(act())
-        return original(gate, up)
+        return usual.forward(gate, up)
 
-    from uniep.backends import cpu_tiles, local_experts
-
-    patched = [module for module in (numerics, cpu_tiles, local_experts) if hasattr(module, "swiglu")]
-    for module in patched:
-        module.swiglu = swiglu
+    ACTIVATIONS["swiglu"] = dataclasses.replace(usual, forward=forward)
     try:
         layer(x).sum().backward()
     finally:
-        for module in patched:
-            module.swiglu = original
+        ACTIVATIONS["swiglu"] = usual
     return found[0]
 
 
