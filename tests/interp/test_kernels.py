@@ -403,9 +403,10 @@ def test_weight_gradient(dtype, data, tile, gathered, transposed, main_grad):
     b_NW = made((n, 2 * F), dtype, data, 6) * used
     address_N = torch.empty(2, n + 256, dtype=torch.int64)
     given = {"a_local_ptr": p.x_TD, "a_receive_ptr": p.receive_MD, "b_local_ptr": p.x_TD, "b_receive_ptr": p.receive_MD}
+    block = len(p.receive_MD) - 1  # of the other rank, and the zero row
     launch(
         row_addresses_kernel, **p.tables, **given, a_address_ptr=address_N[0], b_address_ptr=address_N[1], WIDTH=D,
-        BLOCK=64,
+        BLOCK=64, NUM_RANKS=2, RECEIVE_BLOCK=block, kept_block=block,
     )  # fmt: skip
     assert torch.equal(address_N[0, :n], address_N[1, :n])
     height, width = (F, D) if transposed else (D, F)
