@@ -21,7 +21,7 @@ from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
 RANKS = 2
-TIMEOUT_S = 400
+TIMEOUT_S = 1200
 SMALL = Tile(rows=64, columns=128, depth=64)
 SCHEDULE = Schedule(gemm1=SMALL, gemm2=SMALL, weight_gradient=SMALL, chunk_tokens=32, beside_from=0)
 ROUNDS = (  # overlap, operand, transfer, received, activation_gradient

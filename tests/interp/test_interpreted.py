@@ -10,7 +10,7 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = sorted({path.name for path in HERE.glob("test_*.py")} - {"test_interpreted.py", "test_lint.py"})
-TIMEOUT_S = 500
+TIMEOUT_S = 1800
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,16 @@ def runs():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / name)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--timeout",
+            str(TIMEOUT_S),
+            str(HERE / name),
+        ]
         return subprocess.run(
             command, env=environment, cwd=HERE.parents[1], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             timeout=TIMEOUT_S,

@@ -27,7 +27,7 @@ PRODUCTS = {
     "gate_up_kernel", "product_kernel", "gathered_product_kernel", "weight_gradient_kernel", "counted_product_kernel",
     "forward_kernel", "backward_kernel",
 }  # fmt: skip
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 
 
 @pytest.fixture(scope="module")
