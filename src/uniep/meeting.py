@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from uniep.errors import ConfigError, PeerTimeoutError, UniEPError
-from uniep.waiting import LOOK_S, Patience
+from uniep.waiting import LOOK_S, SAME_CALLS, Patience
 
 _NOTHING = "-"  # what a key without a value reads as; no value is this
 _LEAVE_S = 2.0  # for telling others, where nobody waits for it
@@ -348,5 +348,5 @@ class Notices:
             if last < call:
                 raise PeerTimeoutError(
                     f"rank {self.rank}, in call {call}, cannot go on: rank {rank} left after call {last} ({text}). "
-                    "Every rank of the group must make the same calls, idle ranks with T=0"
+                    f"{SAME_CALLS}"
                 )

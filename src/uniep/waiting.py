@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+SAME_CALLS = "Every rank of the group must make the same calls, idle ranks with T=0"
+"""The remedy of every error about ranks that are in different calls."""
+
 LOOK_S = 0.05
 """The longest that a wait may go without looking up."""
 

@@ -51,6 +51,7 @@ from uniep.taskflow.operators import Operators
 from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import Span
+from uniep.waiting import SAME_CALLS
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
@@ -331,7 +332,7 @@ class CpuBackend:
                 return PeerTimeoutError(
                     f"rank {self.rank} waited {peers.timeout_s:g} s in call {number} ({operation}), stage enter, for "
                     f"rank {peer}: expected call {number}, seen call {peers.entered(peer)}; rank {self.rank} is ahead. "
-                    "Every rank of the group must make the same calls, idle ranks with T=0"
+                    f"{SAME_CALLS}"
                 )
 
             peers.wait(lambda peer=peer: peers.has_entered(peer, number), late)  # type: ignore[misc]

@@ -21,7 +21,7 @@ from uniep.meeting import Meeting
 from uniep.memory import HEADER_WORDS, cpu_arrays, pack, packed_bytes
 from uniep.taskflow.graph import Event
 from uniep.taskflow.schedule import Schedule, num_chunks
-from uniep.waiting import Patience
+from uniep.waiting import SAME_CALLS, Patience
 
 
 class Peers:
@@ -147,7 +147,7 @@ class Peers:
         if left:
             raise PeerTimeoutError(
                 f"rank {self.rank}, in call {number}, cannot go on: rank {peer} left after call {self.entered(peer)} "
-                f"({self._reason(peer)}). Every rank of the group must make the same calls, idle ranks with T=0"
+                f"({self._reason(peer)}). {SAME_CALLS}"
             )
         return False
 

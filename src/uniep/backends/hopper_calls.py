@@ -38,6 +38,7 @@ from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError
 from uniep.kernels import header, sync
 from uniep.kernels.call import Memory, copy, launch
 from uniep.memory import EXCHANGE_HEADER, LOST_SLOT, STATUS_RECORD
+from uniep.waiting import SAME_CALLS
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
@@ -67,7 +68,6 @@ PLANNED = [OPERATIONS.index(name) for name in ("route", "forward", "forward with
 """Operations whose outcome the host reads at once where it reads totals."""
 _NUMBER_OF = {name: number for number, name in enumerate(OPERATIONS)}
 assert _NUMBER_OF["refuse"] == header.IS_REFUSED.value, "kernels/header.py names this operation by its number"
-_SAME_CALLS = "Every rank of the group must make the same calls, idle ranks with T=0"
 
 _made: collections.Counter[str] = collections.Counter()  # Workspaces of this process, by group
 
@@ -319,7 +319,7 @@ class Calls:
         if reason == LEFT:
             return PeerTimeoutError(
                 f"rank {self.rank}, in call {self.calls_made}, cannot go on: rank {peer} left after call {call} "
-                f"({text}). {_SAME_CALLS}"
+                f"({text}). {SAME_CALLS}"
             )
         return PeerTimeoutError(
             f"rank {self.rank} cannot go on: rank {peer} failed with "
