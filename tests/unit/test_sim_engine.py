@@ -165,13 +165,13 @@ def test_queues_that_block_are_told():
 
 
 def test_speed():
-    """The log has rates on an idle core; this only tells an order of magnitude, beside other work."""
+    """The log has rates on an idle core. Shared cores of CI are up to ten times slower; this tells an order of growth."""
     graph = lone_tasks(50_000)
     alone_N = torch.arange(50_000) % 97 + 1
     queues = class_queues(graph, 1, 64)
     flows = [(i, i % 2, 1.0) for i in range(50_000)]
     for costs, least in (
-        (Costs.without_contention(graph, alone_N), 100_000), (with_flows(graph, alone_N, flows, [8.0, 8.0]), 20_000)
+        (Costs.without_contention(graph, alone_N), 50_000), (with_flows(graph, alone_N, flows, [8.0, 8.0]), 10_000)
     ):  # fmt: skip
         start = time.process_time()
         run(graph, queues, costs)

@@ -205,7 +205,7 @@ class Calls:
                 self.ticket, self.rank,
             ),
             self._entry_constants | {"HAS_IDS": ids_TK is not None, "REFUSE": refusal is not None},
-            num_warps=4,
+            num_warps=4, maxnreg=64,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
 
     def refuse(self, error: UniEPError) -> None:

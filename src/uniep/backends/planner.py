@@ -215,7 +215,7 @@ class Planner(Calls):
                 rows.weight_N, rows.send_token_RT, self.call, self.rank, num_tokens,
             ),
             constants.place,
-            num_warps=4,
+            num_warps=4, maxnreg=96,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
         if cfg.combine_groups is not None:
             lines = Lines.of(torch.full((self._parts_words,), -1, **int32), cfg, ranks)
