@@ -16,7 +16,7 @@ from uniep.memory import plan_memory
 from uniep.nn.functional import moe, route
 from uniep.nn.ops import SAVE_OPS
 from uniep.routing import RoutingPlan
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.schedule import Schedule, Tile
 from uniep.workspace import Workspace, report
 
 __version__ = "0.1.0"

@@ -18,8 +18,8 @@ import torch
 
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
 from uniep.errors import CapacityError, ConfigError
-from uniep.kernels.support import group_limit, shape_limit
-from uniep.taskflow.schedule import Schedule, default_schedule, num_chunks, refuse_invalid
+from uniep.limits import group_limit, shape_limit
+from uniep.schedule import Schedule, default_schedule, num_chunks, refuse_invalid
 
 ALIGN_BYTES = 256
 HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call

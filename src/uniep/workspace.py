@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from uniep.backends import registry
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.meeting import Meeting
-from uniep.taskflow.schedule import Schedule, refuse_invalid
+from uniep.schedule import Schedule, refuse_invalid
 
 if TYPE_CHECKING:
     from uniep.backends.base import Backend
@@ -90,7 +91,7 @@ class Workspace:
             with self.meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
                 self._agree(fields, error, self.meeting)
                 _end_in_forked_children()
-                self._backend = _make(chosen, self, schedule)
+                self._backend = registry.make(chosen, self, schedule)
                 self.meeting.exchange(None, "ready")
         except BaseException as cause:  # the other ranks have none either
             self._close(f"{type(cause).__name__}: {cause}")
@@ -334,7 +335,7 @@ def choose_timeout(given: float | None) -> float:
 
 def choose_backend(given: str, device: torch.device) -> str:
     """Name of the backend that a Workspace on `device` takes.  Raises ConfigError or UnsupportedError."""
-    known = {"auto", "cpu", "hopper", "nccl"}
+    known = {"auto", *registry.NAMES}
     wanted = given if given != "auto" else os.environ.get("UNIEP_BACKEND", "auto")
     name = "backend" if wanted == given else "UNIEP_BACKEND"
     if wanted not in known:
@@ -349,17 +350,3 @@ def choose_backend(given: str, device: torch.device) -> str:
         remedy = "use backend='auto' or another device" if name == "backend" else "unset UNIEP_BACKEND"
         raise ConfigError(f"backend {wanted!r} does not run on {device}{missing}; {remedy}")
     return wanted
-
-
-def _make(name: str, workspace: Workspace, schedule: Schedule | None) -> Backend:
-    if name == "cpu":
-        from uniep.backends.cpu import CpuBackend
-
-        return CpuBackend(workspace, schedule)
-    if name == "hopper":
-        from uniep.backends.hopper import HopperBackend
-
-        return HopperBackend(workspace, schedule)
-    from uniep.backends.nccl import CollectiveBackend
-
-    return CollectiveBackend(workspace, schedule)

@@ -14,7 +14,9 @@ from case import config, named_error, random_batch
 from pool import Pool
 
 import uniep
-from uniep.backends import cpu, nccl, shm
+from uniep.backends.cpu import backend as cpu
+from uniep.backends.collective import backend as nccl
+from uniep.backends.cpu import shm
 
 PATIENT_S = 30.0
 """Timeout of Workspaces none of whose waits may last that long."""

@@ -15,7 +15,7 @@ from fused_rank import SCHEDULE
 from uniep.backends.base import Inputs, LayerTag, Needs
 from uniep.config import MoEConfig
 from uniep.errors import UniEPError
-from uniep.taskflow.schedule import Schedule
+from uniep.schedule import Schedule
 from uniep.weights import ExpertWeights
 
 RANKS = 2
@@ -110,7 +110,8 @@ def digests(site, now, cfg=CFG):
 
 def exception_inside(site, error, schedule, direction):
     """Rank 1 fails where its kernels are being launched."""
-    from uniep.kernels import launch, launch_mega
+    from uniep.launch import mega as launch_mega
+    from uniep.launch import staged as launch
 
     backend, given = site.backend(schedule=schedule), site.inputs()
     saved = backend.forward(given, save=True)[1]

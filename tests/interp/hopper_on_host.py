@@ -18,10 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from uniep import memory
-from uniep.backends import hopper, hopper_calls
+from uniep.backends.hopper import backend as hopper
+from uniep.backends.hopper import calls as hopper_calls
 from uniep.config import MoEConfig
-from uniep.kernels import claims, gemm, gradients, groups, launch_mega, lists, mega, plan, sync, transfer
-from uniep.taskflow.schedule import Schedule, default_schedule
+from uniep.kernels import claims, gemm, gradients, groups, lists, mega, plan, sync, transfer
+from uniep.launch import mega as launch_mega
+from uniep.schedule import Schedule, default_schedule
 
 
 class Nothing:

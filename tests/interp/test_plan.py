@@ -9,14 +9,14 @@ import torch
 from hopper_on_host import host_backends
 
 from uniep.backends.base import Inputs
-from uniep.backends.planner import Planner
+from uniep.backends.hopper.planner import Planner
 from uniep.config import ROW_ALIGN, MoEConfig, align_rows
 from uniep.errors import CapacityError, DTypeError, InputError, PeerTimeoutError
-from uniep.kernels.call import tensor
-from uniep.kernels.launch import launch_row_addresses
+from uniep.launch.driver import tensor
+from uniep.launch.staged import launch_row_addresses
 from uniep.memory import hopper_histogram, plan_blocks, plan_memory
 from uniep.routing import build_plan
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
 PLAN_FIELDS = {  # RoutingPlan's name -> DevicePlan's

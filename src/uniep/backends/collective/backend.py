@@ -34,8 +34,7 @@ import torch.distributed as dist
 from torch import SymInt, Tensor
 
 from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
-from uniep.backends.cpu_tiles import Rows
-from uniep.backends.local_experts import KernelExperts, Routed, Tokens, local_experts
+from uniep.backends.collective.local_experts import KernelExperts, Routed, Tokens, local_experts
 from uniep.backends.pinned import PinnedThreads
 from uniep.backends.protocol import (
     OPERATIONS,
@@ -52,13 +51,14 @@ from uniep.backends.protocol import (
     tag_words,
     wanted_anywhere,
 )
+from uniep.backends.torch_tiles import Rows
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.meeting import Notices
 from uniep.memory import TEXT_BYTES
 from uniep.numerics import fp32_products
 from uniep.routing import Parts, RoutingPlan, build_parts, build_plan, token_groups
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 from uniep.waiting import Patience
 from uniep.weights import ExpertWeights
 

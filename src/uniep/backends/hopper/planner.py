@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends.arena import Arena
 from uniep.backends.base import UNKNOWN_LAYER, LayerTag
-from uniep.backends.hopper_calls import GAVE_UP, Calls
+from uniep.backends.hopper.arena import Arena
+from uniep.backends.hopper.calls import GAVE_UP, Calls
 from uniep.config import ROW_ALIGN
 from uniep.errors import PeerTimeoutError
-from uniep.kernels.call import Memory, Part, launch, tensor, unbind
-from uniep.kernels.launch import Rows
-from uniep.kernels.launch_groups import Lines, launch_parts
+from uniep.launch.driver import Memory, Part, launch, tensor, unbind
+from uniep.launch.groups import Lines, launch_parts
+from uniep.launch.staged import Rows
 from uniep.memory import (
     FIRST_TOKENS,
     hopper_histogram,

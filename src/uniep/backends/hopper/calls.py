@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from uniep.backends.arena import Arena
 from uniep.backends.base import UNKNOWN_LAYER, LayerTag
+from uniep.backends.hopper.arena import Arena
 from uniep.backends.protocol import (
     OPERATIONS,
     Header,
@@ -36,7 +36,7 @@ from uniep.backends.protocol import (
 )
 from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.kernels import header, sync
-from uniep.kernels.call import Memory, copy, launch
+from uniep.launch.driver import Memory, copy, launch
 from uniep.memory import EXCHANGE_HEADER, LOST_SLOT, STATUS_RECORD
 from uniep.waiting import SAME_CALLS
 

@@ -23,9 +23,8 @@ import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
-from uniep.backends.cpu_peers import Peers
-from uniep.backends.cpu_run import Program, Run
-from uniep.backends.cpu_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
+from uniep.backends.cpu.peers import Peers
+from uniep.backends.cpu.run import Program, Run
 from uniep.backends.pinned import PinnedThreads
 from uniep.backends.protocol import (
     OPERATIONS,
@@ -41,14 +40,15 @@ from uniep.backends.protocol import (
     tag_words,
     wanted_anywhere,
 )
+from uniep.backends.torch_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError
 from uniep.numerics import fp32_products
 from uniep.routing import RoutingPlan, build_plan, return_slots
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
 from uniep.taskflow.lower import compile_graph, sites, unneeded
 from uniep.taskflow.operators import Operators
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import Span
 from uniep.waiting import SAME_CALLS
