@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from uniep import memory
+from uniep import layout
 from uniep.backends.hopper import backend as hopper
 from uniep.backends.hopper import calls as hopper_calls
 from uniep.config import MoEConfig
@@ -71,7 +71,7 @@ def interpret(ahead_ns: int = 0) -> None:
     """
     install(multiprocessors=4)
     hopper_calls.EXCHANGE_PROGRAMS = 3
-    memory.PLAN_CHUNKS = 16
+    layout.PLAN_CHUNKS = 16
 
     def tensor_range(*bounds):
         for value in builtins.range(*(int(bound) for bound in bounds)):

@@ -16,7 +16,7 @@ from uniep.launch.groups import (
     launch_return_order,
 )
 from uniep.launch.staged import Peers, Rows
-from uniep.memory import EXCHANGE_HEADER, hopper_parts_arrays, plan_words
+from uniep.layout import EXCHANGE_HEADER, hopper_parts_arrays, plan_words
 from uniep.numerics import combine_slots
 from uniep.routing import build_parts, build_plan, return_slots, token_groups
 from uniep.schedule import Tile

@@ -10,7 +10,7 @@ from uniep.config import MoEConfig
 from uniep.kernels import lists as tasks
 from uniep.launch import mega as launch_mega
 from uniep.launch.staged import Rows
-from uniep.memory import backward_tiles, forward_tiles, steps
+from uniep.layout import backward_tiles, forward_tiles, steps
 from uniep.routing import build_plan
 from uniep.schedule import Schedule, Tile
 from uniep.taskflow.lower import lower_backward, lower_forward

@@ -14,7 +14,8 @@ from uniep.config import ROW_ALIGN, MoEConfig, align_rows
 from uniep.errors import CapacityError, DTypeError, InputError, PeerTimeoutError
 from uniep.launch.driver import tensor
 from uniep.launch.staged import launch_row_addresses
-from uniep.memory import hopper_histogram, plan_blocks, plan_memory
+from uniep.layout import hopper_histogram, plan_blocks
+from uniep.memory import plan_memory
 from uniep.routing import build_plan
 from uniep.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights

@@ -16,8 +16,9 @@ from uniep.backends.cpu import shm
 from uniep.backends.hopper.arena import Arena
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError
+from uniep.layout import ALIGN_BYTES, cpu_arrays, hopper_arrays, pack, packed_bytes
 from uniep.meeting import Meeting
-from uniep.memory import ALIGN_BYTES, check_room, cpu_arrays, hopper_arrays, pack, packed_bytes, plan_memory
+from uniep.memory import check_room, plan_memory
 from uniep.nn.ops import moe_forward
 from uniep.schedule import DEFAULT_SCHEDULES, Schedule
 

@@ -14,7 +14,7 @@ from uniep import reference
 from uniep.backends.torch_tiles import Backward, Forward, Gather, Rows, Shared
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
-from uniep.memory import cpu_arrays
+from uniep.layout import cpu_arrays
 from uniep.numerics import fixed_settings
 from uniep.routing import build_parts, build_plan, recv_base, return_slots
 from uniep.schedule import Schedule, Tile

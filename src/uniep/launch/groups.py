@@ -20,7 +20,7 @@ from uniep.kernels.groups import (
 )
 from uniep.launch.driver import Memory, launch
 from uniep.launch.staged import Peers, Rows, options, rows_block, stored_columns, w2_block
-from uniep.memory import hopper_parts_arrays, plan_words, power_of_2
+from uniep.layout import hopper_parts_arrays, plan_words, power_of_2
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
 

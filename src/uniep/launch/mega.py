@@ -16,7 +16,7 @@ from uniep.kernels import lists as tasks
 from uniep.kernels import mega
 from uniep.launch.driver import Block, Memory, launch, unbind
 from uniep.launch.staged import Peers, Rows, options, rows_block, stored_columns, w2_block, w13_block
-from uniep.memory import list_words, power_of_2
+from uniep.layout import list_words, power_of_2
 from uniep.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 

@@ -32,7 +32,7 @@ from uniep.kernels.transfer import (
     used_dweights_kernel,
 )
 from uniep.launch.driver import Block, Memory, launch, unbind
-from uniep.memory import power_of_2
+from uniep.layout import power_of_2
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
 

@@ -54,8 +54,8 @@ from uniep.backends.protocol import (
 from uniep.backends.torch_tiles import Rows
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, PeerTimeoutError, UniEPError, UnsupportedError
+from uniep.layout import TEXT_BYTES
 from uniep.meeting import Notices
-from uniep.memory import TEXT_BYTES
 from uniep.numerics import fp32_products
 from uniep.routing import Parts, RoutingPlan, build_parts, build_plan, token_groups
 from uniep.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields

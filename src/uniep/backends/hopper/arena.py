@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from uniep.errors import UniEPError, UnsupportedError
-from uniep.memory import Field, MemoryPlan, check_room, flag_step, packed_bytes
+from uniep.layout import Field, flag_step, packed_bytes
+from uniep.memory import MemoryPlan, check_room
 
 if TYPE_CHECKING:
     from uniep.meeting import Meeting

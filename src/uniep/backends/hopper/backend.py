@@ -25,8 +25,9 @@ from uniep.backends.hopper.arena import WAY_OUT, Arena
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.launch.driver import copy, unbind
+from uniep.layout import hopper_arrays, kept_shape, pack
 from uniep.limits import group_limit, why_not
-from uniep.memory import hopper_arrays, kept_shape, pack, plan_memory
+from uniep.memory import plan_memory
 from uniep.routing import RoutingPlan
 from uniep.routing.plan import recv_base
 from uniep.schedule import Schedule, Tile, default_schedule, refuse_other_fields

@@ -37,7 +37,7 @@ from uniep.backends.protocol import (
 from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.kernels import header, sync
 from uniep.launch.driver import Memory, copy, launch
-from uniep.memory import EXCHANGE_HEADER, LOST_SLOT, STATUS_RECORD
+from uniep.layout import EXCHANGE_HEADER, LOST_SLOT, STATUS_RECORD
 from uniep.waiting import SAME_CALLS
 
 if TYPE_CHECKING:

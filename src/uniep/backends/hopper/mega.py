@@ -14,7 +14,7 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs, aligned
 from uniep.backends.hopper.trace import Records, exchanged_ids, lead_host, spans
 from uniep.config import COLUMN_GROUP, ROW_ALIGN
-from uniep.memory import backward_tiles, forward_tiles
+from uniep.layout import backward_tiles, forward_tiles
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:

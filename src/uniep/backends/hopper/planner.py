@@ -22,7 +22,7 @@ from uniep.errors import PeerTimeoutError
 from uniep.launch.driver import Memory, Part, launch, tensor, unbind
 from uniep.launch.groups import Lines, launch_parts
 from uniep.launch.staged import Rows
-from uniep.memory import (
+from uniep.layout import (
     FIRST_TOKENS,
     hopper_histogram,
     hopper_parts_arrays,

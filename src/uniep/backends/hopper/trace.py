@@ -11,7 +11,7 @@ from torch import Tensor
 
 from uniep.backends.base import Needs
 from uniep.launch.driver import tensor
-from uniep.memory import EXCHANGE_HEADER
+from uniep.layout import EXCHANGE_HEADER
 from uniep.routing import build_plan
 from uniep.schedule import num_chunks
 from uniep.taskflow.graph import TaskGraph
