@@ -192,7 +192,7 @@ def failing_creation(world, kind):
     }  # fmt: skip
     odd = world.rank == 1
     if kind == "version":
-        odd_thing = replaced(uniep, "__version__", "0.0.1")
+        odd_thing = replaced(uniep.version, "__version__", "0.0.1")
     elif kind == "cfg":
         odd_thing = replaced(uniep, "Workspace", lambda cfg, *args, original=uniep.Workspace, **kw: original(None, *args, **kw))
     else:

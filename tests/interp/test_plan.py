@@ -383,7 +383,7 @@ def test_overflow_is_recorded_everywhere():
     for planner in planners:
         with pytest.raises(CapacityError, match=r"rank 1 was routed 400 rows but max_rows=10 leaves room for 256"):
             planner.check()
-        assert planner.ws.failures
+        assert planner.member.failures
 
 
 @pytest.mark.parametrize(("operand", "groups"), [("gathered", None), ("expanded", None), ("gathered", 2)])
@@ -413,7 +413,7 @@ def test_a_plan_that_the_gpu_never_makes():
     check(planners, [random_ids(16, 2, 8, seed=1)] * 2, cfg)
     planner = planners[0]
     planner.calls_made += 1  # as if a call had been launched behind work that does not end
-    planner.ws.timeout_s = -5.0  # `fits` allows five seconds more
+    planner.member.timeout_s = -5.0  # `fits` allows five seconds more
     with pytest.raises(PeerTimeoutError, match="its plan was not ready"):
         planner.fits()
-    assert planner.ws.failures
+    assert planner.member.failures

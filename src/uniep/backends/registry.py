@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from uniep.backends.base import Backend
+from uniep.membership import Membership
 from uniep.schedule import Schedule
-
-if TYPE_CHECKING:
-    from uniep.workspace import Workspace
 
 _CLASSES = {
     "cpu": ("uniep.backends.cpu.backend", "CpuBackend"),
@@ -24,9 +21,9 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(_CLASSES[name][0])
 
 
-def make(name: str, workspace: Workspace, schedule: Schedule | None) -> Backend:
-    """The backend `name`, one of NAMES, of a Workspace.  schedule: None for its default."""
-    made: Backend = getattr(_module(name), _CLASSES[name][1])(workspace, schedule)
+def make(name: str, member: Membership, schedule: Schedule | None) -> Backend:
+    """The backend `name`, one of NAMES, for this member of a group.  schedule: None for its default."""
+    made: Backend = getattr(_module(name), _CLASSES[name][1])(member, schedule)
     return made
 
 
