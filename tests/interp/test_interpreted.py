@@ -15,7 +15,7 @@ TIMEOUT_S = 600
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("name", FILES)
 def test_interpreted(name):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / name)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", str(HERE / name)]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=HERE.parents[1], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S,
