@@ -4,7 +4,8 @@
 
 The backend's own launch code runs with compilation in the place of launches, so what is compiled is what
 ships.  Without --all: CASES, in which every shape of benchmarks/cases.py occurs, and every pair of dtype, weighting,
-overlap and weight layout; the few of them that have every kernel once, or the others.  Prints one JSON object a kernel: its name, its case, the numbers, the complaints.
+overlap and weight layout; the few of them that have every kernel, or the others.  Prints one JSON object a kernel: its
+name, its case, the numbers, the complaints.
 """
 
 import argparse
