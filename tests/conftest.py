@@ -9,6 +9,7 @@ import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no compiler processes beside each rank
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parent / "dist"))
 

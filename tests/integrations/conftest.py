@@ -8,6 +8,6 @@ def frameworks():
     """Four processes for one framework, which is told there what it does not ask: that the device is the CPU."""
     from pool import Pool
 
-    made = Pool(4)
+    made = Pool(4, keep_groups=True)
     yield made
     made.close()

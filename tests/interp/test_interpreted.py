@@ -9,11 +9,14 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = sorted({path.name for path in HERE.glob("test_*.py")} - {"test_interpreted.py", "test_lint.py"})
+SLOW = {"test_backend_failures.py", "test_calls.py", "test_mega_lists.py"}
 TIMEOUT_S = 600
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FILES]
+)
 def test_interpreted(name):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", str(HERE / name)]
     done = subprocess.run(
