@@ -547,6 +547,7 @@ def test_other_experts():
 
 
 @pytest.mark.timeout(420)
+@pytest.mark.slow
 def test_example(tmp_path):
     """The example trains with 2 processes; one process goes on from its checkpoint of Megatron's kind."""
     example, folder = Path(__file__).parents[2] / "examples/megatron_train.py", str(tmp_path / "checkpoint")

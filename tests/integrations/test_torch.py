@@ -396,6 +396,7 @@ def test_78_what_a_checkpoint_lacks(pool, tmp_path):
         assert re.search(r"Missing key.*train\.model\.blocks\.1\.", layer), layer
 
 
+@pytest.mark.slow
 def test_example(tmp_path):
     """The example trains with 2 processes, and goes on with one."""
     example = Path(__file__).parents[2] / "examples/fsdp2_train.py"

@@ -24,7 +24,7 @@ SYNC_FREE = dataclasses.replace(CFG, max_rows=64)
 FUSED = dataclasses.replace(SCHEDULE, push_programs=1)
 MEGA = dataclasses.replace(FUSED, overlap="mega")
 LONG_S = 120.0  # nothing here may wait so long
-LIMIT_S = 1200
+LIMIT_S = 400
 NO_LAYER = LayerTag()
 
 

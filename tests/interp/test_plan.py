@@ -163,8 +163,10 @@ CASES = {  # experts, K, most tokens, tokens per rank (the first R are used)
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [(case, 4) for case in CASES] + [("several blocks of tokens", 2), ("K of 32", 1), ("segments of several tiles", 1)],
+)
 def test_equals_build_plan(case, ranks):
     num_experts, top_k, most, tokens = CASES[case]
     cfg = make_config(num_experts, top_k, most)
@@ -252,8 +254,7 @@ SHAPED = {
 }
 
 
-@pytest.mark.parametrize("rows", [64, 128])
-@pytest.mark.parametrize("shape", SHAPED)
+@pytest.mark.parametrize(("shape", "rows"), [*zip(SHAPED, (64, 128) * 3, strict=False), ("own experts only", 128)])
 def test_extreme_routings(shape, rows):
     cfg = make_config(num_experts=8, top_k=3, max_tokens=90)
     make = SHAPED[shape]
