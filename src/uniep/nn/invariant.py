@@ -28,7 +28,7 @@ from uniep.config import COLUMN_GROUP
 from uniep.errors import ConfigError, DTypeError
 from uniep.numerics import fixed_settings, matmul, widened
 
-TOKEN_BLOCK = 256
+TOKEN_BLOCK = 128
 """Tokens whose products are one sum of the matrix library."""
 ROWS = 64
 """Rows that are computed together: elementwise loops of PyTorch have another code path for a ragged tail."""

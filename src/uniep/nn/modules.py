@@ -300,9 +300,9 @@ class MoE(nn.Module):
             ids_TK = order.indices[:, : self.cfg.top_k]
             weights_TK = probabilities.gather(1, ids_TK)
         else:
-            check_given(ids_TK, x_TD.shape[0], self.cfg.top_k)
+            check_given(ids_TK, x_TD.shape[0], self.cfg.top_k, self.cfg.num_experts)
             ids_TK = ids_TK.long()
-            weights_TK = probabilities.gather(1, ids_TK.clamp(min=0)).masked_fill(ids_TK < 0, 0.0)
+            weights_TK = probabilities.gather(1, ids_TK.clamp(0, self.cfg.num_experts - 1)).masked_fill(ids_TK < 0, 0.0)
         if self.renormalize:
             total_T1 = weights_TK.sum(-1, keepdim=True)
             weights_TK = weights_TK / (total_T1 if given is None else total_T1.clamp(min=LEAST_SUM))
@@ -326,7 +326,7 @@ class MoE(nn.Module):
             entered()
         ids_TK, weights_TK = self.route(x_TD, token_ids_T, ids)
         if self.tape is not None:
-            self.tape.keep(ids_TK)
+            ids_TK = self.tape.keep(ids_TK)
         y_TD = self.experts(x_TD, ids_TK, weights_TK)
         if self.shared is not None:
             y_TD = add(y_TD, self.shared(x_TD))

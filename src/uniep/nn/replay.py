@@ -90,30 +90,77 @@ class RoutingRecord:
 
 
 class Tape:
-    """What a layer does beside routing.  This one: nothing, behind a replay whose forwards may be run again."""
+    """What a layer does beside routing.  This one, behind replays: it refuses forwards of theirs that are run again.
+
+    before: the one that is in its place before and after.  `outstanding`: digests of the inputs of the last forwards
+    that were replayed.
+    """
+
+    def __init__(self, before: Tape | None = None) -> None:
+        self.before = before
+        self.outstanding: Tensor | None = None
+        self._next = 0
+        self._refused: Tensor | None = None
 
     def given(self, x_TD: Tensor, top_k: int) -> Tensor | None:
         """The choice for a call with these inputs, or None."""
-        if is_recomputing():
+        self._refused = None
+        if self.outstanding is None or not len(x_TD):
+            return None
+        now = _digest(x_TD)
+        if not is_recomputing():
+            self.forget(now)
+            return None
+        self._refused = (self.outstanding == now).any()
+        if x_TD.device.type != "cuda" and bool(self._refused):
             raise ConfigError(
-                "a forward is run again in a backward, and forwards of this layer were replayed, but no replay is "
-                "active; keep the backward inside the replay_routing of its forward, or enter it again with the same "
-                "record"
+                "a forward that was replayed is run again in a backward, but no replay is active; keep the backward "
+                "inside the replay_routing of its forward, or enter it again with the same record"
             )
         return None
 
-    def keep(self, ids_TK: Tensor) -> None:
-        """What was chosen."""
+    def keep(self, ids_TK: Tensor) -> Tensor:
+        """What was chosen -> what the call gets."""
+        return ids_TK if self._refused is None else torch.where(self._refused, _NO_EXPERT, ids_TK)
+
+    def note(self, ids_TK: Tensor) -> None:
+        """For recordings around a replay."""
+        if self.before is not None:
+            self.before.note(ids_TK)
+
+    def remember(self, now: Tensor) -> None:
+        """A forward with these inputs is replayed."""
+        if self.outstanding is None:
+            self.outstanding = torch.full((_REMEMBERED,), -1, dtype=torch.int64, device=now.device)
+        self.outstanding[self._next % _REMEMBERED] = now
+        self._next += 1
+
+    def forget(self, now: Tensor) -> None:
+        """A forward with these inputs is not."""
+        if self.outstanding is not None:
+            self.outstanding = torch.where(self.outstanding == now, -1, self.outstanding)
+
+    def root(self) -> Tape:
+        return self if self.before is None else self.before.root()
 
 
 class _Recording(Tape):
-    def __init__(self, name: str, record: RoutingRecord, before: Tape | None) -> None:
-        self.name, self.record, self.before = name, record, before
+    before: Tape
+
+    def __init__(self, name: str, record: RoutingRecord, before: Tape) -> None:
+        super().__init__(before)
+        self.name, self.record = name, record
 
     def given(self, x_TD: Tensor, top_k: int) -> Tensor | None:
-        return self.before.given(x_TD, top_k) if self.before is not None else None
+        return self.before.given(x_TD, top_k)
 
-    def keep(self, ids_TK: Tensor) -> None:
+    def keep(self, ids_TK: Tensor) -> Tensor:
+        if not is_recomputing():
+            self.record.append(self.name, ids_TK)
+        return self.before.keep(ids_TK)
+
+    def note(self, ids_TK: Tensor) -> None:
+        super().note(ids_TK)
         if not is_recomputing():
             self.record.append(self.name, ids_TK)
 
@@ -121,7 +168,8 @@ class _Recording(Tape):
 class _Replaying(Tape):
     """The choice of one call, forward and run again: `seen` is the digest of its inputs."""
 
-    def __init__(self, name: str, ids_TK: Tensor, seen: dict[str, Tensor]) -> None:
+    def __init__(self, name: str, ids_TK: Tensor, seen: dict[str, Tensor], before: Tape) -> None:
+        super().__init__(before)
         self.name, self.ids_TK, self.seen, self.called = name, ids_TK, seen, False
 
     def given(self, x_TD: Tensor, top_k: int) -> Tensor | None:
@@ -140,6 +188,8 @@ class _Replaying(Tape):
                     "for each, with its part of the record (RoutingRecord.split)"
                 )
             self.called, self.seen[self.name] = True, now
+            if len(x_TD):
+                self.root().remember(now)
             return ids_TK
         seen = self.seen.get(self.name)
         same = torch.zeros((), dtype=torch.bool, device=now.device) if seen is None else seen == now
@@ -148,23 +198,44 @@ class _Replaying(Tape):
                 f"a forward of {self.name} is run again with other inputs than the one that this record was replayed "
                 "for; enter the replay_routing of the forward that the backward is of"
             )
-        return torch.where(same, ids_TK, _NO_EXPERT)  # which the call refuses, without a host read here
+        return torch.where(same, ids_TK, _NO_EXPERT)
+
+    def keep(self, ids_TK: Tensor) -> Tensor:
+        self.note(ids_TK)
+        return ids_TK
 
 
 _NO_EXPERT = -2
+"""An id that the call refuses, without a host read here."""
+_REMEMBERED = 64
+_COLUMNS = 64
 
 
 def _digest(x_TD: Tensor) -> Tensor:
-    """() int64: names the bits of x."""
-    values = x_TD.detach().contiguous().view(_INTEGERS[x_TD.element_size()]).flatten().to(torch.int64)
+    """() int64: names the bits of the first columns of x."""
+    values = x_TD.detach()[:, :_COLUMNS].contiguous().view(_INTEGERS[x_TD.element_size()]).flatten().to(torch.int64)
     odd = 2 * torch.arange(len(values), device=values.device) + 1
     return (values * odd * _ODD).sum()
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "tape")}
+@contextlib.contextmanager
+def _tapes(tapes: dict[Any, Tape]) -> Iterator[None]:
+    """Of each layer, while this is open."""
+    for layer, tape in tapes.items():
+        layer.tape = tape
+    try:
+        yield
+    finally:
+        for layer, tape in tapes.items():
+            layer.tape = tape.before
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "tape")}
     if not found:
         raise ConfigError(f"{type(model).__name__} has no uniep.nn.MoE, whose routing could be recorded or replayed")
+    for layer in found.values():
+        layer.tape = layer.tape or Tape()
     return found
 
 
@@ -176,14 +247,8 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """
     record = RoutingRecord()
     layers = _layers(model)
-    before = {name: layer.tape for name, layer in layers.items()}
-    for name, layer in layers.items():
-        layer.tape = _Recording(name, record, before[name])  # type: ignore[assignment]
-    try:
+    with _tapes({layer: _Recording(name, record, layer.tape) for name, layer in layers.items()}):
         yield record
-    finally:
-        for name, layer in layers.items():
-            layer.tape = before[name]  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -204,11 +269,5 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
             f"the model's layers are {sorted(layers)}, but the record is of {sorted(record._parts)}; rename its "
             "layers: RoutingRecord({name: ids})"
         )
-    before = {name: layer.tape for name, layer in layers.items()}
-    for name, layer in layers.items():
-        layer.tape = _Replaying(name, record.of(name), record.seen)  # type: ignore[assignment]
-    try:
+    with _tapes({layer: _Replaying(name, record.of(name), record.seen, layer.tape) for name, layer in layers.items()}):
         yield
-    finally:
-        for name, layer in layers.items():
-            layer.tape = before[name] or Tape()  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from uniep.errors import ConfigError, DTypeError, InputError
 from uniep.nn.initial import ROUTER, Seed, generator, normal
 from uniep.nn.late import LateReads
 from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward
+from uniep.routing.plan import find_bad_id
 from uniep.workspace import Workspace, _process_group
 
 log = logging.getLogger("uniep")
@@ -219,11 +220,11 @@ def _check(
     if token_ids_T is not None and (token_ids_T.dtype != torch.int64 or token_ids_T.shape != (num_tokens,)):
         raise DTypeError(f"token_ids are {tuple(token_ids_T.shape)} {token_ids_T.dtype}; pass ({num_tokens},) int64")
     if ids_TK is not None:
-        check_given(ids_TK, num_tokens, top_k)
+        check_given(ids_TK, num_tokens, top_k, num_experts)
 
 
-def check_given(ids_TK: Tensor, num_tokens: int, top_k: int) -> None:
-    """Raise InputError unless a choice that is given fits the call."""
+def check_given(ids_TK: Tensor, num_tokens: int, top_k: int, num_experts: int) -> None:
+    """Raise InputError unless a choice that is given fits the call; values on the CPU alone, without a host read."""
     if ids_TK.shape != (num_tokens, top_k):
         raise InputError(
             f"the given choice has shape {tuple(ids_TK.shape)}, but the call has {num_tokens} tokens and top_k={top_k}"
@@ -231,6 +232,13 @@ def check_given(ids_TK: Tensor, num_tokens: int, top_k: int) -> None:
         )
     if ids_TK.is_floating_point():
         raise InputError(f"the given choice has dtype {ids_TK.dtype}; it must be integers")
+    if ids_TK.device.type == "cpu" and not torch.compiler.is_compiling():
+        bad = find_bad_id(ids_TK, num_experts)
+        if bad is not None:
+            raise InputError(
+                f"the given choice of token {bad[0]} in slot {bad[1]} is {bad[2]}; it must be from -1 (unused) to "
+                f"{num_experts - 1}"
+            )
 
 
 class _Held:

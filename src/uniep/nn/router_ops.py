@@ -78,7 +78,7 @@ def choose(scores_TE: Tensor, bias_E: Tensor | None, cfg: RouterConfig, top_k: i
 
 def weigh(scores_TE: Tensor, ids_TK: Tensor, cfg: RouterConfig) -> tuple[Tensor, Tensor]:
     """(weights (T, K), what scores were divided by (T,)); weights of unused slots are 0.  Sums k = 0 .. K-1."""
-    chosen_TK = torch.where(ids_TK >= 0, scores_TE.gather(1, ids_TK.clamp(min=0)), 0.0)
+    chosen_TK = torch.where(ids_TK >= 0, scores_TE.gather(1, ids_TK.clamp(0, scores_TE.shape[1] - 1)), 0.0)
     if not cfg.renormalize:
         return chosen_TK * cfg.scale, torch.ones_like(chosen_TK[:, 0])
     total_T = add_ascending(chosen_TK) + LEAST_SUM
@@ -130,7 +130,7 @@ def _integers(probabilities_TE: Tensor, ids_TK: Tensor, log_sum_T: Tensor, cfg: 
 def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
     """(E,) int64: slots of each expert; unused ones are not counted.  Needs no host read."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
-    where = ids_TK.flatten().long() + 1
+    where = ids_TK.flatten().long().clamp(-1, num_experts - 1) + 1  # the call refuses other ids, in time
     return counts.scatter_add_(0, where, torch.ones_like(where))[1:]
 
 
@@ -292,7 +292,7 @@ def d_logits(
     d_scores_TK = torch.where(chosen_TK >= 0, d_scores_TK, 0.0)
     d_scores_TE = torch.zeros_like(logits_TE)
     for k in range(ids_TK.shape[1]):  # one at a time: a row that is replayed may name an expert twice
-        d_scores_TE.scatter_add_(1, chosen_TK[:, k : k + 1].clamp(min=0), d_scores_TK[:, k : k + 1])
+        d_scores_TE.scatter_add_(1, chosen_TK[:, k : k + 1].clamp(0, logits_TE.shape[1] - 1), d_scores_TK[:, k : k + 1])
     if cfg.score == "softmax":
         d_scores_TE = d_scores_TE + d_probability_E
         d_TE = scores_TE * (d_scores_TE - row_sum(scores_TE * d_scores_TE)[:, None])
