@@ -194,8 +194,6 @@ def _worker(rank: int, size: int, keep_groups: bool, folder: str, pipe: Connecti
             if not keep_groups:
                 for group in set(dist.distributed_c10d._world.pg_map) - known:
                     dist.destroy_process_group(group)
-                if redistribute := sys.modules.get("torch.distributed.tensor._redistribute"):
-                    redistribute._gen_transform_infos.cache_clear()  # it names groups, by the shape of their mesh
             pipe.send_bytes(pickle.dumps(_answer(world, *task)))
 
 
