@@ -9,13 +9,13 @@ import time
 
 import torch
 
+from uniep.schedule import Schedule, Tile
 from uniep.shapes import SHAPES
 from uniep.sim import Problem, load_machine
 from uniep.sim.costs import Costs, costs
 from uniep.sim.engine import Queue, run
 from uniep.taskflow.layer import backward_operators
 from uniep.taskflow.lower import compile_graph
-from uniep.taskflow.schedule import Schedule, Tile
 
 
 def main() -> None:

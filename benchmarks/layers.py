@@ -23,7 +23,7 @@ import uniep
 from cases import Case
 from peers import Layer
 from uniep.backends.base import Inputs, Needs
-from uniep.taskflow.schedule import default_schedule
+from uniep.schedule import default_schedule
 from uniep.weights import ExpertWeights
 
 

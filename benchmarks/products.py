@@ -38,7 +38,7 @@ class Products:
     """What both sides compute, by name: (uniep's, PyTorch's, what uniep's leaves behind)."""
 
     def __init__(self, shape: Shape, tokens: int, device: torch.device) -> None:
-        from uniep.kernels import launch
+        from uniep.launch import staged as launch
 
         local = Shape(shape.name, shape.hidden, shape.ffn, shape.num_experts // RANKS, shape.top_k)
         case = make_case(local, tokens, "balanced", 0, make_weights(shape, 0, RANKS, torch.bfloat16, device))

@@ -16,10 +16,9 @@ from uniep.memory import plan_memory
 from uniep.nn.functional import moe, route
 from uniep.nn.ops import SAVE_OPS
 from uniep.routing import RoutingPlan
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.schedule import Schedule, Tile
+from uniep.version import __version__
 from uniep.workspace import Workspace, report
-
-__version__ = "0.1.0"
 
 __all__ = [
     "SAVE_OPS",
@@ -36,6 +35,7 @@ __all__ = [
     "UniEPError",
     "UnsupportedError",
     "Workspace",
+    "__version__",
     "moe",
     "nn",
     "plan_memory",

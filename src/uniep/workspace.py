@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from uniep.backends import registry
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.meeting import Meeting
-from uniep.taskflow.schedule import Schedule, refuse_invalid
+from uniep.membership import Membership
+from uniep.schedule import Schedule, refuse_invalid
 
 if TYPE_CHECKING:
     from uniep.backends.base import Backend
@@ -76,7 +78,6 @@ class Workspace:
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.key = f"uniep-workspace-{next(_numbers)}"
-        self.cause = ""  # why it is closed
         self._entered = threading.local()
         self._backend: Backend | None = None
         self.forwards = 0  # that have run: the same on every rank
@@ -85,18 +86,20 @@ class Workspace:
         self.timeout_s = DEFAULT_TIMEOUT_S
 
         fields, error, chosen = self._judge(cfg, device, backend, schedule, timeout_s, agreed)
-        self.meeting: Meeting | None = Meeting(self.group, self.timeout_s)  # of all ranks, until this one is made
+        meeting = Meeting(self.group, self.timeout_s)  # of all ranks, until this one is made
         try:
-            with self.meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
-                self._agree(fields, error, self.meeting)
+            with meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
+                self._agree(fields, error, meeting)
                 _end_in_forked_children()
-                self._backend = _make(chosen, self, schedule)
-                self.meeting.exchange(None, "ready")
+                self._membership = Membership(
+                    cfg, self.group, self.rank, self.ep_size, self.device, self.timeout_s, meeting, self.fail
+                )
+                self._backend = registry.make(chosen, self._membership, schedule)
+                meeting.exchange(None, "ready")
+                self._membership.is_made()
         except BaseException as cause:  # the other ranks have none either
             self._close(f"{type(cause).__name__}: {cause}")
             raise
-        finally:
-            self.meeting = None
         log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
         _by_key[self.key] = self
 
@@ -162,6 +165,11 @@ class Workspace:
         return self._backend
 
     @property
+    def cause(self) -> str:
+        """Why it is closed; "" while it is not."""
+        return self._membership.cause
+
+    @property
     def entered(self) -> int:
         """How many calls this thread has handed to the backend."""
         return getattr(self._entered, "count", 0)
@@ -209,10 +217,12 @@ class Workspace:
 
     def _close(self, cause: str) -> None:
         if self._backend is not None:
-            self.cause = cause
+            self._membership.cause = cause
             self._backend.close()
             self._backend = None
-            self.group = None  # a process group that outlives destroy_process_group can abort the process at exit
+            self.group = self._membership.group = (
+                None  # a process group that outlives destroy_process_group can abort the process at exit
+            )
 
     def __enter__(self) -> Workspace:
         return self
@@ -236,8 +246,9 @@ class Workspace:
 
     def _end_in_forked_child(self) -> None:
         """The memory and the group are the parent's.  The backend is kept: freeing it here may touch a device."""
-        self.cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
+        self._membership.cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
         self._parents, self._backend, self.group = self._backend, None, None
+        self._membership.group = None
 
     def __repr__(self) -> str:
         state = self._backend.name if self._backend is not None else f"closed: {self.cause}"
@@ -334,7 +345,7 @@ def choose_timeout(given: float | None) -> float:
 
 def choose_backend(given: str, device: torch.device) -> str:
     """Name of the backend that a Workspace on `device` takes.  Raises ConfigError or UnsupportedError."""
-    known = {"auto", "cpu", "hopper", "nccl"}
+    known = {"auto", *registry.NAMES}
     wanted = given if given != "auto" else os.environ.get("UNIEP_BACKEND", "auto")
     name = "backend" if wanted == given else "UNIEP_BACKEND"
     if wanted not in known:
@@ -349,17 +360,3 @@ def choose_backend(given: str, device: torch.device) -> str:
         remedy = "use backend='auto' or another device" if name == "backend" else "unset UNIEP_BACKEND"
         raise ConfigError(f"backend {wanted!r} does not run on {device}{missing}; {remedy}")
     return wanted
-
-
-def _make(name: str, workspace: Workspace, schedule: Schedule | None) -> Backend:
-    if name == "cpu":
-        from uniep.backends.cpu import CpuBackend
-
-        return CpuBackend(workspace, schedule)
-    if name == "hopper":
-        from uniep.backends.hopper import HopperBackend
-
-        return HopperBackend(workspace, schedule)
-    from uniep.backends.nccl import CollectiveBackend
-
-    return CollectiveBackend(workspace, schedule)

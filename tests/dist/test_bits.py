@@ -15,7 +15,7 @@ from case import config, random_batch, run, same_bits
 import uniep
 from uniep import reference
 from uniep.activation import ACTIVATIONS
-from uniep.taskflow.schedule import is_valid
+from uniep.schedule import is_valid
 
 BOTH = ["output", "activation"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,7 +14,9 @@ from case import config, named_error, random_batch
 from pool import Pool
 
 import uniep
-from uniep.backends import cpu, nccl, shm
+from uniep.backends.cpu import backend as cpu
+from uniep.backends.collective import backend as nccl
+from uniep.backends.cpu import shm
 
 PATIENT_S = 30.0
 """Timeout of Workspaces none of whose waits may last that long."""
@@ -190,7 +192,7 @@ def failing_creation(world, kind):
     }  # fmt: skip
     odd = world.rank == 1
     if kind == "version":
-        odd_thing = replaced(uniep, "__version__", "0.0.1")
+        odd_thing = replaced(uniep.version, "__version__", "0.0.1")
     elif kind == "cfg":
         odd_thing = replaced(uniep, "Workspace", lambda cfg, *args, original=uniep.Workspace, **kw: original(None, *args, **kw))
     else:

@@ -345,7 +345,7 @@ CHECKPOINTING = {
 
 def model_runs(world) -> dict:
     """Three steps; in the second no token goes to the experts of rank 1."""
-    from uniep.backends.cpu import CpuBackend
+    from uniep.backends.cpu.backend import CpuBackend
 
     calls, forward = [], CpuBackend.forward
     CpuBackend.forward = lambda *args: calls.append(1) or forward(*args)

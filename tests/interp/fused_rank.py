@@ -16,8 +16,8 @@ from torch import Tensor
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.routing import build_plan
+from uniep.schedule import Schedule, Tile
 from uniep.taskflow.lower import lower_backward, lower_forward
-from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
 RANKS = 2

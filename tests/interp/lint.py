@@ -23,18 +23,21 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from hopper_on_host import host_backend, install
+from inspection import inspect, offline
 
 from cases import SHAPES
 from uniep.activation import ACTIVATIONS
-from uniep.backends import hopper_calls, planner
 from uniep.backends.base import Inputs, MainGrads, Needs
-from uniep.backends.local_experts import KernelExperts, Routed, Tokens
+from uniep.backends.collective.local_experts import KernelExperts, Routed, Tokens
+from uniep.backends.hopper import calls as hopper_calls
+from uniep.backends.hopper import planner
 from uniep.config import MoEConfig
-from uniep.kernels import call, launch_groups, launch_mega
-from uniep.kernels import launch as launchers
-from uniep.kernels.lint import inspect, offline
+from uniep.launch import driver as call
+from uniep.launch import groups as launch_groups
+from uniep.launch import mega as launch_mega
+from uniep.launch import staged as launchers
 from uniep.routing import build_plan
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES
+from uniep.schedule import DEFAULT_SCHEDULES
 from uniep.weights import ExpertWeights
 
 TOKENS = 8192

@@ -10,7 +10,7 @@ from hopper_on_host import host_backends
 from uniep.backends.base import Inputs, Needs
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
-from uniep.taskflow.schedule import Tile, is_valid
+from uniep.schedule import Tile, is_valid
 from uniep.weights import ExpertWeights
 
 SHAPE = {"hidden": 72, "ffn": 136, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 40, "dtype": torch.float16}

@@ -15,7 +15,7 @@ import torch
 from fused_rank import BEFORE, CASES, RANKS, SCHEDULE, SUITES, TIMEOUT_S, rounds_of, run, tensors
 from hopper_on_host import host_backends
 
-from uniep.memory import hopper_arrays, pack, packed_bytes
+from uniep.layout import hopper_arrays, pack, packed_bytes
 from uniep.reference import composition
 
 NAMES = ("y", "dx", "dweights", "dw13", "dw2")

@@ -12,9 +12,11 @@ from fused_rank import BEFORE, MEGA_CASES, SCHEDULE, rounds_of, run
 from hopper_on_host import host_backends
 from test_fused import NAMES, run_ranks
 
-from uniep.backends import hopper_calls, planner
-from uniep.kernels import launch as launchers
-from uniep.kernels import launch_groups, launch_mega
+from uniep.backends.hopper import calls as hopper_calls
+from uniep.backends.hopper import planner
+from uniep.launch import groups as launch_groups
+from uniep.launch import mega as launch_mega
+from uniep.launch import staged as launchers
 
 CASES = MEGA_CASES
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from uniep.config import MoEConfig
-from uniep.kernels.launch import Peers, Rows
-from uniep.kernels.launch_groups import (
+from uniep.launch.groups import (
     Lines,
     Sums,
     launch_claimed_sum,
@@ -16,10 +15,11 @@ from uniep.kernels.launch_groups import (
     launch_parts,
     launch_return_order,
 )
-from uniep.memory import EXCHANGE_HEADER, hopper_parts_arrays, plan_words
+from uniep.launch.staged import Peers, Rows
+from uniep.layout import EXCHANGE_HEADER, hopper_parts_arrays, plan_words
 from uniep.numerics import combine_slots
 from uniep.routing import build_parts, build_plan, return_slots, token_groups
-from uniep.taskflow.schedule import Tile
+from uniep.schedule import Tile
 
 D, PROGRAMS, CALL = 136, 2, 7
 CASES = {  # tokens of each rank, experts, slots, groups

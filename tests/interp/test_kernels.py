@@ -19,7 +19,6 @@ from uniep.activation import ACTIVATIONS
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.kernels.gemm import gate_up_kernel, product_kernel
 from uniep.kernels.gradients import activation_gradient_kernel, weight_gradient_kernel
-from uniep.kernels.launch import Peers, Rows, launch_claimed_activation_gradient
 from uniep.kernels.transfer import (
     combine_kernel,
     dweights_kernel,
@@ -28,9 +27,10 @@ from uniep.kernels.transfer import (
     push_tokens_kernel,
     row_addresses_kernel,
 )
+from uniep.launch.staged import Peers, Rows, launch_claimed_activation_gradient
 from uniep.numerics import add_ascending, column_group_sums, combine_slots, widened
 from uniep.routing import build_plan
-from uniep.taskflow.schedule import Tile
+from uniep.schedule import Tile
 
 D, F, K, TOKENS = 136, 200, 3, (150, 45)  # no multiples of a tile in any direction
 LOCAL, EMPTY = 4, 2  # experts of a rank, and one without rows

@@ -6,8 +6,8 @@ import torch
 
 import uniep
 from uniep.backends.base import Inputs, MainGrads, Needs
-from uniep.backends.local_experts import KernelExperts, Routed, Tokens, TorchExperts
-from uniep.backends.nccl import CollectiveBackend
+from uniep.backends.collective.backend import CollectiveBackend
+from uniep.backends.collective.local_experts import KernelExperts, Routed, Tokens, TorchExperts
 from uniep.numerics import fixed_settings
 from uniep.routing import build_plan
 from uniep.weights import ExpertWeights

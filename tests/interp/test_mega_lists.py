@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from uniep.config import MoEConfig
-from uniep.kernels import launch_mega
 from uniep.kernels import lists as tasks
-from uniep.kernels.launch import Rows
-from uniep.memory import backward_tiles, forward_tiles, steps
+from uniep.launch import mega as launch_mega
+from uniep.launch.staged import Rows
+from uniep.layout import backward_tiles, forward_tiles, steps
 from uniep.routing import build_plan
+from uniep.schedule import Schedule, Tile
 from uniep.taskflow.lower import lower_backward, lower_forward
-from uniep.taskflow.schedule import Schedule, Tile
 
 FIELDS = {
     "tile_order": ("natural", "local-first", "chunk-major"),

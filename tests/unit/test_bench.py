@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from uniep.reference import composition
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES
+from uniep.schedule import DEFAULT_SCHEDULES
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]

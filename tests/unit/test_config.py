@@ -11,7 +11,7 @@ import torch
 
 from uniep.config import ROW_ALIGN, MoEConfig, align_rows, divisors, max_padded_rows
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, Tile, default_schedule, is_valid
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule, Tile, default_schedule, is_valid
 
 GOOD = {"hidden": 64, "ffn": 32, "num_experts": 8, "top_k": 2, "max_tokens_per_rank": 16}
 

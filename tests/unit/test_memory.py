@@ -12,14 +12,15 @@ import pytest
 import torch
 
 import uniep
-from uniep.backends import shm
-from uniep.backends.arena import Arena
+from uniep.backends.cpu import shm
+from uniep.backends.hopper.arena import Arena
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError
+from uniep.layout import ALIGN_BYTES, cpu_arrays, hopper_arrays, pack, packed_bytes
 from uniep.meeting import Meeting
-from uniep.memory import ALIGN_BYTES, check_room, cpu_arrays, hopper_arrays, pack, packed_bytes, plan_memory
+from uniep.memory import check_room, plan_memory
 from uniep.nn.ops import moe_forward
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule
 
 CFG = MoEConfig(hidden=7168, ffn=2048, num_experts=64, top_k=8, max_tokens_per_rank=8192)
 

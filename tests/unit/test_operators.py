@@ -8,11 +8,11 @@ from test_taskflow import Model, problem
 
 import uniep
 from uniep import ConfigError
+from uniep.schedule import Schedule, Tile
 from uniep.taskflow.check import check
 from uniep.taskflow.layer import forward_operators
 from uniep.taskflow.lower import compile_graph, sites
 from uniep.taskflow.operators import Access, Operator, Operators, by_tile, rows_of, segment_of
-from uniep.taskflow.schedule import Schedule, Tile
 
 
 def tiles(site):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from uniep import ConfigError, MoEConfig, Schedule, Tile, Workspace
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, refuse_other_fields
+from uniep.schedule import DEFAULT_SCHEDULES, refuse_other_fields
 
 CFG = MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4, dtype=torch.float32)
 

@@ -15,10 +15,10 @@ from test_taskflow import Problem, problem, problems, run_anyhow, schedules
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
+from uniep.schedule import Schedule, Tile
 from uniep.sim import load_machine
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import WORKERS, Block, Event, Task, from_tasks
-from uniep.taskflow.schedule import Schedule, Tile
 from uniep.taskflow.scheduler import CPU_CORE, Speeds, assign, longest_paths, priorities
 
 UNIT = Speeds(flops=1, memory=1, peer=1, task_ns=0)
@@ -161,7 +161,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from test_taskflow import problem
-from uniep.taskflow.schedule import Schedule
+from uniep.schedule import Schedule
 from uniep.taskflow.scheduler import assign
 for order in ("local-first", "chunk-major", "critical-path"):
     schedule = Schedule(tile_order=order, peer_order="rotated", matrix_workers=2, activation="separate")

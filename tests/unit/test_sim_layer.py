@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from uniep.cli.main import app
 from uniep.errors import ConfigError
 from uniep.routing import RoutingPlan, build_plan
+from uniep.schedule import Schedule
 from uniep.shapes import SHAPES, Shape, parse_shape
 from uniep.sim import STRATEGIES, Problem, load_machine, machines, row, simulate
 from uniep.sim.beside import predicted
@@ -17,7 +18,6 @@ from uniep.sim.problem import opposite
 from uniep.sim.rows import spans
 from uniep.sim.strategies import execute, parse_strategies
 from uniep.taskflow.check import check
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import shares
 

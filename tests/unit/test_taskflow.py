@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 import uniep
 from uniep import reference
-from uniep.backends.cpu_tiles import Backward, Forward, Gather, Rows, Shared
+from uniep.backends.torch_tiles import Backward, Forward, Gather, Rows, Shared
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
-from uniep.memory import cpu_arrays
+from uniep.layout import cpu_arrays
 from uniep.numerics import fixed_settings
 from uniep.routing import build_parts, build_plan, recv_base, return_slots
+from uniep.schedule import Schedule, Tile
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import Block, Event, Relation, Task, from_tasks
 from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
-from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
 SCHEDULES = {

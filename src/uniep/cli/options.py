@@ -13,7 +13,7 @@ import typer
 
 from uniep.activation import ACTIVATIONS
 from uniep.errors import ConfigError
-from uniep.taskflow.schedule import CHOICES, Schedule
+from uniep.schedule import CHOICES, Schedule
 
 
 class DType(enum.StrEnum):

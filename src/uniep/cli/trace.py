@@ -18,9 +18,9 @@ from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, Seed, Token
 from uniep.cli.page import write_page
 from uniep.cli.timeline import fastest
 from uniep.cli.verify import Problem
+from uniep.schedule import default_schedule, is_valid
 from uniep.sim.beside import predicted
 from uniep.sim.machine import load_machine
-from uniep.taskflow.schedule import default_schedule, is_valid
 from uniep.taskflow.trace import Span, shares, write_trace
 
 WARM_UP, RECORDED = 2, 6

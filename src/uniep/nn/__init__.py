@@ -1,7 +1,30 @@
 """Layers and functions."""
 
 from uniep.nn.functional import moe, route
-from uniep.nn.modules import Experts, MoE
+from uniep.nn.invariant import activate, add, add_by_pairs, linear
+from uniep.nn.modules import Experts, MoE, SharedExperts
 from uniep.nn.record import LayerRecord
+from uniep.nn.replay import RoutingRecord, record_routing, replay_routing
+from uniep.nn.router import Router, RouterConfig, Routing, choose_experts
+from uniep.nn.router_ops import attach_loss
 
-__all__ = ["Experts", "LayerRecord", "MoE", "moe", "route"]
+__all__ = [
+    "Experts",
+    "LayerRecord",
+    "MoE",
+    "Router",
+    "RouterConfig",
+    "Routing",
+    "RoutingRecord",
+    "SharedExperts",
+    "activate",
+    "add",
+    "add_by_pairs",
+    "attach_loss",
+    "choose_experts",
+    "linear",
+    "moe",
+    "record_routing",
+    "replay_routing",
+    "route",
+]

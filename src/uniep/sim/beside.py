@@ -9,6 +9,7 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.routing import build_plan
+from uniep.schedule import Schedule
 from uniep.sim.costs import Costs, costs
 from uniep.sim.engine import Queue, run
 from uniep.sim.machine import Machine
@@ -16,7 +17,6 @@ from uniep.sim.rows import spans
 from uniep.sim.strategies import Lane, Program, Simulated, queues_of
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.lower import compile_graph, sites
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.scheduler import CPU_CORE, assign
 from uniep.taskflow.trace import Span, window
 

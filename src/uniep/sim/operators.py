@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from uniep.schedule import Schedule, Tile
 from uniep.sim.problem import Problem, to_peer
 from uniep.taskflow.graph import Block, ranges
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.operators import Access, Operator, Operators, Pairs, Work, returns, rows_of
-from uniep.taskflow.schedule import Schedule, Tile
 from uniep.taskflow.site import Site, blocks, steps
 
 PIECE = 128

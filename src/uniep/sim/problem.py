@@ -20,9 +20,9 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.routing import build_parts, build_plan
+from uniep.schedule import Schedule
 from uniep.shapes import Scope, Shape
 from uniep.taskflow.operators import Access, Operators, Pairs, sent
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site
 from uniep.workloads import workload
 

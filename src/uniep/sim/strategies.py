@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from uniep.errors import ConfigError
+from uniep.schedule import Schedule, Tile, default_schedule
 from uniep.sim import operators as made
 from uniep.sim.costs import Costs, costs
 from uniep.sim.engine import Queue, Timeline, run
@@ -23,7 +24,6 @@ from uniep.taskflow.graph import WORKERS, TaskGraph
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.lower import compile_graph
 from uniep.taskflow.operators import Operators
-from uniep.taskflow.schedule import Schedule, Tile, default_schedule
 from uniep.taskflow.scheduler import assign
 from uniep.taskflow.site import Site
 

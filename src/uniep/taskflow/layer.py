@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from uniep.schedule import Schedule, down_gradient_tile, forward_tile
 from uniep.taskflow.graph import Block, running_start
 from uniep.taskflow.operators import (
     Access,
@@ -25,7 +26,6 @@ from uniep.taskflow.operators import (
     segment_of,
     sent,
 )
-from uniep.taskflow.schedule import Schedule, down_gradient_tile, forward_tile
 from uniep.taskflow.site import Site, blocks, steps
 
 

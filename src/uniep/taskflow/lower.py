@@ -22,11 +22,11 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.routing import RoutingPlan, build_parts
+from uniep.schedule import Schedule
 from uniep.taskflow.graph import GATE, SHARED_STAGES, Block, Lists, Relation, TaskGraph, Worker, lexsort
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
 from uniep.taskflow.operators import Access, Operator, Operators
 from uniep.taskflow.order import places
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site
 
 

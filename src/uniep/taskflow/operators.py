@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from uniep.errors import ConfigError
+from uniep.schedule import Schedule
 from uniep.taskflow.graph import GATE, WORKERS, Block, Worker, ranges
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site, count
 
 

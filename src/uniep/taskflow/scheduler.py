@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from uniep.schedule import Schedule
 from uniep.taskflow.check import Flow, check
 from uniep.taskflow.graph import WORKERS, TaskGraph, Worker
-from uniep.taskflow.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

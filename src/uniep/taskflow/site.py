@@ -15,8 +15,8 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.routing import Parts, RoutingPlan
+from uniep.schedule import Schedule, Tile, num_chunks
 from uniep.taskflow.graph import Block, lexsort, ranges, running_start
-from uniep.taskflow.schedule import Schedule, Tile, num_chunks
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from uniep.errors import CapacityError, UniEPError, UnsupportedError
+from uniep.layout import Field, packed_bytes
 from uniep.meeting import Meeting
-from uniep.memory import Field, packed_bytes
 
 _PREFIX = "uniep-"
 _OUR_NAME = re.compile(_PREFIX + r"[0-9]{1,10}-[0-9a-f]{32}")

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends.arena import Arena
 from uniep.backends.base import UNKNOWN_LAYER, LayerTag
-from uniep.backends.hopper_calls import GAVE_UP, Calls
+from uniep.backends.hopper.arena import Arena
+from uniep.backends.hopper.calls import GAVE_UP, Calls
 from uniep.config import ROW_ALIGN
 from uniep.errors import PeerTimeoutError
-from uniep.kernels.call import Memory, Part, launch, tensor, unbind
-from uniep.kernels.launch import Rows
-from uniep.kernels.launch_groups import Lines, launch_parts
-from uniep.memory import (
+from uniep.launch.driver import Memory, Part, launch, tensor, unbind
+from uniep.launch.groups import Lines, launch_parts
+from uniep.launch.staged import Rows
+from uniep.layout import (
     FIRST_TOKENS,
     hopper_histogram,
     hopper_parts_arrays,
@@ -38,7 +38,7 @@ from uniep.memory import (
 from uniep.routing import RoutingPlan
 
 if TYPE_CHECKING:
-    from uniep.workspace import Workspace
+    from uniep.membership import Membership
 
 TILES_AT_ONCE = 256  # row tiles, of a program
 
@@ -86,8 +86,8 @@ class DevicePlan:
 class Planner(Calls):
     """One rank's calls and plans.  `tile_rows`: of the tile tables."""
 
-    def __init__(self, workspace: Workspace, arena: Arena, tile_rows: int, free_sms: int = 0) -> None:
-        super().__init__(workspace, arena)
+    def __init__(self, member: Membership, arena: Arena, tile_rows: int, free_sms: int = 0) -> None:
+        super().__init__(member, arena)
         cfg, self.tile_rows = self.cfg, tile_rows
         self.local = cfg.experts_per_rank(self.num_ranks)
         tokens = min(cfg.max_tokens_per_rank, FIRST_TOKENS)
@@ -231,12 +231,12 @@ class Planner(Calls):
         """
         if self.cfg.max_rows is not None:
             return True
-        give_up = time.monotonic() + self.ws.timeout_s + 5
+        give_up = time.monotonic() + self.member.timeout_s + 5
         while self._totals_words[0] != self.calls_made and self._words[0] == 0:
             if time.monotonic() > give_up:
                 message = (
                     f"rank {self.rank}, call {self.calls_made}: its plan was not ready after "
-                    f"{self.ws.timeout_s:g} s; other work holds the GPU, or raise timeout_s"
+                    f"{self.member.timeout_s:g} s; other work holds the GPU, or raise timeout_s"
                 )
                 self.fail(message, GAVE_UP)
                 raise PeerTimeoutError(message)

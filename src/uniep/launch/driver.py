@@ -115,7 +115,7 @@ def launch(
 
 
 def copy(target: Tensor, source: Tensor, stream: Any) -> None:
-    """The first rows of target = source, both contiguous, behind the work of `stream`; between GPUs by a copy engine."""
+    """The first rows of target = source, both contiguous, behind `stream`'s work; between GPUs by a copy engine."""
     if not source.is_cuda:
         target[: len(source)].copy_(source)
         return

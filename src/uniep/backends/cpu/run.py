@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from uniep.backends.cpu_peers import Peers
+from uniep.backends.cpu.peers import Peers
 from uniep.backends.pinned import PinnedThreads
 from uniep.errors import PeerTimeoutError
+from uniep.schedule import Schedule
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import GATE, SHARED_STAGES, Block, Event, Task, TaskGraph
 from uniep.taskflow.operators import Operators
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.scheduler import WorkerName, assign
 from uniep.taskflow.trace import Span
 

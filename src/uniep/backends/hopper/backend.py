@@ -19,25 +19,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends import hopper_mega
-from uniep.backends.arena import WAY_OUT, Arena
 from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, LayerTag, MainGrads, Needs, aligned
+from uniep.backends.hopper import mega as hopper_mega
+from uniep.backends.hopper.arena import WAY_OUT, Arena
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
-from uniep.kernels.call import copy, unbind
-from uniep.kernels.support import group_limit, why_not
-from uniep.memory import hopper_arrays, kept_shape, pack, plan_memory
+from uniep.launch.driver import copy, unbind
+from uniep.layout import hopper_arrays, kept_shape, pack
+from uniep.limits import group_limit, why_not
+from uniep.memory import plan_memory
 from uniep.routing import RoutingPlan
 from uniep.routing.plan import recv_base
-from uniep.taskflow.schedule import Schedule, Tile, default_schedule, refuse_other_fields
+from uniep.schedule import Schedule, Tile, default_schedule, refuse_other_fields
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from uniep.backends.planner import DevicePlan
-    from uniep.kernels.launch import Peers
-    from uniep.kernels.launch_groups import Lines, Sums
+    from uniep.backends.hopper.planner import DevicePlan
+    from uniep.launch.groups import Lines, Sums
+    from uniep.launch.staged import Peers
+    from uniep.membership import Membership
     from uniep.taskflow.trace import Span
-    from uniep.workspace import Workspace
 
 _T = TypeVar("_T")
 
@@ -66,7 +67,7 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
         order, planner = self._order, self.planner
         with order.turn, torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext():
             if self.arena is None:
-                raise ClosedError(f"this Workspace is closed ({planner.ws.cause}); make a new one")
+                raise ClosedError(f"this Workspace is closed ({planner.member.cause}); make a new one")
             current = torch.cuda.current_stream(self.device)
             order.begin(current)
             if current != self._stream:
@@ -97,13 +98,13 @@ class HopperBackend:
 
     name = "hopper"
 
-    def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
-        cfg, device = workspace.cfg, workspace.device
-        _check_support(cfg, workspace.ep_size, device)
-        from uniep.backends.planner import Planner  # needs Triton, whose absence has its message above
+    def __init__(self, member: Membership, schedule: Schedule | None) -> None:
+        cfg, device = member.cfg, member.device
+        _check_support(cfg, member.ep_size, device)
+        from uniep.backends.hopper.planner import Planner  # needs Triton, whose absence has its message above
 
         self.cfg, self.device = cfg, device
-        self.rank, self.num_ranks = workspace.rank, workspace.ep_size
+        self.rank, self.num_ranks = member.rank, member.ep_size
         self.schedule = schedule or default_schedule(self.name, cfg, self.num_ranks)
         refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         rows = self.schedule.gemm1.rows
@@ -121,8 +122,8 @@ class HopperBackend:
             )
         layout = pack(hopper_arrays(cfg, self.num_ranks, self.schedule))
         describe = functools.partial(plan_memory, cfg, self.num_ranks, schedule=self.schedule)
-        self.arena = Arena(layout, workspace, describe)
-        self.planner = Planner(workspace, self.arena, rows, self.schedule.free_sms)
+        self.arena = Arena(layout, member, describe)
+        self.planner = Planner(member, self.arena, rows, self.schedule.free_sms)
         self.sms = self.planner.sms
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
         self._lasting = [  # memory of the stream that is current now
@@ -234,7 +235,7 @@ class HopperBackend:
         """Drop the arena; its memory is free when all streams that calls came on have gone past them."""
         with self._order.turn:  # after the call that another thread is in
             if self.arena is not None:
-                self.planner.leave(self.planner.ws.cause)
+                self.planner.leave(self.planner.member.cause)
             self.arena = None  # type: ignore[assignment]
             self._known_peers.clear()
             self._lasting.clear()
@@ -266,7 +267,8 @@ class HopperBackend:
     def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         if self.schedule.is_mega(inputs.x_TD.shape[0]):
             return hopper_mega.forward(self, inputs, save)
-        from uniep.kernels import launch, launch_groups
+        from uniep.launch import groups as launch_groups
+        from uniep.launch import staged as launch
 
         cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
         num_tokens, receive = x_TD.shape[0], self.arena.views["receive"]
@@ -361,7 +363,8 @@ class HopperBackend:
     ) -> ExpertGradients:
         if self.schedule.is_mega(dy_TD.shape[0]):
             return hopper_mega.backward(self, dy_TD, inputs, saved, needs, main_grads)
-        from uniep.kernels import launch, launch_groups
+        from uniep.launch import groups as launch_groups
+        from uniep.launch import staged as launch
 
         cfg, device, experts = self.cfg, self.device, inputs.experts
         x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
@@ -419,7 +422,7 @@ class HopperBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """dO back through W2 and the activation: dh (N, 2, F), the activation that dW2 contracts (N, F), and sums for
         d(weight) (N, G).  claims: zero, two rows of a word or more for each row tile, to do both at once; or None."""
-        from uniep.kernels import launch
+        from uniep.launch import staged as launch
 
         cfg, rows, schedule, num_rows = self.cfg, plan.rows, self.schedule, plan.num_rows
         num_tokens, tile = dy_TD.shape[0], schedule.gemm2
@@ -449,7 +452,7 @@ class HopperBackend:
     ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:  # fmt: skip
         """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  address_2N: of the rows of x and dO.
         x: tokens (T, D) and where the received ones are, or will be."""
-        from uniep.kernels import launch
+        from uniep.launch import staged as launch
 
         rows, local, ffn = plan.rows, self.planner.local, self.cfg.ffn
         how = rows.start_e1, rows.rows_e, self.planner.status, self.schedule.weight_gradient, self.sms
@@ -511,7 +514,7 @@ class HopperBackend:
         chunk = self.schedule.chunk_tokens if self.schedule.transfer == "push" else 0
         if (known := self._known_peers.get((self._stay_local, chunk))) is not None:
             return known
-        from uniep.kernels.launch import Peers
+        from uniep.launch.staged import Peers
 
         arena, planner = self.arena, self.planner
         made = self._known_peers[self._stay_local, chunk] = Peers(
@@ -571,7 +574,7 @@ class HopperBackend:
 
     def _finish_dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
         """Push the tokens of the send lists, unless copies are under way, and wait until all have arrived."""
-        from uniep.kernels.launch import launch_push_tokens
+        from uniep.launch.staged import launch_push_tokens
 
         if not self._copying:
             launch_push_tokens(x_TD, plan.rows, peers, self.sms)
@@ -588,7 +591,7 @@ class HopperBackend:
 
     def _expand(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> Tensor:
         """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
-        from uniep.kernels.launch import launch_expand
+        from uniep.launch.staged import launch_expand
 
         rows_ND = torch.empty(plan.num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
         pushing = 2 * self.schedule.push_programs if self._fused and not self._copying else 0
@@ -611,7 +614,7 @@ class HopperBackend:
     ) -> None:  # fmt: skip
         """a @ B (N, D) by `product` on `sms`, delivered into the return slots of the rows' source ranks, or, where
         groups of rows are to be added first, into `out`."""
-        from uniep.kernels.launch import launch_push_rows
+        from uniep.launch.staged import launch_push_rows
 
         serial, tile = self.schedule.overlap == "serial", self.schedule.gemm2
         scatter = not serial and plan.lines is None
@@ -623,7 +626,7 @@ class HopperBackend:
 
     def _sums(self, results_ND: Tensor, lines: Lines, plan: DevicePlan, *, weighted: bool) -> Sums:
         """What combine groups add to what.  weighted: rows by their routing weight."""
-        from uniep.kernels.launch_groups import Sums
+        from uniep.launch.groups import Sums
 
         weight_N = plan.rows.weight_N if weighted else None
         one_group = self.cfg.combine_groups == self.num_ranks
@@ -633,7 +636,7 @@ class HopperBackend:
         self, act_NF: Tensor, lines: Lines, plan: DevicePlan, peers: Peers, experts: ExpertWeights, sums: Sums
     ) -> None:
         """The down product, its rows added by groups beside it as their tiles are done."""
-        from uniep.kernels import launch_groups
+        from uniep.launch import groups as launch_groups
 
         tile, rows = self.schedule.gemm2, plan.rows
         order_M = torch.empty(rows.order_M.shape, dtype=torch.int32, device=self.device)
@@ -646,7 +649,7 @@ class HopperBackend:
         self, ids_TK: Tensor, weights_TK: Tensor | None, plan: DevicePlan, peers: Peers, out_TD: Tensor
     ) -> None:
         """The fixed-order sum of what has returned: rows by slot, or, with combine groups, sums that are weighted."""
-        from uniep.kernels.launch import launch_combine
+        from uniep.launch.staged import launch_combine
 
         if plan.lines is not None:
             ids_TK, weights_TK = plan.lines.used_TW[: out_TD.shape[0]], None
@@ -722,7 +725,7 @@ class HopperBackend:
 
 def _check_experts(experts: ExpertWeights) -> None:
     """Raise UnsupportedError for weights that block loads cannot read."""
-    from uniep.kernels.launch import w13_block
+    from uniep.launch.staged import w13_block
 
     if experts.layout == "list" or experts.w2[0].dim() != 3:
         raise UnsupportedError(

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import hashlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,9 +22,8 @@ import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
-from uniep.backends.cpu_peers import Peers
-from uniep.backends.cpu_run import Program, Run
-from uniep.backends.cpu_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
+from uniep.backends.cpu.peers import Peers
+from uniep.backends.cpu.run import Program, Run
 from uniep.backends.pinned import PinnedThreads
 from uniep.backends.protocol import (
     OPERATIONS,
@@ -41,20 +39,21 @@ from uniep.backends.protocol import (
     tag_words,
     wanted_anywhere,
 )
+from uniep.backends.torch_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError
 from uniep.numerics import fp32_products
 from uniep.routing import RoutingPlan, build_plan, return_slots
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
 from uniep.taskflow.lower import compile_graph, sites, unneeded
 from uniep.taskflow.operators import Operators
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import Span
 from uniep.waiting import SAME_CALLS
 
 if TYPE_CHECKING:
-    from uniep.workspace import Workspace
+    from uniep.membership import Membership
 
 
 _T = TypeVar("_T")
@@ -132,8 +131,8 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
-        self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
+    def __init__(self, member: Membership, schedule: Schedule | None) -> None:
+        self.cfg, self.rank, self.ep_size = member.cfg, member.rank, member.ep_size
         self.schedule = schedule if schedule is not None else DEFAULT_SCHEDULES["cpu"]
         refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
         if self.schedule.overlap in ("pipelined", "mega"):
@@ -145,9 +144,8 @@ class CpuBackend:
         grouped = self.cfg.combine_groups is not None
         self.forward_operators = forward_operators(self.schedule, keep=True, grouped=grouped)
         self.backward_operators = backward_operators(self.schedule, grouped=grouped)
-        self._workspace = weakref.ref(workspace)
-        assert workspace.meeting is not None, "a backend is made while its Workspace is"
-        self._peers: Peers | None = Peers(self.cfg, self.schedule, workspace.meeting)
+        self._member = member
+        self._peers: Peers | None = Peers(self.cfg, self.schedule, member.meeting)
         self._threads = PinnedThreads(self._peers.workers)
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = 0
@@ -271,9 +269,9 @@ class CpuBackend:
         """After the call that another thread is in.  From inside a call, such as a signal handler, peers wait for what
         this rank will not do: it has failed."""
         with self._turn:
-            if self._peers is not None and (workspace := self._workspace()) is not None:
+            if self._peers is not None:
                 tell = self._peers.fail if self._inside else self._peers.leave
-                tell(workspace.cause)
+                tell(self._member.cause)
             self._peers = None
             self._routings.clear()
 
@@ -382,8 +380,7 @@ class CpuBackend:
             if self._peers is not None and not isinstance(cause, unless):
                 text = f"{type(cause).__name__}: {cause}"
                 self._peers.fail(text)
-                if (workspace := self._workspace()) is not None:
-                    workspace.fail(text)
+                self._member.fail(text)
             raise
 
 

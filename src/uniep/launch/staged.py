@@ -16,7 +16,6 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.errors import UnsupportedError
-from uniep.kernels.call import Block, Memory, launch, unbind
 from uniep.kernels.gemm import gate_up_kernel, gathered_product_kernel, product_kernel
 from uniep.kernels.gradients import (
     activation_gradient_kernel,
@@ -32,8 +31,9 @@ from uniep.kernels.transfer import (
     row_addresses_kernel,
     used_dweights_kernel,
 )
-from uniep.memory import power_of_2
-from uniep.taskflow.schedule import Tile
+from uniep.launch.driver import Block, Memory, launch, unbind
+from uniep.layout import power_of_2
+from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
 
 MAX_STRIDE_BYTES = 2**40  # of a Hopper tensor map
@@ -153,8 +153,8 @@ def w13_block(experts: ExpertWeights, *block: int) -> tuple[Block, bool]:
     gate, up = experts.w13
     if gate.stride() != up.stride():
         raise UnsupportedError(
-            f"w1 and w3 have strides {gate.stride()} and {up.stride()}; one tensor map reads both: allocate them alike, "
-            "or as one w13 (e, 2F, D)"
+            f"w1 and w3 have strides {gate.stride()} and {up.stride()}; one tensor map reads both: allocate them "
+            "alike, or as one w13 (e, 2F, D)"
         )
     e, f, d = gate.shape
     distance = up.data_ptr() - gate.data_ptr()
@@ -307,10 +307,10 @@ def _product(
         product_kernel,
         programs,
         (
-            rows_block(a, tile.rows, tile.depth), b_desc, rows_block(out, tile.rows, stored_columns(tile, out)), rows.expert_M,
-            rows.totals, rows.return_N, peers.returns_table, peers.flag_table, peers.returned_offset, peers.call,
-            peers.return_ticket, beside.programs if beside else programs, rows.order_M, rows.progress_M, rows.cursor,
-            peers.status, peers.timeout_ns, peers.rank,
+            rows_block(a, tile.rows, tile.depth), b_desc, rows_block(out, tile.rows, stored_columns(tile, out)),
+            rows.expert_M, rows.totals, rows.return_N, peers.returns_table, peers.flag_table,
+            peers.returned_offset, peers.call, peers.return_ticket, beside.programs if beside else programs,
+            rows.order_M, rows.progress_M, rows.cursor, peers.status, peers.timeout_ns, peers.rank,
         ),
         {
             "DEPTH": a.shape[1] // halves, "WIDTH": out.shape[1], "SLOTS": slots, "HALVES": halves,

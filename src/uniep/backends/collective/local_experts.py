@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from uniep.backends import cpu_tiles
+from uniep.backends import torch_tiles as cpu_tiles
 from uniep.backends.base import MainGrads, Needs
 from uniep.config import COLUMN_GROUP, MoEConfig
-from uniep.kernels.support import why_not
+from uniep.limits import why_not
 from uniep.numerics import combine_parts, combine_slots
 from uniep.routing import RoutingPlan
+from uniep.schedule import Schedule, Tile
 from uniep.taskflow.graph import Block
-from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
 
@@ -175,7 +175,7 @@ class KernelExperts:
     name = "the Triton kernels of the hopper backend"
 
     def __init__(self, cfg: MoEConfig, rank: int, schedule: Schedule, device: torch.device) -> None:
-        from uniep.kernels import launch
+        from uniep.launch import staged as launch
 
         self.launch = launch
         self.cfg, self.rank, self.schedule = cfg, rank, schedule
@@ -307,7 +307,7 @@ class KernelExperts:
             )
 
     def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
-        from uniep.kernels.launch_groups import Sums, launch_group_sum
+        from uniep.launch.groups import Sums, launch_group_sum
 
         num_parts, device = len(row_PK), rows_ND.device
         out_PD = rows_ND.new_empty(num_parts, rows_ND.shape[1])

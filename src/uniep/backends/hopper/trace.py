@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from uniep.backends.base import Needs
-from uniep.kernels.call import tensor
-from uniep.memory import EXCHANGE_HEADER
+from uniep.launch.driver import tensor
+from uniep.layout import EXCHANGE_HEADER
 from uniep.routing import build_plan
+from uniep.schedule import num_chunks
 from uniep.taskflow.graph import TaskGraph
 from uniep.taskflow.lower import lower_backward, lower_forward
-from uniep.taskflow.schedule import num_chunks
 from uniep.taskflow.trace import Span, device_spans
 
 if TYPE_CHECKING:
-    from uniep.backends.hopper import HopperBackend
-    from uniep.backends.planner import DevicePlan
-    from uniep.kernels.launch_mega import Lists
+    from uniep.backends.hopper.backend import HopperBackend
+    from uniep.backends.hopper.planner import DevicePlan
+    from uniep.launch.mega import Lists
 
 HEAD_START_CYCLES = 8_000_000  # about 4 ms at boost clock
 

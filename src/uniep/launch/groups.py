@@ -11,7 +11,6 @@ import math
 from torch import Tensor
 
 from uniep.config import MoEConfig
-from uniep.kernels.call import Memory, launch
 from uniep.kernels.groups import (
     claimed_sum_kernel,
     counted_product_kernel,
@@ -19,9 +18,10 @@ from uniep.kernels.groups import (
     parts_kernel,
     return_order_kernel,
 )
-from uniep.kernels.launch import Peers, Rows, options, rows_block, stored_columns, w2_block
-from uniep.memory import hopper_parts_arrays, plan_words, power_of_2
-from uniep.taskflow.schedule import Tile
+from uniep.launch.driver import Memory, launch
+from uniep.launch.staged import Peers, Rows, options, rows_block, stored_columns, w2_block
+from uniep.layout import hopper_parts_arrays, plan_words, power_of_2
+from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
 
 LINES_AT_ONCE = 4  # of a program
@@ -31,8 +31,8 @@ LINES_AT_ONCE = 4  # of a program
 class Lines:
     """Which rows are added: views of one int32 tensor, which a backward needs again.
 
-    row_LK, slot_LK: see kernels/groups.py.  used_TW: 0 for return slots in use, -1 for others; T the most tokens of a call.
-    cursor: of sums beside the product.
+    row_LK, slot_LK: see kernels/groups.py.  used_TW: 0 for return slots in use, -1 for others; T the most
+    tokens of a call.  cursor: of sums beside the product.
     """
 
     flat: Tensor
@@ -75,7 +75,7 @@ def launch_parts(
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What is added, and where to: rows (N, D), with their routing weights or None; tables of lines; return slots of a rank.
+    """What is added, and where to: rows (N, D), with their routing weights or None; tables of lines; return slots.
 
     one_group: no line has rows of two groups.
     """
@@ -137,13 +137,14 @@ def launch_counted_down(
     act_NF: Tensor, rows: Rows, order_M: Tensor, experts: ExpertWeights, tile: Tile, multiprocessors: int,
     out_ND: Tensor,
 ) -> None:  # fmt: skip
-    """out (N, D) = act @ W2^T in the order of `order`, counting finished tiles for sums that the next launch runs beside."""
+    """out (N, D) = act @ W2^T in the order of `order`, counting finished tiles for sums that run beside, next."""
     launch(
         counted_product_kernel,
         multiprocessors * tile.programs_per_sm,
         (
             rows_block(act_NF, tile.rows, tile.depth), w2_block(experts, 1, tile.columns, tile.depth),
-            rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)), rows.expert_M, rows.totals, order_M, rows.progress_M,
+            rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)), rows.expert_M, rows.totals, order_M,
+            rows.progress_M,
         ),
         {
             "DEPTH": act_NF.shape[1], "WIDTH": out_ND.shape[1], "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,

@@ -14,10 +14,10 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.kernels import lists as tasks
 from uniep.kernels import mega
-from uniep.kernels.call import Block, Memory, launch, unbind
-from uniep.kernels.launch import Peers, Rows, options, rows_block, stored_columns, w2_block, w13_block
-from uniep.memory import list_words, power_of_2
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.launch.driver import Block, Memory, launch, unbind
+from uniep.launch.staged import Peers, Rows, options, rows_block, stored_columns, w2_block, w13_block
+from uniep.layout import list_words, power_of_2
+from uniep.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
 COUNTERS = tasks.COUNTERS.value
@@ -92,8 +92,9 @@ class Sums:
 class Gradients:
     """What a backward makes on its way, and the rows that it reads.
 
-    raw: dO @ W2, fp32.  dh (N, 2, F), act (N, F), groups (N, G) fp32: of the activation gradient.  address_2N: of the rows
-    of x and dO.  dweights_S: what other ranks store, at the addresses in dweights_table; dweights_TK: this rank's own or None.
+    raw: dO @ W2, fp32.  dh (N, 2, F), act (N, F), groups (N, G) fp32: of the activation gradient.  address_2N: of the
+    rows of x and dO.  dweights_S: what other ranks store, at the addresses in dweights_table; dweights_TK: this
+    rank's own or None.
     """
 
     raw_NF: Tensor
@@ -109,8 +110,8 @@ class Gradients:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Received tokens, room for as many of each source.  count: tokens that each source has sent (int32), `stride` words
-    apart, those of odd calls `parity` words behind those of even ones."""
+    """Received tokens, room for as many of each source.  count: tokens that each source has sent (int32), `stride`
+    words apart, those of odd calls `parity` words behind those of even ones."""
 
     kept_MD: Tensor
     count: Memory
@@ -157,9 +158,9 @@ def launch_forward(
             peers.rank, rows.send_token_RT, rows.send_count_R, peers.receive_table, peers.returns_table,
             peers.flag_table, peers.arrived_offset, peers.finished_offset, peers.returned_offset, x_TD.shape[0],
             push_programs, sum_tokens(x_TD.shape[0], multiprocessors), keep.kept_MD, keep.count, keep.parity,
-            keep.stride, keep.kept_MD.shape[0] // max(peers.num_ranks - 1, 1), sums.returns_SD, sums.ids_TK, weights_TK, sums.out_TD, *(trace or (lists.matrix, lists.matrix)), w13_desc,
-            gate_desc, up_desc, made_desc, rows_block(act_NF, tile2.rows, tile2.depth),
-            w2_block(experts, 1, tile2.columns, tile2.depth),
+            keep.stride, keep.kept_MD.shape[0] // max(peers.num_ranks - 1, 1), sums.returns_SD, sums.ids_TK, weights_TK,
+            sums.out_TD, *(trace or (lists.matrix, lists.matrix)), w13_desc, gate_desc, up_desc, made_desc,
+            rows_block(act_NF, tile2.rows, tile2.depth), w2_block(experts, 1, tile2.columns, tile2.depth),
         ),
         {
             "D": hidden, "F": ffn, "K": cfg.top_k, "BLOCK_M": tile1.rows, "BLOCK_N1": tile1.columns,
@@ -167,7 +168,8 @@ def launch_forward(
             "BLOCK_D": min(power_of_2(hidden), 2048), "SLOTS": cfg.max_tokens_per_rank * cfg.top_k,
             "KEPT": schedule.chunk_tokens, **peers.constants(hidden, 32),
             "FUSED": fused, "SAVE": kept is not None, "ACTIVATION": cfg.activation,
-            "WEIGHTED": cfg.weight_at == "activation", "UP_FIRST": up_first, "THREADS": 32 * tile1.warps, "TRACE": trace is not None,
+            "WEIGHTED": cfg.weight_at == "activation", "UP_FIRST": up_first, "THREADS": 32 * tile1.warps,
+            "TRACE": trace is not None,
         },
         **mega_options((tile1, tile2)),
     )  # fmt: skip

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from uniep.backends.cpu.shm import map_segments
 from uniep.backends.protocol import decoded, encoded
-from uniep.backends.shm import map_segments
 from uniep.config import MoEConfig
 from uniep.errors import PeerTimeoutError
+from uniep.layout import HEADER_WORDS, cpu_arrays, pack, packed_bytes
 from uniep.meeting import Meeting
-from uniep.memory import HEADER_WORDS, cpu_arrays, pack, packed_bytes
+from uniep.schedule import Schedule, num_chunks
 from uniep.taskflow.graph import Event
-from uniep.taskflow.schedule import Schedule, num_chunks
 from uniep.waiting import SAME_CALLS, Patience
 
 

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs, aligned
-from uniep.backends.hopper_trace import Records, exchanged_ids, lead_host, spans
+from uniep.backends.hopper.trace import Records, exchanged_ids, lead_host, spans
 from uniep.config import COLUMN_GROUP, ROW_ALIGN
-from uniep.memory import backward_tiles, forward_tiles
+from uniep.layout import backward_tiles, forward_tiles
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from uniep.backends.hopper import HopperBackend
-    from uniep.backends.planner import DevicePlan
-    from uniep.kernels.call import Memory
-    from uniep.kernels.launch_mega import Lists
+    from uniep.backends.hopper.backend import HopperBackend
+    from uniep.backends.hopper.planner import DevicePlan
+    from uniep.launch.driver import Memory
+    from uniep.launch.mega import Lists
 
 
 def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
     """One try: rows may not fit what is allocated for them (`Planner.fits`)."""
-    from uniep.kernels import launch_mega
+    from uniep.launch import mega as launch_mega
 
     cfg, x_TD, schedule = backend.cfg, inputs.x_TD, backend.schedule
     copying, tracing = backend._copying, backend.trace is not None
@@ -65,7 +65,8 @@ def backward(
     main_grads: MainGrads | None,
 ) -> ExpertGradients:  # fmt: skip
     """Enter, then one kernel."""
-    from uniep.kernels import launch, launch_mega
+    from uniep.launch import mega as launch_mega
+    from uniep.launch import staged as launch
 
     cfg, device, schedule = backend.cfg, backend.device, backend.schedule
     if backend.trace is not None:
@@ -140,7 +141,7 @@ def _weight_gradients(
 
 def _lists(backend: HopperBackend, plan: DevicePlan, tiles: tuple[int, int, int, int], *, backward: bool) -> Lists:
     """The tasks of a direction, made on the device."""
-    from uniep.kernels import launch_mega
+    from uniep.launch import mega as launch_mega
 
     schedule = backend.schedule
     most = plan.num_rows // schedule.gemm1.rows

@@ -1,0 +1,386 @@
+"""The router kit: which experts a token goes to, with which weights.  docs/router.md has every formula and order.
+
+A token's logits, choice, weights and gradient row have the same bits whatever tokens, ranks or EP size are beside it;
+the losses have the same bits for the same tokens, however these are split over ranks.  Sources: softmax and aux loss,
+Switch Transformers (arXiv 2101.03961); z-loss, ST-MoE (2202.08906); selection bias, 2408.15664; groups, DeepSeek-V3
+(2412.19437).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError, DTypeError, InputError
+from uniep.nn.initial import ROUTER, Seed, generator, normal
+from uniep.nn.late import LateReads
+from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward
+from uniep.routing.plan import find_bad_id
+from uniep.workspace import Workspace, _process_group
+
+log = logging.getLogger("uniep")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """What a router computes.  All of it changes results.
+
+    score: "softmax" over all experts, or each expert's "sigmoid".
+    renormalize: divide a token's K weights by their sum.  scale: multiply them, afterwards.
+    groups, groups_per_token: experts form `groups` contiguous groups; a token's are in its groups_per_token best ones.
+        Groups that lie on a node each are a limit of nodes (`max_nodes`).
+    group_top: a group's rank is the sum of this many highest scores in it; None: K / groups_per_token, at least 1.
+    selection_bias: add a bias to the scores for the choice alone; `Router.update_bias` moves it by bias_rate a step.
+    aux_loss, z_loss: coefficients; 0: none.
+    jitter: in training the router sees its inputs times factors in [1 - jitter, 1 + jitter), 0: none.
+    capacity_factor: an expert takes at most this many times its mean share of all slots; None, the default: all.
+    overflow: what happens to the slots beyond: CapacityError ("raise"), or they are left out and counted ("drop").
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    group_top: int | None = None
+    selection_bias: bool = False
+    bias_rate: float = 1e-3
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    overflow: Literal["raise", "drop"] = "raise"
+    text: str = dataclasses.field(init=False, repr=False, compare=False)  # for operators, which carry strings
+
+    def __post_init__(self) -> None:
+        if self.score not in ("softmax", "sigmoid"):
+            raise ConfigError(f"score is {self.score!r}; it must be 'softmax' or 'sigmoid'")
+        if self.overflow not in ("raise", "drop"):
+            raise ConfigError(f"overflow is {self.overflow!r}; it must be 'raise' or 'drop'")
+        for name in ("scale", "bias_rate", "aux_loss", "z_loss"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be a number of at least 0")
+        if not 0 <= self.jitter < 1:
+            raise ConfigError(f"jitter is {self.jitter}; it must be at least 0 and less than 1")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ConfigError(
+                f"capacity_factor is {self.capacity_factor}; it must be more than 0, or None for no limit"
+            )
+        for name in ("groups", "groups_per_token", "group_top"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1")
+        if self.groups_per_token > self.groups:
+            raise ConfigError(
+                f"groups_per_token is {self.groups_per_token} but there are {self.groups} groups; lower it"
+            )
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        object.__setattr__(self, "text", json.dumps(fields))
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        """Raise ConfigError if it does not fit that many experts."""
+        if num_experts % self.groups:
+            raise ConfigError(f"groups is {self.groups}; it must divide the {num_experts} experts")
+        of_group = num_experts // self.groups
+        if top_k > self.groups_per_token * of_group:
+            raise ConfigError(
+                f"top_k is {top_k}, but groups_per_token={self.groups_per_token} groups of {of_group} experts have "
+                f"only {self.groups_per_token * of_group}; raise groups_per_token"
+            )
+        if (self.group_top or 1) > of_group:
+            raise ConfigError(f"group_top is {self.group_top}, but a group has {of_group} experts; lower it")
+        if self.renormalize and top_k == 1:
+            raise ConfigError(
+                "top_k=1 with renormalize=True makes every routing weight 1, so the router never learns; "
+                "pass renormalize=False"
+            )
+
+    def highest_of_group(self, top_k: int) -> int:
+        """How many scores rank a group."""
+        return self.group_top or max(1, top_k // self.groups_per_token)
+
+    def max_nodes(self, num_nodes: int) -> int:
+        """Largest number of nodes that a token goes to, if consecutive experts are split over `num_nodes` of them."""
+        if num_nodes < 1 or max(num_nodes, self.groups) % min(num_nodes, self.groups):
+            raise ConfigError(f"{num_nodes} nodes and {self.groups} groups: one must divide the other")
+        return min(num_nodes, self.groups_per_token * max(1, num_nodes // self.groups))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a call needs the numbers of all ranks."""
+        return self.aux_loss > 0 or self.z_loss > 0 or self.capacity_factor is not None
+
+    @classmethod
+    def parse(cls, text: str) -> RouterConfig:
+        """That of `text`."""
+        return cls(**json.loads(text))
+
+
+class Routing(NamedTuple):
+    """What a router says.
+
+    ids_TK: int64, highest score (with bias) first; -1 where a slot was dropped.  weights_TK: fp32, differentiable.
+    aux_loss, z_loss: () fp32, differentiable, of the tokens of all ranks, coefficients included: the same on every
+        rank, whose backward gives the part of its own tokens.
+    counts_E: (E,) int64, slots of this rank's tokens, those dropped included.
+    dropped: () int64, slots of all ranks that the capacity left out.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    counts_E: Tensor
+    dropped: Tensor
+
+
+def choose_experts(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    top_k: int,
+    cfg: RouterConfig,
+    *,
+    bias_E: Tensor | None = None,
+    token_ids_T: Tensor | None = None,
+    jitter_seed: int = 0,
+    ids_TK: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Routing:
+    """The router as a function.  Collective over `group` if `cfg.exchanges`: then every rank calls it equally often.
+
+    x_TD: (T, D), any floating dtype; T may differ per rank, 0 included.
+    weight_ED: (E, D), any floating dtype; logits = x W^T in fp32.  Its gradient is cast once, to its dtype.
+    bias_E: (E,) fp32, added for the choice.
+    token_ids_T: (T,) int64: jitter, if any, is a function of these and of jitter_seed.  None: no jitter.
+    ids_TK: the choice is given, as in a replay, and only weights are computed; -1 leaves a slot unused, and there is no
+        capacity.
+    group: whose tokens losses and capacity count; None: this rank's.
+
+    Raises ConfigError, DTypeError, InputError; CapacityError on all ranks.  On the CPU, errors of one rank are raised
+    on all; on GPUs losses of the others become NaN, which needs no host read.
+    **Order**: logits `row_products`; everything else as docs/router.md says.
+    """
+    name = group.group_name if group is not None and cfg.exchanges and dist.get_world_size(group) > 1 else ""
+    with _told(cfg, weight_ED, name) as enter:
+        _check(x_TD, weight_ED, top_k, cfg, bias_E, token_ids_T, ids_TK)
+        x_TD = x_TD.contiguous()
+        enter()
+        got = router_forward(
+            x_TD, weight_ED, bias_E, token_ids_T if cfg.jitter else None, ids_TK, cfg.text, top_k, jitter_seed, name
+        )
+    return Routing(*got[:6])
+
+
+@contextlib.contextmanager
+def _told(cfg: RouterConfig, weight_ED: Tensor, group: str) -> Iterator[Callable[[], None]]:
+    """What is raised inside before the call of what this gives, the other ranks get, too: they are in an exchange."""
+    entered = [not group]
+    try:
+        yield lambda: entered.__setitem__(0, True)
+    except Exception as error:
+        if not entered[0] and not torch.compiler.is_compiling():
+            entered[0] = True
+            join_with_error(error, weight_ED.shape[0], group, weight_ED.device)
+        raise
+
+
+def _check(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    top_k: int,
+    cfg: RouterConfig,
+    bias_E: Tensor | None,
+    token_ids_T: Tensor | None,
+    ids_TK: Tensor | None,
+) -> None:
+    if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
+        raise ConfigError(
+            f"x has shape {tuple(x_TD.shape)} and the router's weight {tuple(weight_ED.shape)}; pass (T, D) and (E, D)"
+        )
+    if not x_TD.is_floating_point() or not weight_ED.is_floating_point():
+        raise DTypeError(
+            f"x has dtype {x_TD.dtype} and the router's weight {weight_ED.dtype}; both must be floating point"
+        )
+    num_tokens, num_experts = x_TD.shape[0], weight_ED.shape[0]
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(f"top_k is {top_k}; it must be from 1 to the number of experts, {num_experts}")
+    cfg.check(num_experts, top_k)
+    if bias_E is not None and (bias_E.dtype != torch.float32 or bias_E.shape != (num_experts,)):
+        raise DTypeError(f"the bias is {tuple(bias_E.shape)} {bias_E.dtype}; it must be ({num_experts},) fp32")
+    if token_ids_T is not None and (token_ids_T.dtype != torch.int64 or token_ids_T.shape != (num_tokens,)):
+        raise DTypeError(f"token_ids are {tuple(token_ids_T.shape)} {token_ids_T.dtype}; pass ({num_tokens},) int64")
+    if ids_TK is not None:
+        check_given(ids_TK, num_tokens, top_k, num_experts)
+
+
+def check_given(ids_TK: Tensor, num_tokens: int, top_k: int, num_experts: int) -> None:
+    """Raise InputError unless a choice that is given fits the call; values on the CPU alone, without a host read."""
+    if ids_TK.shape != (num_tokens, top_k):
+        raise InputError(
+            f"the given choice has shape {tuple(ids_TK.shape)}, but the call has {num_tokens} tokens and top_k={top_k}"
+            "; replay it for the tokens that it was recorded of, in their order (RoutingRecord.take)"
+        )
+    if ids_TK.is_floating_point():
+        raise InputError(f"the given choice has dtype {ids_TK.dtype}; it must be integers")
+    if ids_TK.device.type == "cpu" and not torch.compiler.is_compiling():
+        bad = find_bad_id(ids_TK, num_experts)
+        if bad is not None:
+            raise InputError(
+                f"the given choice of token {bad[0]} in slot {bad[1]} is {bad[2]}; it must be from -1 (unused) to "
+                f"{num_experts - 1}"
+            )
+
+
+class _Held:
+    """What copies of a module share."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return self
+
+
+class Router(nn.Module):
+    """A router with its weight (E, D), and its bias (E,) if there is one.  forward(x_TD) -> Routing.
+
+    num_experts, hidden, top_k: as of the layer's MoEConfig, or pass that.  dtype: of the weight.
+    group: whose tokens losses and capacity count: a ProcessGroup, DeviceMesh or a Workspace's; that of data
+        parallelism may be larger; None: this rank's.  Calls are collective over it if `cfg.exchanges`, `update_bias` in
+        any case.
+    loss_scale: an attribute, by which `uniep.nn.MoE` multiplies the gradients of the losses (a gradient scaler's
+        factor, or 1 / number of micro-batches).
+    jitter_seed: an attribute; as it is drawn, the seed of the initialisation.
+
+    The bias is fp32 whatever the module is cast to, and in the state.  `load`, the slots of each expert since the last
+    update, is not.
+    """
+
+    bias: Tensor | None
+    load: Tensor
+
+    def __init__(
+        self,
+        moe: MoEConfig,
+        cfg: RouterConfig | None = None,
+        *,
+        group: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int | Seed | None = None,
+    ) -> None:
+        super().__init__()
+        self.cfg = cfg if cfg is not None else RouterConfig()
+        self.cfg.check(moe.num_experts, moe.top_k)
+        self.top_k, self._group = moe.top_k, _Held(group if isinstance(group, Workspace) else _process_group(group))
+        self.loss_scale, self.jitter_seed = 1.0, 0
+        meta = torch.get_default_device().type == "meta"
+        device = "meta" if meta else device
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, moe.hidden, dtype=dtype or moe.dtype, device=device))
+        bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if self.cfg.selection_bias else None
+        self.register_buffer("bias", bias)
+        load = torch.zeros(moe.num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("load", load, persistent=False)
+        self._seed = seed if isinstance(seed, Seed) else Seed(seed)
+        self._dropped = LateReads()
+        self._told = 0  # how often drops were logged
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Weight: normal with std 1/sqrt(D); bias and load: 0."""
+        if self.weight.is_meta:
+            return
+        value = self._seed.take("router") if seed is None else seed
+        self.weight.copy_(normal(self.weight.shape, generator(value, ROUTER)))
+        self.jitter_seed = value % 2**63
+        self.load.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x_TD: Tensor, token_ids_T: Tensor | None = None, ids_TK: Tensor | None = None) -> Routing:
+        """token_ids_T: needed for jitter: (T,) int64, no two tokens of a training run alike, such as
+        step * (tokens of a step) + number in it.  ids_TK: a given choice (`choose_experts`)."""
+        jitters = self.training and self.cfg.jitter > 0
+        with self.errors_told() as entered:
+            if jitters and token_ids_T is None:
+                raise ConfigError(
+                    f"jitter is {self.cfg.jitter}, but token_ids is None; pass the tokens' own numbers, on which their "
+                    "jitter depends, or call eval()"
+                )
+            entered()
+            routing = choose_experts(
+                x_TD, self.weight, self.top_k, self.cfg, bias_E=self.bias, token_ids_T=token_ids_T if jitters else None,
+                jitter_seed=self.jitter_seed, ids_TK=ids_TK, group=self.group,
+            )  # fmt: skip
+        if self.training:
+            count_load(self.load, routing.counts_E)
+        if self.cfg.capacity_factor is not None and not torch.compiler.is_compiling():
+            self._dropped.put(routing.dropped)
+            self._tell_dropped()
+        return routing
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        held = self._group.value
+        return held.group if isinstance(held, Workspace) else held
+
+    def errors_told(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """What is raised inside before a forward, the other ranks get instead of waiting in theirs; see `_told`."""
+        exchanges = self.group is not None and self.cfg.exchanges and dist.get_world_size(self.group) > 1
+        return _told(self.cfg, self.weight, self.group.group_name if exchanges else "")
+
+    def losses_on(self, routing: Routing) -> Tensor:
+        """`routing.weights_TK`, which carry the losses' gradients, times `loss_scale`, into a backward."""
+        weights_TK = routing.weights_TK
+        for coefficient, loss in ((self.cfg.aux_loss, routing.aux_loss), (self.cfg.z_loss, routing.z_loss)):
+            if coefficient and loss.requires_grad:
+                weights_TK = attach_loss(weights_TK, loss, self.loss_scale)
+        return weights_TK
+
+    @torch.no_grad()
+    def update_bias(self) -> Tensor:
+        """After an optimizer step: bias += bias_rate for experts with less than the mean load, -= for those with more.
+
+        The load of all ranks since the last update, in integers: the same on every rank, at any number of them.
+        Collective over `group`.  Returns that load, (E,) int64.  Source: arXiv 2408.15664.
+        """
+        load = self.load.clone()
+        if self.group is not None:
+            dist.all_reduce(load, group=self.group)
+        if self.bias is not None:
+            self.bias += self.cfg.bias_rate * torch.sign(load.sum() - load * len(load)).float()
+        self.load.zero_()
+        return load
+
+    def _tell_dropped(self) -> None:
+        for number in self._dropped.read():
+            self._told += number > 0
+            if number and self._told & self._told - 1 == 0:
+                log.warning(
+                    "a router's capacity_factor=%g left out %d slots of a call; their tokens go without those experts. "
+                    "uniep needs no capacity: leave it out, or count with uniep.nn.LoadMonitor (said again after 1, 2, "
+                    "4 ... such calls)",
+                    self.cfg.capacity_factor,
+                    number,
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.bias is not None and self.bias.dtype != torch.float32:
+            self.bias = bias.to(self.bias.device) if not bias.is_meta else self.bias.float()
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, top {self.top_k}, {self.cfg}"
