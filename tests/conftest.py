@@ -32,6 +32,11 @@ def pool():
     made.close()
 
 
+def pytest_collection_modifyitems(items):
+    """What takes a minute comes first, so that no worker is left alone with it."""
+    items.sort(key=lambda item: item.path.name not in ("test_lint.py", "test_interpreted.py"))
+
+
 def pytest_sessionfinish(session, exitstatus):
     """Nothing but missing frameworks is no failure."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -12,7 +12,6 @@ import test_collective
 import torch
 from case import config, random_batch, same_bits
 
-import uniep
 from uniep.errors import ConfigError
 
 
@@ -32,7 +31,9 @@ def grouped(groups, **changes):
 )
 def test_ep_sizes_and_schedules(pool, groups, ep_sizes, dtype, weight_at):
     """The reference's bits; repeats and unused slots; groups of one expert (8), and fewer groups than slots (2)."""
-    cfg = grouped(groups, dtype=dtype, weight_at=weight_at, activation="geglu_tanh" if weight_at == "activation" else "swiglu")
+    cfg = grouped(
+        groups, dtype=dtype, weight_at=weight_at, activation="geglu_tanh" if weight_at == "activation" else "swiglu"
+    )
     g = torch.Generator().manual_seed(groups)
     ids = torch.randint(-1, 8, (204, 3), generator=g)
     batch = random_batch(cfg, (70, 0, 101, 33), ids=ids)

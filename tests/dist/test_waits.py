@@ -14,8 +14,8 @@ from case import config, named_error, random_batch
 from pool import Pool
 
 import uniep
-from uniep.backends.cpu import backend as cpu
 from uniep.backends.collective import backend as nccl
+from uniep.backends.cpu import backend as cpu
 from uniep.backends.cpu import shm
 
 PATIENT_S = 30.0
@@ -188,13 +188,17 @@ def replaced(module, name, value):
 def failing_creation(world, kind):
     """(error, seconds) where rank 1 fails inside, then whether both can make one."""
     errors = {
-        "error": RuntimeError("all is lost"), "interrupt": KeyboardInterrupt(), "files": OSError(24, "Too many open files"),
-    }  # fmt: skip
+        "error": RuntimeError("all is lost"),
+        "interrupt": KeyboardInterrupt(),
+        "files": OSError(24, "Too many open files"),
+    }
     odd = world.rank == 1
     if kind == "version":
         odd_thing = replaced(uniep.version, "__version__", "0.0.1")
     elif kind == "cfg":
-        odd_thing = replaced(uniep, "Workspace", lambda cfg, *args, original=uniep.Workspace, **kw: original(None, *args, **kw))
+        odd_thing = replaced(
+            uniep, "Workspace", lambda cfg, *args, original=uniep.Workspace, **kw: original(None, *args, **kw)
+        )
     else:
         odd_thing = replaced(shm, "_create", raising(errors[kind]))
     with odd_thing if odd else contextlib.nullcontext():
