@@ -11,3 +11,9 @@ def frameworks():
     made = Pool(4, keep_groups=True)
     yield made
     made.close()
+
+
+@pytest.fixture
+def pool(frameworks):
+    """As above: DTensor remembers groups by the shape of their mesh, so that none may be destroyed."""
+    return frameworks
