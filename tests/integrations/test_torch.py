@@ -216,7 +216,7 @@ def trained(world, name):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_as_one_process(pool, run):
-    """50, 51, 80, 81, 103, 111, 113: gradients, norm, clipped steps; an idle rank and expert, every hook runs once."""
+    """50, 51, 80, 81, 103, 111, 113: gradients, norm, clipped steps; a rank and an expert idle; each hook runs once."""
     want = alone(RUNS[run].num_experts)
     first, second = (pool.run(trained, run) for _ in range(2))
     for rank, steps in enumerate(first):
