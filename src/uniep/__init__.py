@@ -14,10 +14,11 @@ from uniep.errors import (
 )
 from uniep.memory import plan_memory
 from uniep.nn.functional import moe, route
+from uniep.nn.load import report
 from uniep.nn.ops import SAVE_OPS
 from uniep.routing import RoutingPlan
 from uniep.taskflow.schedule import Schedule, Tile
-from uniep.workspace import Workspace, report
+from uniep.workspace import Workspace
 
 __version__ = "0.1.0"
 

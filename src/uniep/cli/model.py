@@ -47,6 +47,7 @@ class ModelConfig:
     top_k: int = 2
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
+    router: uniep.nn.RouterConfig | None = None
 
     @property
     def tokens_per_shard(self) -> int:
@@ -73,7 +74,7 @@ class Block(nn.Module):
         self.qkv = nn.Linear(cfg.hidden, 3 * cfg.hidden, bias=False)
         self.out = nn.Linear(cfg.hidden, cfg.hidden, bias=False)
         self.moe_norm = nn.RMSNorm(cfg.hidden)
-        self.moe = uniep.nn.MoE(workspace.cfg, workspace=workspace, seed=seed)
+        self.moe = uniep.nn.MoE(workspace.cfg, workspace=workspace, router=cfg.router, seed=seed)
 
     def attend(self, x_BSD: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x_BSD)).unflatten(-1, (3, self.heads, -1))

@@ -2,6 +2,7 @@
 
 from uniep.nn.functional import moe, route
 from uniep.nn.invariant import activate, add, add_by_pairs, linear
+from uniep.nn.load import Load, LoadMonitor
 from uniep.nn.modules import Experts, MoE, SharedExperts
 from uniep.nn.record import LayerRecord
 from uniep.nn.replay import RoutingRecord, record_routing, replay_routing
@@ -11,6 +12,8 @@ from uniep.nn.router_ops import attach_loss
 __all__ = [
     "Experts",
     "LayerRecord",
+    "Load",
+    "LoadMonitor",
     "MoE",
     "Router",
     "RouterConfig",
