@@ -300,6 +300,22 @@ def test_shared_experts():
         assert sorted(name for name, _ in shared.named_parameters()) == ["w13", "w2"]
 
 
+def test_autocast():
+    """Experts and shared experts compute in the layer's dtype, the router in fp32 on what it is given."""
+    with uniep.Workspace(config(dtype=torch.bfloat16), device="cpu") as ws:
+        layer = uniep.nn.MoE(ws.cfg, workspace=ws, seed=0, router=RouterConfig(), shared_ffn=24)
+        x = torch.randn(9, 64)
+        want = layer(x.bfloat16()), layer.shared(x.bfloat16())
+        layer.float()
+        ids = layer.route(x)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+            assert torch.equal(layer.shared(x), want[1]) and torch.equal(layer.route(x)[0], ids)
+        assert y.dtype == torch.bfloat16 and (y - want[0]).abs().mean() < 0.02
+        y.float().square().sum().backward()
+        assert layer.router.weight.grad.dtype == torch.float32
+
+
 def test_linear_rows_do_not_depend_on_each_other():
     x, weight, *_ = problem(torch.bfloat16)
     dy = torch.randn(T, E).bfloat16()

@@ -35,7 +35,7 @@ from uniep.nn.router_ops import row_sum
 
 CONTEXT = 64
 PROMPT = 8
-HEADS = 4
+HEADS = 2
 QUANTITIES = ("tokens", "log-probs", "choice")
 GRADIENTS = ("log-probs", "dw13", "dw2")
 

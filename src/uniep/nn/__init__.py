@@ -1,5 +1,6 @@
 """Layers and functions."""
 
+from uniep.nn import flops
 from uniep.nn.functional import moe, route
 from uniep.nn.invariant import activate, add, add_by_pairs, linear
 from uniep.nn.load import Load, LoadMonitor
@@ -31,3 +32,5 @@ __all__ = [
     "replay_routing",
     "route",
 ]
+
+flops.register()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError, DTypeError, InputError
+from uniep.nn import flops
 from uniep.nn.initial import ROUTER, Seed, generator, normal
 from uniep.nn.late import LateReads
 from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward
@@ -174,6 +175,8 @@ def choose_experts(
     with _told(cfg, weight_ED, name) as enter:
         _check(x_TD, weight_ED, top_k, cfg, bias_E, token_ids_T, ids_TK)
         x_TD = x_TD.contiguous()
+        if not torch.compiler.is_compiling():
+            flops.looked_at()
         enter()
         got = router_forward(
             x_TD, weight_ED, bias_E, token_ids_T if cfg.jitter else None, ids_TK, cfg.text, top_k, jitter_seed, name
@@ -190,7 +193,8 @@ def _told(cfg: RouterConfig, weight_ED: Tensor, group: str) -> Iterator[Callable
     except Exception as error:
         if not entered[0] and not torch.compiler.is_compiling():
             entered[0] = True
-            join_with_error(error, weight_ED.shape[0], group, weight_ED.device)
+            device = weight_ED.device if not weight_ED.is_meta else torch.device("cpu")
+            join_with_error(error, weight_ED.shape[0], group, device)
         raise
 
 
@@ -262,12 +266,11 @@ class Router(nn.Module):
         factor, or 1 / number of micro-batches).
     jitter_seed: an attribute; as it is drawn, the seed of the initialisation.
 
-    The bias is fp32 whatever the module is cast to, and in the state.  `load`, the slots of each expert since the last
-    update, is not.
+    The bias is fp32 whatever the module is cast to, and in the state.  `load`, the slots that this rank has sent to
+    each expert since the last update, is not.
     """
 
     bias: Tensor | None
-    load: Tensor
 
     def __init__(
         self,
@@ -289,8 +292,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, moe.hidden, dtype=dtype or moe.dtype, device=device))
         bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if self.cfg.selection_bias else None
         self.register_buffer("bias", bias)
-        load = torch.zeros(moe.num_experts, dtype=torch.int64, device=device)
-        self.register_buffer("load", load, persistent=False)
+        # No buffer: DistributedDataParallel would make it rank 0's.
+        self.load = torch.zeros(moe.num_experts, dtype=torch.int64, device="cpu")
         self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self._dropped = LateReads()
         self._told = 0  # how often drops were logged
@@ -324,6 +327,8 @@ class Router(nn.Module):
                 jitter_seed=self.jitter_seed, ids_TK=ids_TK, group=self.group,
             )  # fmt: skip
         if self.training:
+            if self.load.device != routing.counts_E.device:
+                self.load = self.load.to(routing.counts_E.device)
             count_load(self.load, routing.counts_E)
         if self.cfg.capacity_factor is not None and not torch.compiler.is_compiling():
             self._dropped.put(routing.dropped)
@@ -349,15 +354,17 @@ class Router(nn.Module):
         return weights_TK
 
     @torch.no_grad()
-    def update_bias(self) -> Tensor:
+    def update_bias(self, group: Any = None) -> Tensor:
         """After an optimizer step: bias += bias_rate for experts with less than the mean load, -= for those with more.
 
         The load of all ranks since the last update, in integers: the same on every rank, at any number of them.
-        Collective over `group`.  Returns that load, (E,) int64.  Source: arXiv 2408.15664.
+        group: all ranks that train the router, where the router's own are not all: EP times data parallelism.
+        Collective over it.  Returns that load, (E,) int64.  Source: arXiv 2408.15664.
         """
-        load = self.load.clone()
-        if self.group is not None:
-            dist.all_reduce(load, group=self.group)
+        load = self.load.to(self.weight.device, copy=True)
+        members = _process_group(group) or self.group
+        if members is not None:
+            dist.all_reduce(load, group=members)
         if self.bias is not None:
             self.bias += self.cfg.bias_rate * torch.sign(load.sum() - load * len(load)).float()
         self.load.zero_()
