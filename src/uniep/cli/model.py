@@ -154,9 +154,10 @@ def forward(twins: list[Model], tokens: list[Tensor]) -> tuple[list[Tensor], lis
 
 def _imbalance(moe: uniep.nn.MoE, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
     """1 if a shard's slots are spread evenly over the experts, E if all go to one; pushes the router only."""
-    num_experts = moe.router.shape[0]
+    weight_ED = moe.router.weight if isinstance(moe.router, uniep.nn.Router) else moe.router
+    num_experts = weight_ED.shape[0]
     share_E = torch.bincount(ids_TK.flatten(), minlength=num_experts) / ids_TK.numel()
-    mean_E = torch.softmax(x_TD.detach() @ moe.router.T, dim=-1).mean(0)
+    mean_E = torch.softmax(x_TD.detach() @ weight_ED.T, dim=-1).mean(0)
     return num_experts * (share_E * mean_E).sum()
 
 

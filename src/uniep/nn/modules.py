@@ -238,6 +238,8 @@ class MoE(nn.Module):
         `uniep.nn.replay_routing`.
     """
 
+    router: nn.Parameter | Router
+
     def __init__(
         self,
         cfg: MoEConfig,
@@ -267,7 +269,6 @@ class MoE(nn.Module):
         self.tape: Tape | None = None
         self._seed = self.experts._seed  # of all
         device = self.experts.w13.device
-        self.router: nn.Parameter | Router
         if router is None:
             self.router = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden, dtype=cfg.dtype, device=device))
             self.reset_parameters()

@@ -171,8 +171,8 @@ def choose_experts(
     on all; on GPUs losses of the others become NaN, which needs no host read.
     **Order**: logits `row_products`; everything else as docs/router.md says.
     """
-    name = group.group_name if group is not None and cfg.exchanges and dist.get_world_size(group) > 1 else ""
-    with _told(cfg, weight_ED, name) as enter:
+    name = _group_name(group, cfg)
+    with _told(weight_ED, name) as enter:
         _check(x_TD, weight_ED, top_k, cfg, bias_E, token_ids_T, ids_TK)
         x_TD = x_TD.contiguous()
         if not torch.compiler.is_compiling():
@@ -184,8 +184,13 @@ def choose_experts(
     return Routing(*got[:6])
 
 
+def _group_name(group: dist.ProcessGroup | None, cfg: RouterConfig) -> str:
+    """For the operator: of the group that it has an exchange in, or ""."""
+    return group.group_name if group is not None and cfg.exchanges and dist.get_world_size(group) > 1 else ""
+
+
 @contextlib.contextmanager
-def _told(cfg: RouterConfig, weight_ED: Tensor, group: str) -> Iterator[Callable[[], None]]:
+def _told(weight_ED: Tensor, group: str) -> Iterator[Callable[[], None]]:
     """What is raised inside before the call of what this gives, the other ranks get, too: they are in an exchange."""
     entered = [not group]
     try:
@@ -342,8 +347,7 @@ class Router(nn.Module):
 
     def errors_told(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """What is raised inside before a forward, the other ranks get instead of waiting in theirs; see `_told`."""
-        exchanges = self.group is not None and self.cfg.exchanges and dist.get_world_size(self.group) > 1
-        return _told(self.cfg, self.weight, self.group.group_name if exchanges else "")
+        return _told(self.weight, _group_name(self.group, self.cfg))
 
     def losses_on(self, routing: Routing) -> Tensor:
         """`routing.weights_TK`, which carry the losses' gradients, times `loss_scale`, into a backward."""

@@ -314,9 +314,10 @@ def router_backward(
     cfg, num_tokens = parse(config), len(x)
     pad = (0, 0, 0, -num_tokens % ROWS)
     with settings(x):
-        padded = [torch.nn.functional.pad(t, pad) for t in (logits, ids, chosen, d_weights)]
+        all_logits, *of_slots = (torch.nn.functional.pad(t, pad) for t in (logits, ids, chosen, d_weights))
         d_square = d_z_loss * cfg.z_loss / tokens.clamp(min=1)
-        d_TE = d_logits(*padded, d_aux * d_aux_loss, d_square, cfg)
+        all_ids, all_chosen, d_slots = of_slots
+        d_TE = d_logits(all_logits, all_ids, all_chosen, d_slots, d_aux * d_aux_loss, d_square, cfg)
         dx, dw = x.new_empty(0), weight.new_empty(0)
         if needs[0]:
             dx_TD = row_products(d_TE, weight.float())[:num_tokens]
