@@ -27,7 +27,7 @@ from uniep.nn.initial import ROUTER, Seed, generator, normal
 from uniep.nn.late import LateReads
 from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward
 from uniep.routing.plan import find_bad_id
-from uniep.workspace import Workspace, _process_group
+from uniep.workspace import DEFAULT_TIMEOUT_S, Workspace, _process_group
 
 log = logging.getLogger("uniep")
 
@@ -156,6 +156,7 @@ def choose_experts(
     jitter_seed: int = 0,
     ids_TK: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Routing:
     """The router as a function.  Collective over `group` if `cfg.exchanges`: then every rank calls it equally often.
 
@@ -166,20 +167,30 @@ def choose_experts(
     ids_TK: the choice is given, as in a replay, and only weights are computed; -1 leaves a slot unused, and there is no
         capacity.
     group: whose tokens losses and capacity count; None: this rank's.
+    timeout_s: longest wait for a peer in the exchange on the CPU, before PeerTimeoutError.
 
     Raises ConfigError, DTypeError, InputError; CapacityError on all ranks.  On the CPU, errors of one rank are raised
     on all; on GPUs losses of the others become NaN, which needs no host read.
     **Order**: logits `row_products`; everything else as docs/router.md says.
     """
     name = _group_name(group, cfg)
-    with _told(weight_ED, name) as enter:
+    with _told(weight_ED, name, timeout_s) as enter:
         _check(x_TD, weight_ED, top_k, cfg, bias_E, token_ids_T, ids_TK)
         x_TD = x_TD.contiguous()
         if not torch.compiler.is_compiling():
             flops.looked_at()
         enter()
         got = router_forward(
-            x_TD, weight_ED, bias_E, token_ids_T if cfg.jitter else None, ids_TK, cfg.text, top_k, jitter_seed, name
+            x_TD,
+            weight_ED,
+            bias_E,
+            token_ids_T if cfg.jitter else None,
+            ids_TK,
+            cfg.text,
+            top_k,
+            jitter_seed,
+            name,
+            timeout_s,
         )
     return Routing(*got[:6])
 
@@ -190,7 +201,7 @@ def _group_name(group: dist.ProcessGroup | None, cfg: RouterConfig) -> str:
 
 
 @contextlib.contextmanager
-def _told(weight_ED: Tensor, group: str) -> Iterator[Callable[[], None]]:
+def _told(weight_ED: Tensor, group: str, timeout_s: float) -> Iterator[Callable[[], None]]:
     """What is raised inside before the call of what this gives, the other ranks get, too: they are in an exchange."""
     entered = [not group]
     try:
@@ -199,7 +210,7 @@ def _told(weight_ED: Tensor, group: str) -> Iterator[Callable[[], None]]:
         if not entered[0] and not torch.compiler.is_compiling():
             entered[0] = True
             device = weight_ED.device if not weight_ED.is_meta else torch.device("cpu")
-            join_with_error(error, weight_ED.shape[0], group, device)
+            join_with_error(error, weight_ED.shape[0], group, timeout_s, device)
         raise
 
 
@@ -329,7 +340,7 @@ class Router(nn.Module):
             entered()
             routing = choose_experts(
                 x_TD, self.weight, self.top_k, self.cfg, bias_E=self.bias, token_ids_T=token_ids_T if jitters else None,
-                jitter_seed=self.jitter_seed, ids_TK=ids_TK, group=self.group,
+                jitter_seed=self.jitter_seed, ids_TK=ids_TK, group=self.group, timeout_s=self.timeout_s,
             )  # fmt: skip
         if self.training:
             if self.load.device != routing.counts_E.device:
@@ -345,9 +356,14 @@ class Router(nn.Module):
         held = self._group.value
         return held.group if isinstance(held, Workspace) else held
 
+    @property
+    def timeout_s(self) -> float:
+        held = self._group.value
+        return held.timeout_s if isinstance(held, Workspace) else DEFAULT_TIMEOUT_S
+
     def errors_told(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """What is raised inside before a forward, the other ranks get instead of waiting in theirs; see `_told`."""
-        return _told(self.weight, _group_name(self.group, self.cfg))
+        return _told(self.weight, _group_name(self.group, self.cfg), self.timeout_s)
 
     def losses_on(self, routing: Routing) -> Tensor:
         """`routing.weights_TK`, which carry the losses' gradients, times `loss_scale`, into a backward."""
