@@ -114,7 +114,7 @@ def log_probabilities(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """(B, S) fp32."""
     rows = logits_BSV.flatten(0, 1)
     count = len(rows)
-    rows = F.pad(rows, (0, 0, 0, -count % ROWS))  # the logarithm has another code path for a ragged tail
+    rows = F.pad(rows, (0, 0, 0, -count % ROWS))  # as the router's: no ragged tail
     highest = rows.detach().amax(-1, keepdim=True)
     log_sum = torch.log(row_sum(torch.exp(rows - highest)))[:, None] + highest
     return (rows - log_sum)[:count].gather(1, targets_BS.reshape(-1, 1)).view(targets_BS.shape)

@@ -32,7 +32,7 @@ from uniep.numerics import fixed_settings, matmul, widened
 TOKEN_BLOCK = 128
 """Tokens whose products are one sum of the matrix library."""
 ROWS = 64
-"""Rows that are computed together: elementwise loops of PyTorch have another code path for a ragged tail."""
+"""Rows that are computed together: elementwise loops of PyTorch may have another code path for a ragged tail."""
 
 
 def settings(x: Tensor) -> contextlib.AbstractContextManager[None]:
