@@ -14,11 +14,12 @@ from uniep.errors import (
 )
 from uniep.memory import plan_memory
 from uniep.nn.functional import moe, route
+from uniep.nn.load import report
 from uniep.nn.ops import SAVE_OPS
 from uniep.routing import RoutingPlan
 from uniep.schedule import Schedule, Tile
 from uniep.version import __version__
-from uniep.workspace import Workspace, report
+from uniep.workspace import Workspace
 
 __all__ = [
     "SAVE_OPS",

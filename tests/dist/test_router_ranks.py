@@ -1,6 +1,7 @@
 """The router kit over ranks: the same bits at EP 1, 2 and 4, and errors that reach everybody."""
 
 import dataclasses
+import time
 
 import case
 import pytest
@@ -184,3 +185,21 @@ def test_a_rollout_is_replayed_at_other_ep_sizes(pool):
         errors = [error for *_, error in ranks]
         if ep_size > 1:  # rank 1's record is short; all are told
             assert all(kind == "InputError" and "RoutingRecord.take" in text for kind, text in errors), errors
+
+
+def left_alone(world):
+    """Rank 1 makes a call less; in a group of its own, which does not outlive a timeout."""
+    cfg = config(max_tokens_per_rank=64)
+    group = torch.distributed.new_group([0, 1], use_local_synchronization=True)
+    with uniep.Workspace(cfg, group, device="cpu", timeout_s=2.0) as ws:
+        layer = uniep.nn.MoE(cfg, workspace=ws, seed=0, router=RouterConfig(z_loss=0.1))
+        layer(torch.randn(5, 64))
+        if world.rank == 0:
+            return case.named_error(lambda: layer.router(torch.randn(5, 64)))
+        time.sleep(4)
+    return None
+
+
+def test_a_missing_rank(pool):
+    (error, _) = pool.run(left_alone, ranks=2)
+    assert error[0] == "PeerTimeoutError" and "in a router's exchange" in error[1] and "after 2 s" in error[1]

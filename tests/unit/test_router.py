@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import uniep
 from uniep.nn import Router, RouterConfig, choose_experts
 from uniep.nn.invariant import TOKEN_BLOCK, activate, linear, token_sums
-from uniep.nn.router_ops import jitter
+from uniep.nn.router_ops import _integers, count_slots, jitter
 
 T, D, E, K = 150, 72, 24, 4
 SWITCH = RouterConfig(renormalize=False, aux_loss=0.1, z_loss=0.01)
@@ -152,7 +152,7 @@ def test_bias_update():
     with torch.no_grad():
         router.weight.copy_(torch.eye(4, 8))
     x = case.leaf(torch.tensor([[9.0, 8, 0, 1, 0, 0, 0, 0], [9, 0, 0, 8, 0, 0, 0, 0]]))
-    weights = checkpoint(lambda v: router(v).weights_TK, x, use_reentrant=False)
+    weights = checkpoint(lambda v: router(v).weights_TK, x, use_reentrant=True)
     weights[:, 0].sum().backward()
     assert router.load.tolist() == [2, 1, 0, 1]
     assert router.eval()(x).counts_E.tolist() == [2, 1, 0, 1] and router.load.tolist() == [2, 1, 0, 1]
@@ -263,6 +263,20 @@ def test_no_tokens():
         assert dx.shape == (0, D) and not dw.any() and float((routing.aux_loss + routing.z_loss).detach()) == 0
 
 
+def test_sums_over_tokens_are_exact():
+    """Integers: whatever the split, the parts' sums add up to the whole's; the error of a mean is below fp32's."""
+    p = torch.softmax(torch.randn(999, E), -1)
+    z, ids = torch.randn(999).abs() * 40, torch.randint(-1, E, (999, K))
+
+    def of(rows):
+        return _integers(count_slots(ids[rows], E), p[rows], z[rows])
+
+    whole = of(slice(None))
+    assert torch.equal(sum(of(rows) for rows in torch.randperm(999).split([1, 500, 0, 498])), whole)
+    torch.testing.assert_close(whole[E : 2 * E].double() * 2.0**-36, p.double().sum(0), rtol=1e-8, atol=0)
+    torch.testing.assert_close(whole[2 * E] * 2.0**-16, (z * z).double().sum().float(), rtol=1e-6, atol=0)
+
+
 def test_losses_ride_on_the_weights():
     """MoE's backward contains the losses' gradients, times loss_scale."""
     with uniep.Workspace(config(), device="cpu") as ws:
@@ -298,6 +312,22 @@ def test_shared_experts():
         for ours, truth in zip(grads, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
             torch.testing.assert_close(ours.double(), truth, rtol=1e-3, atol=1e-4)
         assert sorted(name for name, _ in shared.named_parameters()) == ["w13", "w2"]
+
+
+def test_autocast():
+    """Experts and shared experts compute in the layer's dtype, the router in fp32 on what it is given."""
+    with uniep.Workspace(config(dtype=torch.bfloat16), device="cpu") as ws:
+        layer = uniep.nn.MoE(ws.cfg, workspace=ws, seed=0, router=RouterConfig(), shared_ffn=24)
+        x = torch.randn(9, 64)
+        want = layer(x.bfloat16()), layer.shared(x.bfloat16())
+        layer.float()
+        ids = layer.route(x)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+            assert torch.equal(layer.shared(x), want[1]) and torch.equal(layer.route(x)[0], ids)
+        assert y.dtype == torch.bfloat16 and (y - want[0]).abs().mean() < 0.02
+        y.float().square().sum().backward()
+        assert layer.router.weight.grad.dtype == torch.float32
 
 
 def test_linear_rows_do_not_depend_on_each_other():

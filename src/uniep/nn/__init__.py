@@ -1,7 +1,9 @@
 """Layers and functions."""
 
+from uniep.nn import flops
 from uniep.nn.functional import moe, route
 from uniep.nn.invariant import activate, add, add_by_pairs, linear
+from uniep.nn.load import Load, LoadMonitor
 from uniep.nn.modules import Experts, MoE, SharedExperts
 from uniep.nn.record import LayerRecord
 from uniep.nn.replay import RoutingRecord, record_routing, replay_routing
@@ -11,6 +13,8 @@ from uniep.nn.router_ops import attach_loss
 __all__ = [
     "Experts",
     "LayerRecord",
+    "Load",
+    "LoadMonitor",
     "MoE",
     "Router",
     "RouterConfig",
@@ -28,3 +32,5 @@ __all__ = [
     "replay_routing",
     "route",
 ]
+
+flops.register()

@@ -26,12 +26,13 @@ from torch import Tensor
 from uniep.activation import ACTIVATIONS
 from uniep.config import COLUMN_GROUP
 from uniep.errors import ConfigError, DTypeError
+from uniep.nn import flops
 from uniep.numerics import fixed_settings, matmul, widened
 
 TOKEN_BLOCK = 128
 """Tokens whose products are one sum of the matrix library."""
 ROWS = 64
-"""Rows that are computed together: elementwise loops of PyTorch have another code path for a ragged tail."""
+"""Rows that are computed together: elementwise loops of PyTorch may have another code path for a ragged tail."""
 
 
 def settings(x: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -147,6 +148,8 @@ def linear(x: Tensor, weight_ND: Tensor) -> Tensor:
         raise ConfigError(f"x has shape {tuple(x.shape)} and weight {tuple(weight_ND.shape)}; pass (..., D) and (N, D)")
     if not x.is_floating_point() or not weight_ND.is_floating_point():
         raise DTypeError(f"x has dtype {x.dtype} and weight {weight_ND.dtype}; both must be floating point")
+    if not torch.compiler.is_compiling():
+        flops.looked_at()
     y_TN = _linear(x.reshape(-1, x.shape[-1]).contiguous(), weight_ND)
     return y_TN.view(*x.shape[:-1], weight_ND.shape[0])
 

@@ -186,8 +186,8 @@ class Experts(nn.Module):
 class SharedExperts(nn.Module):
     """A dense FFN for every token, the same on every rank.  forward(x_TD) -> (T, D), rows as `uniep.nn.linear`'s.
 
-    h = cast(x W13^T); act = cast(f(h)); y = cast(act W2^T).  w13 (2F, D), gate rows first; w2 (D, F).  Parameters are
-    those of a dense layer: data parallelism reduces their gradients.
+    h = cast(x W13^T); act = cast(f(h)); y = cast(act W2^T), x and weights in cfg.dtype.  w13 (2F, D), gate rows first;
+    w2 (D, F).  Parameters are those of a dense layer: data parallelism reduces their gradients.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         if ffn < 1:
             raise ConfigError(f"ffn of the shared experts is {ffn}; it must be at least 1")
-        self.activation = cfg.activation
+        self.activation, self.dtype = cfg.activation, cfg.dtype
         place: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
         if torch.get_default_device().type == "meta":
             place["device"] = "meta"
@@ -220,7 +220,8 @@ class SharedExperts(nn.Module):
             weight.copy_(normal(weight.shape, draw))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return linear(activate(linear(x_TD, self.w13), self.activation), self.w2)
+        x_TD, w13, w2 = (t.to(self.dtype) for t in (x_TD, self.w13, self.w2))
+        return linear(activate(linear(x_TD, w13), self.activation), w2)
 
 
 class MoE(nn.Module):
@@ -236,6 +237,8 @@ class MoE(nn.Module):
     token_ids: int64, needed for jitter (`Router`).  ids: the choice is given, and only weights are computed; see also
         `uniep.nn.replay_routing`.
     """
+
+    router: nn.Parameter | Router
 
     def __init__(
         self,
@@ -266,7 +269,6 @@ class MoE(nn.Module):
         self.tape: Tape | None = None
         self._seed = self.experts._seed  # of all
         device = self.experts.w13.device
-        self.router: nn.Parameter | Router
         if router is None:
             self.router = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden, dtype=cfg.dtype, device=device))
             self.reset_parameters()

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError, DTypeError, InputError
+from uniep.nn import flops
 from uniep.nn.initial import ROUTER, Seed, generator, normal
 from uniep.nn.late import LateReads
 from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward
 from uniep.routing.plan import find_bad_id
-from uniep.workspace import Workspace, _process_group
+from uniep.workspace import DEFAULT_TIMEOUT_S, Workspace, _process_group
 
 log = logging.getLogger("uniep")
 
@@ -155,6 +156,7 @@ def choose_experts(
     jitter_seed: int = 0,
     ids_TK: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Routing:
     """The router as a function.  Collective over `group` if `cfg.exchanges`: then every rank calls it equally often.
 
@@ -165,24 +167,41 @@ def choose_experts(
     ids_TK: the choice is given, as in a replay, and only weights are computed; -1 leaves a slot unused, and there is no
         capacity.
     group: whose tokens losses and capacity count; None: this rank's.
+    timeout_s: longest wait for a peer in the exchange on the CPU, before PeerTimeoutError.
 
     Raises ConfigError, DTypeError, InputError; CapacityError on all ranks.  On the CPU, errors of one rank are raised
     on all; on GPUs losses of the others become NaN, which needs no host read.
     **Order**: logits `row_products`; everything else as docs/router.md says.
     """
-    name = group.group_name if group is not None and cfg.exchanges and dist.get_world_size(group) > 1 else ""
-    with _told(cfg, weight_ED, name) as enter:
+    name = _group_name(group, cfg)
+    with _told(weight_ED, name, timeout_s) as enter:
         _check(x_TD, weight_ED, top_k, cfg, bias_E, token_ids_T, ids_TK)
         x_TD = x_TD.contiguous()
+        if not torch.compiler.is_compiling():
+            flops.looked_at()
         enter()
         got = router_forward(
-            x_TD, weight_ED, bias_E, token_ids_T if cfg.jitter else None, ids_TK, cfg.text, top_k, jitter_seed, name
+            x_TD,
+            weight_ED,
+            bias_E,
+            token_ids_T if cfg.jitter else None,
+            ids_TK,
+            cfg.text,
+            top_k,
+            jitter_seed,
+            name,
+            timeout_s,
         )
     return Routing(*got[:6])
 
 
+def _group_name(group: dist.ProcessGroup | None, cfg: RouterConfig) -> str:
+    """For the operator: of the group that it has an exchange in, or ""."""
+    return group.group_name if group is not None and cfg.exchanges and dist.get_world_size(group) > 1 else ""
+
+
 @contextlib.contextmanager
-def _told(cfg: RouterConfig, weight_ED: Tensor, group: str) -> Iterator[Callable[[], None]]:
+def _told(weight_ED: Tensor, group: str, timeout_s: float) -> Iterator[Callable[[], None]]:
     """What is raised inside before the call of what this gives, the other ranks get, too: they are in an exchange."""
     entered = [not group]
     try:
@@ -190,7 +209,8 @@ def _told(cfg: RouterConfig, weight_ED: Tensor, group: str) -> Iterator[Callable
     except Exception as error:
         if not entered[0] and not torch.compiler.is_compiling():
             entered[0] = True
-            join_with_error(error, weight_ED.shape[0], group, weight_ED.device)
+            device = weight_ED.device if not weight_ED.is_meta else torch.device("cpu")
+            join_with_error(error, weight_ED.shape[0], group, timeout_s, device)
         raise
 
 
@@ -262,12 +282,11 @@ class Router(nn.Module):
         factor, or 1 / number of micro-batches).
     jitter_seed: an attribute; as it is drawn, the seed of the initialisation.
 
-    The bias is fp32 whatever the module is cast to, and in the state.  `load`, the slots of each expert since the last
-    update, is not.
+    The bias is fp32 whatever the module is cast to, and in the state.  `load`, the slots that this rank has sent to
+    each expert since the last update, is not.
     """
 
     bias: Tensor | None
-    load: Tensor
 
     def __init__(
         self,
@@ -289,8 +308,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, moe.hidden, dtype=dtype or moe.dtype, device=device))
         bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if self.cfg.selection_bias else None
         self.register_buffer("bias", bias)
-        load = torch.zeros(moe.num_experts, dtype=torch.int64, device=device)
-        self.register_buffer("load", load, persistent=False)
+        # No buffer: DistributedDataParallel would make it rank 0's.
+        self.load = torch.zeros(moe.num_experts, dtype=torch.int64, device="cpu")
         self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self._dropped = LateReads()
         self._told = 0  # how often drops were logged
@@ -321,9 +340,11 @@ class Router(nn.Module):
             entered()
             routing = choose_experts(
                 x_TD, self.weight, self.top_k, self.cfg, bias_E=self.bias, token_ids_T=token_ids_T if jitters else None,
-                jitter_seed=self.jitter_seed, ids_TK=ids_TK, group=self.group,
+                jitter_seed=self.jitter_seed, ids_TK=ids_TK, group=self.group, timeout_s=self.timeout_s,
             )  # fmt: skip
         if self.training:
+            if self.load.device != routing.counts_E.device:
+                self.load = self.load.to(routing.counts_E.device)
             count_load(self.load, routing.counts_E)
         if self.cfg.capacity_factor is not None and not torch.compiler.is_compiling():
             self._dropped.put(routing.dropped)
@@ -335,10 +356,14 @@ class Router(nn.Module):
         held = self._group.value
         return held.group if isinstance(held, Workspace) else held
 
+    @property
+    def timeout_s(self) -> float:
+        held = self._group.value
+        return held.timeout_s if isinstance(held, Workspace) else DEFAULT_TIMEOUT_S
+
     def errors_told(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """What is raised inside before a forward, the other ranks get instead of waiting in theirs; see `_told`."""
-        exchanges = self.group is not None and self.cfg.exchanges and dist.get_world_size(self.group) > 1
-        return _told(self.cfg, self.weight, self.group.group_name if exchanges else "")
+        return _told(self.weight, _group_name(self.group, self.cfg), self.timeout_s)
 
     def losses_on(self, routing: Routing) -> Tensor:
         """`routing.weights_TK`, which carry the losses' gradients, times `loss_scale`, into a backward."""
@@ -349,15 +374,17 @@ class Router(nn.Module):
         return weights_TK
 
     @torch.no_grad()
-    def update_bias(self) -> Tensor:
+    def update_bias(self, group: Any = None) -> Tensor:
         """After an optimizer step: bias += bias_rate for experts with less than the mean load, -= for those with more.
 
         The load of all ranks since the last update, in integers: the same on every rank, at any number of them.
-        Collective over `group`.  Returns that load, (E,) int64.  Source: arXiv 2408.15664.
+        group: all ranks that train the router, where the router's own are not all: EP times data parallelism.
+        Collective over it.  Returns that load, (E,) int64.  Source: arXiv 2408.15664.
         """
-        load = self.load.clone()
-        if self.group is not None:
-            dist.all_reduce(load, group=self.group)
+        load = self.load.to(self.weight.device, copy=True)
+        members = _process_group(group) or self.group
+        if members is not None:
+            dist.all_reduce(load, group=members)
         if self.bias is not None:
             self.bias += self.cfg.bias_rate * torch.sign(load.sum() - load * len(load)).float()
         self.load.zero_()

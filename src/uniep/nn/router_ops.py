@@ -9,6 +9,7 @@ Shape suffixes: T tokens, D hidden, E experts, K slots, G groups, R ranks.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import math
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from uniep.errors import CapacityError, UniEPError
+from uniep.errors import CapacityError, PeerTimeoutError, UniEPError
 from uniep.nn.invariant import ROWS, row_products, settings, token_sums
 from uniep.numerics import add_ascending, pair_tree_sum
 
@@ -48,8 +49,8 @@ def softmax(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
     return powers_TE / total_T[:, None], highest_T1[:, 0] + torch.log(total_T)
 
 
-def scores(logits_TE: Tensor, score: str) -> Tensor:
-    return softmax(logits_TE)[0] if score == "softmax" else 1 / (1 + torch.exp(-logits_TE))
+def sigmoid(logits_TE: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-logits_TE))
 
 
 def probabilities(scores_TE: Tensor, score: str) -> Tensor:
@@ -113,18 +114,16 @@ def _mix(h: Tensor) -> Tensor:
 # --- sums over the tokens of all ranks ---
 
 
-def _integers(probabilities_TE: Tensor, ids_TK: Tensor, log_sum_T: Tensor, cfg: RouterConfig) -> Tensor:
+def _integers(counts_E: Tensor, probabilities_TE: Tensor, log_sum_T: Tensor) -> Tensor:
     """(2E + 4,) int64: slots of each expert, sums of probabilities and of squares, tokens, tokens that are not finite,
     ranks that have failed."""
-    num_experts = probabilities_TE.shape[1]
-    counts = count_slots(ids_TK, num_experts)
     bad_T = ~torch.isfinite(log_sum_T)
     probability_TE = torch.where(bad_T[:, None], 0.0, probabilities_TE) / PROBABILITY_UNIT
     square_T = torch.where(bad_T, 0.0, (log_sum_T * log_sum_T).clamp(max=SQUARE_LIMIT)) / SQUARE_UNIT
     few = torch.stack(
-        [square_T.round().long().sum(), counts.new_tensor(len(ids_TK)), bad_T.sum(), counts.new_tensor(0)]
+        [square_T.round().long().sum(), torch.full_like(counts_E[0], len(bad_T)), bad_T.sum(), counts_E.new_zeros(())]
     )
-    return torch.cat([counts, probability_TE.round().long().sum(0), few])
+    return torch.cat([counts_E, probability_TE.round().long().sum(0), few])
 
 
 def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
@@ -134,22 +133,33 @@ def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, where, torch.ones_like(where))[1:]
 
 
-def _gather(mine: Tensor, group: str) -> tuple[Tensor, int]:
-    """((R, n), this rank's number).  group: "" is this rank alone."""
+def _gather(mine: Tensor, group: str, timeout_s: float) -> tuple[Tensor, int]:
+    """((R, n), this rank's number).  group: "" is this rank alone.  On a GPU the group's own timeout counts."""
     if not group:
         return mine[None], 0
     members = _resolve_process_group(group)  # type: ignore[arg-type]
     every = mine.new_empty(dist.get_world_size(members), len(mine))
-    dist.all_gather_into_tensor(every.view(-1), mine, group=members)
-    return every, dist.get_rank(members)
+    rank = dist.get_rank(members)
+    if mine.device.type != "cpu":
+        dist.all_gather_into_tensor(every.view(-1), mine, group=members)
+        return every, rank
+    try:
+        work = dist.all_gather_into_tensor(every.view(-1), mine, group=members, async_op=True)
+        work.wait(datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PeerTimeoutError(
+            f"rank {rank} of {len(every)} waits in a router's exchange, where a peer is missing after {timeout_s:g} s "
+            f"or has gone ({str(error).splitlines()[0]}); every rank has to call the layer equally often"
+        ) from error
+    return every, rank
 
 
-def exchange(mine: Tensor, group: str, error: Exception | None = None) -> tuple[Tensor, int]:
+def exchange(mine: Tensor, group: str, timeout_s: float, error: Exception | None = None) -> tuple[Tensor, int]:
     """All ranks' integers and this rank's number.  error: what this rank takes part with instead.
 
     On the CPU every rank raises then; elsewhere that would be a host read, and the losses become NaN.
     """
-    every, rank = _gather(mine, group)
+    every, rank = _gather(mine, group, timeout_s)
     if group and mine.device.type == "cpu" and bool(every[:, -1].any()):
         reasons: list[Any] = [None] * len(every)
         dist.all_gather_object(reasons, error, group=_resolve_process_group(group))  # type: ignore[arg-type]
@@ -160,12 +170,12 @@ def exchange(mine: Tensor, group: str, error: Exception | None = None) -> tuple[
     return every, rank
 
 
-def join_with_error(error: Exception, num_experts: int, group: str, device: torch.device) -> None:
+def join_with_error(error: Exception, num_experts: int, group: str, timeout_s: float, device: torch.device) -> None:
     """Take part in the exchange that the other ranks are in, without tokens."""
     mine = torch.zeros(2 * num_experts + 4, dtype=torch.int64, device=device)
     mine[-1] = 1
     told = error if isinstance(error, UniEPError) else UniEPError(f"{type(error).__name__}: {error}")
-    exchange(mine, group, told)
+    exchange(mine, group, timeout_s, told)
 
 
 def _losses(sums: Tensor, num_experts: int, cfg: RouterConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +243,7 @@ def _inputs_of(x: Tensor, token_ids: Tensor | None, cfg: RouterConfig, seed: int
 @torch.library.custom_op("uniep::router", mutates_args=())
 def router_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor | None, given: Tensor | None,
-    config: str, top_k: int, seed: int, group: str,
+    config: str, top_k: int, seed: int, group: str, timeout_s: float,
 ) -> list[Tensor]:  # fmt: skip
     """[ids, weights, aux loss, z-loss, counts (E,), dropped (), logits (T, E), chosen (T, K), d(aux) (E,), tokens ()].
 
@@ -242,12 +252,16 @@ def router_forward(
     cfg, num_tokens, num_experts = parse(config), len(x), weight.shape[0]
     with settings(x):
         logits = row_products(_padded(_inputs_of(x, token_ids, cfg, seed)), weight.float().T)
-        scores_TE = scores(logits, cfg.score)
+        softmax_TE, log_sum_T = softmax(logits) if cfg.score == "softmax" or cfg.exchanges else (None, None)
+        scores_TE = softmax_TE if cfg.score == "softmax" and softmax_TE is not None else sigmoid(logits)
         chosen = choose(scores_TE[:num_tokens], bias, cfg, top_k) if given is None else given.long()
         weights = weigh(scores_TE[:num_tokens], chosen, cfg)[0]
-        log_sum = softmax(logits)[1][:num_tokens]
-        mine = _integers(probabilities(scores_TE, cfg.score)[:num_tokens], chosen, log_sum, cfg)
-    every, rank = exchange(mine, group)
+        counts = count_slots(chosen, num_experts)
+        if log_sum_T is not None and cfg.exchanges:
+            mine = _integers(counts, probabilities(scores_TE, cfg.score)[:num_tokens], log_sum_T[:num_tokens])
+        else:
+            mine = counts.new_zeros(2 * num_experts + 4)
+    every, rank = exchange(mine, group, timeout_s)
     sums = every.sum(0)
     aux, z, d_aux = _losses(sums, num_experts, cfg)
     ids, dropped = chosen, mine.new_zeros(())
@@ -256,13 +270,13 @@ def router_forward(
         weights = torch.where(ids >= 0, weights, 0.0)
     tokens = sums[2 * num_experts + 1].clone()
     return [
-        ids.clone(), weights, aux, z, mine[:num_experts].clone(), dropped, logits[:num_tokens].clone(), chosen.clone(),
+        ids.clone(), weights, aux, z, counts.clone(), dropped, logits[:num_tokens].clone(), chosen.clone(),
         d_aux, tokens,
     ]  # fmt: skip
 
 
 @router_forward.register_fake
-def _(x, weight, bias, token_ids, given, config, top_k, seed, group):
+def _(x, weight, bias, token_ids, given, config, top_k, seed, group, timeout_s):
     num_tokens, num_experts = x.shape[0], weight.shape[0]
     f, i = {"dtype": torch.float32}, {"dtype": torch.int64}
     return [
@@ -283,7 +297,7 @@ def d_logits(
     softmax: dl = p (ds - sum over e of p ds); sigmoid: dl = ds s (1 - s); z: + 2 d(z^2) z p.  Sums over e by pairs.
     """
     softmax_TE, log_sum_T = softmax(logits_TE)
-    scores_TE = softmax_TE if cfg.score == "softmax" else scores(logits_TE, cfg.score)
+    scores_TE = softmax_TE if cfg.score == "softmax" else sigmoid(logits_TE)
     weights_TK, total_T = weigh(scores_TE, chosen_TK, cfg)
     d_TK = torch.where(ids_TK >= 0, d_weights_TK, 0.0)
     d_scores_TK = d_TK * cfg.scale
@@ -294,14 +308,16 @@ def d_logits(
     for k in range(ids_TK.shape[1]):  # one at a time: a row that is replayed may name an expert twice
         d_scores_TE.scatter_add_(1, chosen_TK[:, k : k + 1].clamp(0, logits_TE.shape[1] - 1), d_scores_TK[:, k : k + 1])
     if cfg.score == "softmax":
-        d_scores_TE = d_scores_TE + d_probability_E
+        if cfg.aux_loss:
+            d_scores_TE = d_scores_TE + d_probability_E
         d_TE = scores_TE * (d_scores_TE - row_sum(scores_TE * d_scores_TE)[:, None])
     else:
-        sum_T1 = (row_sum(scores_TE) + LEAST_SUM)[:, None]
-        mean_T1 = row_sum(scores_TE / sum_T1 * d_probability_E)[:, None]
-        d_scores_TE = d_scores_TE + (d_probability_E - mean_T1) / sum_T1
+        if cfg.aux_loss:
+            sum_T1 = (row_sum(scores_TE) + LEAST_SUM)[:, None]
+            mean_T1 = row_sum(scores_TE / sum_T1 * d_probability_E)[:, None]
+            d_scores_TE = d_scores_TE + (d_probability_E - mean_T1) / sum_T1
         d_TE = d_scores_TE * scores_TE * (1 - scores_TE)
-    return d_TE + softmax_TE * (2 * d_square * log_sum_T)[:, None]
+    return d_TE + softmax_TE * (2 * d_square * log_sum_T)[:, None] if cfg.z_loss else d_TE
 
 
 @torch.library.custom_op("uniep::router_bwd", mutates_args=())
@@ -314,9 +330,10 @@ def router_backward(
     cfg, num_tokens = parse(config), len(x)
     pad = (0, 0, 0, -num_tokens % ROWS)
     with settings(x):
-        padded = [torch.nn.functional.pad(t, pad) for t in (logits, ids, chosen, d_weights)]
+        all_logits, *of_slots = (torch.nn.functional.pad(t, pad) for t in (logits, ids, chosen, d_weights))
         d_square = d_z_loss * cfg.z_loss / tokens.clamp(min=1)
-        d_TE = d_logits(*padded, d_aux * d_aux_loss, d_square, cfg)
+        all_ids, all_chosen, d_slots = of_slots
+        d_TE = d_logits(all_logits, all_ids, all_chosen, d_slots, d_aux * d_aux_loss, d_square, cfg)
         dx, dw = x.new_empty(0), weight.new_empty(0)
         if needs[0]:
             dx_TD = row_products(d_TE, weight.float())[:num_tokens]
@@ -337,7 +354,7 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, weight, _, token_ids, _, ctx.config, _, ctx.seed, _ = inputs
+    x, weight, _, token_ids, _, ctx.config, _, ctx.seed, *_ = inputs
     ids, _, _, _, _, _, logits, chosen, d_aux, tokens = output
     ctx.needs = [x.requires_grad, weight.requires_grad]
     ctx.save_for_backward(x, weight, token_ids, ids, logits, chosen, d_aux, tokens)
@@ -352,7 +369,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple:
         ctx.needs,
     )  # fmt: skip
     dx, dw = (grad if needed else None for grad, needed in zip(got, ctx.needs, strict=True))
-    return dx, dw, *(None,) * 7
+    return dx, dw, *(None,) * 8
 
 
 router_forward.register_autograd(_differentiate, setup_context=_setup)
