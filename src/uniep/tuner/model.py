@@ -22,7 +22,7 @@ from torch import Tensor
 
 from uniep.config import ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError
-from uniep.sim.machine import KEYS, Machine, load_machine
+from uniep.sim.machine import Machine, load_machine
 from uniep.tuner.space import Points
 
 
@@ -102,10 +102,22 @@ def load_card(name: str) -> Card:
     return checked(name, values)
 
 
+def card_text(card: Card, about: str) -> str:
+    """As a card file.  about: its first lines, without signs of comments."""
+    lines = [f"# {line}" for line in about.splitlines()] + ["", f'machine = "{card.machine.name}"']
+    for key, known in CONSTANTS.items():
+        lines.append(
+            f"{key} = {float(card.constants[key]):.6g}  # {known.unit + ' ' if known.unit else ''}{known.about}"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def checked(name: str, values: Mapping[str, object]) -> Card:
     bad, machine = [], values.get("machine")
     if not isinstance(machine, str):
-        raise ConfigError(f"card {name}: machine is {machine!r}; name one of uniep simulate's, or the path of a TOML file")
+        raise ConfigError(
+            f"card {name}: machine is {machine!r}; name one of uniep simulate's, or the path of a TOML file"
+        )
     constants: dict[str, float] = {}
     for key, value in values.items():
         if key == "machine":
@@ -135,7 +147,7 @@ class Load:
 
     ep_size: float | Tensor
     tokens: float | Tensor
-    top_k: float | Tensor
+    slots: float | Tensor
     hidden: float | Tensor
     ffn: float | Tensor
     local: float | Tensor
@@ -185,7 +197,7 @@ class Load:
             groups = cfg.combine_groups // ep_size
             each = float(counts_e.sum()) / max(received / max(ep_size - 1, 1) * ep_size, 1.0)
             lines = (received or tokens) * groups * (1 - (1 - 1 / groups) ** each)
-        return cls(ep_size, tokens, cfg.top_k, cfg.hidden, cfg.ffn, cfg.experts_per_rank(ep_size), cfg.dtype.itemsize,
+        return cls(ep_size, tokens, cfg.return_slots, cfg.hidden, cfg.ffn, cfg.experts_per_rank(ep_size), cfg.dtype.itemsize,
                    float(counts_e.sum()), tiles, away, sent, received, lines,
                    synced=float(cfg.max_rows is None))  # type: ignore[arg-type]  # fmt: skip
 
@@ -272,14 +284,16 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     # --- forward ---
     gate_up = product("gemm1", width, 2 * ffn, gather + stored("gemm1", 1.0))
     down = product("gemm2", ffn, width, 0.0)
-    slots = load.tokens * load.top_k * width * size
+    slots = load.tokens * load.slots * width * size
     combine = (slots + load.tokens * width * size) / memory
     sums = torch.where(grouped, (load.rows + load.lines) * width * size / memory, 0.0)
     plan = torch.as_tensor(c["plan_us"])
     first = fed_product(gate_up, plan)
     groups_beside = is_in("group_sum", "beside") & grouped
-    second = torch.where(grouped, down + torch.where(groups_beside, together(sums, results), results + sums),
-                         torch.where(serial, down + results, together(down, results)))  # fmt: skip
+    slower = torch.where(groups_beside, torch.as_tensor(c["pipelined_work"]), 1.0)
+    second = torch.where(
+        grouped, down * slower + results + sums, torch.where(serial, down + results, together(down, results))
+    )
     launches_fwd = torch.where(mega, 1.0, torch.where(serial, 5.0, 3.0)) + 1.0 * grouped
     # pipelined: both products share the multiprocessors, and rows travel from the first tiles of the second on
     work = fed_product(gate_up, plan) + down * c["pipelined_work"]
@@ -303,7 +317,6 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     slow_bwd = _slow(products_bwd, products_fwd, c)
     launches_bwd = torch.where(mega, 1.0, torch.where(serial, 8.0, 6.0))
     bwd = entry + (fed_product(dgrad2, entry) + tail) * slow_bwd + middle + launches_bwd * c["launch_us"]
-    bwd = bwd + torch.where(serial, combine, 0.0)
     # --- the host ---
     behind = torch.as_tensor(c["host_us"]) + plan + wgrad * slow_bwd
     ahead = torch.as_tensor(c["host_call_us"]) - AHEAD_US
@@ -314,7 +327,9 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         "tokens on the wire": 2 * torch.where(copy, copied, pushed), "results on the wire": 2 * results,
         "launches": (launches_fwd + launches_bwd) * c["launch_us"],
     }  # fmt: skip
-    return Predicted(*(_full(t, len(points)) for t in (fwd, bwd, both)), {k: _full(v, len(points)) for k, v in parts.items()})
+    return Predicted(
+        *(_full(t, len(points)) for t in (fwd, bwd, both)), {k: _full(v, len(points)) for k, v in parts.items()}
+    )
 
 
 AHEAD_US = 2000.0
@@ -326,7 +341,7 @@ def _full(value: Tensor, count: int) -> Tensor:
 
 
 def _waves(tiles: Tensor, workers: Tensor | float) -> Tensor:
-    return torch.ceil(tiles / workers)
+    return (tiles / workers + 0.5).clamp(min=1)
 
 
 def _slow(products: Tensor, before: Tensor | float, c: Mapping[str, float | Tensor]) -> Tensor:
@@ -334,6 +349,3 @@ def _slow(products: Tensor, before: Tensor | float, c: Mapping[str, float | Tens
     left = (c["boost_ms"] * 1e3 - before).clamp(min=0) if isinstance(before, Tensor) else c["boost_ms"] * 1e3 - before
     late = (1 - left / products.clamp(min=1)).clamp(min=0)
     return 1 + late * (1 / c["sustained_share"] - 1)
-
-
-assert all(c.default is not None or key in KEYS for key, c in CONSTANTS.items())

@@ -247,7 +247,9 @@ def refusals(schedule: Schedule, cfg: MoEConfig, backend: str) -> list[str]:
         return []
     reasons = []
     if schedule.gemm1.rows != schedule.gemm2.rows:
-        reasons.append(f"gemm1.rows is {schedule.gemm1.rows} and gemm2.rows {schedule.gemm2.rows}; on GPUs they are one")
+        reasons.append(
+            f"gemm1.rows is {schedule.gemm1.rows} and gemm2.rows {schedule.gemm2.rows}; on GPUs they are one"
+        )
     if cfg.receive_block % schedule.chunk_tokens:
         reasons.append(f"chunk_tokens is {schedule.chunk_tokens}; it must divide {cfg.receive_block}")
     if (schedule.operand, schedule.received) == ("expanded", "again"):
