@@ -3,9 +3,9 @@
     python benchmarks/model.py --calibrate --json benchmarks/results/model.json
 
 A call (card, shape, tokens, ranks) is calibrated on, or held out, with all its directions, routings and
-implementations: of the calls of a card with up to 2048 tokens, and of those with more, every second one in the order of
-the hash of its name.  The rule was committed before anything was predicted.  `--calibrate` writes the card files from the
-calibrated halves alone; without it constants are read.  Both halves are predicted.
+implementations: of the calls of a card with up to 2048 tokens, and of those with more, every second one in the order
+of the hash of its name.  The rule was committed before anything was predicted.  `--calibrate` writes the card files
+from the calibrated halves alone; without it constants are read.  Both halves are predicted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import functools
 import hashlib
 import json
 import statistics
+import time
+import timeit
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,8 @@ from uniep.shapes import SHAPES
 from uniep.sim import Problem
 from uniep.sim.machine import load_machine
 from uniep.tuner import calibrate
-from uniep.tuner.model import Card, Load, card_text, load_card, uncalibrated
-from uniep.tuner.space import replaced
+from uniep.tuner.model import Card, Load, card_text, load_card, predict, uncalibrated
+from uniep.tuner.space import points, replaced
 
 RESULTS = Path(__file__).parent / "results"
 CARDS = Path(__file__).parent.parent / "src/uniep/tuner/cards"
@@ -150,7 +152,31 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return made
 
 
-ABOUT = """{cards}: constants of the tuner's model, calibrated on half of the committed calls ({rows} rows of {files}).
+def picks(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of calls with several timed schedules: how much slower the one that the model picks is than the fastest."""
+    of_call: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["impl"] not in ("uniep-default", "uniep-compute") and "groups" not in row["impl"]:
+            key = tuple(row[k] for k in ("file", "shape", "tokens", "routing", "direction"))
+            of_call.setdefault(key, []).append(row)
+    lost = [
+        min(of, key=lambda r: r["predicted_ms"])["ms"] / min(r["ms"] for r in of) - 1
+        for of in of_call.values()
+        if len(of) > 1
+    ]
+    return {"calls": len(lost), "within 3 %": sum(x <= 0.03 for x in lost), "worst": max(lost, default=0.0)}
+
+
+def speed(count: int = 100_000) -> float:
+    """Seconds of one core for so many points, the best of five."""
+    cfg = Problem(SHAPES["qwen3-30b"], 2, 8192).cfg
+    many, of, card = points("hopper", cfg, 2, limit=count), Load.uniform(cfg, 2), load_card("h200")
+    assert len(many) == count
+    return min(timeit.repeat(lambda: predict(of, many, card), number=1, repeat=5, timer=time.process_time))
+
+
+ABOUT = """{cards}: constants of the tuner's model, calibrated on half of the committed calls, {rows} rows of
+{files}.
 By benchmarks/model.py --calibrate; benchmarks/results/model.json has how far off it is on the other half."""
 
 
@@ -177,14 +203,22 @@ def main() -> None:
         wanted = [row for row in of_card if args.half == "both" or row.call not in out]
         shown += predicted(wanted, load_card(name), out)
     for row in shown if args.rows else ():
-        print(*(row[k] for k in ("file", "ep", "shape", "tokens", "routing", "direction", "impl", "ms", "predicted_ms")),
+        print(*(row[k] for k in ("file", "shape", "tokens", "routing", "direction", "impl", "ms", "predicted_ms")),
               "held out" if row["held_out"] else "", f"{row['predicted_ms'] / row['ms'] - 1:+.1%}")  # fmt: skip
     for title, values in summary(shown).items():
         print(
             f"{title}: " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         )
+    for part in (False, True):
+        title = f"picks, {'held out' if part else 'calibrated on'}"
+        print(f"{title}: {picks([r for r in shown if r['held_out'] == part])}")
+    print(f"100000 points: {speed() * 1e3:.0f} ms")
     if args.json is not None:
-        document = {"summary": summary(shown), "rows": shown}
+        document = {
+            "summary": summary(shown),
+            "picks": {str(part): picks([r for r in shown if r["held_out"] == part]) for part in (False, True)},
+            "rows": shown,
+        }
         args.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

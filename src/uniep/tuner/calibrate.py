@@ -1,7 +1,7 @@
 """Constants of the model from measured calls: least squares of log errors, held near where they begin.
 
-Each constant moves by its logarithm, inside its range; the prior keeps one that the measurements say nothing about where
-it was.  Levenberg and Marquardt's steps with differences for derivatives: a card has less than 20 constants.
+Each constant moves by its logarithm, inside its range; the prior keeps one that the measurements say nothing about
+where it was.  Levenberg and Marquardt's steps with differences for derivatives: a card has less than 20 constants.
 """
 
 from __future__ import annotations
@@ -100,6 +100,6 @@ def fit(card: Card, timed: Sequence[Timed], names: Sequence[str] = tuple(CONSTAN
 
 
 ROBUST = 0.1
-"""Relative error from which a call counts by its error, not its square: one that met a hiccup does not bend the rest."""
+"""Relative error from which a call counts by its error, not its square: a hiccup does not bend the rest."""
 
 STEP = 1e-4

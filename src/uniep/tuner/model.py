@@ -197,9 +197,12 @@ class Load:
             groups = cfg.combine_groups // ep_size
             each = float(counts_e.sum()) / max(received / max(ep_size - 1, 1) * ep_size, 1.0)
             lines = (received or tokens) * groups * (1 - (1 - 1 / groups) ** each)
-        return cls(ep_size, tokens, cfg.return_slots, cfg.hidden, cfg.ffn, cfg.experts_per_rank(ep_size), cfg.dtype.itemsize,
-                   float(counts_e.sum()), tiles, away, sent, received, lines,
-                   synced=float(cfg.max_rows is None))  # type: ignore[arg-type]  # fmt: skip
+        return cls(
+            ep_size=ep_size, tokens=tokens, slots=cfg.return_slots, hidden=cfg.hidden, ffn=cfg.ffn,
+            local=cfg.experts_per_rank(ep_size), bytes=cfg.dtype.itemsize, rows=float(counts_e.sum()),
+            tiles=(tiles[0], tiles[1]), away=away, sent=sent, received=received, lines=lines,
+            synced=float(cfg.max_rows is None),
+        )  # fmt: skip
 
 
 def _wanted(rank_TK: Tensor, ep_size: int) -> Tensor:
