@@ -199,7 +199,6 @@ def main() -> None:
             files = ", ".join(sorted({row.file for row in kept}))
             about = ABOUT.format(cards=name.upper(), rows=len(kept), files=files)
             (CARDS / f"{name}.toml").write_text(card_text(card, about))
-            load_card.cache_clear()
         wanted = [row for row in of_card if args.half == "both" or row.call not in out]
         shown += predicted(wanted, load_card(name), out)
     for row in shown if args.rows else ():

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from uniep.schedule import Schedule
-from uniep.tuner.model import CONSTANTS, Card, Load, predict
-from uniep.tuner.space import Points
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError
+from uniep.schedule import Schedule, default_schedule
+from uniep.shapes import parse_shape
+from uniep.sim.machine import KEYS, Machine, checked, load_machine
+from uniep.tuner.fleet import Fleet
+from uniep.tuner.model import CONSTANTS, Card, Load, predict, uncalibrated
+from uniep.tuner.space import Points, refusals, replaced
+from uniep.tuner.trial import Job
 
 PRIOR = 0.06
 """What a constant's factor of e weighs, in relative errors of one measured call."""
@@ -103,3 +111,101 @@ ROBUST = 0.1
 """Relative error from which a call counts by its error, not its square: a hiccup does not bend the rest."""
 
 STEP = 1e-4
+
+
+CALLS = {
+    "hopper": (("qwen3-30b", 512), ("qwen3-30b", 4096), ("deepseek-v3", 4096)),
+    "cpu": (("64x64x8x2", 32), ("128x128x8x2", 128), ("256x128x8x2", 256)),
+}
+"""(shape, tokens of a rank) that a calibration times, with the default, the serial Schedule and the other transfer."""
+
+REPEATS = 5
+
+
+def measure(
+    backend: str, ep_size: int, dtype: torch.dtype, machine: Machine, name: str, progress: Callable[[str], None]
+) -> Card:
+    """A card of one's own: the calls of CALLS, timed on `ep_size` ranks, and the constants that fit them.
+
+    Raises ConfigError where the backend has no such calls, UniEPError where they cannot be timed.
+    """
+    if backend not in CALLS:
+        raise ConfigError(f"--calibrate times backends {' and '.join(CALLS)}, not {backend!r}")
+    timed: list[Timed] = []
+    fleet = None
+    try:
+        for text, tokens in CALLS[backend]:
+            shape = parse_shape(text)
+            cfg = MoEConfig(
+                hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
+                max_tokens_per_rank=tokens, dtype=dtype, max_rows=2 * tokens * shape.top_k,
+            )  # fmt: skip
+            job = Job(cfg, ep_size, backend, "cuda" if backend == "hopper" else "cpu", tokens)
+            if fleet is None:
+                fleet = Fleet(job)
+            fleet.ask("becomes", job, timeout_s=120)
+            for schedule in _schedules(backend, cfg, ep_size):
+                of_rank = fleet.ask("alone", schedule, REPEATS, timeout_s=120)
+                calls = [[max(us) for us in zip(*call, strict=True)] for call in zip(*of_rank, strict=True)]
+                load = Load.uniform(cfg, ep_size)
+                for direction, us in zip(("fwd", "fwd_bwd"), zip(*calls, strict=True), strict=True):
+                    timed.append(Timed(load, schedule, direction, statistics.median(us)))
+            progress(f"{text}, {tokens} tokens")
+    finally:
+        if fleet is not None:
+            fleet.end()
+    return fit(uncalibrated(machine, name), timed)
+
+
+def _schedules(backend: str, cfg: MoEConfig, ep_size: int) -> list[Schedule]:
+    usual = default_schedule(backend, cfg, ep_size)
+    changes = [{}, {"overlap": "serial"}]
+    if backend == "hopper":
+        changes.append({"transfer": "copy" if usual.transfer == "push" else "push", "mega_to": 0})
+    made = [replaced(usual, change) for change in changes]
+    return [schedule for schedule in made if not refusals(schedule, cfg, backend)]
+
+
+def machine_of(card: str) -> Machine:
+    """That a calibration of this card begins with.  Raises ConfigError for a card that no machine file describes."""
+    if card == "cpu":
+        return _this_cpu()
+    try:
+        return load_machine(f"{card}-node")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; describe the card in a TOML file and name it with --machine") from None
+
+
+def _this_cpu() -> Machine:
+    """One thread of this processor as a machine of one worker; peers are memory."""
+    a, big = torch.randn(256, 256), torch.zeros(2**22)
+    flops = 2 * 256**3 / _seconds(lambda: a @ a)
+    copied = 2 * big.nbytes / _seconds(lambda: big + 1) / 1e9
+    values: dict[str, object] = {key: KEYS[key].low for key in KEYS}
+    values |= {
+        "matrix_workers": 1, "matrix_tflops": flops / 1e12, "sustained_share": 1.0, "tile_us": 20.0, "gather_us": 10.0,
+        "store_gbps": copied, "hbm_gbps": copied, "hbm_efficiency": 0.5, "l2_gbps": copied * 4, "worker_gbps": copied,
+        "link_gbps": copied, "link_efficiency": 0.5, "worker_link_gbps": copied, "ranks_per_node": 64,
+        "network_gbps": copied, "network_efficiency": 0.5, "all_to_all_gbps": copied, "plan_us": 1000.0,
+        "boost_ms": 1e6,
+    }  # fmt: skip
+    return checked("cpu", values)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    call()
+    best = math.inf
+    for _ in range(5):
+        began = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def machine_text(machine: Machine) -> str:
+    """As a machine file."""
+    return "".join(
+        f"{key} = {int(value) if KEYS[key].whole else value}  # {KEYS[key].unit} {KEYS[key].about}\n"
+        for key, value in machine.values.items()
+        if key in KEYS
+    )

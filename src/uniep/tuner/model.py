@@ -10,7 +10,6 @@ Times are us, rates bytes or operations per us.  Column suffix: N points.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -82,7 +81,6 @@ def uncalibrated(machine: Machine, name: str = "") -> Card:
     return Card(name or machine.name, machine, values)
 
 
-@functools.cache
 def load_card(name: str) -> Card:
     """A card of the package by name, or one's own by the path of its file: `machine`, a name or path, and constants.
 
@@ -102,9 +100,9 @@ def load_card(name: str) -> Card:
     return checked(name, values)
 
 
-def card_text(card: Card, about: str) -> str:
-    """As a card file.  about: its first lines, without signs of comments."""
-    lines = [f"# {line}" for line in about.splitlines()] + ["", f'machine = "{card.machine.name}"']
+def card_text(card: Card, about: str, machine: str = "") -> str:
+    """As a card file.  about: its first lines, without signs of comments.  machine: its name or path, if not as is."""
+    lines = [f"# {line}" for line in about.splitlines()] + ["", f'machine = "{machine or card.machine.name}"']
     for key, known in CONSTANTS.items():
         lines.append(
             f"{key} = {float(card.constants[key]):.6g}  # {known.unit + ' ' if known.unit else ''}{known.about}"

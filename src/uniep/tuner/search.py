@@ -41,7 +41,7 @@ EARLY = 1.08
 """Times the incumbent's time, from which a candidate is given up after a round."""
 
 BETTER = 0.99
-"""Times the incumbent's time, up to which a candidate takes its place."""
+"""Times the incumbent's time, up to which a candidate takes its place; it must also win three of four pairs."""
 
 CONFIRM = 15
 """Pairs of the winner and the default in fresh processes."""
@@ -316,7 +316,7 @@ class _State:
             return Tried(changes, error.reason, error.text)
         score, us = ratio * self.score, statistics.median(b for _, b in pairs)
         status = "slow" if ratio > EARLY else "timed"
-        if ratio < BETTER:
+        if ratio < BETTER and 4 * sum(b < a for a, b in pairs) >= 3 * len(pairs):
             self._ask("take")
             self.incumbent, self.score = schedule, score
         return Tried(changes, status, "", score, us, None, pairs)

@@ -102,7 +102,7 @@ class Key:
     @property
     def place(self) -> str:
         """Of an entry in its file."""
-        return f"{self.shape} {self.dtype} {self.tokens}"
+        return f"{self.shape}-{self.dtype}-{self.tokens}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +120,12 @@ def folder() -> Path:
     if given := os.environ.get("UNIEP_TUNE_DIR"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uniep" / "tuner"
+
+
+def card_file(card: str) -> str:
+    """For `model.load_card`: the path of what `uniep tune --calibrate` has found here, or the name itself."""
+    path = folder() / "cards" / f"{card}.toml"
+    return str(path) if path.is_file() else card
 
 
 def shipped() -> Path:

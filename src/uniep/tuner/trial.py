@@ -67,10 +67,12 @@ class Trial:
         )  # fmt: skip
         self.leaves = [leaf.requires_grad_() for leaf in leaves]
 
-    def call(self, workspace: Workspace) -> tuple[Tensor, ...]:
-        """y and all gradients."""
+    def call(self, workspace: Workspace, backward: bool = True) -> tuple[Tensor, ...]:
+        """y and all gradients, or y alone."""
         x_TD, weights_TK, w13, w2 = self.leaves
         y_TD = moe(x_TD, self.ids_TK, weights_TK, w13, w2, workspace=workspace)
+        if not backward:
+            return (y_TD.detach(),)
         return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.dy_TD)
 
     def prove(self, schedule: Schedule) -> str:
@@ -86,8 +88,9 @@ class Trial:
     def workspace(self, schedule: Schedule) -> Workspace:
         job = self.job
         return Workspace(
-            job.cfg, self.group, device=self.device, backend=job.backend, schedule=schedule, timeout_s=job.timeout_s
-        )
+            job.cfg, self.group, device=self.device, backend=job.backend, schedule=schedule, timeout_s=job.timeout_s,
+            tune="off",
+        )  # fmt: skip
 
     def take(self) -> None:
         """The candidate becomes the incumbent."""
@@ -116,22 +119,48 @@ class Trial:
             workspace.check()
         return made
 
-    def once(self, workspace: Workspace) -> float:
+    def alone(self, schedule: Schedule, calls: int) -> list[tuple[float, float]]:
+        """us of the forward, and of forward and backward, of `schedule` without a rival, this rank's."""
+        self.drop()
+        self.candidate = self.workspace(schedule)
+        made = []
+        for number in range(WARMUP + calls):
+            forward = self.once(self.candidate, backward=False)
+            both = self.once(self.candidate)
+            if number >= WARMUP:
+                made.append((forward, both))
+        self.candidate.check()
+        self.drop()
+        return made
+
+    def becomes(self, job: Job) -> None:
+        """Of another shape, in the same processes."""
+        self.close()
+        rank = self.group.rank() if self.group is not None else 0
+        self.__init__(job, rank, self.group, self.device)  # type: ignore[misc]
+
+    def once(self, workspace: Workspace, backward: bool = True) -> float:
         if self.device.type != "cuda":
             if self.group is not None:
                 dist.barrier(self.group)
             began = time.perf_counter()
-            self.call(workspace)
+            self.call(workspace, backward)
             return (time.perf_counter() - began) * 1e6
         torch.cuda._sleep(SLEEP_CYCLES)
         if self.group is not None:
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        self.call(workspace)
+        self.call(workspace, backward)
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3
+
+    def close(self) -> None:
+        self.drop()
+        if self.incumbent is not None:
+            self.incumbent.close()
+        self.incumbent = None
 
     def chosen(self, schedule: Schedule) -> str:
         """Hash of the choice as this rank has it."""
@@ -141,6 +170,16 @@ class Trial:
 def slowest(of_rank: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
     """Of every pair, the slowest rank's two times."""
     return [tuple(max(times) for times in zip(*pair, strict=True)) for pair in zip(*of_rank, strict=True)]  # type: ignore[misc]
+
+
+def over_ranks(
+    mine: list[tuple[float, float]], group: dist.ProcessGroup | None, device: torch.device
+) -> list[tuple[float, float]]:
+    """As `slowest`, inside the ranks.  Collective."""
+    pairs = torch.tensor(mine, dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(pairs, op=dist.ReduceOp.MAX, group=group)
+    return [(a, b) for a, b in pairs.tolist()]
 
 
 def described(error: BaseException) -> dict[str, Any]:
