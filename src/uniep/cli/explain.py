@@ -110,7 +110,7 @@ def _draw(document: dict[str, Any], path: Path) -> None:
     dots = [(name, of["measured_us"] / 1e3) for name, of in rows if of["measured_us"]]
     if dots:
         left.plot([ms for _, ms in dots], [name for name, _ in dots], "o", color="#e8590c", label="measured")
-        left.legend(frameon=False)
+        left.legend(frameon=False, loc="lower right")
     left.set_xlabel("ms, predicted")
     costs = [(name, max(of["costs"].values())) for name, of in document["dimensions"].items()][::-1]
     right.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color="#e8590c")

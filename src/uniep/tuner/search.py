@@ -29,7 +29,7 @@ from uniep.schedule import Schedule, default_schedule
 from uniep.tuner import tables
 from uniep.tuner.fleet import DroppedError, Fleet
 from uniep.tuner.model import Card, Load, predict
-from uniep.tuner.space import Points, dimensions, get, points, refusals, replaced
+from uniep.tuner.space import Points, dimensions, get, points, refusals, replaced, settled
 from uniep.tuner.trial import Job, slowest
 
 log = logging.getLogger("uniep")
@@ -139,7 +139,7 @@ class Optuna:
                 "optuna is not installed; pip install 'uniep[tune]', or search with --sampler model or random"
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.base, self.dimensions = space.base, dimensions(backend, cfg)
+        self.backend, self.tokens, self.dimensions = backend, cfg.max_tokens_per_rank, dimensions(backend, cfg)
         usual = space.schedule(0)
         self.distributions = {
             d.name: optuna.distributions.CategoricalDistribution(
@@ -159,7 +159,7 @@ class Optuna:
             means = all(values.get(n, get(self.usual, n)) in allowed for n, allowed in d.needs.items())
             values[d.name] = self.trial.params[d.name] if means else get(self.usual, d.name)
         also = {name: values[d.name] for d in self.dimensions for name in d.also}
-        return replaced(self.usual, {**values, **also})
+        return settled(replaced(self.usual, {**values, **also}), self.usual, self.backend, self.tokens)
 
     def tell(self, score: float | None) -> None:
         if score is None:

@@ -218,17 +218,37 @@ def points(
         coded = torch.tensor([_code(dimension.name, value) for value in values[i]], dtype=torch.float64)
         for name in (dimension.name, *dimension.also):
             columns[name] = coded[place_ND[:, i]]
-    if backend == "hopper" and "overlap" in at:
-        # What a point says holds for calls of its tokens.
-        tokens = cfg.max_tokens_per_rank
-        usual = dataclasses.replace(
-            usual, beside_from=min(usual.beside_from, tokens), pipelined_from=min(PIPELINED_FROM, tokens)
-        )
-        gathered_N = torch.ones(len(place_ND), dtype=torch.bool)
-        if "operand" in at:
-            gathered_N = columns["operand"] == _code("operand", "gathered")
-        columns["mega_to"] = gathered_N * float(min(usual.mega_to, tokens - 1))
-    return Points(usual, columns, len(place_ND))
+    made = Points(usual, columns, len(place_ND))
+    if backend == "hopper":
+        thresholds = {k: v.expand(len(made)) for k, v in _thresholds(made, cfg.max_tokens_per_rank).items()}
+        columns |= thresholds
+        if any(float(v[0]) != get(usual, k) for k, v in thresholds.items()):  # else both are one point
+            columns = {k: torch.cat([v[:1], v]) for k, v in columns.items()}
+            for name in thresholds:
+                columns[name][0] = get(usual, name)
+        made = Points(usual, columns, len(next(iter(columns.values()))))
+    return made
+
+
+def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
+    """Fields that say from or up to how many tokens something is done, so that it is done with `tokens` where a point
+    says it, and only there; with other numbers, as usual."""
+    usual = made.base
+    pipelined = min(usual.pipelined_from or PIPELINED_FROM, tokens)
+    mega_to = torch.where(made.is_in("operand", "gathered"), float(min(usual.mega_to, tokens - 1)), 0.0)
+    return {
+        "pipelined_from": torch.where(made.is_in("overlap", "pipelined"), float(pipelined), usual.pipelined_from),
+        "beside_from": torch.full((), float(min(usual.beside_from, tokens))),
+        "mega_to": torch.where(made.is_in("overlap", "mega"), float(usual.mega_to), mega_to),
+    }
+
+
+def settled(schedule: Schedule, usual: Schedule, backend: str, tokens: int) -> Schedule:
+    """A point that was put together from values, with thresholds as `points` has them."""
+    if backend != "hopper" or schedule == usual:
+        return schedule
+    made = Points(usual, {name: torch.tensor([_code(name, get(schedule, name))]) for name in NAMES}, 1)
+    return replaced(schedule, {name: int(column) for name, column in _thresholds(made, tokens).items()})
 
 
 def _default_first(values: tuple[Any, ...], usual: Any) -> list[Any]:
