@@ -95,12 +95,13 @@ class Workspace:
         try:
             with self.meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
                 found = self._agree(fields, error, found, self.meeting)
-                if len(found) > 1:
-                    found = [choose.fastest(cfg, self.group, chosen, self.device, found, self.timeout_s)]
-                schedule = found[0] if found else schedule
-                _end_in_forked_children()
-                self._backend = registry.make(chosen, self, schedule)
-                self.meeting.exchange(None, "ready")
+                if len(found) < 2:
+                    self._make(chosen, found[0] if found else schedule, self.meeting)
+            if self._backend is None:
+                schedule = choose.fastest(cfg, self.group, chosen, self.device, found, self.timeout_s)
+                self.meeting = Meeting(self.group, self.timeout_s)
+                with self.meeting, torch.inference_mode(False):
+                    self._make(chosen, schedule, self.meeting)
         except BaseException as cause:  # the other ranks have none either
             self._close(f"{type(cause).__name__}: {cause}")
             raise
@@ -108,6 +109,11 @@ class Workspace:
             self.meeting = None
         log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
         _by_key[self.key] = self
+
+    def _make(self, backend: str, schedule: Schedule | None, meeting: Meeting) -> None:
+        _end_in_forked_children()
+        self._backend = registry.make(backend, self, schedule)
+        meeting.exchange(None, "ready")
 
     def _judge(
         self,

@@ -52,7 +52,7 @@ def doctor() -> None:
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, width=min(console.width, 110))
         table.add_column(width=26)
-        table.add_column(ratio=1)
+        table.add_column(ratio=1, overflow="fold")
         for name, value in rows:
             table.add_row(name, value)
         console.print(table)

@@ -49,7 +49,9 @@ class Fleet:
     def start(self) -> None:
         """Raises DroppedError where a rank cannot start."""
         self.starts += 1
-        context = multiprocessing.get_context("spawn")
+        # Forked from a server that has imported all of it, and no more: a start anew costs no imports.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["uniep.tuner.trial"])
         self._folder = tempfile.TemporaryDirectory(prefix="uniep-tune-")
         saved = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
