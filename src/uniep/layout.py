@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from uniep.config import MoEConfig, align_rows, max_padded_rows
-from uniep.schedule import Schedule, num_chunks
+from uniep.schedule import num_chunks
+from uniep.way import Way
 
 ALIGN_BYTES = 256
 HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call
@@ -60,15 +61,15 @@ def _row_arrays(cfg: MoEConfig, ep_size: int) -> Arrays:
     }
 
 
-def cpu_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
+def cpu_arrays(cfg: MoEConfig, ep_size: int, way: Way) -> Arrays:
     """Every array that peers of the cpu backend write into.
 
     flags: per parity, a counter for each event (a chunk arrived from a rank, rows of a chunk returned, its weights
     returned), with a column for each worker of each rank.
     """
     slots = cfg.max_tokens_per_rank * cfg.top_k
-    events = (ep_size + 2) * num_chunks(cfg, schedule)
-    columns = ep_size * (schedule.matrix_workers + schedule.vector_workers)
+    events = (ep_size + 2) * num_chunks(cfg, way.chunk_tokens)
+    columns = ep_size * (way.matrix_workers + way.vector_workers)
     return {
         **_row_arrays(cfg, ep_size),
         "exchange_header": ((2, ep_size, HEADER_WORDS), torch.int64),
@@ -81,7 +82,7 @@ def cpu_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
     }
 
 
-def hopper_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
+def hopper_arrays(cfg: MoEConfig, ep_size: int, way: Way) -> Arrays:
     """Every array that peers of the hopper backend write into.
 
     exchange: per parity and source rank, EXCHANGE_HEADER words, then ids and weights.  status: this rank's failure,
@@ -89,7 +90,7 @@ def hopper_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
     each chunk of receive slots.
     """
     slots = cfg.max_tokens_per_rank * cfg.top_k
-    chunks = cfg.receive_slots(ep_size) // schedule.chunk_tokens if schedule.transfer == "push" else 0
+    chunks = cfg.receive_slots(ep_size) // way.chunk_tokens if way.transfer == "push" else 0
     return {
         **_row_arrays(cfg, ep_size),
         "exchange": ((2, ep_size, EXCHANGE_HEADER + 2 * slots), torch.int32),
@@ -161,14 +162,14 @@ def steps(extent: int, step: int) -> int:
     return -(-extent // step)
 
 
-def forward_tiles(cfg: MoEConfig, schedule: Schedule) -> tuple[int, int, int, int]:
-    """Of one forward with overlap="mega": columns of tiles of both products, and no tiles of weight gradients."""
-    return steps(cfg.ffn, schedule.gemm1.columns // 2), steps(cfg.hidden, schedule.gemm2.columns), 0, 0
+def forward_tiles(cfg: MoEConfig, way: Way) -> tuple[int, int, int, int]:
+    """Of one forward in one kernel: columns of tiles of both products, and no tiles of weight gradients."""
+    return steps(cfg.ffn, way.gemm1.columns // 2), steps(cfg.hidden, way.gemm2.columns), 0, 0
 
 
-def backward_tiles(cfg: MoEConfig, schedule: Schedule, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
+def backward_tiles(cfg: MoEConfig, way: Way, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
     """Of one backward: columns of tiles of dgrad2 and dgrad1; tiles of an expert's dW2 and dW13, where needed."""
-    tile, columns = schedule.weight_gradient, schedule.gemm2.columns
+    tile, columns = way.weight_gradient, way.gemm2.columns
     of_expert = steps(cfg.hidden, tile.rows) * steps(cfg.ffn, tile.columns)
     return steps(cfg.ffn, columns), steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13
 
@@ -221,6 +222,6 @@ def kept_block(cfg: MoEConfig, ep_size: int, tokens: int, *, copying: bool) -> i
     return min(with_headroom(tokens), most)
 
 
-def kept_shape(cfg: MoEConfig, ep_size: int, schedule: Schedule, block: int) -> tuple[int, int]:
+def kept_shape(cfg: MoEConfig, ep_size: int, way: Way, block: int) -> tuple[int, int]:
     """Of the tokens that a forward keeps, `block` of each source."""
-    return (ep_size - 1) * block if schedule.received == "saved" else 0, cfg.hidden
+    return (ep_size - 1) * block if not way.again else 0, cfg.hidden

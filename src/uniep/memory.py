@@ -33,7 +33,8 @@ from uniep.layout import (
     table_tiles,
 )
 from uniep.limits import group_limit, shape_limit
-from uniep.schedule import Schedule, default_schedule, refuse_invalid
+from uniep.schedule import Schedule, refuse_invalid
+from uniep.way import Way, resolve
 
 Kind = Literal["shared", "saved", "transient"]
 PARTS = FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = "forward", "activation gradient", "weight gradient"
@@ -159,7 +160,7 @@ def plan_memory(
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
     if not isinstance(tokens, int) or not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")
-    call = _Call(cfg, ep_size, tokens, schedule or default_schedule(backend, cfg, ep_size))
+    call = _Call(cfg, ep_size, tokens, resolve(cfg, ep_size, tokens, schedule, backend=backend))
     title = (
         f"{backend}: {cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, "
         f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
@@ -189,7 +190,7 @@ class _Call:
     cfg: MoEConfig
     ep_size: int
     tokens: int
-    schedule: Schedule
+    way: Way
 
     @property
     def local(self) -> int:
@@ -227,17 +228,17 @@ _RETURNING = (FORWARD, WEIGHT_GRADIENT)
 
 def _cpu(c: _Call) -> list[Buffer]:
     cfg, rows, dtype = c.cfg, c.rows, c.cfg.dtype
-    received = c.received if c.schedule.received == "saved" else 0
+    received = 0 if c.way.again else c.received
     raw = [Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2", _BACKWARD)]
     return [
-        *(raw if c.schedule.activation == "separate" else []),
-        *c.shared(cpu_arrays(cfg, c.ep_size, c.schedule)),
+        *(raw if c.way.separate_gradient else []),
+        *c.shared(cpu_arrays(cfg, c.ep_size, c.way)),
         Buffer("received", (received, cfg.hidden), dtype, "saved", "compact copy of other ranks' tokens, for dW13"),
         Buffer("h", (rows, 2 * cfg.ffn), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
         Buffer("fingerprint", (1,), _I64, "saved", "names the forward that a backward belongs to"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
         Buffer("dh", (rows, 2 * cfg.ffn), dtype, "transient", "backward: gradient of h"),
-        *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS)] if cfg.combine_groups else []),
+        *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS)] if c.way.grouped else []),
         _groups(c, rows),
     ]
 
@@ -246,23 +247,23 @@ def _hopper(c: _Call) -> list[Buffer]:
     cfg, dtype = c.cfg, c.cfg.dtype
     rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
     rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
-    most = table_tiles(rows, c.schedule.gemm1.rows)
+    most = table_tiles(rows, c.way.gemm1.rows)
     plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens)))
-    arrays = hopper_arrays(cfg, c.ep_size, c.schedule)
-    expanded = c.schedule.operand == "expanded"
-    sent = c.tokens if c.schedule.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
-    block = kept_block(cfg, c.ep_size, sent, copying=c.schedule.transfer == "copy")
-    kept = (rows, cfg.hidden) if expanded else kept_shape(cfg, c.ep_size, c.schedule, block)
+    arrays = hopper_arrays(cfg, c.ep_size, c.way)
+    expanded = c.way.expanded
+    sent = c.tokens if c.way.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
+    block = kept_block(cfg, c.ep_size, sent, copying=c.way.transfer == "copy")
+    kept = (rows, cfg.hidden) if expanded else kept_shape(cfg, c.ep_size, c.way, block)
     parts = []
-    if cfg.combine_groups:
+    if c.way.grouped:
         words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
         parts = [Buffer("parts", (words,), _I32, "saved", "which rows combine groups add, and where sums go")]
-    in_place = c.schedule.overlap == "serial" or cfg.combine_groups is not None
-    mega = c.schedule.is_mega(c.tokens)  # one kernel, for whose time all is there
+    in_place = c.way.returns != "epilogue"
+    mega = c.way.mega  # one kernel, for whose time all is there
     lists = []
     if mega:
-        tiles = backward_tiles(cfg, c.schedule, w13=True, w2=True)
-        words = sum(list_words(rows // c.schedule.gemm1.rows, c.local, tiles, backward=True))
+        tiles = backward_tiles(cfg, c.way, w13=True, w2=True)
+        words = sum(list_words(rows // c.way.gemm1.rows, c.local, tiles, backward=True))
         lists = [Buffer("lists", (words,), _I64, "transient", "tasks of the kernel", _BACKWARD)]
     return [
         *c.shared(arrays),
@@ -292,7 +293,7 @@ def _hopper(c: _Call) -> list[Buffer]:
 def _nccl(c: _Call) -> list[Buffer]:
     """With the hopper kernels; without them (other GPUs, CPUs) there are no copies of x and dO by row."""
     cfg, ranks, rows, dtype = c.cfg, c.ep_size, c.rows, c.cfg.dtype
-    received = c.received + 1 if c.schedule.received == "saved" else 0
+    received = 0 if c.way.again else c.received + 1
     plan = ranks * (cfg.num_experts + c.tokens + 2) + c.local + 1
     return [
         Buffer("received", (received, cfg.hidden), dtype, "saved", "other ranks' tokens and a zero row, for dW13"),
@@ -314,7 +315,7 @@ def _nccl(c: _Call) -> list[Buffer]:
 
 def _nccl_returns(c: _Call) -> list[Buffer]:
     cfg, dtype = c.cfg, c.cfg.dtype
-    if not cfg.combine_groups:
+    if not c.way.grouped:
         shape = (3, c.tokens * cfg.top_k, cfg.hidden)
         return [Buffer("slots", shape, dtype, "transient", "results sorted, arrived, by slot")]
     rows = 2 * c.parts + c.tokens * cfg.return_slots

@@ -183,10 +183,10 @@ def check_trace(backend, case: Case, rank: int) -> None:
     plans = [build_plan(list(ids), peer, backend.cfg) for peer in range(RANKS)]
     needs = {"w13": rank == 1, "w2": rank == 0}
     graphs = {
-        "forward": lower_forward(plans, case.tokens, backend.cfg, backend.schedule, keep=True),
-        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.schedule, **needs),
+        "forward": lower_forward(plans, case.tokens, backend.cfg, backend.way, keep=True),
+        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.way, **needs),
     }
-    copied = {"push"} if backend.schedule.transfer == "copy" else set()
+    copied = {"push"} if backend.way.copies else set()
     for phase, graph in graphs.items():
         recorded = Counter((s.op, s.block) for s in backend.trace if s.phase == phase)
         tasks = {(t.op, t.block) for t in graph.tasks if t.rank == rank and t.op not in copied | {"collect"}}
@@ -226,7 +226,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
         for how in rounds:
             fields = ("overlap", "operand", "transfer", "received", "activation_gradient", "group_sum")
             changes = how if isinstance(how, dict) else dict(zip(fields, how, strict=False))
-            backend.schedule = dataclasses.replace(SCHEDULE, **changes)
+            hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, **changes))
             results.append(run(backend, case, rank, RANKS))
         if suite == "grouped":
             torch.save(results, folder / f"result-{number}-{rank}")

@@ -24,6 +24,7 @@ from uniep.config import MoEConfig
 from uniep.kernels import claims, gemm, gradients, groups, lists, mega, plan, sync, transfer
 from uniep.launch import mega as launch_mega
 from uniep.schedule import Schedule, default_schedule
+from uniep.way import Ways
 
 
 class Nothing:
@@ -158,6 +159,13 @@ def host_backend(
     schedule = schedule or default_schedule("hopper", cfg, ep_size)
     pushing = min(schedule.push_programs, torch.cuda.get_device_properties().multi_processor_count // 2)
     return hopper.HopperBackend(workspace, dataclasses.replace(schedule, push_programs=pushing))
+
+
+def use(backend: hopper.HopperBackend, schedule: Schedule) -> None:
+    """From here on, its calls are of `schedule`; memory stays as its first one made it."""
+    backend.schedule = schedule
+    backend.ways = Ways(backend.cfg, backend.num_ranks, schedule, "hopper", backend.ways.measured)
+    backend.way = backend.ways[backend.cfg.max_tokens_per_rank]
 
 
 def host_backends(

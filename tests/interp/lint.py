@@ -21,7 +21,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from hopper_on_host import host_backend, install
+from hopper_on_host import host_backend, install, use
 from inspection import inspect, offline
 
 from cases import SHAPES
@@ -36,7 +36,7 @@ from uniep.launch import groups as launch_groups
 from uniep.launch import mega as launch_mega
 from uniep.launch import staged as launchers
 from uniep.routing import build_plan
-from uniep.schedule import DEFAULT_SCHEDULES
+from uniep.way import resolve
 from uniep.weights import ExpertWeights
 
 TOKENS = 8192
@@ -98,10 +98,8 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         activation=case.activation, max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
-    backend.schedule = dataclasses.replace(
-        backend.schedule, overlap=case.overlap, operand=case.operand, transfer=case.transfer,
-        group_sum=case.group_sum,
-    )  # fmt: skip
+    fields = {name: getattr(case, name) for name in ("overlap", "operand", "transfer", "group_sum")}
+    use(backend, dataclasses.replace(backend.schedule, **fields))
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
     w13 = torch.empty(2, local, cfg.ffn, cfg.hidden, **like)
@@ -162,7 +160,7 @@ def run_collective(cfg: MoEConfig, ep_size: int, inputs: Inputs) -> None:
     """What the collective backend launches, with few tokens: their number is no constant."""
     x_TD, ids_TK = inputs.x_TD[:64], inputs.ids_TK[:64]
     plan = build_plan([ids_TK, *[ids_TK[:0]] * (ep_size - 1)], 0, cfg)
-    local = KernelExperts(cfg, 0, DEFAULT_SCHEDULES["nccl"], torch.device("cpu"))
+    local = KernelExperts(cfg, 0, resolve(cfg, 1, 0, backend="nccl"), torch.device("cpu"))
     tokens, routed = Tokens(x_TD, x_TD[:1]), Routed(plan, torch.zeros(plan.num_rows))
     _, h_NF = local.forward(tokens, routed, inputs.experts, True)
     local.backward(tokens, tokens, routed, inputs.experts, h_NF, Needs())

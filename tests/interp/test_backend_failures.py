@@ -9,6 +9,7 @@ from hopper_on_host import host_backends
 
 from uniep.backends.base import Inputs, Needs
 from uniep.config import MoEConfig
+from uniep.dimension import MEASURED
 from uniep.errors import CapacityError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.schedule import Tile, is_valid
 from uniep.weights import ExpertWeights
@@ -148,13 +149,11 @@ def test_inputs_and_gradients_at_odd_addresses(overlap):
 
 
 def test_programs_that_would_all_push_are_refused():
-    import hopper_on_host
-
-    cfg, schedule = MoEConfig(**SHAPE), dataclasses.replace(SCHEDULE, transfer="push")
-    backend = host_backends(cfg, 2, schedule)[0]
-    backend.schedule = dataclasses.replace(schedule, push_programs=backend.sms)
-    with pytest.raises(ConfigError, match=f"push_programs is {backend.sms}"):
-        hopper_on_host.hopper.HopperBackend._check_push(backend)
+    cfg, schedule = MoEConfig(**SHAPE), dataclasses.replace(SCHEDULE, push_programs=MEASURED.sms)
+    (reason,) = is_valid(schedule, cfg, 2, "hopper")
+    assert f"push_programs is {MEASURED.sms}, but kernels that push have {MEASURED.sms} programs here" in reason
+    copied = dataclasses.replace(schedule, transfer="copy")
+    assert is_valid(schedule, cfg, 1, "hopper") == is_valid(copied, cfg, 2, "hopper") == []
 
 
 def test_tiles_that_would_read_other_segments_are_refused():

@@ -17,13 +17,15 @@ from hopper_on_host import host_backends
 
 from uniep.layout import hopper_arrays, pack, packed_bytes
 from uniep.reference import composition
+from uniep.way import resolve
 
 NAMES = ("y", "dx", "dweights", "dw13", "dw2")
 
 
 def make_memory(folder: Path, number: int, case) -> None:
     """Zero memory for every rank, NaN where peers will write: a row that is read too early shows."""
-    layout = pack(hopper_arrays(case.config(max(case.tokens)), RANKS, SCHEDULE))
+    cfg = case.config(max(case.tokens))
+    layout = pack(hopper_arrays(cfg, RANKS, resolve(cfg, RANKS, 0, SCHEDULE)))
     size = packed_bytes(layout)
     for rank in range(RANKS):
         memory = torch.from_file(str(folder / f"{number}-{rank}"), shared=True, size=size, dtype=torch.uint8).zero_()

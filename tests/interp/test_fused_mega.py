@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 from fused_rank import BEFORE, MEGA_CASES, MEGA_ROUNDS, SCHEDULE, run
-from hopper_on_host import host_backends
+from hopper_on_host import host_backends, use
 from test_fused import NAMES, run_ranks
 
 from uniep.backends.hopper import calls as hopper_calls
@@ -63,7 +63,7 @@ def test_prepare_launches_all_that_calls_do(monkeypatch):
 def test_one_rank(results, key):
     case = CASES[key]
     backend = host_backends(case.config(sum(case.tokens)), 1, SCHEDULE)[0]
-    backend.schedule = dataclasses.replace(SCHEDULE, overlap="mega")
+    use(backend, dataclasses.replace(SCHEDULE, overlap="mega"))
     found = run(backend, case, 0, 1)
     for name in NAMES:
         assert torch.equal(found[name], results[key][0][name]), name

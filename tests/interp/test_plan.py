@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from hopper_on_host import host_backends
+from hopper_on_host import host_backends, use
 
 from uniep.backends.base import Inputs
 from uniep.backends.hopper.planner import Planner
@@ -214,7 +214,7 @@ def test_room_for_received_tokens():
     assert backend._keep(100).shape == kept.shape
     planner.received = 1024
     assert torch.equal(backend._keep(100), receive[:-1])
-    backend.schedule = dataclasses.replace(backend.schedule, received="again")
+    use(backend, dataclasses.replace(backend.schedule, received="again"))
     assert backend._keep(100).shape == (0, cfg.hidden)
 
 

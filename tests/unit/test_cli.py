@@ -340,7 +340,7 @@ def test_trace_with_real_processes(tmp_path):
         ("gemm1=3", "tile_order (natural|local-first|chunk-major|critical-path)"),
         ("vector_workers=1000000", "vector_workers is 1000000; it must be at most 1024"),
         ("overlap", "overlap is ''; use 'serial'"),
-        ("overlap=pipelined", "overlap='pipelined' is for GPUs"),
+        ("overlap=pipelined", "Schedule.overlap is 'pipelined', but backend 'cpu' knows only 'serial' and 'fused'"),
     ],
 )
 def test_trace_refuses_schedules_that_cannot_run(one_rank, tmp_path, schedule, words):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from uniep import ConfigError, MoEConfig, Schedule, Tile, Workspace
-from uniep.schedule import DEFAULT_SCHEDULES, refuse_other_fields
+from uniep.schedule import DEFAULT_SCHEDULES, refuse_invalid
 
 CFG = MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4, dtype=torch.float32)
 
@@ -28,7 +28,7 @@ def test_cpu_refuses_gpu_fields(field, value):
 def test_orders_of_the_cpu_are_refused_elsewhere(backend, change):
     schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], **change)
     with pytest.raises(ConfigError, match=rf"Schedule\.{next(iter(change))} is .*, but backend '{backend}' knows only"):
-        refuse_other_fields(schedule, backend, ("overlap", "tile_order"))
+        refuse_invalid(schedule, CFG, 1, backend)
 
 
 def test_cpu_takes_its_own():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from uniep.backends.base import Backend
@@ -20,17 +19,8 @@ _CLASSES = {
 NAMES = tuple(_CLASSES)
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(_CLASSES[name][0])
-
-
 def make(name: str, workspace: Workspace, schedule: Schedule | None) -> Backend:
     """The backend `name`, one of NAMES, of a Workspace.  schedule: None for its default."""
-    made: Backend = getattr(_module(name), _CLASSES[name][1])(workspace, schedule)
+    module, kind = _CLASSES[name]
+    made: Backend = getattr(importlib.import_module(module), kind)(workspace, schedule)
     return made
-
-
-def schedule_fields(name: str) -> tuple[str, ...]:
-    """Fields of a Schedule that mean something to the backend `name`."""
-    known: tuple[str, ...] = _module(name).SCHEDULE_FIELDS
-    return known

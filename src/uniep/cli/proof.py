@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import uniep
-from uniep.backends.registry import schedule_fields
 from uniep.cli.bits import BitTable, Digests, digest, merge
 from uniep.cli.launch import World
 from uniep.cli.model import ModelConfig, Trainer
-from uniep.schedule import DEFAULT_SCHEDULES
+from uniep.schedule import DEFAULT_SCHEDULES, known_fields
 
 QUANTITIES = ("loss", "logits", "d dense", "d router", "dw13", "dw2", "params")
 
@@ -31,7 +30,7 @@ def schedules(backend: str) -> list[uniep.Schedule]:
     The first is the oracle.
     """
     default = DEFAULT_SCHEDULES[backend]
-    known = schedule_fields(backend)
+    known = known_fields(backend)
     found = [
         dataclasses.replace(default, overlap=overlap, tile_order=order)
         for overlap in (OVERLAPS if "overlap" in known else (default.overlap,))

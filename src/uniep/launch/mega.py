@@ -17,7 +17,8 @@ from uniep.kernels import mega
 from uniep.launch.driver import Block, Memory, launch, unbind
 from uniep.launch.staged import Peers, Rows, options, rows_block, stored_columns, w2_block, w13_block
 from uniep.layout import list_words, power_of_2
-from uniep.schedule import Schedule, Tile
+from uniep.schedule import Tile
+from uniep.way import Way
 from uniep.weights import ExpertWeights
 
 COUNTERS = tasks.COUNTERS.value
@@ -47,17 +48,13 @@ class Lists:
         return cls(matrix, vector, torch.empty(COUNTERS + 2 * most + local, dtype=torch.int32, device=device), tiles)
 
 
-def _chunk_experts(schedule: Schedule) -> int:
-    return schedule.chunk_experts if schedule.tile_order == "chunk-major" else 0
-
-
 def launch_lists(
-    counts_RE: Memory, rows: Rows, lists: Lists, schedule: Schedule, rank: int, multiprocessors: int, *, backward: bool
+    counts_RE: Memory, rows: Rows, lists: Lists, way: Way, rank: int, multiprocessors: int, *, backward: bool
 ) -> None:
-    """The tasks of a direction in the order of the schedule, and its counters at zero."""
+    """The tasks of a direction in the order of the way, and its counters at zero."""
     ranks, experts = counts_RE.shape
     local = experts // ranks
-    first = schedule.gemm2 if backward else schedule.gemm1
+    first = way.gemm2 if backward else way.gemm1
     launch(
         tasks.list_kernel,
         multiprocessors * 4,
@@ -67,12 +64,12 @@ def launch_lists(
         ),
         {
             "E": experts, "LOCAL": local, "LOCAL_P": power_of_2(local), "NUM_RANKS": ranks, "BLOCK_M": first.rows,
-            "GROUP0": first.group_rows, "GROUP1": schedule.gemm2.group_rows,
+            "GROUP0": first.group_rows, "GROUP1": way.gemm2.group_rows,
             **{f"TILES{op}": count for op, count in enumerate(lists.tiles)},
             "TILES_P": power_of_2(max(lists.tiles[:2])),
-            "CHUNK_EXPERTS": _chunk_experts(schedule),
-            "INTERLEAVED": schedule.weight_gradient_order == "interleaved",
-            "LOCAL_FIRST": schedule.tile_order == "local-first", "ROTATED": schedule.peer_order == "rotated",
+            "CHUNK_EXPERTS": way.chunk_experts,
+            "INTERLEAVED": way.interleaved,
+            "LOCAL_FIRST": way.local_first == "all", "ROTATED": way.rotated,
             "BACKWARD": backward,
         },
         num_warps=1,  # sums without barriers
@@ -137,11 +134,11 @@ def mega_options(tiles: tuple[Tile, ...]) -> dict[str, Any]:
 
 def launch_forward(
     x_TD: Tensor, receive_MD: Tensor, rows: Rows, lists: Lists, experts: ExpertWeights, peers: Peers, cfg: MoEConfig,
-    schedule: Schedule, multiprocessors: int, h_2NF: Tensor | None, act_NF: Tensor, kept: Kept | None,
+    way: Way, multiprocessors: int, h_2NF: Tensor | None, act_NF: Tensor, kept: Kept | None,
     weights_TK: Tensor, sums: Sums, *, fused: bool, push_programs: int, trace: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """A forward behind its plan.  h and kept: None where nothing is saved.  trace: int64 rows of 5, a task each."""
-    tile1, tile2, half = schedule.gemm1, schedule.gemm2, schedule.gemm1.columns // 2
+    tile1, tile2, half = way.gemm1, way.gemm2, way.gemm1.columns // 2
     hidden, ffn = cfg.hidden, cfg.ffn
     w13_desc, up_first = w13_block(experts, 1, 2, half, tile1.depth)
     made_desc = rows_block(act_NF, tile1.rows, half)
@@ -166,7 +163,7 @@ def launch_forward(
             "D": hidden, "F": ffn, "K": cfg.top_k, "BLOCK_M": tile1.rows, "BLOCK_N1": tile1.columns,
             "BLOCK_K1": tile1.depth, "BLOCK_N2": tile2.columns, "BLOCK_K2": tile2.depth,
             "BLOCK_D": min(power_of_2(hidden), 2048), "SLOTS": cfg.max_tokens_per_rank * cfg.top_k,
-            "KEPT": schedule.chunk_tokens, **peers.constants(hidden, 32),
+            "KEPT": way.chunk_tokens, **peers.constants(hidden, 32),
             "FUSED": fused, "SAVE": kept is not None, "ACTIVATION": cfg.activation,
             "WEIGHTED": cfg.weight_at == "activation", "UP_FIRST": up_first, "THREADS": 32 * tile1.warps,
             "TRACE": trace is not None,
@@ -177,11 +174,11 @@ def launch_forward(
 
 def launch_backward(
     dy_TD: Tensor, receive_MD: Tensor, rows: Rows, lists: Lists, experts: ExpertWeights, peers: Peers, cfg: MoEConfig,
-    schedule: Schedule, multiprocessors: int, made: Gradients, dw: ExpertWeights, sums: Sums, *, accumulate: bool,
+    way: Way, multiprocessors: int, made: Gradients, dw: ExpertWeights, sums: Sums, *, accumulate: bool,
     fused: bool, push_programs: int, trace: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """A backward behind its entry.  dw: memory of dW13 and dW2 (not touched where `lists` has no task for them)."""
-    tile, weight_tile = schedule.gemm2, schedule.weight_gradient
+    tile, weight_tile = way.gemm2, way.weight_gradient
     hidden, ffn = cfg.hidden, cfg.ffn
     num_rows = made.act_NF.shape[0]
     dh_NH = made.dh_N2F.view(num_rows, 2 * ffn)
@@ -217,7 +214,7 @@ def launch_backward(
             "WEIGHT_N": weight_tile.columns, "WEIGHT_K": weight_tile.depth,
             "ITEM_ROWS": min(max(8192 // tile.columns, 1), tile.rows), "BLOCK_D": min(power_of_2(hidden), 2048),
             "SLOTS": cfg.max_tokens_per_rank * cfg.top_k, **peers.constants(hidden, 32),
-            "CHUNK_EXPERTS": _chunk_experts(schedule), "FUSED": fused, "ACTIVATION": cfg.activation,
+            "CHUNK_EXPERTS": way.chunk_experts, "FUSED": fused, "ACTIVATION": cfg.activation,
             "WEIGHTED": cfg.weight_at == "activation", "UP_FIRST": up_first, "ACCUMULATE": accumulate,
             "COLLECTS": dweights is not None, "THREADS": 32 * tile.warps, "TRACE": trace is not None,
         },

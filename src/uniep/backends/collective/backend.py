@@ -53,13 +53,15 @@ from uniep.backends.protocol import (
 )
 from uniep.backends.torch_tiles import Rows
 from uniep.config import MoEConfig
+from uniep.dimension import COLLECTIVE
 from uniep.errors import ClosedError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.layout import TEXT_BYTES
 from uniep.meeting import Notices
 from uniep.numerics import fp32_products
 from uniep.routing import Parts, RoutingPlan, build_parts, build_plan, token_groups
-from uniep.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
+from uniep.schedule import Schedule, default_schedule, refuse_invalid
 from uniep.waiting import Patience
+from uniep.way import Way, resolve
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -67,7 +69,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _EAGER_TURNS = 2000  # looks at the device without a pause: some milliseconds
-SCHEDULE_FIELDS = ("gemm1", "gemm2", "weight_gradient", "received")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +93,12 @@ class _Routing(Routed):
     parts: Parts | None
 
     @classmethod
-    def make(cls, plan: RoutingPlan, weight_N: Tensor, rank: int, cfg: MoEConfig) -> _Routing:
+    def make(cls, plan: RoutingPlan, weight_N: Tensor, rank: int, cfg: MoEConfig, way: Way) -> _Routing:
         num_ranks = plan.send_count_R.shape[0]
         count_RR = plan.counts_RE.view(num_ranks, num_ranks, -1).sum(2)  # by source and by the experts' rank
         counts = torch.stack([plan.send_count_R, plan.recv_count_R, count_RR[rank], count_RR[:, rank]])
         sent, received, own_rows, rows = counts.tolist()
-        parts = build_parts(plan, rank, cfg) if cfg.combine_groups is not None else None
+        parts = build_parts(plan, rank, cfg) if way.grouped else None
         return cls(plan, weight_N, _Exchange(sent, received), _Exchange(own_rows, rows), parts)
 
 
@@ -110,10 +111,12 @@ class CollectiveBackend:
         self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
         self.device, self.timeout_s = workspace.device, workspace.timeout_s
         self._group = workspace.group if self.ep_size > 1 else None
-        self.schedule = schedule if schedule is not None else DEFAULT_SCHEDULES["nccl"]
-        refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
+        self.schedule = schedule or default_schedule(COLLECTIVE, self.cfg, self.ep_size)
+        refuse_invalid(self.schedule, self.cfg, self.ep_size, COLLECTIVE)
+        most = self.cfg.max_tokens_per_rank  # nothing here follows the tokens of a call
+        self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=COLLECTIVE)
         self.transport = _transport(self._group, self.device)
-        self.experts, self.because = local_experts(self.cfg, self.rank, self.schedule, self.device)
+        self.experts, self.because = local_experts(self.cfg, self.rank, self.way, self.device)
         self._threads = PinnedThreads(1) if self.device.type == "cpu" else None
         self._workspace = weakref.ref(workspace)
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
@@ -148,7 +151,7 @@ class CollectiveBackend:
                 y_TD = self._combine(rows_ND, inputs.ids_TK, weights_TK, routing)
             if h_NF is None:
                 return y_TD, []
-            if self.schedule.received == "again":
+            if self.way.again:
                 received_MD = received_MD.new_empty(0, cfg.hidden)
             name = torch.tensor([fingerprint])
             return y_TD, [received_MD, h_NF, name, routing.weight_N, *routing.plan.tensors()]
@@ -167,8 +170,8 @@ class CollectiveBackend:
             anywhere = wanted_anywhere(headers)
             wanted = dataclasses.replace(needs, x=anywhere.x, weights=anywhere.weights)
             with self._or_give_up():
-                routing = _Routing.make(RoutingPlan.from_tensors(plan), weight_N, self.rank, self.cfg)
-                if self.schedule.received == "again" and anywhere.w13:
+                routing = _Routing.make(RoutingPlan.from_tensors(plan), weight_N, self.rank, self.cfg, self.way)
+                if self.way.again and anywhere.w13:
                     received_MD = self._dispatch(inputs.x_TD, routing, "dispatch of x again")
                 dy = Tokens(dy_TD, self._dispatch(dy_TD, routing, "dispatch of the gradient"))
                 x = Tokens(inputs.x_TD, received_MD)
@@ -190,7 +193,7 @@ class CollectiveBackend:
         cfg, ranks = self.cfg, self.ep_size
         rows, local = new_size(), cfg.experts_per_rank(ranks)
         received: int | SymInt = 0
-        if self.schedule.received == "saved":
+        if not self.way.again:
             received = new_size() if ranks > 1 else 1
         plan = ((ranks, cfg.num_experts), (local + 1,), (ranks,), (ranks, num_tokens), (ranks,), (rows,), (rows,))
         return [
@@ -228,7 +231,7 @@ class CollectiveBackend:
             "backend": f"nccl: rank {self.rank} of {self.ep_size}, {self.transport}, on {self.device}",
             "experts": f"{self.experts.name} ({self.because})",
             "overlap": "not active: collectives run between the GEMMs, not beside them",
-            "received": {"saved": "kept for backward", "again": "dispatched again in backward"}[self.schedule.received],
+            "received": "dispatched again in backward" if self.way.again else "kept for backward",
             "rows": "allocated exactly; counts are read by the host in every call",
             "CUDA graphs": "not possible: the host reads counts",
             "main_grad": MAIN_GRAD,
@@ -309,7 +312,7 @@ class CollectiveBackend:
             )
             plan = build_plan(ids, self.rank, cfg)
             rows = Rows.make(self.rank, cfg, plan, [w.view(torch.float32) for w in weights])
-            routing = _Routing.make(plan, rows.weight_N1.flatten(), self.rank, cfg)
+            routing = _Routing.make(plan, rows.weight_N1.flatten(), self.rank, cfg, self.way)
         check_capacity(plan.counts_RE, cfg)
         return routing, _fingerprint(headers)
 

@@ -22,8 +22,9 @@ from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.limits import why_not
 from uniep.numerics import combine_parts, combine_slots
 from uniep.routing import RoutingPlan
-from uniep.schedule import Schedule, Tile
+from uniep.schedule import Tile
 from uniep.taskflow.graph import Block
+from uniep.way import Way
 from uniep.weights import ExpertWeights
 
 
@@ -79,13 +80,13 @@ class LocalExperts(Protocol):
         ...
 
 
-def local_experts(cfg: MoEConfig, rank: int, schedule: Schedule, device: torch.device) -> tuple[LocalExperts, str]:
+def local_experts(cfg: MoEConfig, rank: int, way: Way, device: torch.device) -> tuple[LocalExperts, str]:
     """The implementation for `device`, and why it is this one."""
     if device.type == "cpu":
         return TorchExperts(cfg, rank), "CPU"
     if (error := why_not(cfg, device)) is not None:
         return TorchExperts(cfg, rank), str(error)
-    return KernelExperts(cfg, rank, schedule, device), torch.cuda.get_device_name(device)
+    return KernelExperts(cfg, rank, way, device), torch.cuda.get_device_name(device)
 
 
 def _segments(plan: RoutingPlan, width: int) -> list[Block]:
@@ -174,11 +175,11 @@ class KernelExperts:
 
     name = "the Triton kernels of the hopper backend"
 
-    def __init__(self, cfg: MoEConfig, rank: int, schedule: Schedule, device: torch.device) -> None:
+    def __init__(self, cfg: MoEConfig, rank: int, way: Way, device: torch.device) -> None:
         from uniep.launch import staged as launch
 
         self.launch = launch
-        self.cfg, self.rank, self.schedule = cfg, rank, schedule
+        self.cfg, self.rank, self.way = cfg, rank, way
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.alone = launch.Peers.alone(torch.zeros(4, dtype=torch.int32, device=device))
 
@@ -217,19 +218,19 @@ class KernelExperts:
     def forward(
         self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
     ) -> tuple[Tensor, Tensor | None]:
-        cfg, s, x_TD, num_rows = self.cfg, self.schedule, tokens.local_TD, routed.plan.num_rows
+        cfg, way, x_TD, num_rows = self.cfg, self.way, tokens.local_TD, routed.plan.num_rows
         h_2NF = x_TD.new_empty(2, num_rows, cfg.ffn) if save else None
         act_NF = x_TD.new_empty(num_rows, cfg.ffn)
         out_ND = x_TD.new_empty(num_rows, cfg.hidden)
         if num_rows:  # a descriptor needs memory
-            experts, rows = _stacked(experts), self._rows(routed, s.gemm1)
-            x_ND = self._expand(tokens, rows, s.gemm1)
+            experts, rows = _stacked(experts), self._rows(routed, way.gemm1)
+            x_ND = self._expand(tokens, rows, way.gemm1)
             self.launch.launch_gate_up(
-                x_TD, tokens.received_MD, x_ND, rows, experts, self.alone, cfg, s.gemm1, self.sms, h_2NF, act_NF
+                x_TD, tokens.received_MD, x_ND, rows, experts, self.alone, cfg, way.gemm1, self.sms, h_2NF, act_NF
             )
-            rows = self._rows(routed, s.gemm2)
+            rows = self._rows(routed, way.gemm2)
             self.launch.launch_down(
-                act_NF, rows, experts, self.alone, s.gemm2, self.sms, out_ND, slots=1, scatter=False
+                act_NF, rows, experts, self.alone, way.gemm2, self.sms, out_ND, slots=1, scatter=False
             )
         return out_ND, h_2NF.view(num_rows, 2 * cfg.ffn) if h_2NF is not None else None
 
@@ -237,7 +238,7 @@ class KernelExperts:
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
         main_grads: MainGrads | None = None,
     ) -> RowGradients:  # fmt: skip
-        cfg, tile, plan, dy_TD = self.cfg, self.schedule.gemm2, routed.plan, dy.local_TD
+        cfg, tile, plan, dy_TD = self.cfg, self.way.gemm2, routed.plan, dy.local_TD
         num_rows = plan.num_rows
         dx_ND = dy_TD.new_empty(num_rows, cfg.hidden)
         weights_N = torch.empty(num_rows, dtype=torch.float32, device=dy_TD.device)
@@ -293,7 +294,7 @@ class KernelExperts:
         self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], rows: Any, **how: bool
     ) -> None:
         """out: one tensor for all experts, or one per expert; see `launch_weight_gradient`."""
-        tile, local = self.schedule.weight_gradient, rows.rows_e.shape[0]
+        tile, local = self.way.weight_gradient, rows.rows_e.shape[0]
         if out[0].dim() > 2:
             width = (a_NH if how["transposed"] else b_NW).shape[1]
             parts = [(out[0].view(local, -1, width), rows.start_e1, rows.rows_e)]

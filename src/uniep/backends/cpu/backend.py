@@ -42,16 +42,18 @@ from uniep.backends.protocol import (
 )
 from uniep.backends.torch_tiles import Backward, Dispatch, Forward, Gather, Rows, Shared
 from uniep.config import MoEConfig
-from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError
+from uniep.dimension import CPU
+from uniep.errors import ClosedError, PeerTimeoutError, UniEPError
 from uniep.numerics import fp32_products
 from uniep.routing import RoutingPlan, build_plan, return_slots
-from uniep.schedule import DEFAULT_SCHEDULES, Schedule, refuse_other_fields
+from uniep.schedule import Schedule, default_schedule, refuse_invalid
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
 from uniep.taskflow.lower import compile_graph, sites, unneeded
 from uniep.taskflow.operators import Operators
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import Span
 from uniep.waiting import SAME_CALLS
+from uniep.way import Way, resolve
 
 if TYPE_CHECKING:
     from uniep.workspace import Workspace
@@ -97,30 +99,24 @@ class _Call:
 class _Routing:
     """Plans of all ranks for one set of ids, with combine groups the slots of parts, and checked programs of them."""
 
-    def __init__(self, ids: list[Tensor], cfg: MoEConfig, schedule: Schedule) -> None:
+    def __init__(self, ids: list[Tensor], cfg: MoEConfig, way: Way) -> None:
         self.tokens = [t.shape[0] for t in ids]
         self.plans = [build_plan(ids, rank, cfg) for rank in range(len(ids))]
-        self.cfg, self.schedule = cfg, schedule
+        self.cfg, self.way = cfg, way
         self.part_slots = [return_slots(site.parts, ids, cfg) for site in self.sites if site.parts is not None]
         self._programs: dict[Any, Program] = {}
 
     @functools.cached_property
     def sites(self) -> list[Site]:
-        return sites(self.plans, self.tokens, self.cfg, self.schedule)
+        return sites(self.plans, self.tokens, self.cfg, self.way)
 
     def program(self, operators: Operators, rank: int, left_out: Sequence[str] = ()) -> Program:
         """left_out: operators that do nothing on this rank."""
         key = (*(op.name for op in operators), "left out", *left_out)
         if key not in self._programs:
             graph = compile_graph(operators, self.sites)
-            self._programs[key] = Program.make(graph, operators, self.schedule, rank, left_out)
+            self._programs[key] = Program.make(graph, operators, self.way, rank, left_out)
         return self._programs[key]
-
-
-SCHEDULE_FIELDS = (
-    "overlap", "tile_order", "chunk_experts", "peer_order", "weight_gradient_order", "activation", "gemm1", "gemm2",
-    "chunk_tokens", "matrix_workers", "vector_workers", "received",
-)  # fmt: skip
 
 
 class CpuBackend:
@@ -134,20 +130,16 @@ class CpuBackend:
 
     def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
         self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
-        self.schedule = schedule if schedule is not None else DEFAULT_SCHEDULES["cpu"]
-        refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
-        if self.schedule.overlap in ("pipelined", "mega"):
-            raise ConfigError(
-                f"overlap={self.schedule.overlap!r} is for GPUs; on the CPU 'fused' already runs every tile once its "
-                "rows are there"
-            )
+        self.schedule = schedule or default_schedule(CPU, self.cfg, self.ep_size)
+        refuse_invalid(self.schedule, self.cfg, self.ep_size, CPU)
+        most = self.cfg.max_tokens_per_rank  # nothing here follows the tokens of a call
+        self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=CPU)
         self.trace: list[Span] | None = None
-        grouped = self.cfg.combine_groups is not None
-        self.forward_operators = forward_operators(self.schedule, keep=True, grouped=grouped)
-        self.backward_operators = backward_operators(self.schedule, grouped=grouped)
+        self.forward_operators = forward_operators(self.way, keep=True)
+        self.backward_operators = backward_operators(self.way)
         self._workspace = weakref.ref(workspace)
         assert workspace.meeting is not None, "a backend is made while its Workspace is"
-        self._peers: Peers | None = Peers(self.cfg, self.schedule, workspace.meeting)
+        self._peers: Peers | None = Peers(self.cfg, self.way, workspace.meeting)
         self._threads = PinnedThreads(self._peers.workers)
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = 0
@@ -166,12 +158,12 @@ class CpuBackend:
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
         operation = "forward" if save else "forward without gradients"
         call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD, layer=inputs.layer)
-        keep, routing = save and self.schedule.received == "saved", call.routing
+        keep, routing = save and not self.way.again, call.routing
         with self._or_give_up():
             program = routing.program(self.forward_operators.without([] if keep else ["keep"]), self.rank)
             bodies = Forward(
                 self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.experts, keep,
-                separate=self.schedule.activation == "separate",
+                separate=self.way.separate,
             )  # fmt: skip
             self._run(call, operation, program, bodies)
         if not save:
@@ -184,7 +176,7 @@ class CpuBackend:
     ) -> ExpertGradients:
         received_MD, h_NF, fingerprint_1 = saved
         fingerprint = int(fingerprint_1)
-        if self.schedule.received == "again":
+        if self.way.again:
             received_MD = self._dispatch_again(inputs, fingerprint)
         call = self._enter(
             "backward", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, needs, layer=inputs.layer
@@ -200,7 +192,7 @@ class CpuBackend:
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
             bodies = Backward(
                 rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows, main_grads,
-                separate=self.schedule.activation == "separate",
+                separate=self.way.separate_gradient,
             )  # fmt: skip
             self._run(call, "backward", program, bodies)
         return ExpertGradients(
@@ -237,7 +229,7 @@ class CpuBackend:
             self._enter("refuse", *self._nothing(), error=named)
 
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
-        received = new_size() if self.schedule.received == "saved" and self.ep_size > 1 else 0
+        received = new_size() if not self.way.again and self.ep_size > 1 else 0
         return [
             x_TD.new_empty(received, self.cfg.hidden),
             x_TD.new_empty(new_size(), 2 * self.cfg.ffn),
@@ -361,7 +353,7 @@ class CpuBackend:
 
     def _routing(self, key: bytes, ids: list[Tensor]) -> _Routing:
         if key not in self._routings:
-            self._routings[key] = _Routing(ids, self.cfg, self.schedule)
+            self._routings[key] = _Routing(ids, self.cfg, self.way)
             if len(self._routings) > _ROUTINGS_KEPT:
                 self._routings.popitem(last=False)
         self._routings.move_to_end(key)

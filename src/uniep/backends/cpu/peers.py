@@ -19,9 +19,10 @@ from uniep.config import MoEConfig
 from uniep.errors import PeerTimeoutError
 from uniep.layout import HEADER_WORDS, cpu_arrays, pack, packed_bytes
 from uniep.meeting import Meeting
-from uniep.schedule import Schedule, num_chunks
+from uniep.schedule import num_chunks
 from uniep.taskflow.graph import Event
 from uniep.waiting import SAME_CALLS, Patience
+from uniep.way import Way
 
 
 class Peers:
@@ -31,13 +32,13 @@ class Peers:
     for calls of even and odd number; a counter has a column per worker thread of every rank.
     """
 
-    def __init__(self, cfg: MoEConfig, schedule: Schedule, meeting: Meeting) -> None:
+    def __init__(self, cfg: MoEConfig, way: Way, meeting: Meeting) -> None:
         self.rank, self.ep_size, self.timeout_s = meeting.rank, meeting.size, meeting.timeout_s
         ep_size = self.ep_size
-        self.workers = schedule.matrix_workers + schedule.vector_workers
-        chunks = num_chunks(cfg, schedule)
+        self.workers = way.matrix_workers + way.vector_workers
+        chunks = num_chunks(cfg, way.chunk_tokens)
         self._first_event = {"arrived": 0, "returned": ep_size * chunks, "weights returned": (ep_size + 1) * chunks}
-        arrays = cpu_arrays(cfg, ep_size, schedule)
+        arrays = cpu_arrays(cfg, ep_size, way)
         _, self._num_events, self._columns = arrays["flags"][0]
         layout = pack(arrays)
         self.bytes = packed_bytes(layout)

@@ -18,12 +18,12 @@ import torch
 from uniep.backends.cpu.peers import Peers
 from uniep.backends.pinned import PinnedThreads
 from uniep.errors import PeerTimeoutError
-from uniep.schedule import Schedule
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import GATE, SHARED_STAGES, Block, Event, Task, TaskGraph
 from uniep.taskflow.operators import Operators
 from uniep.taskflow.scheduler import WorkerName, assign
 from uniep.taskflow.trace import Span
+from uniep.way import Way
 
 Body = Callable[[Any, Block], None]
 
@@ -45,14 +45,12 @@ class Program:
     bodies: Mapping[str, Body]
 
     @classmethod
-    def make(
-        cls, graph: TaskGraph, operators: Operators, schedule: Schedule, rank: int, left_out: Sequence[str] = ()
-    ) -> Program:
+    def make(cls, graph: TaskGraph, operators: Operators, way: Way, rank: int, left_out: Sequence[str] = ()) -> Program:
         """left_out: operators whose tasks do nothing on this rank but wait and signal.
 
         Raises ConfigError where `check` does.
         """
-        assignment = assign(graph, schedule)
+        assignment = assign(graph, way)
         check(graph, list(assignment.queues.values()))
         queues = assignment.of_rank(rank)
         index = torch.tensor([i for queue in queues.values() for i in queue], dtype=torch.int64)

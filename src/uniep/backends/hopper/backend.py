@@ -10,9 +10,7 @@ picture.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,14 +21,16 @@ from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, LayerTag, Ma
 from uniep.backends.hopper import mega as hopper_mega
 from uniep.backends.hopper.arena import WAY_OUT, Arena
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
-from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
+from uniep.dimension import GPU, MEASURED
+from uniep.errors import ClosedError, UniEPError, UnsupportedError
 from uniep.launch.driver import copy, unbind
 from uniep.layout import hopper_arrays, kept_shape, pack
 from uniep.limits import group_limit, why_not
 from uniep.memory import plan_memory
 from uniep.routing import RoutingPlan
 from uniep.routing.plan import recv_base
-from uniep.schedule import Schedule, Tile, default_schedule, refuse_other_fields
+from uniep.schedule import Schedule, refuse_invalid
+from uniep.way import Way, Ways
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -41,17 +41,6 @@ if TYPE_CHECKING:
     from uniep.workspace import Workspace
 
 _T = TypeVar("_T")
-
-PUSH_BYTES_PER_US = 150_000  # all pushing programs of a rank, beside a GEMM (2x H200)
-COPY_BYTES_PER_US = 350_000  # a copy engine
-COPY_LEAD_US = 30  # from the entry of all ranks to the first tile
-PUSH_LATENCY_US = 30
-SM_FLOP_PER_US = 5.5e6  # one SM in a grouped GEMM
-SCHEDULE_FIELDS = (
-    "overlap", "transfer", "tile_order", "operand", "gemm1", "gemm2", "weight_gradient", "chunk_tokens",
-    "push_programs", "down_sms", "pipelined_from", "received", "group_sum", "activation_gradient",
-    "beside_from", "mega_to", "free_sms",
-)  # fmt: skip
 
 
 def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
@@ -91,6 +80,8 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
 class HopperBackend:
     """See the module docstring.  schedule None: `default_schedule`.
 
+    ways: of calls, by the tokens of this rank.  way: of the call under way, or of the last one.
+
     trace: with overlap="mega", set to a list to have `Span`s appended; calls then wait for the GPU, and a backward is
     taken for that of the last forward.  Times count from when all ranks had entered that forward (traced_from, by this
     GPU's clock: those of other GPUs differ); its ids are traced_ids.
@@ -105,32 +96,22 @@ class HopperBackend:
 
         self.cfg, self.device = cfg, device
         self.rank, self.num_ranks = workspace.rank, workspace.ep_size
-        self.schedule = schedule or default_schedule(self.name, cfg, self.num_ranks)
-        refuse_other_fields(self.schedule, self.name, SCHEDULE_FIELDS)
-        rows = self.schedule.gemm1.rows
-        if rows != self.schedule.gemm2.rows:
-            raise ConfigError(
-                f"gemm1.rows is {rows} and gemm2.rows {self.schedule.gemm2.rows}; on GPUs both walk one tile table"
-            )
-        if (self.schedule.operand, self.schedule.received) == ("expanded", "again"):
-            raise ConfigError("operand='expanded' keeps every row's input, so that nothing can be received='again'")
+        measured = MEASURED._replace(sms=torch.cuda.get_device_properties(device).multi_processor_count)
+        self.ways = Ways(cfg, self.num_ranks, schedule, GPU, measured)
+        self.schedule = self.ways.schedule
+        refuse_invalid(self.schedule, cfg, self.num_ranks, GPU, measured)
+        self.way = self.ways[cfg.max_tokens_per_rank]
         self.slots = cfg.max_tokens_per_rank * cfg.top_k
-        chunk = self.schedule.chunk_tokens
-        if cfg.receive_block % chunk:
-            raise ConfigError(
-                f"chunk_tokens is {chunk}; on GPUs it must divide {cfg.receive_block}, the receive slots per peer"
-            )
-        layout = pack(hopper_arrays(cfg, self.num_ranks, self.schedule))
+        layout = pack(hopper_arrays(cfg, self.num_ranks, self.way))
         describe = functools.partial(plan_memory, cfg, self.num_ranks, schedule=self.schedule)
         self.arena = Arena(layout, workspace, describe)
-        self.planner = Planner(workspace, self.arena, rows, self.schedule.free_sms)
-        self.sms = self.planner.sms
+        self.sms = self.way.sms
+        self.planner = Planner(workspace, self.arena, self.way.gemm1.rows, self.sms)
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
         self._lasting = [  # memory of the stream that is current now
             self.arena.memories[self.rank], *self.arena.tables.values(), self.planner.call, self.planner.ticket,
             self.planner.status, self.push_ticket, self.return_ticket,
         ]  # fmt: skip
-        self._check_push()
         self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._stream = torch.cuda.current_stream(device)  # of the last call
         self._forked: set[torch.cuda.Stream] = set()
@@ -142,21 +123,6 @@ class HopperBackend:
         self.traced_from: Tensor | None = None
         self._stay_local = False
         self._known_peers: dict[tuple[bool, int], Peers] = {}
-
-    def _check_push(self) -> None:
-        """Somebody must be left to compute, and while tokens are pushed."""
-        s = self.schedule
-        if self.sms < 2:
-            raise ConfigError(
-                f"free_sms is {s.free_sms}, but this GPU has {self.sms + s.free_sms} multiprocessors; lower it"
-            )
-        programs = (self.sms - self._down_sms(self.cfg.max_tokens_per_rank)) * min(
-            s.gemm1.programs_per_sm, s.gemm2.programs_per_sm
-        )
-        if self.num_ranks > 1 and s.transfer == "push" and s.push_programs >= programs:
-            raise ConfigError(
-                f"push_programs is {s.push_programs}, but kernels that push have {programs} programs here; lower it"
-            )
 
     # ---------------------------------------------------------------- what every backend has
 
@@ -189,26 +155,23 @@ class HopperBackend:
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
         inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights((w13,), (w2,), "stacked"))
         with self._order.turn:
-            usual = self.schedule  # for few tokens, then for more, then for many
-            more = dataclasses.replace(usual, mega_to=0)
-            many = dataclasses.replace(more, pipelined_from=0, beside_from=0)
             planner = self.planner
             room = planner.allocate, planner.received  # these calls need none
             try:
-                for self.schedule in dict.fromkeys((usual, more, many)):
-                    self.forward(inputs, save=False)
-                    _, saved = self.forward(inputs, save=True)
-                    self.backward(x_TD, inputs, saved, Needs())
+                for way in self.ways.kinds():
+                    self.forward(inputs, save=False, way=way)
+                    _, saved = self.forward(inputs, save=True, way=way)
+                    self.backward(x_TD, inputs, saved, Needs(), way=way)
             finally:
-                self.schedule, (planner.allocate, planner.received) = usual, room
+                planner.allocate, planner.received = room
         torch.cuda.synchronize(self.device)
 
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
-        exact, schedule = self.cfg.max_rows is None, self.schedule
+        exact, way = self.cfg.max_rows is None, self.way
         rows = new_size() if exact else self.planner.capacity
-        if schedule.operand == "expanded":
+        if way.expanded:
             kept = rows, self.cfg.hidden
-        elif exact and self.num_ranks > 1 and schedule.received == "saved":
+        elif exact and self.num_ranks > 1 and not way.again:
             kept = new_size(), self.cfg.hidden
         else:
             kept = self._kept_shape(0)
@@ -227,7 +190,7 @@ class HopperBackend:
             "main_grad": MAIN_GRAD,
             "multiprocessors": f"{self.sms}, {self.schedule.free_sms} left free",
             "combine": "one sum over a token's slots"
-            if self.cfg.combine_groups is None
+            if not self.way.grouped
             else f"sums of {self.cfg.combine_groups} groups, made {self.schedule.group_sum} the down product",
         }
 
@@ -250,7 +213,9 @@ class HopperBackend:
     # ---------------------------------------------------------------- forward
 
     @_collective
-    def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, inputs: Inputs, save: bool, way: Way | None = None) -> tuple[Tensor, list[Tensor]]:
+        """way: None for that of so many tokens."""
+        self.way = way or self.ways[inputs.x_TD.shape[0]]
         try:
             _check_experts(inputs.experts)
         except UniEPError as error:
@@ -265,16 +230,16 @@ class HopperBackend:
             del result
 
     def _forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
-        if self.schedule.is_mega(inputs.x_TD.shape[0]):
+        if self.way.mega:
             return hopper_mega.forward(self, inputs, save)
         from uniep.launch import groups as launch_groups
         from uniep.launch import staged as launch
 
-        cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
+        cfg, device, x_TD, way = self.cfg, self.device, inputs.x_TD, self.way
         num_tokens, receive = x_TD.shape[0], self.arena.views["receive"]
         send_all = functools.partial(self._send_all, x_TD) if self._copying else None
         plan = self.planner.plan(
-            inputs.ids_TK, inputs.weights_TK, self._leads(num_tokens), send_all,
+            inputs.ids_TK, inputs.weights_TK, way.leads, send_all,
             operation="forward" if save else "forward without gradients", layer=inputs.layer,
         )  # fmt: skip
         self.mark("plan")
@@ -282,34 +247,34 @@ class HopperBackend:
         act_NF = torch.empty(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
         h_2NF = torch.empty(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
         self._dispatch(x_TD, plan, peers)
-        x_ND = self._expand(x_TD, plan, peers) if schedule.operand == "expanded" else None
-        down_sms = self._down_sms(num_tokens)
+        x_ND = self._expand(x_TD, plan, peers) if way.expanded else None
+        down_sms = way.down_sms
         pipelined = down_sms > 0
         results_ND, weighted = self._results(plan), cfg.weight_at == "output"
         if pipelined:
             self._fork(self.side)
         launch.launch_gate_up(
-            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_2NF, act_NF,
-            count_tiles=pipelined, **self._dispatching(num_tokens, schedule.gemm1, x_ND),
+            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, way.gemm1, self.sms - down_sms, h_2NF, act_NF,
+            count_tiles=pipelined, **self._dispatching(way.push_rounds[0], x_ND),
         )  # fmt: skip
         self.mark("gate_up")
         kept = x_ND if x_ND is not None or not save else self._keep(num_tokens)
         if pipelined:
             # On SMs of its own until gate_up is done, then on all.
-            tiles_before = -(-cfg.ffn // (schedule.gemm1.columns // 2))
-            beside = launch.Beside(tiles_before, self.sms * schedule.gemm2.programs_per_sm)
+            tiles_before = -(-cfg.ffn // (way.gemm1.columns // 2))
+            beside = launch.Beside(tiles_before, self.sms * way.gemm2.programs_per_sm)
             down = functools.partial(self._return_rows, launch.launch_down, act_NF, plan, peers, inputs.experts)
             with torch.cuda.stream(self.side):
                 down(down_sms, results_ND, beside=beside)
             down(self.sms - down_sms, results_ND, beside=beside)
             self._join()
-        elif plan.lines is not None and schedule.group_sum == "beside":
+        elif plan.lines is not None and way.returns == "sums beside":
             sums = self._sums(results_ND, plan.lines, plan, weighted=weighted)
             self._down_and_sums(act_NF, plan.lines, plan, peers, inputs.experts, sums)
         else:
             self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms, results_ND)
         y_TD = torch.empty_like(x_TD)
-        if plan.lines is not None and schedule.group_sum == "after":
+        if plan.lines is not None and way.returns == "sums after":
             sums = self._sums(results_ND, plan.lines, plan, weighted=weighted)
             launch_groups.launch_group_sum(sums, peers, self.sms, signal=True)
             self.mark("group_sum")
@@ -322,7 +287,7 @@ class HopperBackend:
     def _kept_shape(self, num_tokens: int) -> tuple[int, int]:
         """Of `room_to_keep`."""
         block = self.planner.kept_block(num_tokens, copying=self._copying)
-        return kept_shape(self.cfg, self.num_ranks, self.schedule, block)
+        return kept_shape(self.cfg, self.num_ranks, self.way, block)
 
     def room_to_keep(self, num_tokens: int) -> Tensor:
         """Memory for received tokens, for the weight gradient: as many of each source as are expected; or none."""
@@ -349,7 +314,7 @@ class HopperBackend:
         """The rare call in which a source has sent more tokens than there was room for keeps them now: they lie in the
         receive buffer until this rank enters another call."""
         saved = result[1]
-        gathered = self.schedule.operand == "gathered" and self.schedule.received == "saved"
+        gathered = not self.way.expanded and not self.way.again
         if gathered and self.num_ranks > 1 and self.planner.received > len(saved[-1]) // (self.num_ranks - 1):
             saved[-1] = self.room_to_keep(num_tokens)
             self._copy_received(saved[-1], self._stream)
@@ -359,9 +324,11 @@ class HopperBackend:
 
     @_collective
     def backward(
-        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
-    ) -> ExpertGradients:
-        if self.schedule.is_mega(dy_TD.shape[0]):
+        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None,
+        way: Way | None = None,
+    ) -> ExpertGradients:  # fmt: skip
+        self.way = way = way or self.ways[dy_TD.shape[0]]
+        if way.mega:
             return hopper_mega.backward(self, dy_TD, inputs, saved, needs, main_grads)
         from uniep.launch import groups as launch_groups
         from uniep.launch import staged as launch
@@ -373,10 +340,10 @@ class HopperBackend:
         rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
         receive = self.arena.views["receive"]
         address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
-        where_x = x_TD, receive[:-1] if self.schedule.received == "again" else kept
+        where_x = x_TD, receive[:-1] if way.again else kept
 
         claims = None
-        if self.schedule.is_beside(dy_TD.shape[0]):
+        if way.gradient_beside:
             claims = torch.empty(2, -(-rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
 
         def meanwhile() -> None:
@@ -424,8 +391,7 @@ class HopperBackend:
         d(weight) (N, G).  claims: zero, two rows of a word or more for each row tile, to do both at once; or None."""
         from uniep.launch import staged as launch
 
-        cfg, rows, schedule, num_rows = self.cfg, plan.rows, self.schedule, plan.num_rows
-        num_tokens, tile = dy_TD.shape[0], schedule.gemm2
+        cfg, rows, num_rows, tile = self.cfg, plan.rows, plan.num_rows, self.way.gemm2
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=self.device)
         dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
@@ -434,7 +400,7 @@ class HopperBackend:
         progress_M, cursor = unbind(claims) if claims is not None else (None, None)
         launch.launch_gathered_down_gradient(
             dy_TD, self.arena.views["receive"], rows, experts, peers, tile, self.sms, raw_NF,
-            progress_M=progress_M, **self._dispatching(num_tokens, tile),
+            progress_M=progress_M, **self._dispatching(self.way.push_rounds[1]),
         )  # fmt: skip
         if progress_M is not None and cursor is not None:
             launch.launch_claimed_activation_gradient(
@@ -455,7 +421,7 @@ class HopperBackend:
         from uniep.launch import staged as launch
 
         rows, local, ffn = plan.rows, self.planner.local, self.cfg.ffn
-        how = rows.start_e1, rows.rows_e, self.planner.status, self.schedule.weight_gradient, self.sms
+        how = rows.start_e1, rows.rows_e, self.planner.status, self.way.weight_gradient, self.sms
         accumulate = main_grads is not None and main_grads.accumulate
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
@@ -466,11 +432,11 @@ class HopperBackend:
                 dy_address_N, act_NF, 0, dw2[0], *how, transposed=False, accumulate=accumulate
             )
             self.mark("weight_gradient")
-        if self.schedule.received == "again":
+        if self.way.again:
             self._dispatch_again(x[0], plan, layer)
         if needs.w13:
             dw13 = main_grads.w13 if main_grads else tuple(fresh(w) for w in experts.w13)
-            x_N = x[1] if self.schedule.operand == "expanded" else x_address_N
+            x_N = x[1] if self.way.expanded else x_address_N
             for part, dw in enumerate(dw13):  # w1 and w3, or both in one
                 dw_eHD = dw.view(local, -1, self.cfg.hidden)
                 launch.launch_weight_gradient(
@@ -496,22 +462,17 @@ class HopperBackend:
         self._point.record(earlier)
         later.wait_event(self._point)
 
-    def _down_sms(self, num_tokens: int) -> int:
-        """Multiprocessors of the down product beside gate_up; 0: it runs after it."""
-        s = self.schedule
-        return min(s.down_sms, self.sms // 2) if s.overlap == "pipelined" and num_tokens >= s.pipelined_from else 0
-
     @property
     def _fused(self) -> bool:
-        return self.num_ranks > 1 and self.schedule.overlap != "serial" and not self._stay_local
+        return self.way.waits and not self._stay_local
 
     @property
     def _copying(self) -> bool:
-        return self.num_ranks > 1 and self.schedule.transfer == "copy" and not self._stay_local
+        return self.way.copies and not self._stay_local
 
     def _peers(self) -> Peers:
         """What kernels need of the other ranks."""
-        chunk = self.schedule.chunk_tokens if self.schedule.transfer == "push" else 0
+        chunk = self.way.chunk_tokens if self.way.transfer == "push" else 0
         if (known := self._known_peers.get((self._stay_local, chunk))) is not None:
             return known
         from uniep.launch.staged import Peers
@@ -594,9 +555,9 @@ class HopperBackend:
         from uniep.launch.staged import launch_expand
 
         rows_ND = torch.empty(plan.num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
-        pushing = 2 * self.schedule.push_programs if self._fused and not self._copying else 0
+        pushing = 2 * self.way.push_programs if self._fused else 0
         launch_expand(
-            x_TD, self.arena.views["receive"], plan.rows, peers, self.schedule.gemm1.rows, self.sms, rows_ND,
+            x_TD, self.arena.views["receive"], plan.rows, peers, self.way.gemm1.rows, self.sms, rows_ND,
             fused=self._fused, push_programs=pushing,
         )  # fmt: skip
         self.mark("expand")
@@ -604,7 +565,7 @@ class HopperBackend:
 
     def _results(self, plan: DevicePlan) -> Tensor:
         """Memory for the rows (N, D) of a product that are to be added by groups, or pushed later; else any as wide."""
-        if plan.lines is None and self.schedule.overlap != "serial":
+        if self.way.returns == "epilogue":
             return self.arena.views["receive"]
         return torch.empty(plan.num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
 
@@ -616,11 +577,10 @@ class HopperBackend:
         groups of rows are to be added first, into `out`."""
         from uniep.launch.staged import launch_push_rows
 
-        serial, tile = self.schedule.overlap == "serial", self.schedule.gemm2
-        scatter = not serial and plan.lines is None
-        product(a, plan.rows, experts, peers, tile, sms, out_ND, slots=self.slots, scatter=scatter, **how)
+        returns, tile = self.way.returns, self.way.gemm2
+        product(a, plan.rows, experts, peers, tile, sms, out_ND, slots=self.slots, scatter=returns == "epilogue", **how)
         self.mark("return")
-        if serial and plan.lines is None:
+        if returns == "pass":
             launch_push_rows(out_ND, plan.rows, peers, self.slots, self.sms)
             self.mark("push_rows")
 
@@ -638,7 +598,7 @@ class HopperBackend:
         """The down product, its rows added by groups beside it as their tiles are done."""
         from uniep.launch import groups as launch_groups
 
-        tile, rows = self.schedule.gemm2, plan.rows
+        tile, rows = self.way.gemm2, plan.rows
         order_M = torch.empty(rows.order_M.shape, dtype=torch.int32, device=self.device)
         launch_groups.launch_return_order(plan.counts_RE, rows, self.rank, tile.rows, order_M)
         launch_groups.launch_counted_down(act_NF, rows, order_M, experts, tile, self.sms, sums.rows_ND)
@@ -655,44 +615,11 @@ class HopperBackend:
             ids_TK, weights_TK = plan.lines.used_TW[: out_TD.shape[0]], None
         launch_combine(self.arena.views["returns"], ids_TK, weights_TK, peers, self.sms, out_TD)
 
-    def _dispatching(self, num_tokens: int, tile: Tile, expanded: Tensor | None = None) -> dict[str, Any]:
+    def _dispatching(self, push_rounds: int, expanded: Tensor | None = None) -> dict[str, Any]:
         """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""
-        waits = self._fused and expanded is None
-        if not waits or self._copying:
-            return {"fused": waits, "push_programs": 0, "push_rounds": 0}
-        return {
-            "fused": True,
-            "push_programs": self.schedule.push_programs,
-            "push_rounds": self._push_rounds(num_tokens, tile),
-        }
-
-    def _push_us(self, num_tokens: int) -> float:
-        """How long pushing this rank's tokens takes beside a GEMM, for balanced routing."""
-        cfg = self.cfg
-        wanted = cfg.wanted(self.num_ranks)
-        sent_bytes = (self.num_ranks - 1) * num_tokens * wanted * cfg.hidden * cfg.dtype.itemsize
-        return sent_bytes / PUSH_BYTES_PER_US
-
-    def _push_rounds(self, num_tokens: int, tile: Tile) -> int:
-        """Turns of the tile loop that a push lasts, so that pushing programs get that many tiles fewer."""
-        tile_us = 2 * tile.rows * tile.columns * self.cfg.hidden / SM_FLOP_PER_US
-        return math.ceil(self._push_us(num_tokens) / tile_us)
-
-    def _leads(self, num_tokens: int) -> tuple[int, int]:
-        """Experts whose local tiles run first, in the forward and the backward: as many as last until the other
-        ranks' tokens are here.  Copies of x travel while the forward is planned."""
-        cfg = self.cfg
-        if self.schedule.tile_order == "natural" or self.num_ranks == 1:
-            return 0, 0
-        if self._copying:
-            travel_us = (self.num_ranks - 1) * num_tokens * cfg.hidden * cfg.dtype.itemsize / COPY_BYTES_PER_US
-            forward_us, backward_us = travel_us - COPY_LEAD_US, travel_us
-        else:
-            forward_us = backward_us = self._push_us(num_tokens) + PUSH_LATENCY_US
-        flop = 2 * max(num_tokens * cfg.top_k / cfg.num_experts, 1) * cfg.ffn * cfg.hidden  # of an expert's local rows
-        expert_us = flop / (SM_FLOP_PER_US * self.sms)
-        forward, backward = math.ceil(forward_us / (2 * expert_us)), math.ceil(backward_us / expert_us)
-        return max(forward, 0), max(backward, 0)
+        if not self._fused or expanded is not None:
+            return {"fused": False, "push_programs": 0, "push_rounds": 0}
+        return {"fused": True, "push_programs": self.way.push_programs, "push_rounds": push_rounds}
 
     # ---------------------------------------------------------------- without communication
 

@@ -1,6 +1,6 @@
 """overlap="mega" of the Hopper backend: behind the plan, or the entry of a backward, one kernel for each direction.
 
-The kernels are in `uniep.kernels.mega`; what they may be asked to do, in `taskflow.schedule.is_valid`.
+The kernels are in `uniep.kernels.mega`; what they may be asked to do, in `uniep.schedule`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     """One try: rows may not fit what is allocated for them (`Planner.fits`)."""
     from uniep.launch import mega as launch_mega
 
-    cfg, x_TD, schedule = backend.cfg, inputs.x_TD, backend.schedule
+    cfg, x_TD, way = backend.cfg, inputs.x_TD, backend.way
     copying, tracing = backend._copying, backend.trace is not None
     if tracing:
         lead_host(backend)
@@ -38,7 +38,7 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
         entered_ns=entered_ns, operation="forward" if save else "forward without gradients", layer=inputs.layer,
     )  # fmt: skip
     rows, num_rows = plan.rows, plan.num_rows
-    lists = _lists(backend, plan, forward_tiles(cfg, schedule), backward=False)
+    lists = _lists(backend, plan, forward_tiles(cfg, way), backward=False)
     backend.mark("plan")
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": backend.device}
     act_NF = torch.empty(num_rows, cfg.ffn, **like)
@@ -48,7 +48,7 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
     sums = launch_mega.Sums(backend.arena.views["returns"], inputs.ids_TK, torch.empty_like(x_TD))
     records = Records.empty(backend, lists) if tracing else None
     launch_mega.launch_forward(
-        x_TD, receive, rows, lists, inputs.experts, backend._peers(), cfg, schedule, backend.sms, h_2NF, act_NF, kept,
+        x_TD, receive, rows, lists, inputs.experts, backend._peers(), cfg, way, backend.sms, h_2NF, act_NF, kept,
         inputs.weights_TK, sums, **_dispatching(backend), trace=records.buffers if records else None,
     )  # fmt: skip
     backend._join()
@@ -68,7 +68,7 @@ def backward(
     from uniep.launch import mega as launch_mega
     from uniep.launch import staged as launch
 
-    cfg, device, schedule = backend.cfg, backend.device, backend.schedule
+    cfg, device, way = backend.cfg, backend.device, backend.way
     if backend.trace is not None:
         lead_host(backend)
     experts = inputs.experts
@@ -85,7 +85,7 @@ def backward(
             launch.launch_row_addresses(where_x, where_dy, rows, backend.num_ranks, backend.sms, address_2N)
 
     backend._enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
-    tiles = backward_tiles(cfg, schedule, w13=needs.w13, w2=needs.w2)
+    tiles = backward_tiles(cfg, way, w13=needs.w13, w2=needs.w2)
     lists = _lists(backend, plan, tiles, backward=True)
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -104,7 +104,7 @@ def backward(
     sums = launch_mega.Sums(backend.arena.views["returns"], ids_TK, torch.empty_like(dy_TD))
     records = Records.empty(backend, lists) if backend.trace is not None else None
     launch_mega.launch_backward(
-        dy_TD, receive, rows, lists, experts, backend._peers(), cfg, schedule, backend.sms, made, dw, sums,
+        dy_TD, receive, rows, lists, experts, backend._peers(), cfg, way, backend.sms, made, dw, sums,
         accumulate=main_grads is not None and main_grads.accumulate, **_dispatching(backend),
         trace=records.buffers if records else None,
     )  # fmt: skip
@@ -143,10 +143,11 @@ def _lists(backend: HopperBackend, plan: DevicePlan, tiles: tuple[int, int, int,
     """The tasks of a direction, made on the device."""
     from uniep.launch import mega as launch_mega
 
-    schedule = backend.schedule
-    most = plan.num_rows // schedule.gemm1.rows
+    most = plan.num_rows // backend.way.gemm1.rows
     lists = launch_mega.Lists.empty(most, backend.planner.local, tiles, backend.device, backward=backward)
-    launch_mega.launch_lists(plan.counts_RE, plan.rows, lists, schedule, backend.rank, backend.sms, backward=backward)
+    launch_mega.launch_lists(
+        plan.counts_RE, plan.rows, lists, backend.way, backend.rank, backend.sms, backward=backward
+    )
     return lists
 
 
@@ -161,4 +162,4 @@ def _sent(backend: HopperBackend, recv_count_R: Memory) -> tuple[Memory, int, in
 def _dispatching(backend: HopperBackend) -> dict[str, Any]:
     """Whether tokens are waited for, and how many programs push this rank's."""
     fused = backend._fused
-    return {"fused": fused, "push_programs": backend.schedule.push_programs if fused else 0}
+    return {"fused": fused, "push_programs": backend.way.push_programs if fused else 0}

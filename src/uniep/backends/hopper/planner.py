@@ -84,16 +84,16 @@ class DevicePlan:
 
 
 class Planner(Calls):
-    """One rank's calls and plans.  `tile_rows`: of the tile tables."""
+    """One rank's calls and plans.  tile_rows: of the tile tables.  sms: multiprocessors to use."""
 
-    def __init__(self, workspace: Workspace, arena: Arena, tile_rows: int, free_sms: int = 0) -> None:
+    def __init__(self, workspace: Workspace, arena: Arena, tile_rows: int, sms: int) -> None:
         super().__init__(workspace, arena)
         cfg, self.tile_rows = self.cfg, tile_rows
         self.local = cfg.experts_per_rank(self.num_ranks)
         tokens = min(cfg.max_tokens_per_rank, FIRST_TOKENS)
         self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, tokens)
         self.received = 0  # tokens of one source to have room for; 0: no call has shown yet
-        self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count - free_sms
+        self.sms = sms
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[tuple[int, int], HeadLayout] = {}
         self._histogram = hopper_histogram(cfg, self.num_ranks)

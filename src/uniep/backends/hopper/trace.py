@@ -36,7 +36,7 @@ class Records:
 
     @classmethod
     def empty(cls, backend: HopperBackend, lists: Lists) -> Records:
-        chunks = num_chunks(backend.cfg, backend.schedule)
+        chunks = num_chunks(backend.cfg, backend.way.chunk_tokens)
         places = len(lists.matrix), len(lists.vector) + 2 * backend.num_ranks * chunks + backend.cfg.max_tokens_per_rank
         return cls(*(torch.full((n, 5), -1, dtype=torch.int64, device=backend.device) for n in places))
 
@@ -73,16 +73,15 @@ def spans(
     """
     if backend.device.type == "cuda":
         torch.cuda.synchronize(backend.device)
-    cfg, rank = backend.cfg, backend.rank
-    schedule = dataclasses.replace(backend.schedule, overlap="mega")  # also of calls that are few enough tokens
+    cfg, rank, way = backend.cfg, backend.rank, backend.way
     plans = [build_plan(list(ids), r, cfg) for r in range(backend.num_ranks)]
     tokens = [t.shape[0] for t in ids]
     if int(tensor(plan.rows.totals)[0]) != plans[rank].num_rows:
         return []
     if needs is None:
-        phase, graph = "forward", lower_forward(plans, tokens, cfg, schedule, keep=keep)
+        phase, graph = "forward", lower_forward(plans, tokens, cfg, way, keep=keep)
     else:
-        phase, graph = "backward", lower_backward(plans, tokens, cfg, schedule, w13=needs.w13, w2=needs.w2)
+        phase, graph = "backward", lower_backward(plans, tokens, cfg, way, w13=needs.w13, w2=needs.w2)
     matrix, vector = (t[t[:, 0] >= 0].cpu() for t in records.buffers)
     if backend.traced_from is not None:
         for rows in (matrix, vector):
@@ -91,9 +90,7 @@ def spans(
     pushes = 0 if backend._copying else _count(graph, chosen, "push")
     if needs is None:
         sent = tokens if backend._copying else plans[rank].recv_count_R.tolist()
-        kept = (
-            [s for s, n in enumerate(sent) if s != rank for _ in range(-(-n // schedule.chunk_tokens))] if keep else []
-        )
+        kept = [s for s, n in enumerate(sent) if s != rank for _ in range(-(-n // way.chunk_tokens))] if keep else []
     else:
         kept = []
     listed = 0 if needs is None else _count(graph, chosen, "activation_gradient") + _count(graph, chosen, "dweight")
