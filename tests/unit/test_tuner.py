@@ -14,12 +14,13 @@ import torch
 
 import uniep
 from uniep.errors import ConfigError
-from uniep.schedule import Schedule, Tile, default_schedule
+from uniep.schedule import DIMENSION, Schedule, Tile, default_schedule
 from uniep.shapes import SHAPES
 from uniep.sim import Problem, load_machine
 from uniep.tuner import calibrate, choose, space, strategies, tables
 from uniep.tuner.explain import explain
 from uniep.tuner.model import CONSTANTS, Load, card_text, cards, checked, load_card, predict, uncalibrated
+from uniep.way import resolve
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CFG = uniep.MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8, max_tokens_per_rank=8192, max_rows=131072)
@@ -56,7 +57,7 @@ def test_points_are_distinct_and_run(backend, least):
     few = coded[:: max(1, len(made) // 20_000)]
     assert len(torch.unique(few, dim=0)) == len(few)
     for index in range(0, len(made), max(1, len(made) // 150)):
-        assert space.refusals(made.schedule(index), CFG, backend) == []
+        assert space.refusals(made.schedule(index), CFG, 2, backend) == []
 
 
 @pytest.mark.parametrize("backend", ["cpu", "nccl", "hopper"])
@@ -74,12 +75,15 @@ def test_a_point_is_done_with_its_tokens(tokens):
     made, usual = space.points("hopper", cfg, 4), default_schedule("hopper", cfg, 4)
     for index in range(1, len(made), len(made) // 50):
         schedule = made.schedule(index)
-        assert schedule.is_mega(tokens) == (schedule.overlap == "mega")
-        assert schedule.overlap != "pipelined" or schedule.pipelined_from <= tokens
-        assert schedule.is_beside(tokens) == (schedule.activation_gradient == "beside" and schedule.overlap != "serial")
+        way = resolve(cfg, 4, tokens, schedule)
+        assert way.mega == (schedule.overlap == "mega")
+        assert (way.down_sms > 0) == (schedule.overlap == "pipelined")
+        assert way.gradient_beside == (schedule.activation_gradient == "beside" and not (way.mega or way.gates))
         assert space.settled(schedule, usual, "hopper", tokens) == schedule
     alone = [made.schedule(i) for i in range(2)]
-    assert alone[0] == usual and (alone[1].is_mega(tokens) != usual.is_mega(tokens)) == (tokens == 64)
+    assert alone[0] == usual and (resolve(cfg, 4, tokens, alone[1]).mega != resolve(cfg, 4, tokens, usual).mega) == (
+        tokens == 64
+    )
 
 
 def test_what_is_switched_off_has_one_value():
@@ -104,13 +108,14 @@ def test_more_points_than_the_limit_are_drawn_alike_each_time():
     assert all(torch.equal(a.columns[k], b.columns[k]) for k in a.columns)
 
 
-def test_every_dimension_says_what_it_does_and_is_a_field():
-    for dimension in space.DIMENSIONS:
-        assert dimension.about and dimension.source and dimension.values
-        for name in (dimension.name, *dimension.also):
-            space.get(Schedule(), name)
-        for needed, allowed in dimension.needs.items():
-            assert set(allowed) <= set(space.CHOICES[needed])
+def test_what_is_searched_is_declared():
+    for searched in space.SEARCHED:
+        for name in (searched.name, *searched.also):
+            for backend, values in searched.values.items():
+                assert set(values) <= set(DIMENSION[name].domain), name
+                assert backend in DIMENSION[name].backends or "hopper, mega" in DIMENSION[name].backends
+        for needed, allowed in searched.needs.items():
+            assert set(allowed) <= set(DIMENSION[needed].domain)
 
 
 # --- model ---
@@ -203,7 +208,7 @@ def test_named_strategies_are_points_or_say_what_is_missing():
         assert strategy.points or strategy.missing
         for backend in ("cpu", "nccl", "hopper"):
             if backend in strategy.points:
-                assert space.refusals(strategies.point(name, backend, CFG, 2), CFG, backend) == []
+                assert space.refusals(strategies.point(name, backend, CFG, 2), CFG, 2, backend) == []
             else:
                 with pytest.raises(ConfigError, match=f"no point of backend '{backend}'"):
                     strategies.point(name, backend, CFG, 2)
@@ -257,7 +262,7 @@ def test_tokens_are_in_buckets_and_the_nearest_serves():
         (lambda text: text.replace('"card": "cpu"', '"card": "h200"'), "is of card 'h200'"),
         (lambda text: text.replace(tables.kernels("cpu"), "0123456789abcdef"), "other kernels"),
         (lambda text: text.replace("chunk_tokens", "chunk_wishes"), "a field 'chunk_wishes'"),
-        (lambda text: text.replace('"chunk_tokens": 32', '"overlap": "sometimes"'), "overlap 'sometimes'"),
+        (lambda text: text.replace('"chunk_tokens": 32', '"overlap": "sometimes"'), "overlap is 'sometimes'"),
         (lambda text: text.replace('"chunk_tokens": 32', '"gemm1.columns": 7'), "gemm1.columns is 7"),
     ],
 )

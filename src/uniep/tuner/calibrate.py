@@ -163,7 +163,7 @@ def _schedules(backend: str, cfg: MoEConfig, ep_size: int) -> list[Schedule]:
     if backend == "hopper":
         changes.append({"transfer": "copy" if usual.transfer == "push" else "push", "mega_to": 0})
     made = [replaced(usual, change) for change in changes]
-    return [schedule for schedule in made if not refusals(schedule, cfg, backend)]
+    return [schedule for schedule in made if not refusals(schedule, cfg, ep_size, backend)]
 
 
 def machine_of(card: str) -> Machine:

@@ -59,7 +59,7 @@ def proposals(cfg: MoEConfig, ep_size: int, backend: str, device: torch.device, 
     limit = CLOSE * min((t["score"] for t in timed), default=0.0)
     for tried in sorted(timed, key=lambda t: t["score"]):
         schedule = tables.parse(tried["changes"], usual)
-        if tried["score"] <= limit and schedule not in close and not refusals(schedule, cfg, backend):
+        if tried["score"] <= limit and schedule not in close and not refusals(schedule, cfg, ep_size, backend):
             close.append(schedule)
     return close[: MOST + 1]
 

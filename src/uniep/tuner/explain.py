@@ -9,10 +9,10 @@ from typing import Any
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
-from uniep.schedule import Schedule, default_schedule
+from uniep.schedule import Schedule, default_schedule, parse_schedule
 from uniep.tuner import tables
 from uniep.tuner.model import Card, Load, Predicted, predict
-from uniep.tuner.space import Points, dimensions, get, points, refusals, replaced
+from uniep.tuner.space import Points, differences, dimensions, get, points, refusals, replaced
 from uniep.tuner.strategies import STRATEGIES
 
 SAME = 1e-4
@@ -33,10 +33,10 @@ def explain(
     order = made.both.argsort(stable=True).tolist()
     choice = found.schedule
     if choice is None:
-        choice = next(s for s in map(space.schedule, order) if not refusals(s, cfg, backend))
+        choice = next(s for s in map(space.schedule, order) if not refusals(s, cfg, ep_size, backend))
     of_choice = predict(load, Points.of([choice]), card)
     us = float(of_choice.both)
-    runner_up = _runner_up(space, order, made, us, choice, cfg, backend)
+    runner_up = _runner_up(space, order, made, us, choice, cfg, ep_size, backend)
     measured = list(_measured(cfg, ep_size, card, shape, results))
     if found.entry:
         measured += [
@@ -61,7 +61,7 @@ def explain(
         "by": "table" if found.schedule is not None else "model",
         "choice": of_point(choice), "default": of_point(usual), "runner_up": None,
         "predicted_us": round(us, 1), "stages_us": {k: round(float(v), 1) for k, v in of_choice.parts.items()},
-        "dimensions": _dimensions(choice, us, load, card, cfg, backend),
+        "dimensions": _dimensions(choice, us, load, card, cfg, ep_size, backend),
         "strategies": _strategies(load, card, cfg, ep_size, backend), "measured": measured,
     }  # fmt: skip
     document["measured_us"] = document["choice"]["measured_us"]  # type: ignore[index]
@@ -81,13 +81,20 @@ def _names(backend: str, cfg: MoEConfig) -> list[str]:
 
 
 def _runner_up(
-    space: Points, order: list[int], made: Predicted, us: float, choice: Schedule, cfg: MoEConfig, backend: str
+    space: Points,
+    order: list[int],
+    made: Predicted,
+    us: float,
+    choice: Schedule,
+    cfg: MoEConfig,
+    ep_size: int,
+    backend: str,
 ) -> Schedule | None:
     """The fastest other point that the model tells from the choice."""
     for index in order:
         if abs(float(made.both[index]) / us - 1) > SAME:
             schedule = space.schedule(index)
-            if schedule != choice and not refusals(schedule, cfg, backend):
+            if schedule != choice and not refusals(schedule, cfg, ep_size, backend):
                 return schedule
     return None
 
@@ -106,7 +113,7 @@ def _why(other: Schedule, of_choice: Predicted, load: Load, card: Card) -> str:
 
 
 def _dimensions(
-    choice: Schedule, us: float, load: Load, card: Card, cfg: MoEConfig, backend: str
+    choice: Schedule, us: float, load: Load, card: Card, cfg: MoEConfig, ep_size: int, backend: str
 ) -> dict[str, dict[str, Any]]:
     """Of each dimension: what its values cost with all others as in the choice; the dearest first."""
     out: dict[str, dict[str, Any]] = {}
@@ -114,7 +121,7 @@ def _dimensions(
         costs: dict[str, float] = {}
         for value in dimension.values[backend]:
             changed = replaced(choice, dict.fromkeys((dimension.name, *dimension.also), value))
-            if value != get(choice, dimension.name) and not refusals(changed, cfg, backend):
+            if value != get(choice, dimension.name) and not refusals(changed, cfg, ep_size, backend):
                 costs[str(value)] = round(float(predict(load, Points.of([changed]), card).both) / us - 1, 4)
         if costs:
             out[dimension.name] = {"is": get(choice, dimension.name), "costs": costs}
@@ -127,7 +134,7 @@ def _strategies(load: Load, card: Card, cfg: MoEConfig, ep_size: int, backend: s
     for name, strategy in STRATEGIES.items():
         if backend in strategy.points:
             schedule = replaced(usual, strategy.points[backend])
-            if not refusals(schedule, cfg, backend):
+            if not refusals(schedule, cfg, ep_size, backend):
                 out[name] = round(float(predict(load, Points.of([schedule]), card).both), 1)
     return out
 
@@ -145,6 +152,7 @@ def _measured(
             raise ConfigError(
                 f"{path} is no result file of benchmarks/moe.py ({type(error).__name__}: {error})"
             ) from None
+        usual = default_schedule("hopper", cfg, ep_size)
         for row in rows if here else ():
             call = row["shape"], row["tokens"], row["routing"], row["load"], row["direction"]
             if call != (shape, cfg.max_tokens_per_rank, "balanced", "window", "fwd_bwd"):
@@ -154,11 +162,6 @@ def _measured(
             )
             if row["impl"] in ("uniep", "uniep-serial") or change:
                 yield {
-                    "us": row["ms"] * 1e3, "changes": _parsed(change),
+                    "us": row["ms"] * 1e3, "changes": differences(parse_schedule(change, usual), usual),
                     "source": f"{path.name}, commit {meta['commit']}, {row['impl']}",
                 }  # fmt: skip
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    pairs = (part.partition("=") for part in text.split("+") if part)
-    return {name: int(value) if value.isdecimal() else value for name, _, value in pairs}

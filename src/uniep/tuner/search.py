@@ -237,7 +237,7 @@ def search(
                 sampler.tell(known[name].score if name in known else 1.0)
                 repeated += 1
                 continue
-            if reasons := refusals(schedule, cfg, backend):
+            if reasons := refusals(schedule, cfg, job.ep_size, backend):
                 tried = Tried(changes, "refused", "; ".join(reasons))
             else:
                 tried = state.tried(schedule, changes, began + budget_s)

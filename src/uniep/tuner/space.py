@@ -1,8 +1,9 @@
-"""The search space: dimensions of `Schedule`, their values, where they mean something, and points as columns.
+"""The search space: which dimensions of `Schedule` are searched, with which values, and points as columns.
 
 A point is a Schedule.  Many points are one table of columns (`Points`), so that a model can look at 1e5 of them at once
-and only those that are timed become Schedules.  A dimension that another one switches off has one value there, so that
-no point comes twice.
+and only those that are timed become Schedules.  What a dimension is, and what it may be, is declared with its field
+(`uniep.schedule.DIMENSIONS`); here is what is tried of it, and which others switch it off: there it has one value, so
+that no point comes twice.
 
 Column suffix: N points.
 """
@@ -10,136 +11,86 @@ Column suffix: N points.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from uniep.backends import registry
 from uniep.config import MoEConfig
-from uniep.errors import ConfigError
-from uniep.schedule import CHOICES, PIPELINED_FROM, Schedule, Tile, default_schedule, is_valid, refuse_other_fields
+from uniep.dimension import Measured
+from uniep.schedule import DIMENSION, DIMENSIONS, Schedule, default_schedule, is_valid
 from uniep.taskflow.graph import ranges
+
+PIPELINED_FROM = Measured().pipelined_from
 
 
 @dataclasses.dataclass(frozen=True)
-class Dimension:
-    """name: of the field, or of its part, "gemm1.columns"; `also`: fields that take the same value.  values: that are
-    tried, by backend; a backend that is left out has none to choose from.  needs: {dimension: values} of which one
-    must hold for this one to mean anything.  about: what it does and when it helps.  source: where it comes from."""
+class Searched:
+    """name: of the dimension; `also`: those that take the same value.  values: that are tried, by backend; a backend
+    that is left out has none to choose from.  needs: {dimension: values} of which one must hold for this one to mean
+    anything."""
 
     name: str
     values: Mapping[str, tuple[Any, ...]]
-    about: str
-    source: str
     also: tuple[str, ...] = ()
     needs: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 
-_TASKS = {"overlap": ("mega",)}
-DIMENSIONS = (
-    Dimension("overlap", {"cpu": ("fused", "serial"), "hopper": ("fused", "serial", "pipelined", "mega")},
-        "what runs beside what; serial is the oracle, fused hides transfers, pipelined pays where rows travel longer "
-        "than their product takes, mega where launches count", "UniEP, Comet; mega: HyperParallel-MoE, FlashDMoE"),
-    Dimension("transfer", {"hopper": ("push", "copy")},
-        "who sends tokens: programs, each token once per rank, or copy engines, every token to every rank; copies pay "
-        "where peers want most tokens", "Mega-EP relay, DeepEP"),
-    Dimension("tile_order", {"cpu": ("local-first", "natural", "critical-path"), "hopper": ("local-first", "natural")},
-        "what a product begins with; local rows need no link", "Comet, HyperParallel-MoE"),
-    Dimension("operand", {"hopper": ("gathered", "expanded")},
-        "rows read where they lie, or copied first: a faster product, a pass more", "ScatterMoE, SonicMoE",
-        needs={"overlap": ("fused", "serial", "pipelined")}),
-    Dimension("gemm1.rows", {"cpu": (128, 64), "hopper": (128, 64)},
-        "rows of a tile; 64 wastes less where experts have few", "ours", also=("gemm2.rows",)),
-    Dimension("gemm1.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)},
-        "columns of a tile; more read operands less often, fewer fill the last wave", "ours"),
-    Dimension("gemm2.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)},
-        "as gemm1.columns", "ours"),
-    Dimension("gemm1.group_rows", {"hopper": (8, 4, 16)},
-        "row tiles that share a column of weights in cache", "Triton's grouped order", also=("gemm2.group_rows",)),
-    Dimension("gemm1.stages", {"hopper": (4, 3)},
-        "loads ahead of a product; more hide latency, and take shared memory", "Triton", also=("gemm2.stages",)),
-    Dimension("weight_gradient.columns", {"hopper": (256, 128), "nccl": (256, 128)},
-        "columns of a tile of weight gradients", "ours"),
-    Dimension("weight_gradient.stages", {"hopper": (3, 4), "nccl": (3, 4)},
-        "loads ahead of the product of weight gradients", "ours"),
-    Dimension("chunk_tokens", {"cpu": (64, 32, 128), "hopper": (32, 64, 128)},
-        "tokens under one arrival signal; fewer start consumers earlier, more cost fewer signals", "Comet, DeepEP"),
-    Dimension("push_programs", {"hopper": (16, 8, 24, 32, 48)},
-        "programs that push before they compute; more arrive earlier, and are missed by the product", "Comet, UniEP",
-        needs={"transfer": ("push",), "overlap": ("fused", "pipelined", "mega")}),
-    Dimension("down_sms", {"hopper": (32, 16, 48, 64)},
-        "multiprocessors of the second product while the first runs", "UniEP, FlashDMoE",
-        needs={"overlap": ("pipelined",)}),
-    Dimension("activation_gradient", {"hopper": ("after", "beside")},
-        "beside, it reads what the product has just left in L2; with few tokens a pass is faster", "SonicMoE",
-        needs={"overlap": ("fused", "pipelined")}),
-    Dimension("group_sum", {"hopper": ("after", "beside")},
-        "where rows of combine groups are added", "DeepEP, UniEP", needs={"overlap": ("fused",)}),
-    Dimension("peer_order", {"cpu": ("natural", "rotated"), "hopper": ("natural", "rotated")},
-        "rows in the order in which peers' tokens arrive; no two ranks write to one peer at once", "HyperParallel-MoE",
-        needs={"overlap": ("fused", "mega")}),
-    Dimension("weight_gradient_order", {"cpu": ("last", "interleaved"), "hopper": ("last", "interleaved")},
-        "interleaved, returns are spread over the weight gradients", "HyperParallel-MoE",
-        needs={"overlap": ("fused", "mega")}),
-    Dimension("activation", {"cpu": ("fused", "separate")},
-        "in the product's epilogue, or tiles of its own for vector workers", "HyperParallel-MoE"),
-    Dimension("received", {"cpu": ("saved", "again"), "hopper": ("saved", "again"), "nccl": ("saved", "again")},
-        "tokens of peers kept for the backward, or sent again: memory for time", "MegaScale-MoE"),
-    Dimension("matrix_workers", {"cpu": (1, 2)}, "threads of products", "ours"),
-    Dimension("vector_workers", {"cpu": (1, 2)}, "threads of passes and sends", "HyperParallel-MoE"),
-)  # fmt: skip
-"""Values of a backend begin with what is usual.  Left to the user: free_sms, and the thresholds `*_from` and `mega_to`,
-which a Workspace needs for calls of fewer tokens."""
-
-ONLY_MEGA = ("peer_order", "weight_gradient_order")
-"""On GPUs they order the lists of one kernel alone; the CPU's executor orders any tasks."""
+_MEGA, _NOT_SERIAL = {"overlap": ("mega",)}, {"overlap": ("fused", "pipelined", "mega")}
+_CPU_ORDER = ("local-first", "natural", "critical-path")
+SEARCHED = (
+    Searched("overlap", {"cpu": ("fused", "serial"), "hopper": ("fused", "serial", "pipelined", "mega")}),
+    Searched("transfer", {"hopper": ("push", "copy")}),
+    Searched("tile_order", {"cpu": _CPU_ORDER, "hopper": ("local-first", "natural")}),
+    Searched("operand", {"hopper": ("gathered", "expanded")}, needs={"overlap": ("fused", "serial", "pipelined")}),
+    Searched("gemm1.rows", {"cpu": (128, 64), "hopper": (128, 64)}, also=("gemm2.rows",)),
+    Searched("gemm1.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
+    Searched("gemm2.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
+    Searched("gemm1.group_rows", {"hopper": (8, 4, 16)}, also=("gemm2.group_rows",)),
+    Searched("gemm1.stages", {"hopper": (4, 3)}, also=("gemm2.stages",)),
+    Searched("weight_gradient.columns", {"hopper": (256, 128), "nccl": (256, 128)}),
+    Searched("weight_gradient.stages", {"hopper": (3, 4), "nccl": (3, 4)}),
+    Searched("chunk_tokens", {"cpu": (64, 32, 128), "hopper": (32, 64, 128)}),
+    Searched("push_programs", {"hopper": (4, 8, 16, 32, 64)}, needs={"transfer": ("push",), **_NOT_SERIAL}),
+    Searched("down_sms", {"hopper": (16, 24, 32, 48, 64)}, needs={"overlap": ("pipelined",)}),
+    Searched("activation_gradient", {"hopper": ("after", "beside")}, needs={"overlap": ("fused", "pipelined")}),
+    Searched("group_sum", {"hopper": ("after", "beside")}, needs={"overlap": ("fused",)}),
+    Searched("peer_order", {"cpu": ("natural", "rotated")}, needs={"overlap": ("fused",)}),
+    Searched("peer_order", {"hopper": ("natural", "rotated")}, needs=_MEGA),
+    Searched("weight_gradient_order", {"cpu": ("last", "interleaved")}, needs={"overlap": ("fused",)}),
+    Searched("weight_gradient_order", {"hopper": ("last", "interleaved")}, needs=_MEGA),
+    Searched("activation", {"cpu": ("fused", "separate")}),
+    Searched("received", {"cpu": ("saved", "again"), "hopper": ("saved", "again"), "nccl": ("saved", "again")}),
+    Searched("matrix_workers", {"cpu": (1, 2)}),
+    Searched("vector_workers", {"cpu": (1, 2)}),
+)
+"""Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
+tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major."""
 
 
-def dimensions(backend: str, cfg: MoEConfig, keep: Sequence[str] = ("received",)) -> list[Dimension]:
+def dimensions(backend: str, cfg: MoEConfig, keep: Sequence[str] = ("received",)) -> list[Searched]:
     """Of a backend, for a configuration.  keep: names that are not searched, such as what trades memory for time."""
-    chosen = []
-    for dimension in DIMENSIONS:
-        if backend not in dimension.values or dimension.name in keep:
-            continue
-        if dimension.name == "group_sum" and cfg.combine_groups is None:
-            continue
-        if backend == "hopper" and dimension.name in ONLY_MEGA:
-            dimension = dataclasses.replace(dimension, needs=_TASKS)
-        if backend == "cpu" and dimension.name in ONLY_MEGA:
-            dimension = dataclasses.replace(dimension, needs={"overlap": ("fused",)})
-        chosen.append(dimension)
-    return chosen
+    return [
+        d
+        for d in SEARCHED
+        if backend in d.values and d.name not in keep and not (d.name == "group_sum" and cfg.combine_groups is None)
+    ]
 
 
 def get(schedule: Schedule, name: str) -> Any:
     """ "gemm1.columns" -> its value."""
-    outer, _, inner = name.partition(".")
-    value = getattr(schedule, outer)
-    return getattr(value, inner) if inner else value
+    return DIMENSION[name].of(schedule)
 
 
 def replaced(schedule: Schedule, values: Mapping[str, Any]) -> Schedule:
-    """With these fields, or parts of fields, changed."""
+    """With these dimensions changed."""
     for name, value in values.items():
-        outer, _, inner = name.partition(".")
-        if inner:
-            value = dataclasses.replace(getattr(schedule, outer), **{inner: value})
-        schedule = dataclasses.replace(schedule, **{outer: value})
+        schedule = DIMENSION[name].put(schedule, value)
     return schedule
 
 
-def _names() -> Iterator[str]:
-    for field in dataclasses.fields(Schedule):
-        if isinstance(field.default, Tile):
-            yield from (f"{field.name}.{part.name}" for part in dataclasses.fields(Tile))
-        else:
-            yield field.name
-
-
-NAMES = tuple(_names())
-"""Every field of a Schedule, and every part of its tiles."""
+NAMES = tuple(d.name for d in DIMENSIONS)
 
 
 def differences(schedule: Schedule, usual: Schedule) -> dict[str, Any]:
@@ -147,12 +98,18 @@ def differences(schedule: Schedule, usual: Schedule) -> dict[str, Any]:
     return {name: get(schedule, name) for name in NAMES if get(schedule, name) != get(usual, name)}
 
 
+def _is_way(name: str) -> bool:
+    """Whether the dimension names one of several ways, which columns count."""
+    return isinstance(DIMENSION[name].default, str)
+
+
 def _code(name: str, value: Any) -> float:
-    return float(CHOICES[name].index(value)) if name in CHOICES else float(value)
+    return float(DIMENSION[name].domain.index(value)) if _is_way(name) else float(value)
 
 
 class Points:
-    """columns: {name: (N,) float64}; of a field that names one of several ways, its place in CHOICES.  base: has all
+    """columns: {name: (N,) float64}; of a dimension that names one of several ways, its place in
+    the domain.  base: has all
     that no column has."""
 
     def __init__(self, base: Schedule, columns: Mapping[str, Tensor], count: int) -> None:
@@ -186,7 +143,7 @@ class Points:
         values = {}
         for name, column in self.columns.items():
             number = int(column[index])
-            values[name] = CHOICES[name][number] if name in CHOICES else number
+            values[name] = DIMENSION[name].domain[number] if _is_way(name) else number
         return replaced(self.base, values)
 
 
@@ -255,23 +212,6 @@ def _default_first(values: tuple[Any, ...], usual: Any) -> list[Any]:
     return [usual, *(value for value in values if value != usual)]
 
 
-def refusals(schedule: Schedule, cfg: MoEConfig, backend: str) -> list[str]:
+def refusals(schedule: Schedule, cfg: MoEConfig, ep_size: int, backend: str) -> list[str]:
     """Why `backend` cannot run this point; empty if it can."""
-    if reasons := is_valid(schedule, cfg):
-        return reasons
-    try:
-        refuse_other_fields(schedule, backend, registry.schedule_fields(backend))
-    except ConfigError as error:
-        return [str(error)]
-    if backend != "hopper":
-        return []
-    reasons = []
-    if schedule.gemm1.rows != schedule.gemm2.rows:
-        reasons.append(
-            f"gemm1.rows is {schedule.gemm1.rows} and gemm2.rows {schedule.gemm2.rows}; on GPUs they are one"
-        )
-    if cfg.receive_block % schedule.chunk_tokens:
-        reasons.append(f"chunk_tokens is {schedule.chunk_tokens}; it must divide {cfg.receive_block}")
-    if (schedule.operand, schedule.received) == ("expanded", "again"):
-        reasons.append("operand='expanded' leaves nothing to be received='again'")
-    return reasons
+    return is_valid(schedule, cfg, ep_size, backend)

@@ -31,7 +31,7 @@ import torch
 import uniep
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
-from uniep.schedule import CHOICES, Schedule, default_schedule
+from uniep.schedule import DIMENSION, Schedule, default_schedule
 from uniep.tuner.space import NAMES, differences, refusals, replaced
 
 log = logging.getLogger("uniep")
@@ -41,9 +41,9 @@ FARTHEST = 1.0
 """Factors of two between a call's tokens and the bucket that still serves it."""
 
 _SOURCES = {
-    "cpu": ("schedule.py", "taskflow", "backends/cpu", "backends/torch_tiles.py"),
-    "hopper": ("schedule.py", "kernels", "launch", "backends/hopper"),
-    "nccl": ("schedule.py", "kernels", "launch", "backends/collective", "backends/torch_tiles.py"),
+    "cpu": ("schedule.py", "way.py", "taskflow", "backends/cpu", "backends/torch_tiles.py"),
+    "hopper": ("schedule.py", "way.py", "kernels", "launch", "backends/hopper"),
+    "nccl": ("schedule.py", "way.py", "kernels", "launch", "backends/collective", "backends/torch_tiles.py"),
 }
 """What decides how fast a Schedule is, by backend, under the package."""
 
@@ -149,7 +149,7 @@ def find(cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Found:
             log.warning("%s; the default Schedule serves", error)
             why = str(error)
             continue
-        if reasons := refusals(schedule, cfg, backend):
+        if reasons := refusals(schedule, cfg, ep_size, backend):
             why = f"table {path}: {key.place} cannot run: {'; '.join(reasons)}"
             log.warning("%s; the default Schedule serves", why)
             continue
@@ -203,10 +203,8 @@ def parse(values: dict[str, Any], usual: Schedule) -> Schedule:
     for name, value in values.items():
         if name not in NAMES:
             raise ConfigError(f"a table has a field {name!r} that no Schedule has")
-        if name in CHOICES and value not in CHOICES[name]:
-            raise ConfigError(f"a table has {name} {value!r}; a Schedule has {', '.join(CHOICES[name])}")
-        if name not in CHOICES and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"a table has {name} {value!r}; a Schedule has a number")
+        if refused := DIMENSION[name].refused(value):
+            raise ConfigError(f"a table has a value that no Schedule has: {refused}")
     return replaced(usual, values)
 
 
