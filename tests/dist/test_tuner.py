@@ -58,7 +58,7 @@ def table(folder, changes, tried=()):
 
 
 def test_ranks_with_different_tables_run_one_schedule(pool, tmp_path):
-    """Field report 46: two cold starts, a warm one, and one where rank 1 alone has another cached choice."""
+    """46: two cold starts, a warm one, and one where rank 1 alone has another cached choice."""
     none, a, b = (tmp_path / name for name in ("none", "a", "b"))
     table(a, {"gemm1.columns": 128, "chunk_tokens": 32})
     table(b, {"tile_order": "natural", "gemm2.rows": 64, "gemm1.rows": 64})

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import uniep
+from uniep.cli.main import app
 from uniep.errors import ConfigError
-from uniep.schedule import DIMENSION, Schedule, Tile, default_schedule
+from uniep.schedule import DIMENSION, Schedule, Tile, default_schedule, parse_schedule
 from uniep.shapes import SHAPES
 from uniep.sim import Problem, load_machine
 from uniep.tuner import calibrate, choose, space, strategies, tables
@@ -216,6 +218,18 @@ def test_named_strategies_are_points_or_say_what_is_missing():
         strategies.point("nonsense", "cpu", CFG, 2)
 
 
+def test_bench_takes_named_strategies():
+    made, left_out = strategies.implementations("all", "hopper")
+    assert {"uniep-nccl", "uniep"} <= set(made) and len(made) == len(set(made)) == 6
+    for impl in made:
+        if "@" in impl:
+            assert parse_schedule(impl.partition("@")[2], default_schedule("hopper", CFG, 2))
+    assert len(left_out) == 1 and left_out[0].startswith("mega-ep-relay: no dimension")
+    assert strategies.implementations("uniep,taskflow", "cpu")[0][0] == "uniep"
+    with pytest.raises(ConfigError, match="'x' is unknown; use one of serial-all-to-all"):
+        strategies.implementations("x", "cpu")
+
+
 # --- tables ---
 
 
@@ -352,7 +366,7 @@ def test_online_times_only_what_was_proved_here():
 
 
 def test_40_calls_of_any_tokens_tune_nothing(monkeypatch):
-    """Field report 73."""
+    """73: after the Workspace is made no call looks for a table, and none changes the Schedule."""
     stored()
     torch.manual_seed(0)
     w13, w2 = torch.randn(4, 32, 32), torch.randn(4, 32, 16)
@@ -368,7 +382,7 @@ def test_40_calls_of_any_tokens_tune_nothing(monkeypatch):
 
 
 def test_the_default_is_no_slower_than_what_it_hides(benchmark):
-    """Field report 76: of every committed call the default takes at most 1.05 times what the serial Schedule does."""
+    """76: of every committed call the default takes at most 1.05 times what the serial Schedule does."""
     of_call = {}
     for row in benchmark.measured():
         if row.impl in ("uniep", "uniep-serial") and row.file != "h200x4_layer":
@@ -411,3 +425,15 @@ def test_result_files_that_are_none(tmp_path):
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"x\.json is no result file"):
         explain(CFG, 2, "hopper", load_card("h200"), "qwen3-30b", [tmp_path / "x.json"])
+
+
+def test_uniep_explain_prints_and_writes_all_of_it(tmp_path):
+    options = ["--ep", "4", "--json", str(tmp_path / "x.json"), "--picture", str(tmp_path / "x.png")]
+    done = CliRunner().invoke(app, ["explain", *options])
+    assert done.exit_code == 0, done.output
+    for word in ("choice", "runner up", "Matters most", "Named strategies"):
+        assert word in done.output
+    assert json.loads((tmp_path / "x.json").read_text())["points"] >= 100_000
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    refused = CliRunner().invoke(app, ["explain", "--card", "b300"])
+    assert refused.exit_code == 2 and "h100, h200" in " ".join(refused.output.split())

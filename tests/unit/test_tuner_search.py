@@ -118,7 +118,7 @@ def test_a_winner_that_loses_in_fresh_ranks_leaves_the_default(record):
 
 
 def test_what_faults_or_changes_bits_is_dropped_with_its_reason(record, caplog):
-    """Field report 75."""
+    """75: the search goes on, in ranks that are started anew."""
     faults = {1: "fault", 2: "out of memory", 3: "timeout", 4: "refused"}
     ranks = Told(chunk({}), lambda s: faults.get(s.chunk_tokens), lambda s: str(s.chunk_tokens == 5))
     with caplog.at_level(logging.WARNING, "uniep"):

@@ -112,7 +112,8 @@ class Fleet:
         if failed:
             if len(failed) < len(answers) or not all(value["in_step"] for value in failed.values()):
                 self.end()
-            rank, value = next(iter(failed.items()))
+            rank = min(failed)
+            value = failed[rank]
             raise DroppedError(value["reason"], f"rank {rank}: {value['text']}")
         return [answers[rank][1] for rank in range(len(self._pipes))]
 

@@ -53,11 +53,34 @@ STRATEGIES = {
 }  # fmt: skip
 
 
-def point(name: str, backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
-    """The Schedule of a named strategy.  Raises ConfigError where the backend cannot say it."""
+def implementations(text: str, backend: str) -> tuple[list[str], list[str]]:
+    """(names of benchmarks/moe.py for named strategies, comma-separated, or "all"; those that are left out, and why).
+
+    Raises ConfigError for a name that is none.
+    """
+    names = list(STRATEGIES) if text == "all" else [name for name in text.split(",") if name]
+    made, left_out = [], []
+    for name in names:
+        strategy = _named(name)
+        if "nccl" in strategy.points:
+            made.append("uniep-nccl")
+        elif backend in strategy.points:
+            changes = "+".join(f"{field}={value}" for field, value in strategy.points[backend].items())
+            made.append(f"uniep@{changes}" if changes else "uniep")
+        else:
+            left_out.append(f"{name}: {strategy.missing}" if not strategy.points else f"{name}: not on {backend}")
+    return list(dict.fromkeys(made)), left_out
+
+
+def _named(name: str) -> Strategy:
     if name not in STRATEGIES:
         raise ConfigError(f"strategy {name!r} is unknown; use one of {', '.join(STRATEGIES)}")
-    strategy = STRATEGIES[name]
+    return STRATEGIES[name]
+
+
+def point(name: str, backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
+    """The Schedule of a named strategy.  Raises ConfigError where the backend cannot say it."""
+    strategy = _named(name)
     if backend not in strategy.points:
         there = ", ".join(strategy.points) or "no backend yet"
         why = f": {strategy.missing}" if not strategy.points else ""
