@@ -165,38 +165,39 @@ class Tile:
     rows: int = dimension(
         128, (64, 128), backends=_ANY, source=_UNIEP,
         doc="Rows of an output tile; on GPUs gemm1 and gemm2 have the same.",
-        helps="64 where experts have few rows, 128 else.",
+        helps="64 gives more tiles to share out; 128 reads weights half as often.",
         condition=first_of(in_domain(f" (segments are aligned to {ROW_ALIGN})"), _one_table),
     )  # fmt: skip
     columns: int = dimension(
         256, (64, 128, 256), backends=_ANY, source=_UNIEP,
         doc="Columns of an output tile, a multiple of 64; of gemm1 on GPUs, half gate and half up.",
-        helps="256 reads least; 128 gives more tiles to share out and needs fewer registers.", condition=_columns,
+        helps="Fewer give more tiles to share out; more read rows less often.", condition=_columns,
     )  # fmt: skip
     depth: int = dimension(
         64, (16, 32, 64, 128), backends=_KERNELS, source=_OWN,
-        doc="What a step of the K loop contracts.", helps="64 fits most stages into shared memory.",
+        doc="What a step of the K loop contracts.",
+        helps="A longer step has fewer barriers, and takes more shared memory.",
         condition=in_domain(" (segments are walked in such steps)"),
     )  # fmt: skip
     warps: int = dimension(
         8, (4, 8, 16), backends=_KERNELS, source=_UNIEP,
         doc="Warps of a program; of all tiles the same in one kernel for each direction.",
-        helps="4 for 64 rows or 128 columns.",
+        helps="More hold a tile in fewer registers each.",
         condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gemm1.warps)),
     )  # fmt: skip
     stages: int = dimension(
         3, (2, 3, 4, 5), backends=_KERNELS, source=_OWN,
-        doc="Loads in flight.", helps="More hide latency until shared memory ends.",
+        doc="Loads in flight.", helps="More hide latency, until shared memory ends.",
     )  # fmt: skip
     programs_per_sm: int = dimension(
         1, (1, 2), backends=_KERNELS, source=_OWN,
-        doc="Programs that a multiprocessor runs at a time.", helps="2 for small tiles, whose epilogues then overlap.",
+        doc="Programs that a multiprocessor runs at a time.", helps="2 hide each other's epilogues, where both fit.",
         condition=_mega_needs(1),
     )  # fmt: skip
     group_rows: int = dimension(
         8, (1, 2, 4, 8, 16, 32, 64), backends=_KERNELS, source=_OWN,
         doc="Row tiles that share a column of weights in L2 before the next column starts.",
-        helps="As many as an expert has row tiles, up to 16.", condition=_group_rows,
+        helps="As many as an expert has row tiles, up to 16 (2x H200).", condition=_group_rows,
         usual={GPU: _usual_group_rows},
     )  # fmt: skip
 
@@ -225,20 +226,21 @@ class Schedule:
         "tokens are here; of all experts elsewhere (mega, CPU). chunk-major: `chunk_experts` experts go through all "
         "GEMMs, one GEMM behind the other, while the next ones begin. critical-path: list scheduling by the CPU "
         "executor: a free worker takes the task that most work still depends on.",
-        helps="local-first hides the first tokens' journey; chunk-major returns rows early.",
+        helps="local-first hides the journey of the first tokens; chunk-major returns rows earlier.",
         only={"chunk-major": (CPU, MEGA), "critical-path": (CPU,)}, usual={COLLECTIVE: "natural"},
         shown={value: value for value in ("natural", "local-first", "chunk-major", "critical-path")},
     )  # fmt: skip
     chunk_experts: int = dimension(
         1, (1, 2, 4, 8), backends=(CPU, MEGA), source=_OWN,
-        doc='Experts of a chunk of tile_order="chunk-major".', helps="More where experts have few rows.",
+        doc='Experts of a chunk of tile_order="chunk-major".',
+        helps="Fewer return rows earlier, more share weights among tiles for longer.",
     )  # fmt: skip
     transfer: Literal["push", "copy"] = dimension(
         "push", backends=(GPU,), scope="wire", source=f"push: {_UNIEP}; copy: {_OWN}",
         doc="How ranks send tokens. push: programs store the deduplicated tokens. copy: copy engines send every "
         "token to every peer; no program is lost to it, and it need not wait for the plan, but tokens travel that no "
         "expert of the peer wants.",
-        helps="copy where a peer wants most tokens anyway, in calls of many.",
+        helps="copy where a peer wants most tokens anyway (from 0.7 of them on, 2x H200), if calls are not one kernel.",
         usual={GPU: _usual_transfer}, shown={"copy": "copy"},
     )  # fmt: skip
     peer_order: Literal["natural", "rotated"] = dimension(
@@ -246,18 +248,19 @@ class Schedule:
         doc="Inside an expert. natural: row tiles ascending. rotated: the first GEMM in the order in which peers' "
         "tokens arrive, and what returns rows begins with the next rank's, so that no two ranks write to the same "
         "peer in the same place of their lists.",
-        helps="rotated where many ranks share links.", shown={"rotated": "rotated"},
+        helps="rotated spreads writes over peers; with two ranks there is nothing to spread.",
+        shown={"rotated": "rotated"},
     )  # fmt: skip
     weight_gradient_order: Literal["last", "interleaved"] = dimension(
         "last", backends=(CPU, MEGA), source=_HYPER,
         doc="last: after all other backward work is done or blocked. interleaved: those of an expert behind the rows "
         "that it returns, so that returns are spread over the weight gradients.",
-        helps="interleaved where returns take longer than what follows them.", shown={"interleaved": "interleaved"},
+        helps="interleaved where returns outlast the products of their own rows.", shown={"interleaved": "interleaved"},
     )  # fmt: skip
     activation: Literal["fused", "separate"] = dimension(
         "fused", backends=(CPU,), source=_HYPER,
         doc="fused: in the epilogue of the GEMM before it. separate: tiles of their own for vector workers.",
-        helps="separate where vector workers have cores of their own.", shown={"separate": "activation"},
+        helps="separate where vector workers would idle.", shown={"separate": "activation"},
     )  # fmt: skip
     operand: Literal["gathered", "expanded"] = dimension(
         "gathered", backends=(GPU,), source=f"gathered: {_OWN}; expanded: {_UNIEP}",
@@ -283,13 +286,14 @@ class Schedule:
     )
     push_programs: int = dimension(
         16, (4, 8, 16, 32, 64), backends=(GPU,), source=_UNIEP,
-        doc="Programs that push tokens before they join the other work.", helps="More fill the wire, and start late.",
+        doc="Programs that push tokens before they join the other work.",
+        helps="More push faster and leave fewer to compute meanwhile.",
         condition=_leaves_programs,
     )  # fmt: skip
     down_sms: int = dimension(
         32, (16, 24, 32, 48, 64), backends=(GPU,), source=f"{_COMET} (a split of the blocks)",
         doc="Multiprocessors of the pipelined down product until gate and up are done; at most half.",
-        helps="As many as keep the wire busy.",
+        helps="More return rows sooner and leave fewer to gate and up.",
     )  # fmt: skip
     pipelined_from: int = dimension(
         0, (0, 1024, 2048, 4096, 8192, 16384), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
@@ -301,7 +305,7 @@ class Schedule:
         doc="Where the forward adds the rows of combine groups. after: in a pass behind the down product. beside: by "
         "programs of their own as its row tiles are done, those of peers' tokens first, so that sums travel while "
         "the product goes on. In the backward they hide under the weight gradients.",
-        helps="beside where sums take long on the wire.", condition=_same_sums,
+        helps="after at EP 2 (2x H200); beside is for sums that take long on the wire.", condition=_same_sums,
     )  # fmt: skip
     activation_gradient: Literal["after", "beside"] = dimension(
         "after", backends=(GPU,), source=_OWN,
@@ -312,12 +316,13 @@ class Schedule:
     beside_from: int = dimension(
         2048, (0, 1024, 2048, 4096), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
         doc="Tokens of a rank from which the activation's gradient runs beside; with fewer, after.",
-        helps="Small calls have no rows to wait for.",
+        helps="Programs that wait for row tiles are worth it where there are many.",
     )  # fmt: skip
     mega_to: int = dimension(
         0, (0, 128, 256, 512, 1024, 2048), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
         doc='Tokens of a rank up to which its calls run as overlap="mega" (unless serial); 0: none do.',
-        helps="Small calls are launches more than work.", condition=_no_groups, usual={GPU: _usual_mega_to},
+        helps="One kernel saves launches, which outweigh the work of small calls.",
+        condition=_no_groups, usual={GPU: _usual_mega_to},
     )  # fmt: skip
     free_sms: int = dimension(
         0, (0, 8, 16, 24, 32), backends=(GPU,), source=f"{_OWN} (DeepEP has such a number, too)", least=0,
@@ -326,12 +331,13 @@ class Schedule:
         helps="Where collectives run beside the layer.", condition=_leaves_sms,
     )  # fmt: skip
     matrix_workers: int = dimension(
-        1, (1, 2, 4, 8), backends=(CPU,), source=_HYPER, most=1024,
-        doc="Threads per rank that run GEMM tiles.", helps="As many as a rank has cores, less the others.",
+        1, (1, 2, 4, 8), backends=(CPU,), scope="wire", source=_HYPER, most=1024,
+        doc="Threads per rank that run GEMM tiles.", helps="As many as the rank has cores, less the vector workers.",
     )  # fmt: skip
     vector_workers: int = dimension(
-        1, (1, 2, 4, 8), backends=(CPU,), source=_HYPER, most=1024,
-        doc="Threads per rank that run transfers, activations and sums.", helps="One or two.",
+        1, (1, 2, 4, 8), backends=(CPU,), scope="wire", source=_HYPER, most=1024,
+        doc="Threads per rank that run transfers, activations and sums.",
+        helps="More where they are busy all the time; `uniep trace` shows it.",
     )  # fmt: skip
     received: Literal["saved", "again"] = dimension(
         "saved", backends=_ANY, scope="wire", source=_OWN,
@@ -458,6 +464,7 @@ def neighbours(schedule: Schedule, at: Setting) -> Iterator[tuple[Dimension, Sch
 
     Where a part of one Tile cannot change alone, it changes in all of them.
     """
+    seen = {schedule}
     for d in DIMENSIONS:
         values, now = d.values(schedule, at.backend or CPU), d.of(schedule)
         if isinstance(d.default, int):
@@ -466,10 +473,10 @@ def neighbours(schedule: Schedule, at: Setting) -> Iterator[tuple[Dimension, Sch
         for value in values:
             alone = d.put(schedule, value)
             together = _with(schedule, {f"{tile}.{part}": value for tile in TILES}) if part else alone
-            for made in dict.fromkeys((alone, together)):
-                if made != schedule and not is_valid(made, at.cfg, at.ep_size, at.backend, at.measured):
-                    yield d, made
-                    break
+            made = next((made for made in (alone, together) if not is_valid(made, *at)), schedule)
+            if made not in seen:
+                seen.add(made)
+                yield d, made
 
 
 def parse_schedule(text: str, default: Schedule) -> Schedule:

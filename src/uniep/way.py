@@ -179,9 +179,9 @@ def resolve(
     s = schedule or default_schedule(backend, cfg, ep_size, measured)
     device, sms, grouped = backend == GPU, measured.sms - s.free_sms, cfg.combine_groups is not None
     gates = s.overlap == "serial"
-    mega = s.overlap == "mega" or (not gates and 0 < s.mega_to >= num_tokens)
+    mega = device and (s.overlap == "mega" or (not gates and 0 < s.mega_to >= num_tokens))
     waits, copies = ep_size > 1 and not gates, ep_size > 1 and s.transfer == "copy"
-    down = 0 if mega else down_sms(s, num_tokens, sms)
+    down = down_sms(s, num_tokens, sms) if device and not mega else 0
     local_first: Literal["none", "leading", "all"] = "none"
     if s.tile_order in ("local-first", "critical-path"):
         local_first = "all" if mega or not device else "leading" if ep_size > 1 else "none"
@@ -191,15 +191,16 @@ def resolve(
     else:
         returns = "pass" if gates else "epilogue"
     pushes = waits and (mega or not copies)
-    staged = pushes and not mega
     push_us = _push_us(cfg, ep_size, num_tokens, measured)
+    rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gemm1, s.gemm2)]
     leads = _leads(cfg, ep_size, num_tokens, copies, push_us, sms, measured) if local_first == "leading" else (0, 0)
-    beside = not mega and not gates and s.activation_gradient == "beside" and num_tokens >= s.beside_from
+    staged = device and not mega and not gates
+    beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
         returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies, waits=waits,
         chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
-        push_rounds=tuple(_rounds(cfg, push_us, tile, measured) for tile in (s.gemm1, s.gemm2)) if staged else (0, 0),
+        push_rounds=(rounds[0], rounds[1]),
         local_first=local_first, leads=leads, chunk_experts=s.chunk_experts if s.tile_order == "chunk-major" else 0,
         critical_path=s.tile_order == "critical-path", rotated=s.peer_order == "rotated",
         interleaved=s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
@@ -257,5 +258,5 @@ class Ways(dict[int, Way]):
     def kinds(self) -> list[Way]:
         """One way for each set of kernels that calls launch."""
         s, most = self.schedule, self.cfg.max_tokens_per_rank
-        turns = (0, s.mega_to + 1, s.pipelined_from, s.beside_from)
+        turns = sorted({0, s.mega_to + 1, s.pipelined_from, s.beside_from})
         return list({way.kernels: way for way in (self[turn] for turn in turns if turn <= most)}.values())

@@ -76,6 +76,7 @@ GROUPED_CASES = {
 }
 GROUPED_ROUNDS = (
     (*ROUNDS[0], "after"), (*ROUNDS[1], "after"), (*ROUNDS[1], "beside"), (*ROUNDS[4], "after"),
+    {"overlap": "pipelined", "pipelined_from": 40, "activation_gradient": "beside", "beside_from": 40},  # one of two
 )  # fmt: skip
 # With stacked weights, tiles of dW13 begin where serial tiles do: an interpreted product rounds by its place in a tile.
 MEGA_CASES = {
@@ -84,14 +85,27 @@ MEGA_CASES = {
 }
 MEGA_ROUNDS = (
     {"overlap": "serial"},
-    {"mega_to": 40},  # one of two ranks
-    {"mega_to": 40, "transfer": "copy"},
     {"overlap": "mega"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "natural", "weight_gradient_order": "interleaved"},
     {"overlap": "mega", "tile_order": "chunk-major", "peer_order": "rotated"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "chunk-major", "weight_gradient_order": "interleaved"},
 )
-SUITES = {"mega": (MEGA_CASES, MEGA_ROUNDS), "usual": (CASES, ROUNDS), "grouped": (GROUPED_CASES, GROUPED_ROUNDS)}
+# One rank has one token, the other as many as there may be: every two ways that one Schedule may give them.
+PAIR_CASES = {"fp16": Case(torch.float16, "output", False, (1, 40), hidden=64, ffn=64)}
+PAIRS = (
+    {"mega_to": 1},
+    {"mega_to": 1, "overlap": "pipelined", "activation_gradient": "beside"},
+    {"pipelined_from": 2, "overlap": "pipelined", "activation_gradient": "beside", "beside_from": 2},
+)
+PAIR_ROUNDS = (
+    {"overlap": "serial"}, *({**pair, "transfer": transfer} for pair in PAIRS for transfer in ("push", "copy")),
+)  # fmt: skip
+SUITES = {
+    "pairs": (PAIR_CASES, PAIR_ROUNDS),
+    "mega": (MEGA_CASES, MEGA_ROUNDS),
+    "usual": (CASES, ROUNDS),
+    "grouped": (GROUPED_CASES, GROUPED_ROUNDS),
+}
 
 
 def tensors(case: Case) -> dict[str, Tensor]:
@@ -228,7 +242,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
             changes = how if isinstance(how, dict) else dict(zip(fields, how, strict=False))
             hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, **changes))
             results.append(run(backend, case, rank, RANKS))
-        if suite == "grouped":
+        if suite in ("grouped", "pairs"):
             torch.save(results, folder / f"result-{number}-{rank}")
             continue
         # What one rank needs, another may not.
