@@ -437,3 +437,15 @@ def test_uniep_explain_prints_and_writes_all_of_it(tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 10_000
     refused = CliRunner().invoke(app, ["explain", "--card", "b300"])
     assert refused.exit_code == 2 and "h100, h200" in " ".join(refused.output.split())
+
+
+def test_the_page_has_every_dimension_strategy_and_today_s_figures():
+    page = (BENCHMARKS.parent / "docs" / "tuner.md").read_text()
+    assert all(f"`{name}`" in page for searched in space.SEARCHED for name in (searched.name, *searched.also))
+    assert all(f"`{name}`" in page for name in strategies.STRATEGIES)
+    summary = json.loads((BENCHMARKS / "results" / "model.json").read_text())["summary"]
+    for of in summary.values():
+        figures = f"| {of['rows']} | {of['median']:.1%} | {of['p95']:.1%}".replace("%", " %")
+        assert figures in page or of["rows"] == 30, figures
+    for backend in ("hopper", "cpu"):
+        assert f"{len(space.points(backend, CFG, 2)):,}" in page

@@ -109,9 +109,8 @@ def _draw(document: dict[str, Any], path: Path) -> None:
     left.barh([name for name, _ in rows], [of["predicted_us"] / 1e3 for _, of in rows], color="#2f6fde")
     dots = [(name, of["measured_us"] / 1e3) for name, of in rows if of["measured_us"]]
     if dots:
-        left.plot([ms for _, ms in dots], [name for name, _ in dots], "o", color="#e8590c", label="measured")
-        left.legend(frameon=False, loc="lower right")
-    left.set_xlabel("ms, predicted")
+        left.plot([ms for _, ms in dots], [name for name, _ in dots], "o", color="#e8590c")
+    left.set_xlabel("ms, predicted; dots: measured" if dots else "ms, predicted")
     costs = [(name, max(of["costs"].values())) for name, of in document["dimensions"].items()][::-1]
     right.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color="#e8590c")
     right.set_xlabel("%, by the dearest value, all else as chosen")

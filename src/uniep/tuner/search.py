@@ -29,7 +29,7 @@ from uniep.schedule import Schedule, default_schedule
 from uniep.tuner import tables
 from uniep.tuner.fleet import DroppedError, Fleet
 from uniep.tuner.model import Card, Load, predict
-from uniep.tuner.space import Points, dimensions, get, points, refusals, replaced, settled
+from uniep.tuner.space import Points, dimensions, get, refusals, replaced, settled
 from uniep.tuner.trial import Job, slowest
 
 log = logging.getLogger("uniep")
@@ -344,7 +344,3 @@ class _State:
         if len(proofs) != 1:
             raise UniEPError(f"ranks have different choices ({', '.join(sorted(proofs))}): a bug; please report it")
         return Result(choice, gain, spread, proofs.pop(), tried, self.usual_us, self.ranks.starts)
-
-
-def space_of(job: Job, limit: int = 200_000) -> Points:
-    return points(job.backend, job.cfg, job.ep_size, limit=limit)

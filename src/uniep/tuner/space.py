@@ -148,7 +148,7 @@ class Points:
 
 
 def points(
-    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 200_000, keep: Sequence[str] = ("received",)
+    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 300_000, keep: Sequence[str] = ("received",)
 ) -> Points:
     """All points of the space, each once; of more than `limit`, as many drawn evenly, the same every time.  Point 0 is
     the backend's default.  Some may still be refused: `refusals` says why."""
