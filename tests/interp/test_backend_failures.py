@@ -10,6 +10,7 @@ from hopper_on_host import host_backends
 from uniep.backends.base import Inputs, Needs
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
+from uniep.kernels import sync
 from uniep.schedule import Tile, is_valid
 from uniep.weights import ExpertWeights
 
@@ -191,3 +192,14 @@ def test_who_gives_up_at_the_entry_tells_first():
         second.check()
     with pytest.raises(PeerTimeoutError, match="rank 1 did not come"):
         first.check()
+
+
+@pytest.mark.parametrize("stage", ["ROWS", "SUM", "RAW", "ACTIVATED"])
+def test_a_wait_for_own_tiles_names_no_peer(stage):
+    backend = host_backends(MoEConfig(**SHAPE), 2, SCHEDULE)[1]
+    planner = backend.planner
+    planner.calls_made = 3
+    planner._words[:5] = [sync.TIMEOUT.value, getattr(sync, f"STAGE_{stage}").value, 1, 8, 5]
+    said = r"^rank 1, call 3: its own rows of .* were not there within 60 s \(Workspace \d+; expected 8 .*, seen 5\)"
+    with pytest.raises(PeerTimeoutError, match=said):
+        backend.check()

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -18,6 +19,8 @@ from uniep.activation import ACTIVATIONS
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.kernels.gemm import gate_up_kernel, product_kernel
 from uniep.kernels.gradients import activation_gradient_kernel, weight_gradient_kernel
+from uniep.kernels.header import STATUS_HOST
+from uniep.kernels.sync import STAGE_ENTRY, TIMEOUT, every_rank, wait_for
 from uniep.kernels.transfer import (
     combine_kernel,
     dweights_kernel,
@@ -552,3 +555,21 @@ def test_push_tokens(ranks):
             arrived += [call if c * chunk < count else 0 for c in range(chunks)]
         assert torch.equal(receive[rank].nan_to_num(12345.0), want.nan_to_num(12345.0))
         assert flags[rank].tolist() == [call] * ranks + arrived
+
+
+@triton.jit
+def waiting_kernel(flags_ptr, needed, status_ptr):
+    ranks = every_rank(4)
+    wait_for(flags_ptr + ranks, ranks, needed, -1, status_ptr, STAGE_ENTRY)
+
+
+@pytest.mark.parametrize("call", [7, -(2**31) + 1])
+def test_a_timeout_names_a_late_peer_with_its_own_flag(call):
+    """Of two late ones the last; also where the number of the call has just turned negative."""
+    seen = [(call - behind + 2**31) % 2**32 - 2**31 for behind in (5, 0, 3, 0)]
+    host, status = torch.zeros(8, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    at = STATUS_HOST.value
+    status[at : at + 2] = torch.tensor([host.data_ptr()]).view(torch.int32)
+    waiting_kernel[(1,)](torch.tensor(seen, dtype=torch.int32), call, status)
+    assert status[0] == TIMEOUT.value
+    assert host[:5].tolist() == [TIMEOUT.value, STAGE_ENTRY.value, 2, call, seen[2]]

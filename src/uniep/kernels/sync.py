@@ -31,9 +31,11 @@ OTHER_CALL = tl.constexpr(5)
 LOST = tl.constexpr(6)  # by a peer: LOST + LOST_RANK * (its rank + 1)
 LOST_RANK = tl.constexpr(256)
 
+# For peers, whose flags reach the number of the call.
 STAGE_ENTRY = tl.constexpr(1)
 STAGE_DISPATCH = tl.constexpr(2)
 STAGE_COMBINE = tl.constexpr(3)
+# For this rank's own tiles, which are counted.
 STAGE_ROWS = tl.constexpr(4)
 STAGE_SUM = tl.constexpr(5)
 STAGE_RAW = tl.constexpr(6)
@@ -112,7 +114,8 @@ def wait_for(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.conste
             if gone >= 0:
                 record(status_ptr, LOST, gone, needed, 0, 0)
         peer = tl.max(tl.where(seen - needed < 0, peers, -1))
-        record(status_ptr, TIMEOUT, STAGE, peer, needed, tl.min(seen))
+        of_peer = tl.min(tl.where(peers == peer, seen - needed, 0))  # of several flags of its, the latest
+        record(status_ptr, TIMEOUT, STAGE, peer, needed, needed + of_peer)
 
 
 @triton.jit

@@ -53,6 +53,8 @@ STAGES = {
     sync.STAGE_ENTRY.value: "entry of the call",
     sync.STAGE_DISPATCH.value: "arrival of tokens",
     sync.STAGE_COMBINE.value: "return of results",
+}
+OWN_STAGES = {  # of this rank's own tiles
     sync.STAGE_ROWS.value: "rows of gate and up",
     sync.STAGE_SUM.value: "rows of the down product",
     sync.STAGE_RAW.value: "rows of dO @ W2",
@@ -141,8 +143,9 @@ class Calls:
         self.calls_made, self.is_inside, self._has_told = 0, False, False
         self.allocate = 0
         self.aside = torch.cuda.Stream(self.device)  # for small copies, whatever waits on other streams
-        # The number of the last call, and how many had ids.
-        self.call = torch.zeros(4, dtype=torch.int32, device=self.device)[:1]
+        # The number of the last call, and how many had ids, as did the last one or did not.
+        self._counters = torch.zeros(4, dtype=torch.int32, device=self.device)
+        self.call, self._has_ids = self._counters[:1], False
         self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         # Pinned memory that kernels write and the host reads without synchronising.
         self._parts = header.HostRecord(self.num_ranks)
@@ -190,7 +193,7 @@ class Calls:
             self._words[self._parts.digests_here] = 0
             self._digests_of = wrapped(self.calls_made + 1) or 1
         self.calls_made = wrapped(self.calls_made + 1)
-        self.is_inside = True
+        self.is_inside, self._has_ids = True, ids_TK is not None
         nothing = self.call
         launch(
             exchange_kernel,
@@ -272,12 +275,17 @@ class Calls:
         """The error that the host's record stands for."""
         self._acquire()
         code, a, b, c, d = self._words[:5]
+        if code == TIMEOUT and a in OWN_STAGES:
+            return PeerTimeoutError(
+                f"rank {self.rank}, call {self.calls_made}: its own {OWN_STAGES[a]} were not there within "
+                f"{self.ws.timeout_s:g} s (Workspace {self.number}; expected {c} tiles beside each other, seen {d}). "
+                "Other work may hold this GPU, or its kernels wait for a peer; otherwise raise timeout_s"
+            )
         if code == TIMEOUT:
-            stage = STAGES.get(a, str(a))
             return PeerTimeoutError(
                 f"rank {self.rank}, call {c}: rank {b} did not come within {self.ws.timeout_s:g} s (Workspace "
-                f"{self.number}, stage: {stage}; expected signal {c}, seen {d}). {self._elsewhere(b)}Every rank must "
-                "make the same calls; see that no rank has stopped, or raise timeout_s"
+                f"{self.number}, stage: {STAGES[a]}; expected signal {c}, seen {d}). {self._elsewhere(b)}Every rank "
+                "must make the same calls; see that no rank has stopped, or raise timeout_s"
             )
         if code == TOO_MANY_ROWS:
             return CapacityError(
@@ -359,6 +367,8 @@ class Calls:
         failure, raise the same on every rank."""
         torch.cuda.synchronize(self.device)
         error = self._disagreement() if self._words[0] == OTHER_CALL else self._first_refusal()
+        if self._words[0] == REFUSED and self._has_ids:  # who refused counted no forward
+            self._counters[1] -= 1
         self.status[: header.STATUS_HOST.value] = 0
         for word in range(8):
             self._words[word] = 0
