@@ -168,6 +168,17 @@ def refused_without_host_reads(site):
     return {"error": error, "nan": bool(y_TD.isnan().all()), "s": time.monotonic() - started}
 
 
+def refused_forward_does_not_count(site):
+    """Then forwards that differ."""
+    backend, given = site.backend(), site.inputs()
+    if site.rank == 1:
+        backend.refuse(UniEPError("no such thing"))
+        refused = ""
+    else:
+        refused = error_of(lambda: backend.forward(given, save=True))
+    return {"refused": refused, "error": error_of(lambda: backend.forward(given, save=site.rank == 0))}
+
+
 def workspaces_in_another_order(site):
     backends, given = [site.backend(timeout_s=5.0) for _ in range(2)], site.inputs()
     return {"error": error_of(lambda: backends[site.rank].forward(given, save=False))}
@@ -200,6 +211,7 @@ SCENARIOS = {
     "wrap": past_the_last_number,
     "left": left,
     "refused": refused_without_host_reads,
+    "refused, then others": refused_forward_does_not_count,
     "copies": lambda site: digests(site, (7, 7)),
     "copies, sync-free": lambda site: digests(site, (7, 7), SYNC_FREE),
     "gradients": gradients_on_one_rank,

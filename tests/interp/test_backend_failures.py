@@ -11,6 +11,7 @@ from uniep.backends.base import Inputs, Needs
 from uniep.config import MoEConfig
 from uniep.dimension import MEASURED
 from uniep.errors import CapacityError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
+from uniep.kernels import sync
 from uniep.schedule import Tile, is_valid
 from uniep.weights import ExpertWeights
 
@@ -47,7 +48,7 @@ def test_a_rank_that_comes_after_its_peer_gave_up_gets_an_error(transfer, overla
 def test_a_forward_against_a_backward_is_an_error_on_both_ranks():
     cfg = MoEConfig(**SHAPE)
     first, second = host_backends(cfg, 2, SCHEDULE, timeout_s=0.3)
-    second.planner.enter(None, None, 40, "backward")
+    second.planner.enter(None, None, 40, "backward", forward=second.planner.call)
     second.planner.is_inside = False
     said = r"different operations in call 1 \(rank 0: forward without gradients, rank 1: backward\). rank 0 is ahead"
     with pytest.raises(UniEPError, match=said):
@@ -190,3 +191,14 @@ def test_who_gives_up_at_the_entry_tells_first():
         second.check()
     with pytest.raises(PeerTimeoutError, match="rank 1 did not come"):
         first.check()
+
+
+@pytest.mark.parametrize("stage", ["ROWS", "SUM", "RAW", "ACTIVATED"])
+def test_a_wait_for_own_tiles_names_no_peer(stage):
+    backend = host_backends(MoEConfig(**SHAPE), 2, SCHEDULE)[1]
+    planner = backend.planner
+    planner.calls_made = 3
+    planner._words[:5] = [sync.TIMEOUT.value, getattr(sync, f"STAGE_{stage}").value, 1, 8, 5]
+    said = r"^rank 1, call 3: its own rows of .* were not there within 60 s \(Workspace \d+; expected 8 .*, seen 5\)"
+    with pytest.raises(PeerTimeoutError, match=said):
+        backend.check()

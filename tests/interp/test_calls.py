@@ -103,6 +103,14 @@ def test_a_refusal_without_host_reads_leaves_nobody_waiting(seen):
     assert refused["s"] < LONG_S / 2
 
 
+def test_a_refused_forward_counts_on_no_rank(seen):
+    """Who refused is not behind."""
+    assert seen["refused, then others"][0]["refused"] == "UniEPError: rank 1: no such thing"
+    different = "UniEPError: ranks are in different operations in call 2 (rank 0: forward, rank 1: forward without grad"
+    same_error(seen["refused, then others"], different)
+    assert all("ahead" not in rank["error"] for rank in seen["refused, then others"])
+
+
 def test_workspaces_in_another_order(seen):
     errors = [rank["error"] for rank in seen["order"]]
     assert all(error.startswith("PeerTimeoutError: rank") for error in errors), errors

@@ -15,6 +15,7 @@ reads results here looks at this one word.  What lies where: header.py.
 import triton
 import triton.language as tl
 
+from uniep.kernels.arguments import Wire
 from uniep.kernels.header import (
     LOST_CALL,
     LOST_WORDS,
@@ -31,9 +32,11 @@ OTHER_CALL = tl.constexpr(5)
 LOST = tl.constexpr(6)  # by a peer: LOST + LOST_RANK * (its rank + 1)
 LOST_RANK = tl.constexpr(256)
 
+# For peers, whose flags reach the number of the call.
 STAGE_ENTRY = tl.constexpr(1)
 STAGE_DISPATCH = tl.constexpr(2)
 STAGE_COMBINE = tl.constexpr(3)
+# For this rank's own tiles, which are counted.
 STAGE_ROWS = tl.constexpr(4)
 STAGE_SUM = tl.constexpr(5)
 STAGE_RAW = tl.constexpr(6)
@@ -112,7 +115,8 @@ def wait_for(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.conste
             if gone >= 0:
                 record(status_ptr, LOST, gone, needed, 0, 0)
         peer = tl.max(tl.where(seen - needed < 0, peers, -1))
-        record(status_ptr, TIMEOUT, STAGE, peer, needed, tl.min(seen))
+        of_peer = tl.min(tl.where(peers == peer, seen - needed, 0))  # of several flags of its, the latest
+        record(status_ptr, TIMEOUT, STAGE, peer, needed, needed + of_peer)
 
 
 @triton.jit
@@ -122,18 +126,18 @@ def failed(status_ptr):
 
 
 @triton.jit
-def signal_when_all(flag_table_ptr, offset, call, counter_ptr, number, total, status_ptr, NUM_RANKS: tl.constexpr):
+def signal_when_all(wire: Wire, offset, call, counter_ptr, number, total, NUM_RANKS: tl.constexpr):
     """Count `number` tasks of this program as done; who completes `total` signals as in `signal_all`."""
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, number, sem="acq_rel", scope="sys")
-    if (before + number == total) & (not failed(status_ptr)):
+    if (before + number == total) & (not failed(wire.status)):
         for rank in range(NUM_RANKS):
-            flags = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int32))
+            flags = tl.load(wire.flag_table + rank).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(flags + offset, call, sem="release", scope="sys")
 
 
 @triton.jit
-def signal_all(flag_table_ptr, offset, call, ticket_ptr, num_programs, status_ptr, NUM_RANKS: tl.constexpr):
+def signal_all(wire: Wire, offset, call, ticket_ptr, num_programs, NUM_RANKS: tl.constexpr):
     """The last of `num_programs` programs stores `call` into flag `offset` of every rank, unless this rank has failed:
     a peer that comes late must not take what was never sent for a result.
 
@@ -144,7 +148,7 @@ def signal_all(flag_table_ptr, offset, call, ticket_ptr, num_programs, status_pt
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
     if ticket == num_programs - 1:
         tl.store(ticket_ptr, 0)
-    if (ticket == num_programs - 1) & (not failed(status_ptr)):
+    if (ticket == num_programs - 1) & (not failed(wire.status)):
         for rank in range(NUM_RANKS):
-            flags = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int32))
+            flags = tl.load(wire.flag_table + rank).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(flags + offset, call, sem="release", scope="sys")

@@ -53,6 +53,8 @@ STAGES = {
     sync.STAGE_ENTRY.value: "entry of the call",
     sync.STAGE_DISPATCH.value: "arrival of tokens",
     sync.STAGE_COMBINE.value: "return of results",
+}
+OWN_STAGES = {  # of this rank's own tiles
     sync.STAGE_ROWS.value: "rows of gate and up",
     sync.STAGE_SUM.value: "rows of the down product",
     sync.STAGE_RAW.value: "rows of dO @ W2",
@@ -141,8 +143,9 @@ class Calls:
         self.calls_made, self.is_inside, self._has_told = 0, False, False
         self.allocate = 0
         self.aside = torch.cuda.Stream(self.device)  # for small copies, whatever waits on other streams
-        # The number of the last call, and how many had ids.
-        self.call = torch.zeros(4, dtype=torch.int32, device=self.device)[:1]
+        # The number of the last call, and how many had ids, as did the last one or did not.
+        self._counters = torch.zeros(4, dtype=torch.int32, device=self.device)
+        self.call, self._has_ids = self._counters[:1], False
         self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         # Pinned memory that kernels write and the host reads without synchronising.
         self._parts = header.HostRecord(self.num_ranks)
@@ -190,21 +193,19 @@ class Calls:
             self._words[self._parts.digests_here] = 0
             self._digests_of = wrapped(self.calls_made + 1) or 1
         self.calls_made = wrapped(self.calls_made + 1)
-        self.is_inside = True
-        nothing = self.call
+        self.is_inside, self._has_ids = True, ids_TK is not None
         launch(
             exchange_kernel,
             EXCHANGE_PROGRAMS,
             (
-                ids_TK if ids_TK is not None else nothing, weights_TK if weights_TK is not None else nothing,
-                refusal if refusal is not None else nothing,
-                digests.view(torch.int32) if digests is not None else nothing,
-                forward if forward is not None else nothing, num_tokens, self.allocate, _NUMBER_OF[operation],
+                self.call, self.ticket, ids_TK, weights_TK, refusal,
+                # That there are digests is no constant, since the code for it would come late: any memory serves.
+                digests.view(torch.int32) if digests is not None else self.call,
+                forward, num_tokens, self.allocate, _NUMBER_OF[operation],
                 layer.number, wrapped(layer.draw), wrapped(layer.draw >> 32), int(digests is not None),
-                self.arena.tables["exchange"], self.arena.tables["flags"], self.arena.flag_offset("entered"), self.call,
-                self.ticket, self.rank,
+                self.arena.tables["exchange"], self.arena.tables["flags"], self.arena.flag_offset("entered"), self.rank,
             ),
-            self._entry_constants | {"HAS_IDS": ids_TK is not None, "REFUSE": refusal is not None},
+            self._entry_constants,
             num_warps=4, maxnreg=64,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
 
@@ -272,12 +273,17 @@ class Calls:
         """The error that the host's record stands for."""
         self._acquire()
         code, a, b, c, d = self._words[:5]
+        if code == TIMEOUT and a in OWN_STAGES:
+            return PeerTimeoutError(
+                f"rank {self.rank}, call {self.calls_made}: its own {OWN_STAGES[a]} were not there within "
+                f"{self.ws.timeout_s:g} s (Workspace {self.number}; expected {c} tiles beside each other, seen {d}). "
+                "Other work may hold this GPU, or its kernels wait for a peer; otherwise raise timeout_s"
+            )
         if code == TIMEOUT:
-            stage = STAGES.get(a, str(a))
             return PeerTimeoutError(
                 f"rank {self.rank}, call {c}: rank {b} did not come within {self.member.timeout_s:g} s (Workspace "
-                f"{self.number}, stage: {stage}; expected signal {c}, seen {d}). {self._elsewhere(b)}Every rank must "
-                "make the same calls; see that no rank has stopped, or raise timeout_s"
+                f"{self.number}, stage: {STAGES[a]}; expected signal {c}, seen {d}). {self._elsewhere(b)}Every rank "
+                "must make the same calls; see that no rank has stopped, or raise timeout_s"
             )
         if code == TOO_MANY_ROWS:
             return CapacityError(
@@ -359,6 +365,8 @@ class Calls:
         failure, raise the same on every rank."""
         torch.cuda.synchronize(self.device)
         error = self._disagreement() if self._words[0] == OTHER_CALL else self._first_refusal()
+        if self._words[0] == REFUSED and self._has_ids:  # who refused counted no forward
+            self._counters[1] -= 1
         self.status[: header.STATUS_HOST.value] = 0
         for word in range(8):
             self._words[word] = 0
