@@ -177,7 +177,7 @@ def forward_kernel(
                 first_ptrs = row_pointers(source, tokens.local, tokens.received, LAYER.D)
                 a_ptrs = first_ptrs[:, None] + tl.arange(0, TILE.K)[None, :]
                 counted = Counted(progress_ptr, made, stored)
-                gate_up_tile(a_ptrs, blocks, weight, row, expert, n, counted, LAYER, TILE, WAY.UP_FIRST)
+                gate_up_tile(a_ptrs, blocks, weight, m, expert, n, counted, LAYER, TILE, WAY.UP_FIRST)
                 stored = m + 0
                 made += 1
                 record_task(lists.matrix_records, place, claimed_ns, started_ns)
@@ -362,7 +362,7 @@ def backward_kernel(
                 first_ptrs = row_pointers(source, tokens.local, tokens.received, D)
                 a_ptrs = first_ptrs[:, None] + tl.arange(0, TILE.K)[None, :]
                 counted = Counted(progress_ptr, made, stored)
-                gathered_product_tile(a_ptrs, w2_desc, raw_desc, m * TILE.M, expert, n, counted, D, TILE)
+                gathered_product_tile(a_ptrs, w2_desc, raw_desc, m, expert, n, counted, D, TILE)
                 stored = m + 0
                 made += 1
             else:
