@@ -16,7 +16,7 @@ import triton.language as tl
 from uniep.kernels.activation import activate
 from uniep.kernels.arguments import Counted, GateUpBlocks, Offsets, Rows, Tokens, Wire
 from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come
-from uniep.kernels.rows import load_rows, row_pointers, wait_for_rows
+from uniep.kernels.rows import load_rows, num_row_tiles, row_pointers, wait_for_rows
 from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
 
@@ -160,6 +160,7 @@ def gate_up_tile(
     blocks: GateUpBlocks,
     weight,
     m,
+    row,
     expert,
     n,
     counted: Counted,
@@ -168,12 +169,12 @@ def gate_up_tile(
     UP_FIRST: tl.constexpr,
 ):
     """One tile of `gate_up_kernel`.  a_ptrs: first step of gathered rows, or None.  weight: of the rows, if WEIGHTED.
+    row: the first of row tile m.
 
     counted: the tile that is counted meanwhile, or None.
     """
     dtype: tl.constexpr = blocks.act.dtype
     HALF: tl.constexpr = TILE.N // 2
-    row = m * TILE.M
     acc = product_of_rows(a_ptrs, blocks.rows, blocks.w13, m, expert, n, LAYER.D, 0, "gate_up", False, TILE)
     gate, up = halves(acc, TILE.M, TILE.N)
     if UP_FIRST:
@@ -240,7 +241,7 @@ def gate_up_kernel(
         if program < push_programs:
             offsets = Offsets(arrived_offset, finished_offset, None)
             push_tokens(tokens.local, rows, wire, offsets, num_tokens, rank, program, push_programs, SENDING)
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     num_steps = num_m * NUM_N
     deadline_ns = deadline(wire.status, timeout_ns)
     alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
@@ -279,7 +280,7 @@ def gate_up_kernel(
             next_m, next_expert, next_n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
             next_rows = next_m * TILE.M + tl.arange(0, TILE.M)
             next_source = tl.load(rows.source_N + next_rows, mask=step < num_steps, other=0)
-        gate_up_tile(a_ptrs, blocks, weight, m, expert, n, counted, LAYER, TILE, UP_FIRST)
+        gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, UP_FIRST)
         if AHEAD:
             m = next_m
             expert = next_expert
@@ -338,7 +339,7 @@ def gathered_product_kernel(
         if program < push_programs:
             offsets = Offsets(arrived_offset, finished_offset, None)
             push_tokens(tokens.local, rows, wire, offsets, num_tokens, rank, program, push_programs, SENDING)
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     deadline_ns = deadline(wire.status, timeout_ns)
     alone, shared, count = turns(num_m * NUM_N, program, push_programs, push_rounds)
     all_here = 0
@@ -449,7 +450,7 @@ def product_kernel(
     TILES_BEFORE finished tiles for each of them.
     """
     NUM_N: tl.constexpr = (PRODUCT.WIDTH + TILE.N - 1) // TILE.N
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     if PRODUCT.SCATTER:
         num_m = tl.where(failed(wire.status), 0, num_m)  # a late peer may still read what an earlier call returned
     if TILES_BEFORE == 0:

@@ -14,6 +14,7 @@ from uniep.kernels.arguments import GroupRows, Rows, Wire
 from uniep.kernels.gemm import count_tile, product_of_rows, row_tile_of_step, store_tile, tile_coordinates
 from uniep.kernels.header import HEADER, header_of
 from uniep.kernels.ptx import after_previous, narrow, next_may_come
+from uniep.kernels.rows import num_row_tiles
 from uniep.kernels.sync import STAGE_SUM, deadline, failed, signal_all, wait_for
 
 NO_GROUP = tl.constexpr(2**30)  # of unused slots, behind all others
@@ -35,7 +36,7 @@ def _slot_groups(
 def _groups_below(group, limit, K: tl.constexpr, KP: tl.constexpr):
     """How many different groups below `limit` (tokens,) each token has."""
     slot = tl.arange(0, KP)[None, :]
-    count = limit * 0
+    count = tl.zeros_like(limit)
     for k in range(K):
         other = tl.sum(tl.where(slot == k, group, 0), 1)
         seen = tl.max(((group == other[:, None]) & (slot < k)).to(tl.int32), 1)
@@ -97,9 +98,9 @@ def parts_kernel(
     for first in range(tl.program_id(0) * ROWS, num_tokens, tl.num_programs(0) * ROWS):
         token = first + tl.arange(0, ROWS)
         group = _slot_groups(
-            exchange_ptr, call, rank + token * 0, token, token < num_tokens, K, KP, SLOTS, NUM_RANKS, GROUP
+            exchange_ptr, call, rank + tl.zeros_like(token), token, token < num_tokens, K, KP, SLOTS, NUM_RANKS, GROUP
         )
-        count = _groups_below(group, token * 0 + NO_GROUP, K, KP)
+        count = _groups_below(group, tl.full(token.shape, NO_GROUP, tl.int32), K, KP)
         mask = (token < num_tokens)[:, None] & (slot < W)
         tl.store(used_ptr + token[:, None] * W + slot, tl.where(slot < count[:, None], 0, -1), mask=mask)
 
@@ -246,7 +247,7 @@ def counted_product_kernel(
     NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
     program = tl.program_id(0)
     next_may_come()
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     num_steps = num_m * NUM_N
     for step in tl.range(program, num_steps, tl.num_programs(0), flatten=True):
         position, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
