@@ -70,14 +70,14 @@ def launch_lists(
     """The tasks of a direction in the order of the way, and its counters at zero."""
     ranks, experts = counts_RE.shape
     local = experts // ranks
-    first = way.gemm2 if backward else way.gemm1
+    first = way.down if backward else way.gate_up
     launch(
         list_kernel,
         multiprocessors * 4,
         (counts_RE, rows, tasks.lists, rank),
         {
             "E": experts, "LOCAL": local, "LOCAL_P": power_of_2(local), "NUM_RANKS": ranks, "BLOCK_M": first.rows,
-            "GROUP0": first.group_rows, "GROUP1": way.gemm2.group_rows,
+            "GROUP0": first.group_rows, "GROUP1": way.down.group_rows,
             **{f"TILES{op}": count for op, count in enumerate(tasks.tiles)},
             "TILES_P": power_of_2(max(tasks.tiles[:2])),
             "CHUNK_EXPERTS": way.chunk_experts,
@@ -144,7 +144,7 @@ def launch_forward(
     way: Way, multiprocessors: int, made: Made, sums: Sums, dispatch: Dispatch,
 ) -> None:  # fmt: skip
     """A forward behind its plan."""
-    tile, down_tile, half = way.gemm1, way.gemm2, way.gemm1.columns // 2
+    tile, down_tile, half = way.gate_up, way.down, way.gate_up.columns // 2
     num_tokens, layer, others = x.local.shape[0], layer_shape(cfg), max(peers.num_ranks - 1, 1)
     w13_desc, up_first = w13_block(experts, 1, 2, half, tile.depth)
     gate_desc, up_desc = h_blocks(made.h_2NF, tile.rows, half)
@@ -179,7 +179,7 @@ def launch_backward(
     way: Way, multiprocessors: int, made: Gradients, sums: Sums, dispatch: Dispatch,
 ) -> None:  # fmt: skip
     """A backward behind its entry."""
-    tile, weight_tile = way.gemm2, way.weight_gradient
+    tile, weight_tile = way.down, way.weight_gradient
     through, dw, num_tokens, layer = made.through, made.dw, dy.local.shape[0], layer_shape(cfg)
     dh_NH = through.dh_N2F.view(-1, 2 * cfg.ffn)
     w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)

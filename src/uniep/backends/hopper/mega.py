@@ -149,7 +149,7 @@ def _lists(backend: HopperBackend, plan: DevicePlan, tiles: tuple[int, int, int,
     from uniep.launch import mega as launch_mega
 
     way = backend.way
-    most = plan.num_rows // way.gemm1.rows
+    most = plan.num_rows // way.gate_up.rows
     lists = launch_mega.TaskLists.empty(most, backend.planner.local, tiles, backend.device, backward=backward)
     launch_mega.launch_lists(plan.counts_RE, plan.bundle, lists, way, backend.rank, backend.sms, backward=backward)
     return lists
