@@ -9,20 +9,22 @@ import time
 
 import torch
 
+from uniep.schedule import Schedule, Tile
 from uniep.shapes import SHAPES
 from uniep.sim import Problem, load_machine
 from uniep.sim.costs import Costs, costs
 from uniep.sim.engine import Queue, run
 from uniep.taskflow.layer import backward_operators
 from uniep.taskflow.lower import compile_graph
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.way import resolve
 
 
 def main() -> None:
     torch.set_num_threads(1)
     problem, machine = Problem(SHAPES["deepseek-v3-256"], 8, 4096, "uniform", "bwd"), load_machine("h200-node")
     schedule = Schedule(gemm1=Tile(columns=128), gemm2=Tile(columns=128))
-    operators, sites = backward_operators(schedule), problem.sites(schedule)
+    way = resolve(problem.cfg, problem.ep, problem.tokens, schedule, backend="cpu")
+    operators, sites = backward_operators(way), problem.sites(way)
     graph = compile_graph(operators, sites)
     shared = costs(graph, operators, sites, machine)
     queues = [Queue(rank, "worker", 132, graph.indices(rank).tolist()) for rank in range(graph.ep_size)]

@@ -23,24 +23,8 @@ import uniep
 from cases import Case
 from peers import Layer
 from uniep.backends.base import Inputs, Needs
-from uniep.taskflow.schedule import default_schedule
+from uniep.schedule import default_schedule, parse_schedule
 from uniep.weights import ExpertWeights
-
-
-def parse_schedule(text: str, schedule: uniep.Schedule) -> uniep.Schedule:
-    """'overlap=serial+gemm1.columns=128' -> `schedule` with these fields changed.  Raises ValueError."""
-    for part in text.split("+"):
-        path, _, value = part.partition("=")
-        outer, _, inner = path.partition(".")
-        holder = getattr(schedule, outer, None) if inner else schedule
-        if not value or not hasattr(holder, inner or outer):
-            raise ValueError(f"{part!r} names no field of Schedule; write FIELD=VALUE, such as gemm1.columns=128")
-        kind = type(getattr(holder, inner or outer))
-        new: Any = value == "True" if kind is bool else kind(value)
-        if inner:
-            new = dataclasses.replace(holder, **{inner: new})
-        schedule = dataclasses.replace(schedule, **{outer: new})
-    return schedule
 
 
 def parse_groups(impl: str, ranks: int) -> int | None:

@@ -37,10 +37,11 @@ from torch import Tensor
 import timing
 import uniep
 from cases import ROUTINGS, Case, Shape, make_case, make_weights, parse_shape
-from layers import UniEPCompute, UniEPLayer, Workspaces, parse_groups, parse_schedule
+from layers import UniEPCompute, UniEPLayer, Workspaces, parse_groups
 from peers import DeepEp, DeepEpLayer, Layer, NcclLayer, PeerCompute
 from results import best_peer
 from uniep.reference import composition
+from uniep.schedule import parse_schedule
 
 DEFAULT_SHAPES = "qwen3-30b,dsv2-lite,qwen3-235b,deepseek-v3,mixtral-8x7b"
 IMPLS = (

@@ -38,7 +38,7 @@ class Products:
     """What both sides compute, by name: (uniep's, PyTorch's, what uniep's leaves behind)."""
 
     def __init__(self, shape: Shape, tokens: int, device: torch.device) -> None:
-        from uniep.kernels import launch
+        from uniep.launch import staged as launch
 
         local = Shape(shape.name, shape.hidden, shape.ffn, shape.num_experts // RANKS, shape.top_k)
         case = make_case(local, tokens, "balanced", 0, make_weights(shape, 0, RANKS, torch.bfloat16, device))
@@ -49,7 +49,7 @@ class Products:
         )  # fmt: skip
         self.workspace = uniep.Workspace(cfg, None, device=device)
         backend: Any = self.workspace.backend
-        schedule, sms, planner = backend.schedule, backend.sms, backend.planner
+        way, sms, planner = backend.way, backend.sms, backend.planner
         while True:
             plan = planner.plan(case.ids_TK, case.weights_TK)
             if planner.fits():
@@ -76,32 +76,30 @@ class Products:
         x_address_N, dy_address_N = address_2N.unbind()
         alone = {"fused": False, "push_programs": 0, "push_rounds": 0}
         in_place = {"slots": backend.slots, "scatter": False}
-        how = rows.start_e1, rows.rows_e, planner.status, schedule.weight_gradient, sms
+        how = rows.start_e1, rows.rows_e, planner.status, way.weight_gradient, sms
         w13, w2 = case.w13_e2FD, case.w2_eDF
         self.of: dict[str, tuple[Callable[[], object], Callable[[], Tensor], Callable[[], Tensor]]] = {
             "x @ W13, SwiGLU": (
                 lambda: launch.launch_gate_up(
-                    case.x_TD, receive, None, rows, experts, peers, cfg, schedule.gemm1, sms, h_2NF, made_NF, **alone
+                    case.x_TD, receive, None, rows, experts, peers, cfg, way.gemm1, sms, h_2NF, made_NF, **alone
                 ),
                 lambda: grouped_mm(x_ND, w13.mT, end_e),
                 lambda: torch.cat([*h_2NF], 1),
             ),
             "a @ W2": (
-                lambda: launch.launch_down(act_NF, rows, experts, peers, schedule.gemm2, sms, y_ND, **in_place),
+                lambda: launch.launch_down(act_NF, rows, experts, peers, way.gemm2, sms, y_ND, **in_place),
                 lambda: grouped_mm(act_NF, w2.mT, end_e),
                 lambda: y_ND,
             ),
             "dO @ W2": (
                 lambda: launch.launch_gathered_down_gradient(
-                    case.dy_TD, receive, rows, experts, peers, schedule.gemm2, sms, raw_NF, **alone
+                    case.dy_TD, receive, rows, experts, peers, way.gemm2, sms, raw_NF, **alone
                 ),
                 lambda: grouped_mm(dy_ND, w2, end_e),
                 lambda: raw_NF,
             ),
             "dH @ W13": (
-                lambda: launch.launch_gate_up_gradient(
-                    dh_NH, rows, experts, peers, schedule.gemm2, sms, y_ND, **in_place
-                ),
+                lambda: launch.launch_gate_up_gradient(dh_NH, rows, experts, peers, way.gemm2, sms, y_ND, **in_place),
                 lambda: grouped_mm(dh_NH, w13, end_e),
                 lambda: y_ND,
             ),

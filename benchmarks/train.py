@@ -47,7 +47,7 @@ from uniep.cli.model import NUM_SHARDS, ModelConfig, Trainer
 from uniep.cli.pictures import BLUE, MUTED, ORANGE, figure_style
 from uniep.cli.text import Text
 from uniep.memory import plan_memory
-from uniep.taskflow.schedule import Schedule, default_schedule
+from uniep.schedule import Schedule, default_schedule
 from uniep.workspace import choose_backend
 
 RUNS = ("fused", "serial", "nccl")

@@ -21,6 +21,7 @@ from uniep.taskflow.check import check
 from uniep.taskflow.graph import GATE
 from uniep.taskflow.lower import lower_backward
 from uniep.taskflow.scheduler import assign
+from uniep.way import resolve
 
 SCHEDULES = {
     "serial": Schedule(overlap="serial", tile_order="natural"),
@@ -44,8 +45,9 @@ def main() -> None:
         schedule = dataclasses.replace(
             base, matrix_workers=4, vector_workers=2, gemm1=Tile(columns=256), gemm2=Tile(columns=256)
         )
-        graph = lower_backward(plans, [512] * 4, cfg, schedule)
-        made = assign(graph, schedule, speeds.cost(graph))
+        way = resolve(cfg, 4, 512, schedule, backend="cpu")
+        graph = lower_backward(plans, [512] * 4, cfg, way)
+        made = assign(graph, way, speeds.cost(graph))
         check(graph, list(made.queues.values()))
         start, finish, remote = made.start_N.tolist(), made.finish_N.tolist(), graph.remote.tolist()
         lanes = list(made.of_rank(0).items())

@@ -17,10 +17,9 @@ from uniep.nn.functional import moe, route
 from uniep.nn.load import report
 from uniep.nn.ops import SAVE_OPS
 from uniep.routing import RoutingPlan
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.schedule import Schedule, Tile
+from uniep.version import __version__
 from uniep.workspace import Workspace
-
-__version__ = "0.1.0"
 
 __all__ = [
     "SAVE_OPS",
@@ -37,6 +36,7 @@ __all__ = [
     "UniEPError",
     "UnsupportedError",
     "Workspace",
+    "__version__",
     "moe",
     "nn",
     "plan_memory",

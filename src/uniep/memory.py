@@ -1,8 +1,6 @@
-"""Where the bytes go: the layout of what peers write into, and every large buffer by name, size and reason.
+"""Every large buffer of a rank by name, size and reason: `plan_memory`.
 
-Pure arithmetic.  What peers write into is allocated once and bounded whatever the routing (`cpu_arrays`,
-`hopper_arrays`; the nccl backend has none).  Rows of the experts grow with imbalance; they are ordinary tensors,
-allocated per call.
+Rows of the experts are ordinary tensors, allocated per call; what peers write into is laid out by `uniep.layout`.
 
 Legend: R ranks, T max_tokens_per_rank, K slots, D hidden, F ffn, N padded rows of this rank.
 """
@@ -11,38 +9,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
-from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, align_rows, max_padded_rows
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import CapacityError, ConfigError
-from uniep.kernels.support import group_limit, shape_limit
-from uniep.taskflow.schedule import Schedule, default_schedule, num_chunks, refuse_invalid
-
-ALIGN_BYTES = 256
-HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call
-EXCHANGE_HEADER = 256  # int32 words ahead of the ids in an exchange slot of the hopper backend
-STATUS_RECORD = 16  # int32 words in which a rank of the hopper backend notes its failure
-LOST_SLOT = 256  # int32 words in which another rank says why it is gone
-TEXT_BYTES = 4096  # of the text of a refusal or failure
+from uniep.layout import (
+    Arrays,
+    backward_tiles,
+    balanced_rows,
+    cpu_arrays,
+    hopper_arrays,
+    hopper_histogram,
+    hopper_parts_arrays,
+    hopper_plan_arrays,
+    hopper_rows,
+    kept_block,
+    kept_shape,
+    list_words,
+    plan_words,
+    table_tiles,
+)
+from uniep.limits import group_limit, shape_limit
+from uniep.schedule import Schedule, refuse_invalid
+from uniep.way import Way, resolve
 
 Kind = Literal["shared", "saved", "transient"]
 PARTS = FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = "forward", "activation gradient", "weight gradient"
-Arrays = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-class Field(NamedTuple):
-    """One array inside a rank's shared memory."""
-
-    offset: int  # bytes, a multiple of ALIGN_BYTES
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,20 +118,6 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def pack(arrays: Arrays) -> dict[str, Field]:
-    """Place arrays one behind the other, each at a multiple of ALIGN_BYTES."""
-    layout, offset = {}, 0
-    for name, (shape, dtype) in arrays.items():
-        layout[name] = field = Field(offset, shape, dtype)
-        offset += -(-field.bytes // ALIGN_BYTES) * ALIGN_BYTES
-    return layout
-
-
-def packed_bytes(layout: Mapping[str, Field]) -> int:
-    """Bytes that hold all of `layout`."""
-    return max(f.offset + -(-f.bytes // ALIGN_BYTES) * ALIGN_BYTES for f in layout.values())
-
-
 _SHARED_WHY = {
     "receive": "tokens of the other ranks, each once per rank, and one zero row that pad rows read",
     "returns": "a row per slot (or combine group) of a token: experts' ranks write results (and dX) straight into it",
@@ -151,181 +132,6 @@ _SHARED_WHY = {
     "failed": "set, with the reason, by a rank that gave up",
     "flags": "arrival and return signals",
 }
-
-
-def _row_arrays(cfg: MoEConfig, ep_size: int) -> Arrays:
-    slots = cfg.max_tokens_per_rank * cfg.top_k
-    return {
-        "receive": ((cfg.receive_slots(ep_size) + 1, cfg.hidden), cfg.dtype),
-        "returns": ((cfg.max_tokens_per_rank * cfg.return_slots, cfg.hidden), cfg.dtype),
-        "dweights": ((slots,), torch.float32),
-    }
-
-
-def cpu_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
-    """Every array that peers of the cpu backend write into.
-
-    flags: per parity, a counter for each event (a chunk arrived from a rank, rows of a chunk returned, its weights
-    returned), with a column for each worker of each rank.
-    """
-    slots = cfg.max_tokens_per_rank * cfg.top_k
-    events = (ep_size + 2) * num_chunks(cfg, schedule)
-    columns = ep_size * (schedule.matrix_workers + schedule.vector_workers)
-    return {
-        **_row_arrays(cfg, ep_size),
-        "exchange_header": ((2, ep_size, HEADER_WORDS), torch.int64),
-        "exchange_text": ((2, ep_size, TEXT_BYTES), torch.uint8),
-        "exchange_ids": ((2, ep_size, slots), torch.int32),
-        "exchange_weights": ((2, ep_size, slots), torch.float32),
-        "entered": ((ep_size,), torch.int64),
-        "failed": ((1 + TEXT_BYTES // 8,), torch.int64),
-        "flags": ((2, events, columns), torch.int64),
-    }
-
-
-def hopper_arrays(cfg: MoEConfig, ep_size: int, schedule: Schedule) -> Arrays:
-    """Every array that peers of the hopper backend write into.
-
-    exchange: per parity and source rank, EXCHANGE_HEADER words, then ids and weights.  status: this rank's failure,
-    then LOST_SLOT words for each rank.  flags: three words for each rank (entered, finished, returned), then one for
-    each chunk of receive slots.
-    """
-    slots = cfg.max_tokens_per_rank * cfg.top_k
-    chunks = cfg.receive_slots(ep_size) // schedule.chunk_tokens if schedule.transfer == "push" else 0
-    return {
-        **_row_arrays(cfg, ep_size),
-        "exchange": ((2, ep_size, EXCHANGE_HEADER + 2 * slots), torch.int32),
-        "status": ((STATUS_RECORD + ep_size * LOST_SLOT,), torch.int32),
-        "flags": ((3 * flag_step(ep_size) + chunks,), torch.int32),
-    }
-
-
-def flag_step(ep_size: int) -> int:
-    """Words from one kind of the hopper backend's flags to the next, which begins at 16 bytes."""
-    return -(-ep_size // 4) * 4
-
-
-def table_tiles(rows: Any, tile_rows: int) -> Any:
-    """Row tiles that the tables of a plan have room for."""
-    return -(-rows // (TILE_STEP * tile_rows)) * TILE_STEP
-
-
-def hopper_plan_arrays(
-    cfg: MoEConfig, ep_size: int, tiles: int | torch.SymInt, tokens: int | torch.SymInt
-) -> dict[str, Any]:
-    """Shapes of the int32 arrays of a plan that are no array of rows; one allocation, see `plan_words`.  tiles: of
-    `table_tiles`."""
-    local = cfg.experts_per_rank(ep_size)
-    return {
-        "counts_RE": (ep_size, cfg.num_experts),
-        "start_e1": (local + 1,),
-        "rows_e": (local,),
-        "send_count_R": (ep_size,),
-        "recv_count_R": (ep_size,),
-        "send_token_RT": (ep_size, tokens),
-        "expert_M": (tiles,),
-        "order_M": (tiles,),
-        "backward_order_M": (tiles,),
-        "progress_M": (tiles,),
-        "cursor": (1,),
-        "totals": (2,),  # padded rows, row tiles
-        "forward": (1,),  # the call that this plan is of
-    }
-
-
-def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the int32 arrays that say which rows combine groups add; one allocation, see kernels/groups.py."""
-    lines = (ep_size * cfg.max_tokens_per_rank, cfg.top_k)
-    used = (cfg.max_tokens_per_rank, cfg.return_slots)
-    return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "cursor": (1,)}
-
-
-PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at at once
-PLAN_CHUNKS = 1024  # of the tokens of all ranks, each counted by one program
-TILE_STEP = 64  # tables of row tiles grow by this many, so that there are few sizes
-FIRST_TOKENS = 4096  # per rank, for which a first call has rows at least
-
-
-def plan_blocks(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
-    """(Tokens of a block, chunks of the tokens of a rank): a chunk is as many blocks as a call needs it to be."""
-    tokens = max(PLAN_ENTRIES // power_of_2(cfg.top_k), 1)
-    blocks = steps(cfg.max_tokens_per_rank, tokens)
-    return tokens, min(max(PLAN_CHUNKS // ep_size, 1), power_of_2(blocks))
-
-
-def hopper_histogram(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
-    """Shape of the int32 array that a plan counts in: experts and ranks by chunks of the tokens of all ranks."""
-    return cfg.num_experts + 1 + ep_size, ep_size * plan_blocks(cfg, ep_size)[1]
-
-
-def steps(extent: int, step: int) -> int:
-    """Steps that cover `extent`."""
-    return -(-extent // step)
-
-
-def forward_tiles(cfg: MoEConfig, schedule: Schedule) -> tuple[int, int, int, int]:
-    """Of one forward with overlap="mega": columns of tiles of both products, and no tiles of weight gradients."""
-    return steps(cfg.ffn, schedule.gemm1.columns // 2), steps(cfg.hidden, schedule.gemm2.columns), 0, 0
-
-
-def backward_tiles(cfg: MoEConfig, schedule: Schedule, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
-    """Of one backward: columns of tiles of dgrad2 and dgrad1; tiles of an expert's dW2 and dW13, where needed."""
-    tile, columns = schedule.weight_gradient, schedule.gemm2.columns
-    of_expert = steps(cfg.hidden, tile.rows) * steps(cfg.ffn, tile.columns)
-    return steps(cfg.ffn, columns), steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13
-
-
-def list_words(most: int, local: int, tiles: tuple[int, int, int, int], *, backward: bool) -> tuple[int, int]:
-    """Tasks of the matrix list and of the vector list that a device makes for at most `most` row tiles."""
-    first, returning, *weights = tiles
-    return most * (first + returning) + local * sum(weights), most * (first + 1) if backward else 1
-
-
-def power_of_2(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def plan_words(arrays: Mapping[str, Any]) -> list[Any]:
-    """Words of each array of `hopper_plan_arrays`, padded to 16 bytes."""
-    return [-(-math.prod(shape) // 4) * 4 for shape in arrays.values()]
-
-
-def balanced_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> int:
-    """N where every rank has `tokens` tokens and every expert is chosen as often as every other."""
-    local = cfg.experts_per_rank(ep_size)
-    return local * align_rows(-(-tokens * cfg.top_k // local))
-
-
-def with_headroom(rows: int) -> int:
-    """Rows to allocate where `rows` were needed: 1/32 more, and never none (descriptors need memory)."""
-    return align_rows(rows + rows // 32 + 1)
-
-
-def hopper_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> tuple[int, int]:
-    """(Rows to allocate for `tokens` balanced tokens per rank, most rows that any call may need)."""
-    slots = ep_size * cfg.max_tokens_per_rank * cfg.top_k
-    if cfg.max_rows is not None:
-        capacity = max_padded_rows(min(cfg.max_rows, slots), cfg.experts_per_rank(ep_size))
-        return capacity, capacity
-    capacity = max_padded_rows(slots, cfg.experts_per_rank(ep_size))
-    return min(with_headroom(balanced_rows(cfg, ep_size, tokens)), capacity), capacity
-
-
-def kept_block(cfg: MoEConfig, ep_size: int, tokens: int, *, copying: bool) -> int:
-    """Receive slots of each source whose tokens a forward keeps.  tokens: most that one source is expected to send.
-
-    With cfg.max_rows nobody may look, so that there is room for all that may come: a token that is pushed has a row.
-    """
-    most = cfg.receive_block
-    if cfg.max_rows is not None:
-        return most if copying else min(hopper_rows(cfg, ep_size, 0)[1], most)
-    return min(with_headroom(tokens), most)
-
-
-def kept_shape(cfg: MoEConfig, ep_size: int, schedule: Schedule, block: int) -> tuple[int, int]:
-    """Of the tokens that a forward keeps, `block` of each source."""
-    return (ep_size - 1) * block if schedule.received == "saved" else 0, cfg.hidden
 
 
 def plan_memory(
@@ -354,7 +160,7 @@ def plan_memory(
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
     if not isinstance(tokens, int) or not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")
-    call = _Call(cfg, ep_size, tokens, schedule or default_schedule(backend, cfg, ep_size))
+    call = _Call(cfg, ep_size, tokens, resolve(cfg, ep_size, tokens, schedule, backend=backend))
     title = (
         f"{backend}: {cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, "
         f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
@@ -384,7 +190,7 @@ class _Call:
     cfg: MoEConfig
     ep_size: int
     tokens: int
-    schedule: Schedule
+    way: Way
 
     @property
     def local(self) -> int:
@@ -422,17 +228,17 @@ _RETURNING = (FORWARD, WEIGHT_GRADIENT)
 
 def _cpu(c: _Call) -> list[Buffer]:
     cfg, rows, dtype = c.cfg, c.rows, c.cfg.dtype
-    received = c.received if c.schedule.received == "saved" else 0
+    received = 0 if c.way.again else c.received
     raw = [Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2", _BACKWARD)]
     return [
-        *(raw if c.schedule.activation == "separate" else []),
-        *c.shared(cpu_arrays(cfg, c.ep_size, c.schedule)),
+        *(raw if c.way.separate_gradient else []),
+        *c.shared(cpu_arrays(cfg, c.ep_size, c.way)),
         Buffer("received", (received, cfg.hidden), dtype, "saved", "compact copy of other ranks' tokens, for dW13"),
         Buffer("h", (rows, 2 * cfg.ffn), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
         Buffer("fingerprint", (1,), _I64, "saved", "names the forward that a backward belongs to"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
         Buffer("dh", (rows, 2 * cfg.ffn), dtype, "transient", "backward: gradient of h"),
-        *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS)] if cfg.combine_groups else []),
+        *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS)] if c.way.grouped else []),
         _groups(c, rows),
     ]
 
@@ -441,23 +247,23 @@ def _hopper(c: _Call) -> list[Buffer]:
     cfg, dtype = c.cfg, c.cfg.dtype
     rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
     rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
-    most = table_tiles(rows, c.schedule.gemm1.rows)
+    most = table_tiles(rows, c.way.gemm1.rows)
     plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens)))
-    arrays = hopper_arrays(cfg, c.ep_size, c.schedule)
-    expanded = c.schedule.operand == "expanded"
-    sent = c.tokens if c.schedule.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
-    block = kept_block(cfg, c.ep_size, sent, copying=c.schedule.transfer == "copy")
-    kept = (rows, cfg.hidden) if expanded else kept_shape(cfg, c.ep_size, c.schedule, block)
+    arrays = hopper_arrays(cfg, c.ep_size, c.way)
+    expanded = c.way.expanded
+    sent = c.tokens if c.way.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
+    block = kept_block(cfg, c.ep_size, sent, copying=c.way.transfer == "copy")
+    kept = (rows, cfg.hidden) if expanded else kept_shape(cfg, c.ep_size, c.way, block)
     parts = []
-    if cfg.combine_groups:
+    if c.way.grouped:
         words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
         parts = [Buffer("parts", (words,), _I32, "saved", "which rows combine groups add, and where sums go")]
-    in_place = c.schedule.overlap == "serial" or cfg.combine_groups is not None
-    mega = c.schedule.is_mega(c.tokens)  # one kernel, for whose time all is there
+    in_place = c.way.returns != "epilogue"
+    mega = c.way.mega  # one kernel, for whose time all is there
     lists = []
     if mega:
-        tiles = backward_tiles(cfg, c.schedule, w13=True, w2=True)
-        words = sum(list_words(rows // c.schedule.gemm1.rows, c.local, tiles, backward=True))
+        tiles = backward_tiles(cfg, c.way, w13=True, w2=True)
+        words = sum(list_words(rows // c.way.gemm1.rows, c.local, tiles, backward=True))
         lists = [Buffer("lists", (words,), _I64, "transient", "tasks of the kernel", _BACKWARD)]
     return [
         *c.shared(arrays),
@@ -487,7 +293,7 @@ def _hopper(c: _Call) -> list[Buffer]:
 def _nccl(c: _Call) -> list[Buffer]:
     """With the hopper kernels; without them (other GPUs, CPUs) there are no copies of x and dO by row."""
     cfg, ranks, rows, dtype = c.cfg, c.ep_size, c.rows, c.cfg.dtype
-    received = c.received + 1 if c.schedule.received == "saved" else 0
+    received = 0 if c.way.again else c.received + 1
     plan = ranks * (cfg.num_experts + c.tokens + 2) + c.local + 1
     return [
         Buffer("received", (received, cfg.hidden), dtype, "saved", "other ranks' tokens and a zero row, for dW13"),
@@ -509,7 +315,7 @@ def _nccl(c: _Call) -> list[Buffer]:
 
 def _nccl_returns(c: _Call) -> list[Buffer]:
     cfg, dtype = c.cfg, c.cfg.dtype
-    if not cfg.combine_groups:
+    if not c.way.grouped:
         shape = (3, c.tokens * cfg.top_k, cfg.hidden)
         return [Buffer("slots", shape, dtype, "transient", "results sorted, arrived, by slot")]
     rows = 2 * c.parts + c.tokens * cfg.return_slots

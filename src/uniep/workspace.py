@@ -2,7 +2,7 @@
 
 All layers of one shape and group share a Workspace; what a call must keep for backward is never in it.
 Environment variables are read here, when a Workspace is made, and arguments win over them:
-UNIEP_BACKEND, UNIEP_TIMEOUT_S.
+UNIEP_BACKEND, UNIEP_TIMEOUT_S, UNIEP_TUNE.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import torch.distributed as dist
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from uniep.backends import registry
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.meeting import Meeting
-from uniep.taskflow.schedule import Schedule, refuse_invalid
+from uniep.membership import Membership
+from uniep.schedule import Schedule, refuse_invalid
+from uniep.tuner import choose
 
 if TYPE_CHECKING:
     from uniep.backends.base import Backend
@@ -54,7 +57,10 @@ class Workspace:
     device: where x lives; default the current CUDA device if there is one, else CPU.
     backend: "auto", "cpu", "hopper" or "nccl" (explicit collectives, any GPU, several nodes; gloo on CPU).
         "auto" takes "hopper" on CUDA and "cpu" on CPU, and raises where that cannot run.
-    schedule: how calls are executed; speed only.  Default: the backend's own choice.
+    schedule: how calls are executed; speed only.  Default: what `tune` says.
+    tune: "off", the backend's own Schedule; "cached", what a table of this card, shape and kernels has for
+        max_tokens_per_rank, the same on all ranks; "online", the fastest of what such a table has proved, timed here
+        once.  Default UNIEP_TUNE or "cached".
     timeout_s: longest wait for a peer before PeerTimeoutError, in each stage of making it and of a call, on every
         backend; time in which this process did not run does not count.  Default UNIEP_TIMEOUT_S or 600.
     agreed: what else all ranks must have alike, else ConfigError.
@@ -70,13 +76,13 @@ class Workspace:
         schedule: Schedule | None = None,
         timeout_s: float | None = None,
         agreed: str = "",
+        tune: str | None = None,
     ) -> None:
         self.cfg = cfg
         self.group: dist.ProcessGroup | None = _process_group(group)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.key = f"uniep-workspace-{next(_numbers)}"
-        self.cause = ""  # why it is closed
         self._entered = threading.local()
         self._backend: Backend | None = None
         self.forwards = 0  # that have run: the same on every rank
@@ -84,21 +90,32 @@ class Workspace:
         self.entering = threading.RLock()  # held from when a forward is numbered until it is done
         self.timeout_s = DEFAULT_TIMEOUT_S
 
-        fields, error, chosen = self._judge(cfg, device, backend, schedule, timeout_s, agreed)
-        self.meeting: Meeting | None = Meeting(self.group, self.timeout_s)  # of all ranks, until this one is made
+        fields, error, chosen, found = self._judge(cfg, device, backend, schedule, timeout_s, agreed, tune)
+        meeting = Meeting(self.group, self.timeout_s)  # of all ranks, until this one is made
         try:
-            with self.meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
-                self._agree(fields, error, self.meeting)
-                _end_in_forked_children()
-                self._backend = _make(chosen, self, schedule)
-                self.meeting.exchange(None, "ready")
+            with meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
+                found = self._agree(fields, error, found, meeting)
+                if len(found) < 2:
+                    self._make(chosen, found[0] if found else schedule, meeting)
+            if self._backend is None:
+                schedule = choose.fastest(cfg, self.group, chosen, self.device, found, self.timeout_s)
+                meeting = Meeting(self.group, self.timeout_s)
+                with meeting, torch.inference_mode(False):
+                    self._make(chosen, schedule, meeting)
         except BaseException as cause:  # the other ranks have none either
             self._close(f"{type(cause).__name__}: {cause}")
             raise
-        finally:
-            self.meeting = None
         log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
         _by_key[self.key] = self
+
+    def _make(self, backend: str, schedule: Schedule | None, meeting: Meeting) -> None:
+        _end_in_forked_children()
+        self._membership = Membership(
+            self.cfg, self.group, self.rank, self.ep_size, self.device, self.timeout_s, meeting, self.fail
+        )
+        self._backend = registry.make(backend, self._membership, schedule)
+        meeting.exchange(None, "ready")
+        self._membership.is_made()
 
     def _judge(
         self,
@@ -108,9 +125,12 @@ class Workspace:
         schedule: Schedule | None,
         timeout_s: float | None,
         agreed: str,
-    ) -> tuple[dict[str, Any], UniEPError | None, str]:
-        """(what all ranks must have alike, what is wrong with this rank's arguments, the backend's name)."""
+        tune: str | None,
+    ) -> tuple[dict[str, Any], UniEPError | None, str, list[Schedule]]:
+        """(what all ranks must have alike, what is wrong with this rank's arguments, the backend's name, what tables
+        propose where no schedule is given)."""
         fields: dict[str, Any] = {}
+        found: list[Schedule] = []
         chosen, error = "", None
         try:
             self.timeout_s = choose_timeout(timeout_s)
@@ -123,14 +143,19 @@ class Workspace:
                 refuse_invalid(schedule, cfg)
             chosen = choose_backend(backend, self.device)
             fields |= {"backend": chosen, "device type": self.device.type, "schedule": schedule, "agreed": agreed}
+            fields["tune"] = choose.mode(tune)
+            if schedule is None:
+                found = choose.proposals(cfg, self.ep_size, chosen, self.device, fields["tune"])
         except UniEPError as cause:
             error = cause
         except Exception as cause:  # torch's, of a device that it does not know or have
             error = ConfigError(f"{type(cause).__name__}: {cause}")
-        return fields, error, chosen
+        return fields, error, chosen, found
 
-    def _agree(self, fields: dict[str, Any], error: UniEPError | None, meeting: Meeting) -> None:
-        """Raise on every rank if any rank has an error, or another configuration."""
+    def _agree(
+        self, fields: dict[str, Any], error: UniEPError | None, found: list[Schedule], meeting: Meeting
+    ) -> list[Schedule]:
+        """Raise on every rank if any rank has an error, or another configuration.  -> what rank 0 has found."""
         if self.group is None:
             if error is not None:
                 raise error
@@ -140,26 +165,32 @@ class Workspace:
                     "torch.distributed.init_process_group first, if the ranks are to share the experts",
                     os.environ["WORLD_SIZE"],
                 )
-            return
-        everyone = meeting.exchange((fields, error), "configuration")
+            return found
+        everyone = meeting.exchange((fields, error, found), "configuration")
         for name in fields:
-            values = [theirs[name] for theirs, _ in everyone if name in theirs]
+            values = [theirs[name] for theirs, _, _ in everyone if name in theirs]
             if any(v != values[0] for v in values):
                 listed = ", ".join(
-                    f"rank {r}: {theirs[name]}" for r, (theirs, _) in enumerate(everyone) if name in theirs
+                    f"rank {r}: {theirs[name]}" for r, (theirs, _, _) in enumerate(everyone) if name in theirs
                 )
                 raise ConfigError(f"ranks disagree on {name} ({listed}); pass the same value on every rank")
         if error is not None:
             raise error
-        for rank, (_, theirs_error) in enumerate(everyone):
+        for rank, (_, theirs_error, _) in enumerate(everyone):
             if theirs_error is not None:
                 raise type(theirs_error)(f"rank {rank}: {theirs_error}")
+        return everyone[0][2]
 
     @property
     def backend(self) -> Backend:
         if self._backend is None:
             raise ClosedError(f"this Workspace is closed ({self.cause}); make a new one")
         return self._backend
+
+    @property
+    def cause(self) -> str:
+        """Why it is closed; "" while it is not."""
+        return self._membership.cause
 
     @property
     def entered(self) -> int:
@@ -209,10 +240,12 @@ class Workspace:
 
     def _close(self, cause: str) -> None:
         if self._backend is not None:
-            self.cause = cause
+            self._membership.cause = cause
             self._backend.close()
             self._backend = None
-            self.group = None  # a process group that outlives destroy_process_group can abort the process at exit
+            self.group = self._membership.group = (
+                None  # a process group that outlives destroy_process_group can abort the process at exit
+            )
 
     def __enter__(self) -> Workspace:
         return self
@@ -236,8 +269,9 @@ class Workspace:
 
     def _end_in_forked_child(self) -> None:
         """The memory and the group are the parent's.  The backend is kept: freeing it here may touch a device."""
-        self.cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
+        self._membership.cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
         self._parents, self._backend, self.group = self._backend, None, None
+        self._membership.group = None
 
     def __repr__(self) -> str:
         state = self._backend.name if self._backend is not None else f"closed: {self.cause}"
@@ -334,7 +368,7 @@ def choose_timeout(given: float | None) -> float:
 
 def choose_backend(given: str, device: torch.device) -> str:
     """Name of the backend that a Workspace on `device` takes.  Raises ConfigError or UnsupportedError."""
-    known = {"auto", "cpu", "hopper", "nccl"}
+    known = {"auto", *registry.NAMES}
     wanted = given if given != "auto" else os.environ.get("UNIEP_BACKEND", "auto")
     name = "backend" if wanted == given else "UNIEP_BACKEND"
     if wanted not in known:
@@ -349,17 +383,3 @@ def choose_backend(given: str, device: torch.device) -> str:
         remedy = "use backend='auto' or another device" if name == "backend" else "unset UNIEP_BACKEND"
         raise ConfigError(f"backend {wanted!r} does not run on {device}{missing}; {remedy}")
     return wanted
-
-
-def _make(name: str, workspace: Workspace, schedule: Schedule | None) -> Backend:
-    if name == "cpu":
-        from uniep.backends.cpu import CpuBackend
-
-        return CpuBackend(workspace, schedule)
-    if name == "hopper":
-        from uniep.backends.hopper import HopperBackend
-
-        return HopperBackend(workspace, schedule)
-    from uniep.backends.nccl import CollectiveBackend
-
-    return CollectiveBackend(workspace, schedule)

@@ -14,9 +14,11 @@ import triton.language as tl
 import uniep
 from uniep import MoEConfig, Schedule, Workspace
 from uniep.backends.base import Inputs, LayerTag, Needs
-from uniep.kernels import call, launch, launch_mega
 from uniep.kernels.ptx import load_acquire, nanoseconds
-from uniep.taskflow.schedule import default_schedule
+from uniep.launch import driver as call
+from uniep.launch import mega as launch_mega
+from uniep.launch import staged as launch
+from uniep.schedule import default_schedule
 from uniep.weights import ExpertWeights
 
 SHAPE = {"hidden": 512, "ffn": 264, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 1024}

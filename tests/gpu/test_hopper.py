@@ -24,9 +24,9 @@ import activation_grid
 import uniep
 from uniep import MoEConfig, Schedule, Tile, Workspace
 from uniep.activation import ACTIVATIONS
-from uniep.kernels import call
 from uniep.kernels.plan import clock_kernel
 from uniep.kernels.ptx import nanoseconds
+from uniep.launch import driver as call
 from uniep.reference import composition
 from uniep.routing import build_plan
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.routing import build_plan
+from uniep.schedule import Schedule, Tile
 from uniep.taskflow.lower import lower_backward, lower_forward
-from uniep.taskflow.schedule import Schedule, Tile
 from uniep.weights import ExpertWeights
 
 RANKS = 2
-TIMEOUT_S = 1200
+TIMEOUT_S = 400
 SMALL = Tile(rows=64, columns=128, depth=64)
 SCHEDULE = Schedule(gemm1=SMALL, gemm2=SMALL, weight_gradient=SMALL, chunk_tokens=32, beside_from=0)
 ROUNDS = (  # overlap, operand, transfer, received, activation_gradient
@@ -75,7 +75,8 @@ GROUPED_CASES = {
     ),
 }
 GROUPED_ROUNDS = (
-    (*ROUNDS[0], "after"), (*ROUNDS[1], "after"), (*ROUNDS[1], "beside"), (*ROUNDS[4], "after"),
+    (*ROUNDS[0], "after"), (*ROUNDS[1], "after"), (*ROUNDS[4], "after"), (*ROUNDS[1], "beside"),
+    {"overlap": "pipelined", "pipelined_from": 40, "activation_gradient": "beside", "beside_from": 40},  # one of two
 )  # fmt: skip
 # With stacked weights, tiles of dW13 begin where serial tiles do: an interpreted product rounds by its place in a tile.
 MEGA_CASES = {
@@ -84,14 +85,34 @@ MEGA_CASES = {
 }
 MEGA_ROUNDS = (
     {"overlap": "serial"},
-    {"mega_to": 40},  # one of two ranks
-    {"mega_to": 40, "transfer": "copy"},
     {"overlap": "mega"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "natural", "weight_gradient_order": "interleaved"},
     {"overlap": "mega", "tile_order": "chunk-major", "peer_order": "rotated"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "chunk-major", "weight_gradient_order": "interleaved"},
 )
-SUITES = {"mega": (MEGA_CASES, MEGA_ROUNDS), "usual": (CASES, ROUNDS), "grouped": (GROUPED_CASES, GROUPED_ROUNDS)}
+# One rank has one token, the other as many as there may be: every two ways that one Schedule may give them.
+PAIR_CASES = {"fp16": Case(torch.float16, "output", False, (1, 40), hidden=64, ffn=64)}
+PAIRS = (
+    {"mega_to": 1},
+    {"mega_to": 1, "overlap": "pipelined", "activation_gradient": "beside"},
+    {"pipelined_from": 2, "overlap": "pipelined", "activation_gradient": "beside", "beside_from": 2},
+)
+PAIR_ROUNDS = (
+    {"overlap": "serial"}, *({**pair, "transfer": transfer} for pair in PAIRS for transfer in ("push", "copy")),
+)  # fmt: skip
+SUITES = {
+    "pairs": (PAIR_CASES, PAIR_ROUNDS),
+    "mega": (MEGA_CASES, MEGA_ROUNDS),
+    "usual": (CASES, ROUNDS),
+    "grouped": (GROUPED_CASES, GROUPED_ROUNDS),
+}
+
+
+def rounds_of(suite: str, key: str) -> tuple:
+    """Rounds of one case: the first of a suite runs all, the others the serial one and every second of the rest."""
+    cases, rounds = SUITES[suite]
+    number = list(cases).index(key)
+    return rounds if number == 0 else rounds[:1] + rounds[number::2]
 
 
 def tensors(case: Case) -> dict[str, Tensor]:
@@ -183,10 +204,10 @@ def check_trace(backend, case: Case, rank: int) -> None:
     plans = [build_plan(list(ids), peer, backend.cfg) for peer in range(RANKS)]
     needs = {"w13": rank == 1, "w2": rank == 0}
     graphs = {
-        "forward": lower_forward(plans, case.tokens, backend.cfg, backend.schedule, keep=True),
-        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.schedule, **needs),
+        "forward": lower_forward(plans, case.tokens, backend.cfg, backend.way, keep=True),
+        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.way, **needs),
     }
-    copied = {"push"} if backend.schedule.transfer == "copy" else set()
+    copied = {"push"} if backend.way.copies else set()
     for phase, graph in graphs.items():
         recorded = Counter((s.op, s.block) for s in backend.trace if s.phase == phase)
         tasks = {(t.op, t.block) for t in graph.tasks if t.rank == rank and t.op not in copied | {"collect"}}
@@ -214,8 +235,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
     InterpretedFunction.run = late_launch
     if suite == "mega":
         hopper_on_host.programs_at_once(3 - rank, slow=rank == 0)
-    cases, rounds = SUITES[suite]
-    for number, case in enumerate(cases.values()):
+    for number, (key, case) in enumerate(SUITES[suite][0].items()):
 
         def memories(size: int, number: int = number) -> list[Tensor]:
             names = [str(folder / f"{number}-{peer}") for peer in range(RANKS)]
@@ -223,12 +243,12 @@ def main(rank: int, folder: Path, suite: str) -> None:
 
         backend = hopper_on_host.host_backend(case.config(max(case.tokens)), rank, RANKS, memories, SCHEDULE)
         results = []
-        for how in rounds:
+        for how in rounds_of(suite, key):
             fields = ("overlap", "operand", "transfer", "received", "activation_gradient", "group_sum")
             changes = how if isinstance(how, dict) else dict(zip(fields, how, strict=False))
-            backend.schedule = dataclasses.replace(SCHEDULE, **changes)
+            hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, **changes))
             results.append(run(backend, case, rank, RANKS))
-        if suite == "grouped":
+        if suite in ("grouped", "pairs"):
             torch.save(results, folder / f"result-{number}-{rank}")
             continue
         # What one rank needs, another may not.

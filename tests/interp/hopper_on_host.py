@@ -17,11 +17,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from uniep import memory
-from uniep.backends import hopper, hopper_calls
+from uniep import layout
+from uniep.backends.hopper import backend as hopper
+from uniep.backends.hopper import calls as hopper_calls
 from uniep.config import MoEConfig
-from uniep.kernels import claims, gemm, gradients, groups, launch_mega, lists, mega, plan, sync, transfer
-from uniep.taskflow.schedule import Schedule, default_schedule
+from uniep.kernels import claims, gemm, gradients, groups, lists, mega, plan, sync, transfer
+from uniep.launch import mega as launch_mega
+from uniep.schedule import Schedule, default_schedule
+from uniep.way import Ways
 
 
 class Nothing:
@@ -37,8 +40,8 @@ class Nothing:
 class HostArena(hopper.Arena):
     """`Arena` over the host memory that the workspace brings."""
 
-    def _allocate(self, size, workspace):
-        return list(workspace.memories(size))
+    def _allocate(self, size, member):
+        return list(member.memories(size))
 
 
 def install(multiprocessors: int) -> None:
@@ -69,7 +72,7 @@ def interpret(ahead_ns: int = 0) -> None:
     """
     install(multiprocessors=4)
     hopper_calls.EXCHANGE_PROGRAMS = 3
-    memory.PLAN_CHUNKS = 16
+    layout.PLAN_CHUNKS = 16
 
     def tensor_range(*bounds):
         for value in builtins.range(*(int(bound) for bound in bounds)):
@@ -141,7 +144,7 @@ def host_backend(
     timeout_s: float = 60.0,
 ) -> hopper.HopperBackend:
     """One rank's backend.  `memories(bytes)`: the symmetric memory of all ranks, uint8, zero at first."""
-    workspace = types.SimpleNamespace(
+    member = types.SimpleNamespace(
         cfg=cfg,
         rank=rank,
         ep_size=ep_size,
@@ -152,10 +155,17 @@ def host_backend(
         failures=[],
         cause="",
     )
-    workspace.fail = workspace.failures.append
+    member.fail = member.failures.append
     schedule = schedule or default_schedule("hopper", cfg, ep_size)
     pushing = min(schedule.push_programs, torch.cuda.get_device_properties().multi_processor_count // 2)
-    return hopper.HopperBackend(workspace, dataclasses.replace(schedule, push_programs=pushing))
+    return hopper.HopperBackend(member, dataclasses.replace(schedule, push_programs=pushing))
+
+
+def use(backend: hopper.HopperBackend, schedule: Schedule) -> None:
+    """From here on, its calls are of `schedule`; memory stays as its first one made it."""
+    backend.schedule = schedule
+    backend.ways = Ways(backend.cfg, backend.num_ranks, schedule, "hopper", backend.ways.measured)
+    backend.way = backend.ways[backend.cfg.max_tokens_per_rank]
 
 
 def host_backends(

@@ -1,10 +1,11 @@
 """Compile the kernels that the Hopper backend launches, for sm_90 without a GPU, and list what is wrong.
 
-    python tests/interp/lint.py [--all] [--shape NAME]
+    python tests/interp/lint.py [--all | --part few | --part others] [--shape NAME]
 
 The backend's own launch code runs with compilation in the place of launches, so what is compiled is what
 ships.  Without --all: CASES, in which every shape of benchmarks/cases.py occurs, and every pair of dtype, weighting,
-overlap and weight layout.  Prints one JSON object a kernel: its name, its case, the numbers, the complaints.
+overlap and weight layout; the few of them that have every kernel, or the others.  Prints one JSON object a kernel: its
+name, its case, the numbers, the complaints.
 """
 
 import argparse
@@ -21,19 +22,22 @@ import triton
 from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from hopper_on_host import host_backend, install
+from hopper_on_host import host_backend, install, use
+from inspection import inspect, offline
 
 from cases import SHAPES
 from uniep.activation import ACTIVATIONS
-from uniep.backends import hopper_calls, planner
 from uniep.backends.base import Inputs, MainGrads, Needs
-from uniep.backends.local_experts import KernelExperts, Routed, Tokens
+from uniep.backends.collective.local_experts import KernelExperts, Routed, Tokens
+from uniep.backends.hopper import calls as hopper_calls
+from uniep.backends.hopper import planner
 from uniep.config import MoEConfig
-from uniep.kernels import call, launch_groups, launch_mega
-from uniep.kernels import launch as launchers
-from uniep.kernels.lint import inspect, offline
+from uniep.launch import driver as call
+from uniep.launch import groups as launch_groups
+from uniep.launch import mega as launch_mega
+from uniep.launch import staged as launchers
 from uniep.routing import build_plan
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES
+from uniep.way import resolve
 from uniep.weights import ExpertWeights
 
 TOKENS = 8192
@@ -67,22 +71,23 @@ class Case:
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES = (
-    Case("qwen3-30b", BF16, "output", 2, "pipelined", "stacked", "gathered", "copy", sync_free=True),
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push"),
+    Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
+    Case("deepseek-v3-256", FP16, "output", 8, "serial", "split"),
+    Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push"),
+    Case("qwen3-30b", BF16, "output", 2, "pipelined", "stacked", "gathered", "copy", sync_free=True),
     Case("qwen3-235b", BF16, "activation", 4, "fused", "stacked", "expanded", "copy"),
     Case("deepseek-v3", FP16, "output", 8, "fused", "stacked"),
     Case("mixtral-8x7b", BF16, "output", 1, "fused", "split", "expanded"),
-    Case("deepseek-v3-256", FP16, "output", 8, "serial", "split"),
-    Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push"),
     Case("dsv2-lite", FP16, "activation", 8, "mega", "split", transfer="push"),
     Case("deepseek-v3", BF16, "activation", 4, "mega", "stacked", transfer="copy"),
-    Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside"),
     # With the fewest registers left, and in one kernel.
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push", activation="geglu"),
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push", activation="geglu_tanh"),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="geglu"),
 )
+FEW = 4  # so many of CASES have every kernel
 
 
 def compile_case(case: Case) -> list[tuple[str, object]]:
@@ -95,10 +100,8 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         activation=case.activation, max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
-    backend.schedule = dataclasses.replace(
-        backend.schedule, overlap=case.overlap, operand=case.operand, transfer=case.transfer,
-        group_sum=case.group_sum,
-    )  # fmt: skip
+    fields = {name: getattr(case, name) for name in ("overlap", "operand", "transfer", "group_sum")}
+    use(backend, dataclasses.replace(backend.schedule, **fields))
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
     w13 = torch.empty(2, local, cfg.ffn, cfg.hidden, **like)
@@ -159,7 +162,7 @@ def run_collective(cfg: MoEConfig, ep_size: int, inputs: Inputs) -> None:
     """What the collective backend launches, with few tokens: their number is no constant."""
     x_TD, ids_TK = inputs.x_TD[:64], inputs.ids_TK[:64]
     plan = build_plan([ids_TK, *[ids_TK[:0]] * (ep_size - 1)], 0, cfg)
-    local = KernelExperts(cfg, 0, DEFAULT_SCHEDULES["nccl"], torch.device("cpu"))
+    local = KernelExperts(cfg, 0, resolve(cfg, 1, 0, backend="nccl"), torch.device("cpu"))
     tokens, routed = Tokens(x_TD, x_TD[:1]), Routed(plan, torch.zeros(plan.num_rows))
     _, h_NF = local.forward(tokens, routed, inputs.experts, True)
     local.backward(tokens, tokens, routed, inputs.experts, h_NF, Needs())
@@ -180,17 +183,20 @@ def every_case() -> list[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="the whole product of cases")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--all", action="store_true", help="the whole product of cases")
+    part.add_argument("--part", choices=("few", "others"), help="a part of CASES")
     parser.add_argument("--shape", choices=SHAPES, help="only this shape")
     arguments = parser.parse_args()
     install(multiprocessors=132)
-    cases = every_case() if arguments.all else CASES
+    parts = {None: CASES, "few": CASES[:FEW], "others": CASES[FEW:]}
+    cases = every_case() if arguments.all else parts[arguments.part]
     seen = set()
     with offline():
         chosen = [
             (case, functools.partial(compile_case, case)) for case in cases if arguments.shape in (None, case.shape)
         ]
-        if arguments.shape is None:
+        if arguments.shape is None and arguments.part != "few":
             chosen += [(f"plan, T {t}, K {k}, EP 8", functools.partial(compile_plan, t, k)) for t, k in PLANS]
         for case, make in chosen:
             for name, compiled in make():

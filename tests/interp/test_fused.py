@@ -12,18 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_rank import BEFORE, CASES, RANKS, ROUNDS, SCHEDULE, SUITES, TIMEOUT_S, run, tensors
+from fused_rank import BEFORE, CASES, RANKS, SCHEDULE, SUITES, TIMEOUT_S, rounds_of, run, tensors
 from hopper_on_host import host_backends
 
-from uniep.memory import hopper_arrays, pack, packed_bytes
+from uniep.layout import hopper_arrays, pack, packed_bytes
 from uniep.reference import composition
+from uniep.way import resolve
 
 NAMES = ("y", "dx", "dweights", "dw13", "dw2")
 
 
 def make_memory(folder: Path, number: int, case) -> None:
     """Zero memory for every rank, NaN where peers will write: a row that is read too early shows."""
-    layout = pack(hopper_arrays(case.config(max(case.tokens)), RANKS, SCHEDULE))
+    cfg = case.config(max(case.tokens))
+    layout = pack(hopper_arrays(cfg, RANKS, resolve(cfg, RANKS, 0, SCHEDULE)))
     size = packed_bytes(layout)
     for rank in range(RANKS):
         memory = torch.from_file(str(folder / f"{number}-{rank}"), shared=True, size=size, dtype=torch.uint8).zero_()
@@ -85,7 +87,7 @@ def alone():
 @pytest.mark.parametrize("key", CASES)
 def test_fused_equals_serial(results, key):
     """Every round, fused or not, warm or on fresh memory, has the same bits."""
-    for turn, how in enumerate(ROUNDS):
+    for turn, how in enumerate(rounds_of("usual", key)):
         for name in NAMES:
             assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"
 

@@ -8,13 +8,15 @@ import dataclasses
 
 import pytest
 import torch
-from fused_rank import BEFORE, MEGA_CASES, MEGA_ROUNDS, SCHEDULE, run
-from hopper_on_host import host_backends
+from fused_rank import BEFORE, MEGA_CASES, SCHEDULE, rounds_of, run
+from hopper_on_host import host_backends, use
 from test_fused import NAMES, run_ranks
 
-from uniep.backends import hopper_calls, planner
-from uniep.kernels import launch as launchers
-from uniep.kernels import launch_groups, launch_mega
+from uniep.backends.hopper import calls as hopper_calls
+from uniep.backends.hopper import planner
+from uniep.launch import groups as launch_groups
+from uniep.launch import mega as launch_mega
+from uniep.launch import staged as launchers
 
 CASES = MEGA_CASES
 
@@ -26,7 +28,7 @@ def results():
 
 @pytest.mark.parametrize("key", CASES)
 def test_equals_serial(results, key):
-    for turn, how in enumerate(MEGA_ROUNDS):
+    for turn, how in enumerate(rounds_of("mega", key)):
         for name in NAMES:
             assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"
 
@@ -61,7 +63,7 @@ def test_prepare_launches_all_that_calls_do(monkeypatch):
 def test_one_rank(results, key):
     case = CASES[key]
     backend = host_backends(case.config(sum(case.tokens)), 1, SCHEDULE)[0]
-    backend.schedule = dataclasses.replace(SCHEDULE, overlap="mega")
+    use(backend, dataclasses.replace(SCHEDULE, overlap="mega"))
     found = run(backend, case, 0, 1)
     for name in NAMES:
         assert torch.equal(found[name], results[key][0][name]), name

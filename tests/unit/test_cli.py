@@ -68,7 +68,9 @@ def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("command", ["demo", "verify", "trace", "doctor", "memory", "simulate", "bench"])
+@pytest.mark.parametrize(
+    "command", ["demo", "verify", "trace", "doctor", "memory", "simulate", "tune", "explain", "bench"]
+)
 def test_help_describes_every_command(command):
     assert command in run("--help").output
     result = run(command, "--help")
@@ -304,6 +306,7 @@ def test_verify_fails_on_a_wrong_bit_and_on_a_large_error(one_rank, monkeypatch,
     assert ("NOT accurate" in result.output) == (broken == "accuracy")
 
 
+@pytest.mark.slow
 def test_demo_with_real_processes(tmp_path):
     result = run_process(
         "demo", "--steps", "2", "--proof-ep", "1,2", "--proof-steps", "1", "--out", str(tmp_path), timeout=170
@@ -340,7 +343,7 @@ def test_trace_with_real_processes(tmp_path):
         ("gemm1=3", "tile_order (natural|local-first|chunk-major|critical-path)"),
         ("vector_workers=1000000", "vector_workers is 1000000; it must be at most 1024"),
         ("overlap", "overlap is ''; use 'serial'"),
-        ("overlap=pipelined", "overlap='pipelined' is for GPUs"),
+        ("overlap=pipelined", "Schedule.overlap is 'pipelined', but backend 'cpu' knows only 'serial' and 'fused'"),
     ],
 )
 def test_trace_refuses_schedules_that_cannot_run(one_rank, tmp_path, schedule, words):

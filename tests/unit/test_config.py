@@ -11,7 +11,8 @@ import torch
 
 from uniep.config import ROW_ALIGN, MoEConfig, align_rows, divisors, max_padded_rows
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule, Tile, default_schedule, is_valid
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule, Tile, default_schedule, is_valid
+from uniep.way import resolve
 
 GOOD = {"hidden": 64, "ffn": 32, "num_experts": 8, "top_k": 2, "max_tokens_per_rank": 16}
 
@@ -168,8 +169,10 @@ def test_default_schedule_of_hopper():
     assert default(4, ffn=768) == ("copy", "pipelined")
     assert default(8, ffn=2048) == ("push", "fused")
     usual, grouped = schedule(2), schedule(2, combine_groups=8)
-    assert [usual.is_mega(tokens) for tokens in (0, 512, 513)] == [True, True, False]
-    assert not any(made.is_mega(0) for made in (grouped, dataclasses.replace(usual, overlap="serial"), Schedule()))
+    cfg = MoEConfig(**GOOD)
+    assert [resolve(cfg, 2, tokens, usual).mega for tokens in (0, 512, 513)] == [True, True, False]
+    serial = dataclasses.replace(usual, overlap="serial")
+    assert not any(resolve(cfg, 2, 0, made).mega for made in (grouped, serial, Schedule()))
     rows = [schedule(2, num_experts=experts).gemm1.group_rows for experts in (128, 64, 32, 256)]
     assert rows == [8, 16, 16, 8]
 

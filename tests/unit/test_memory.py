@@ -12,14 +12,16 @@ import pytest
 import torch
 
 import uniep
-from uniep.backends import shm
-from uniep.backends.arena import Arena
+from uniep.backends.cpu import shm
+from uniep.backends.hopper.arena import Arena
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError
+from uniep.layout import ALIGN_BYTES, cpu_arrays, hopper_arrays, pack, packed_bytes
 from uniep.meeting import Meeting
-from uniep.memory import ALIGN_BYTES, check_room, cpu_arrays, hopper_arrays, pack, packed_bytes, plan_memory
+from uniep.memory import check_room, plan_memory
 from uniep.nn.ops import moe_forward
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, Schedule
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule
+from uniep.way import resolve
 
 CFG = MoEConfig(hidden=7168, ffn=2048, num_experts=64, top_k=8, max_tokens_per_rank=8192)
 
@@ -66,7 +68,7 @@ def test_kept_tokens_follow_the_call(transfer, slots):
 def test_no_room_on_some_gpu():
     """Every rank raises the same, with the sizes of what is shared."""
     plan = plan_memory(CFG, 2)
-    needed = packed_bytes(pack(hopper_arrays(CFG, 2, Schedule())))
+    needed = packed_bytes(pack(hopper_arrays(CFG, 2, resolve(CFG, 2, 0, Schedule()))))
     check_room(plan, needed, [needed, 2 * needed])
     with pytest.raises(CapacityError, match=r"takes 1010.27 MiB.*\(rank 1: 1\.00 KiB\).*lower max_tokens") as raised:
         check_room(plan, needed, [needed, 1024])
@@ -76,7 +78,7 @@ def test_no_room_on_some_gpu():
 
 def test_no_room_before_anything_is_allocated(monkeypatch):
     """What PyTorch only holds for later is given back first."""
-    layout = pack(hopper_arrays(CFG, 1, Schedule()))
+    layout = pack(hopper_arrays(CFG, 1, resolve(CFG, 1, 0, Schedule())))
     free = [100, 1000]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 2**36))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.pop(0))
@@ -202,7 +204,8 @@ def test_layout_is_aligned_and_disjoint(arrays):
 
 
 def small():
-    return pack(cpu_arrays(MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4), 1, Schedule()))
+    cfg = MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4)
+    return pack(cpu_arrays(cfg, 1, resolve(cfg, 1, 0, backend="cpu")))
 
 
 def test_segment_is_zero_and_writable():

@@ -8,23 +8,23 @@ from test_taskflow import Model, problem
 
 import uniep
 from uniep import ConfigError
+from uniep.schedule import Schedule, Tile
 from uniep.taskflow.check import check
 from uniep.taskflow.layer import forward_operators
 from uniep.taskflow.lower import compile_graph, sites
 from uniep.taskflow.operators import Access, Operator, Operators, by_tile, rows_of, segment_of
-from uniep.taskflow.schedule import Schedule, Tile
 
 
 def tiles(site):
-    return site.row_tiles(site.schedule.gemm1, site.cfg.ffn)
+    return site.row_tiles(site.way.gemm1, site.cfg.ffn)
 
 
 def cover(site):
     return site.segments(site.cfg.ffn)
 
 
-def height(schedule):
-    return schedule.gemm1.rows
+def height(way):
+    return way.gemm1.rows
 
 
 def operator(name="mine", worker="vector", reads=(), writes=(), split=tiles, covers=cover, **fields):
@@ -32,8 +32,9 @@ def operator(name="mine", worker="vector", reads=(), writes=(), split=tiles, cov
 
 
 def compiled(*operators, schedule=None, case=None):
-    case, schedule = case or problem(), schedule or Schedule(gemm1=Tile(rows=64, columns=64))
-    return compile_graph(Operators(operators), sites(case.plans(), case.tokens, case.cfg, schedule))
+    case = case or problem()
+    way = case.way(schedule or Schedule(gemm1=Tile(rows=64, columns=64)))
+    return compile_graph(Operators(operators), sites(case.plans(), case.tokens, case.cfg, way))
 
 
 def test_one_to_one():
@@ -109,7 +110,7 @@ def test_operators_that_read_each_other_are_a_cycle():
 
 
 def test_the_registry_names_what_it_refuses():
-    operators = forward_operators(Schedule(), keep=False)
+    operators = forward_operators(problem().way(Schedule()), keep=False)
     names = [op.name for op in operators]
     assert names == ["push", "gemm1", "gemm2", "combine"] and len(operators) == 4
     operators.register(operator(), after="gemm1")
@@ -140,7 +141,7 @@ def test_it_runs_with_the_layer(schedule):
         largest.update(zip(range(block.row0, block.row1), values.tolist(), strict=True))
 
     mine = Operator(
-        "largest", "vector", lambda s: s.row_tiles(s.schedule.gemm1, 1), lambda s: s.segments(1),
+        "largest", "vector", lambda s: s.row_tiles(s.way.gemm1, 1), lambda s: s.segments(1),
         reads=(Access(stage, rows_of(height)),), body=body,
     )  # fmt: skip
     arguments = (model.x[0], case.ids[0], model.weights[0], model.w13, model.w2)

@@ -3,7 +3,7 @@
 import pytest
 
 from uniep import UnsupportedError
-from uniep.backends.arena import Seat, check_peers
+from uniep.backends.hopper.arena import Seat, check_peers
 
 YES = (lambda a, b: True,) * 2
 

@@ -1,12 +1,26 @@
-"""Schedule fields that an executor does not know are refused by name, never ignored."""
+"""Dimensions of a Schedule: each declared once; what an executor does not know is refused by name, never ignored."""
 
 import dataclasses
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
 from uniep import ConfigError, MoEConfig, Schedule, Tile, Workspace
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES, refuse_other_fields
+from uniep.dimension import MEGA, Setting
+from uniep.schedule import (
+    DEFAULT_SCHEDULES,
+    DIMENSION,
+    DIMENSIONS,
+    TILES,
+    default_schedule,
+    is_valid,
+    known_fields,
+    neighbours,
+    parse_schedule,
+    refuse_invalid,
+)
 
 CFG = MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4, dtype=torch.float32)
 
@@ -28,9 +42,73 @@ def test_cpu_refuses_gpu_fields(field, value):
 def test_orders_of_the_cpu_are_refused_elsewhere(backend, change):
     schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], **change)
     with pytest.raises(ConfigError, match=rf"Schedule\.{next(iter(change))} is .*, but backend '{backend}' knows only"):
-        refuse_other_fields(schedule, backend, ("overlap", "tile_order"))
+        refuse_invalid(schedule, CFG, 1, backend)
 
 
 def test_cpu_takes_its_own():
     own = Schedule(overlap="serial", tile_order="natural", matrix_workers=2, chunk_tokens=32, received="again")
     Workspace(CFG, device="cpu", schedule=own).close()
+
+
+BACKENDS = tuple(DEFAULT_SCHEDULES)
+LAYER = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8, max_tokens_per_rank=8192)
+SETTINGS = [Setting(LAYER, 4, backend) for backend in BACKENDS]
+
+
+def test_every_field_is_a_dimension():
+    """Of a Tile, each part; defaults are in the domain, and the default of any shape is valid and one of them."""
+    parts = [f"{tile}.{part.name}" for tile in TILES for part in dataclasses.fields(Tile)]
+    fields = [f.name for f in dataclasses.fields(Schedule) if f.name not in TILES]
+    assert sorted(DIMENSION) == sorted(fields + parts)
+    for d in DIMENSIONS:
+        assert d.of(Schedule()) == d.default and d.default in d.domain and len(set(d.domain)) == len(d.domain) > 1
+        assert all((d.doc, d.helps, d.source, d.backends)) and set(d.backends) <= {*BACKENDS, MEGA}
+        assert all(d.of(default_schedule(backend, LAYER, 4)) in d.domain for backend in BACKENDS)
+    for cfg, ep_size, backend, _ in SETTINGS:
+        assert is_valid(default_schedule(backend, cfg, ep_size), cfg, ep_size, backend) == []
+
+
+@pytest.mark.parametrize("d", DIMENSIONS, ids=lambda d: d.name)
+def test_a_dimension_is_parsed_named_and_refused_as_declared(d):
+    for value in d.domain:
+        made = parse_schedule(f"{d.name}={value}", Schedule())
+        assert d.of(made) == value and d.put(made, d.default) == Schedule()
+        assert (d.shown.get(value, "/") in made.name.split("/")) == (value in d.shown)
+    bad = "all" if isinstance(d.default, str) else d.least - 1
+    (reason,) = is_valid(d.put(Schedule(), bad), LAYER)
+    assert reason.startswith(f"{d.name} is {bad!r}")
+    for backend in BACKENDS:
+        usual = DEFAULT_SCHEDULES[backend]
+        other = next(v for v in d.domain if v != d.of(usual))
+        reasons = is_valid(d.put(usual, other), LAYER, 1, backend)
+        field = d.name.partition(".")[0]
+        known = field in known_fields(backend) and (
+            d.name in TILES or other in d.values(usual, backend) or "." in d.name
+        )
+        assert any(f"backend {backend!r} knows only" in reason for reason in reasons) == (not known), (backend, reasons)
+
+
+@pytest.mark.parametrize("at", SETTINGS, ids=lambda at: at.backend)
+def test_neighbours(at):
+    """Valid, one dimension away, and enough of them to reach what the default is not."""
+    usual = default_schedule(at.backend, at.cfg, at.ep_size)
+    steps = list(neighbours(usual, at))
+    assert len(steps) == len({made for _, made in steps}) > 10
+    for d, made in steps:
+        assert not is_valid(made, at.cfg, at.ep_size, at.backend)
+        part = d.name.partition(".")[2]
+        others = {f"{tile}.{part}" for tile in TILES} if part else {d.name}
+        changed = {other.name for other in DIMENSIONS if other.of(made) != other.of(usual)}
+        assert d.name in changed and changed <= others
+    reached = {(d.name, d.of(made)) for d, made in steps}
+    wanted = {"cpu": ("matrix_workers", 2), "hopper": ("gemm1.rows", 64), "nccl": ("received", "again")}
+    assert wanted[at.backend] in reached
+
+
+def test_the_page_is_up_to_date():
+    """`python docs/schedule.py` writes it."""
+    path = Path(__file__).parents[2] / "docs" / "schedule.py"
+    spec = importlib.util.spec_from_file_location("docs_schedule", path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.PAGE.read_text() == made.page()

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_taskflow import Problem, problem, problems, run_anyhow, schedules
+from test_taskflow import Problem, problem, problems, run_anyhow, schedules, way_of
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
+from uniep.schedule import Schedule, Tile
 from uniep.sim import load_machine
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import WORKERS, Block, Event, Task, from_tasks
-from uniep.taskflow.schedule import Schedule, Tile
 from uniep.taskflow.scheduler import CPU_CORE, Speeds, assign, longest_paths, priorities
 
 UNIT = Speeds(flops=1, memory=1, peer=1, task_ns=0)
@@ -47,7 +47,7 @@ def graphs(draw):
 
 
 def workers(matrix, vector, **fields):
-    return Schedule(matrix_workers=matrix, vector_workers=vector, **fields)
+    return way_of(Schedule(matrix_workers=matrix, vector_workers=vector, **fields))
 
 
 def valid(graph, made, cost_N):
@@ -153,20 +153,20 @@ def test_paths_that_differ_by_less_than_a_task_keep_the_order():
 def test_queues_of_the_layer(case, schedule, matrix, vector):
     schedule = dataclasses.replace(schedule, matrix_workers=matrix, vector_workers=vector)
     for graph in (case.forward(schedule), case.backward(schedule)):
-        made = assign(graph, schedule)
+        made = assign(graph, way_of(schedule))
         valid(graph, made, CPU_CORE.cost(graph))
 
 
 SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from test_taskflow import problem
-from uniep.taskflow.schedule import Schedule
+from test_taskflow import problem, way_of
+from uniep.schedule import Schedule
 from uniep.taskflow.scheduler import assign
 for order in ("local-first", "chunk-major", "critical-path"):
     schedule = Schedule(tile_order=order, peer_order="rotated", matrix_workers=2, activation="separate")
     case = problem(tokens=(200, 33, 0, 170), seed=3)
-    print(assign(case.forward(schedule), schedule).digest(), assign(case.backward(schedule), schedule).digest())
+    print(*(assign(graph, way_of(schedule)).digest() for graph in (case.forward(schedule), case.backward(schedule))))
 """
 
 
@@ -185,12 +185,12 @@ def test_a_stuck_graph_is_an_error_not_a_schedule():
     b = Task("b", "matrix", 0, Block(0, 0, 1, 0, 1), ((x, 1),), (y,))
     for order in ("natural", "critical-path"):
         with pytest.raises(ConfigError, match=r"cycle; blocked: a.*b"):
-            assign(from_tasks(1, [a, b]), Schedule(tile_order=order))
+            assign(from_tasks(1, [a, b]), workers(1, 1, tile_order=order))
     second = Task("b", "vector", 0, Block(0, 0, 1, 0, 1), (), (y,))
     blocking = from_tasks(1, [dataclasses.replace(a, signals=()), second])
     with pytest.raises(ConfigError, match="order of tasks that blocks; blocked: a"):
-        assign(blocking, Schedule(tile_order="natural"))
-    assign(blocking, Schedule(tile_order="critical-path"))
+        assign(blocking, workers(1, 1, tile_order="natural"))
+    assign(blocking, workers(1, 1, tile_order="critical-path"))
 
 
 def test_no_tiles_for_idle_experts():
@@ -205,7 +205,7 @@ def test_no_tasks_at_all():
     graph = problem(tokens=(0, 0)).forward(Schedule())
     assert graph.num_tasks == 0
     for order in ("natural", "critical-path"):
-        assert assign(graph, Schedule(tile_order=order)).makespan_ns == 0
+        assert assign(graph, workers(1, 1, tile_order=order)).makespan_ns == 0
 
 
 def test_a_hundred_thousand_tasks_in_a_second_or_two():
@@ -222,7 +222,7 @@ def test_a_hundred_thousand_tasks_in_a_second_or_two():
     case.plans = lambda: plans
     start = time.process_time()
     graph = case.forward(schedule)
-    made = assign(graph, schedule, H200.cost(graph))
+    made = assign(graph, way_of(schedule), H200.cost(graph))
     check(graph, list(made.queues.values()))
     assert graph.num_tasks > 100_000
     assert time.process_time() - start < 10, "0.5 s where nothing else runs"
@@ -238,7 +238,7 @@ def test_more_overlap_is_not_slower_in_the_model():
         "list": Schedule(tile_order="critical-path"),
     }.items():
         graph = case.backward(schedule)
-        spans[name] = assign(graph, schedule, H200.cost(graph)).makespan_ns
+        spans[name] = assign(graph, way_of(schedule), H200.cost(graph)).makespan_ns
         assert spans[name] >= int(longest_paths(graph, H200.cost(graph)).max())
     assert spans["serial"] >= spans["fused"] >= spans["list"]
 

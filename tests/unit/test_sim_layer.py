@@ -5,11 +5,13 @@ import json
 
 import pytest
 import torch
+from test_taskflow import way_of
 from typer.testing import CliRunner
 
 from uniep.cli.main import app
 from uniep.errors import ConfigError
 from uniep.routing import RoutingPlan, build_plan
+from uniep.schedule import Schedule
 from uniep.shapes import SHAPES, Shape, parse_shape
 from uniep.sim import STRATEGIES, Problem, load_machine, machines, row, simulate
 from uniep.sim.beside import predicted
@@ -17,14 +19,13 @@ from uniep.sim.problem import opposite
 from uniep.sim.rows import spans
 from uniep.sim.strategies import execute, parse_strategies
 from uniep.taskflow.check import check
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import shares
 
 SMALL = Shape("small", 512, 256, 16, 4)
 
 
-def all_ranks(problem, schedule):
+def all_ranks(problem, way):
     """The sites of all ranks, each of which counts ranks from itself: where the one that stands for all is true."""
     cfg, size, own = problem.cfg, problem.ep, problem.cfg.experts_per_rank(problem.ep)
     ids = [problem.ids(rank) for rank in range(size)]
@@ -43,8 +44,8 @@ def all_ranks(problem, schedule):
         fields = (counts, base.expert_start_e1, base.send_count_R[turn], base.send_token_RT[turn],
                   base.recv_count_R[turn], source, back)  # fmt: skip
         plan = RoutingPlan(*(t.to(torch.int32) for t in fields))
-        chunks = torch.arange(-(-problem.tokens // schedule.chunk_tokens))
-        sites.append(Site(rank, size, cfg, schedule, plan, problem.tokens, chunks))
+        chunks = torch.arange(-(-problem.tokens // way.chunk_tokens))
+        sites.append(Site(rank, size, cfg, way, plan, problem.tokens, chunks))
     return sites
 
 
@@ -59,7 +60,7 @@ def test_one_rank_stands_for_all(ep, direction, machine):
         problem = Problem(SMALL, ep, tokens, "balanced", direction)
         program = strategy.program(problem, made)
         one = simulate(problem, made, program)
-        every = execute(program, program.operators, all_ranks(problem, program.schedule), made)
+        every = execute(program, program.operators, all_ranks(problem, program.way), made)
         assert every.graph.num_tasks == ep * one.graph.num_tasks
         for rank in range(ep):
             here = every.graph.rank_N == rank
@@ -75,7 +76,7 @@ def test_one_rank_stands_for_all_where_tiles_hold_rows_of_several_sources(machin
     for name in ("serialized", "taskflow", "uniep", "uniep-pipelined"):
         problem = Problem(SMALL, 8, 300, "balanced", "fwd")
         program = STRATEGIES[name].program(problem, made)
-        every = execute(program, program.operators, all_ranks(problem, program.schedule), made)
+        every = execute(program, program.operators, all_ranks(problem, program.way), made)
         assert every.makespan_ns == simulate(problem, made, program).makespan_ns, name
 
 
@@ -86,7 +87,7 @@ def test_the_real_order_of_rows_changes_little():
     for name in ("serialized", "deepep", "taskflow", "uniep"):
         program = STRATEGIES[name].program(problem, made)
         cfg, ids = problem.cfg, [problem.ids(rank) for rank in range(4)]
-        real = [problem.site(rank, ids, cfg, program.schedule) for rank in range(4)]
+        real = [problem.site(rank, ids, cfg, program.way) for rank in range(4)]
         every = execute(program, program.operators, real, made)
         assert every.makespan_ns == pytest.approx(simulate(problem, made, program).makespan_ns, rel=0.03), name
 
@@ -111,7 +112,7 @@ def test_every_strategy_on_every_machine(machine):
                 assert (ep == 1) <= (got["busy"]["link"] == 0)
 
 
-@pytest.mark.parametrize("machine", ["ascend-a3", "h100-cluster"])
+@pytest.mark.parametrize("machine", [pytest.param("ascend-a3", marks=pytest.mark.slow), "h100-cluster"])
 def test_few_tokens_idle_experts_and_odd_nodes(machine):
     """Twelve ranks on nodes of eight are three nodes of four; seven tokens leave experts without rows."""
     made = load_machine(machine)
@@ -178,9 +179,10 @@ def test_a_recorded_layer_is_predicted_behind_what_was_recorded(machine):
     cfg = Problem(SMALL, 2, 256).cfg
     ids = [torch.rand(256, 16, generator=torch.Generator().manual_seed(rank)).topk(4).indices for rank in range(2)]
     schedule = Schedule(vector_workers=2) if machine is None else Schedule(overlap="mega", push_programs=16)
+    way = way_of(schedule, cfg, 2)
     made = machine and load_machine(machine)
-    first = predicted(ids, cfg, schedule, made, [])
-    later = predicted(ids, cfg, schedule, made, first)
+    first = predicted(ids, cfg, way, made, [])
+    later = predicted(ids, cfg, way, made, first)
     assert [s.phase for s in first] == sorted((s.phase for s in first), reverse=True)
     forward = [s for s in first if s.phase == "forward, predicted"]
     backward = [s for s in first if s.phase == "backward, predicted"]

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 import uniep
 from uniep import reference
-from uniep.backends.cpu_tiles import Backward, Forward, Gather, Rows, Shared
+from uniep.backends.torch_tiles import Backward, Forward, Gather, Rows, Shared
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
-from uniep.memory import cpu_arrays
+from uniep.layout import cpu_arrays
 from uniep.numerics import fixed_settings
 from uniep.routing import build_parts, build_plan, recv_base, return_slots
+from uniep.schedule import Schedule, Tile
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import Block, Event, Relation, Task, from_tasks
 from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
-from uniep.taskflow.schedule import Schedule, Tile
+from uniep.way import resolve
 from uniep.weights import ExpertWeights
 
 SCHEDULES = {
@@ -40,6 +41,12 @@ SCHEDULES = {
         overlap="serial", gemm1=Tile(rows=128, columns=128), gemm2=Tile(rows=64, columns=64), chunk_tokens=16
     ),
 }
+
+
+def way_of(schedule, cfg=None, ranks=1):
+    """Of any number of tokens."""
+    cfg = cfg or MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, max_tokens_per_rank=4)
+    return resolve(cfg, ranks, 1, schedule, backend="hopper" if schedule.overlap == "mega" else "cpu")
 
 
 @dataclasses.dataclass
@@ -66,11 +73,14 @@ class Problem:
             return None
         return [build_parts(plan, rank, self.cfg) for rank, plan in enumerate(self.plans())]
 
+    def way(self, schedule):
+        return way_of(schedule, self.cfg, self.ranks)
+
     def forward(self, schedule, keep=True):
-        return lower_forward(self.plans(), self.tokens, self.cfg, schedule, keep=keep)
+        return lower_forward(self.plans(), self.tokens, self.cfg, self.way(schedule), keep=keep)
 
     def backward(self, schedule, **flags):
-        return lower_backward(self.plans(), self.tokens, self.cfg, schedule, **flags)
+        return lower_backward(self.plans(), self.tokens, self.cfg, self.way(schedule), **flags)
 
 
 def problem(tokens=(40, 17, 0, 64), num_experts=8, top_k=3, hidden=72, ffn=136, seed=0, unused=0.1, idle=(), **fields):
@@ -135,7 +145,7 @@ def schedules(draw):
 @given(problems(), schedules(), st.booleans(), st.tuples(*[st.booleans()] * 4))
 def test_every_lowering_passes_the_checks(case, schedule, keep, needs):
     check(case.forward(schedule, keep))
-    check(lower_dispatch(case.plans(), case.cfg, schedule))
+    check(lower_dispatch(case.plans(), case.cfg, case.way(schedule)))
     flags = dict(zip(("x", "weights", "w13", "w2"), needs, strict=True))
     graph = case.backward(schedule, **flags)
     check(graph)
@@ -408,7 +418,7 @@ def test_returns_to_each_slot_once_or_not_at_all():
     used = torch.nonzero(plans[1].row_return_N >= 0).flatten()
     plans[1].row_return_N[used[0]] = plans[1].row_return_N[used[1]]
     with pytest.raises(ConfigError, match=r"the plans return \d+ rows to \d+ slots of \d+ routed ones"):
-        lower_forward(plans, case.tokens, case.cfg, Schedule(), keep=False)
+        lower_forward(plans, case.tokens, case.cfg, case.way(Schedule()), keep=False)
 
 
 def tiny(*tasks):
@@ -492,7 +502,7 @@ class Model:
         return [y, grads.x, grads.weights, grads.w13, grads.w2]
 
     def shared(self):
-        arrays = cpu_arrays(self.case.cfg, self.case.ranks, Schedule())
+        arrays = cpu_arrays(self.case.cfg, self.case.ranks, way_of(Schedule()))
         made = [Shared(*(poisoned(*arrays[n]) for n in ("receive", "returns", "dweights"))) for _ in self.case.ids]
         for s in made:
             s.receive[-1] = 0

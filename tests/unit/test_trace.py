@@ -11,8 +11,8 @@ import uniep
 from uniep import InputError
 from uniep.cli.page import write_page
 from uniep.cli.timeline import KINDS, draw_timeline, kinds_of
+from uniep.schedule import Schedule
 from uniep.taskflow.graph import Block
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.trace import Span, device_spans, lanes_of, merge_profile, shares, trace_events, write_trace
 
 ABOUT = {"layer": "tiny <&>", "schedule": "fused"}

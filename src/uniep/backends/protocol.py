@@ -24,7 +24,7 @@ from uniep.errors import (
     UniEPError,
     UnsupportedError,
 )
-from uniep.memory import TEXT_BYTES
+from uniep.layout import TEXT_BYTES
 from uniep.routing import find_bad_id
 
 OPERATIONS = ("route", "forward", "forward without gradients", "backward", "dispatch", "refuse")

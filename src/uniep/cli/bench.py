@@ -11,6 +11,7 @@ import torch
 import typer
 
 from uniep.cli.launch import torchrun, under_torchrun
+from uniep.tuner.strategies import STRATEGIES, implementations
 
 HARNESS = Path(__file__).parents[3] / "benchmarks" / "moe.py"
 
@@ -20,6 +21,9 @@ ON_CPUS = "uniep bench --ranks 2 --device cpu --dtype fp32 --shapes 128x128x8x2 
 def bench(
     context: typer.Context,
     ranks: Annotated[int, typer.Option(help="Processes, one per GPU; 0: one for each GPU of this machine.", min=0)] = 0,
+    strategy: Annotated[
+        str, typer.Option(help=f"Time these as implementations: all, or of {', '.join(STRATEGIES)} (docs/tuner.md).")
+    ] = "",
 ) -> None:
     """Time uniep and its peers on one MoE layer, interleaved, on the GPUs of this machine.
 
@@ -29,6 +33,11 @@ def bench(
     if not HARNESS.exists():
         typer.echo(f"{HARNESS} does not exist: benchmarks are not part of the installed package; run this in a clone")
         raise typer.Exit(2)
+    if strategy:
+        made, left_out = implementations(strategy, "cpu" if "cpu" in context.args else "hopper")
+        context.args += ["--impl", ",".join(made)]
+        for reason in left_out if not under_torchrun() else ():
+            typer.echo(f"left out: {reason}")
     if under_torchrun():
         sys.argv = [str(HARNESS), *context.args]
         sys.path.insert(0, str(HARNESS.parent))

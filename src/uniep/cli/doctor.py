@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import uniep
+from uniep.tuner import choose, tables
 
 Rows = Iterator[tuple[str, str]]
 
@@ -25,6 +26,8 @@ FAILS = "auto fails"
 ENVIRONMENT = {
     "UNIEP_BACKEND": "backend of Workspaces made with backend='auto'",
     "UNIEP_TIMEOUT_S": "seconds until a peer that does not come raises PeerTimeoutError",
+    "UNIEP_TUNE": "off, cached or online: what Workspaces without a Schedule run with; not set, cached",
+    "UNIEP_TUNE_DIR": "where uniep tune writes, and Workspaces look first",
     "OMP_NUM_THREADS": "PyTorch's threads per rank; torchrun sets 1",
     "CUDA_VISIBLE_DEVICES": "GPUs that processes see; a different mask per rank prevents peer access",
     "PYTORCH_ALLOC_CONF": "PyTorch's allocators; replaces PYTORCH_CUDA_ALLOC_CONF",
@@ -44,11 +47,12 @@ def doctor() -> None:
         "GPUs": _gpus(),
         "Environment": _environment(),
         "Backend": (backend := _backend()),
+        "Tuning": _tuning(),
     }
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, width=min(console.width, 110))
         table.add_column(width=26)
-        table.add_column(ratio=1)
+        table.add_column(ratio=1, overflow="fold")
         for name, value in rows:
             table.add_row(name, value)
         console.print(table)
@@ -100,6 +104,20 @@ def _environment() -> Rows:
     for name, meaning in ENVIRONMENT.items():
         value = os.environ.get(name)
         yield name, f"{value}  ({meaning})" if value is not None else f"not set  ({meaning})"
+
+
+def _tuning() -> Rows:
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        yield "Schedules", {"off": "defaults", "cached": "of tables, else defaults"}.get(how := choose.mode(None), how)
+    except uniep.ConfigError as error:
+        yield "Schedules", str(error)
+    rows = choose.report(device)
+    yield (
+        "tables",
+        "\n".join(f"{path}: {what}" for path, what in rows)
+        or (f"none for this card in {tables.folder()} or the package: defaults serve"),
+    )
 
 
 def _backend() -> list[tuple[str, str]]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
+from uniep import schedule as schedules
 from uniep.activation import ACTIVATIONS
 from uniep.errors import ConfigError
-from uniep.taskflow.schedule import CHOICES, Schedule
+from uniep.schedule import Schedule
 
 
 class DType(enum.StrEnum):
@@ -70,18 +70,8 @@ def check_folder(out: Path) -> None:
 
 
 def parse_schedule(text: str, option: str, default: Schedule | None = None) -> Schedule:
-    """ "tile_order=critical-path,vector_workers=2" -> a Schedule, otherwise like `default`.
-
-    Raises typer.BadParameter, which names `option`.
-    """
-    plain = {f.name: type(f.default) for f in dataclasses.fields(Schedule) if isinstance(f.default, (int, str))}
-    changes: dict[str, Any] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, value = part.partition("=")
-        try:
-            changes[name] = plain[name](value)
-        except (KeyError, ValueError):
-            fields = (f"{field} ({'|'.join(CHOICES[field])})" if field in CHOICES else field for field in plain)
-            kind = "a number" if plain.get(name) is int else f"one of the fields {', '.join(fields)}"
-            raise typer.BadParameter(f"{part!r} is not FIELD=VALUE with {kind}", param_hint=option) from None
-    return dataclasses.replace(default or Schedule(), **changes)
+    """As `uniep.schedule.parse_schedule`.  Raises typer.BadParameter, which names `option`."""
+    try:
+        return schedules.parse_schedule(text, default or Schedule())
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -16,7 +15,7 @@ import uniep
 from uniep.cli.bits import BitTable, Digests, digest, merge
 from uniep.cli.launch import World
 from uniep.cli.model import ModelConfig, Trainer
-from uniep.taskflow.schedule import DEFAULT_SCHEDULES
+from uniep.schedule import DEFAULT_SCHEDULES, known_fields
 
 QUANTITIES = ("loss", "logits", "d dense", "d router", "dw13", "dw2", "params")
 
@@ -31,7 +30,7 @@ def schedules(backend: str) -> list[uniep.Schedule]:
     The first is the oracle.
     """
     default = DEFAULT_SCHEDULES[backend]
-    known = importlib.import_module(f"uniep.backends.{backend}").SCHEDULE_FIELDS
+    known = known_fields(backend)
     found = [
         dataclasses.replace(default, overlap=overlap, tile_order=order)
         for overlap in (OVERLAPS if "overlap" in known else (default.overlap,))

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from uniep.backends.cpu import CpuBackend
+from uniep.backends.cpu.backend import CpuBackend
 from uniep.cli.pictures import INK, MUTED, figure_style
 from uniep.nn import Experts
 from uniep.taskflow.graph import GATE

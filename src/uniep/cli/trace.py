@@ -18,10 +18,11 @@ from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, Seed, Token
 from uniep.cli.page import write_page
 from uniep.cli.timeline import fastest
 from uniep.cli.verify import Problem
+from uniep.schedule import default_schedule, is_valid
 from uniep.sim.beside import predicted
 from uniep.sim.machine import load_machine
-from uniep.taskflow.schedule import default_schedule, is_valid
 from uniep.taskflow.trace import Span, shares, write_trace
+from uniep.way import resolve
 
 WARM_UP, RECORDED = 2, 6
 
@@ -72,7 +73,7 @@ def trace(
         device, backend = "GPUs", "hopper"
         default = dataclasses.replace(default_schedule("hopper", cfg, ep), overlap="mega")
     chosen = parse_schedule(schedule, "--schedule", default)
-    if reasons := is_valid(chosen, cfg):
+    if reasons := is_valid(chosen, cfg, ep, backend):
         raise uniep.ConfigError(f"--schedule {schedule}: {'; '.join(reasons)}")
     if gpus and chosen.overlap != "mega":
         raise uniep.ConfigError(
@@ -87,7 +88,8 @@ def trace(
         spans = _record(problem, chosen, world, backend)
         if world.rank == 0:
             if predict:
-                spans += predicted(problem.ids.split(problem.shard_sizes), cfg, chosen, model, spans)
+                way = resolve(cfg, ep, max(problem.shard_sizes), chosen, backend=backend)
+                spans += predicted(problem.ids.split(problem.shard_sizes), cfg, way, model, spans)
             about = {
                 "layer": f"hidden {hidden}, ffn {ffn}, {num_experts} experts, top-{top_k}, {dtype.value}",
                 "tokens": f"{tokens} over {ep} ranks",

@@ -37,7 +37,7 @@ from uniep.cli.options import (
 from uniep.cli.proof import schedules
 from uniep.config import COLUMN_GROUP
 from uniep.reference import composition
-from uniep.taskflow.schedule import is_valid
+from uniep.schedule import is_valid
 
 QUANTITIES = ("y", "dx", "dweights", "dw13", "dw2")
 WORST_RATIO = 2.0

@@ -8,7 +8,7 @@ LOST_WORDS for each rank: why that rank is gone.  The host's record is pinned me
 import triton
 import triton.language as tl
 
-from uniep.memory import EXCHANGE_HEADER, LOST_SLOT, STATUS_RECORD
+from uniep.layout import EXCHANGE_HEADER, LOST_SLOT, STATUS_RECORD
 
 HEADER = tl.constexpr(EXCHANGE_HEADER)
 # Words of the header.

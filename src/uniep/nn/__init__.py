@@ -7,7 +7,8 @@ from uniep.nn.load import Load, LoadMonitor
 from uniep.nn.modules import Experts, MoE, SharedExperts
 from uniep.nn.record import LayerRecord
 from uniep.nn.replay import RoutingRecord, record_routing, replay_routing
-from uniep.nn.router import Router, RouterConfig, Routing, choose_experts
+from uniep.nn.router import Router, Routing, choose_experts
+from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import attach_loss
 
 __all__ = [

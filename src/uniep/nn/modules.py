@@ -16,7 +16,8 @@ from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal
 from uniep.nn.invariant import activate, add, linear
 from uniep.nn.record import LayerRecord
 from uniep.nn.replay import Tape
-from uniep.nn.router import Router, RouterConfig, check_given
+from uniep.nn.router import Router, check_given
+from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import LEAST_SUM
 from uniep.nn.wrappers import is_full_state_taken, whole_tensor
 from uniep.weights import ExpertWeights

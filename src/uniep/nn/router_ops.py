@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from uniep.errors import CapacityError, PeerTimeoutError, UniEPError
 from uniep.nn.invariant import ROWS, row_products, settings, token_sums
+from uniep.nn.router_config import RouterConfig
 from uniep.numerics import add_ascending, pair_tree_sum
-
-if TYPE_CHECKING:
-    from uniep.nn.router import RouterConfig
 
 PROBABILITY_UNIT = 2.0**-36
 """Unit of the integers that sums of probabilities are made of: 2^27 tokens fit."""
@@ -223,8 +221,6 @@ def _within_capacity(ids_TK: Tensor, every: Tensor, rank: int, cfg: RouterConfig
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str) -> RouterConfig:
-    from uniep.nn.router import RouterConfig
-
     return RouterConfig.parse(text)
 
 

@@ -16,38 +16,38 @@ from uniep.sim.rows import spans
 from uniep.sim.strategies import Lane, Program, Simulated, queues_of
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.lower import compile_graph, sites
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.scheduler import CPU_CORE, assign
 from uniep.taskflow.trace import Span, window
+from uniep.way import Way
 
 PREDICTED = ", predicted"
 """Behind the name of a phase."""
 
 
 def predicted(
-    ids: Sequence[Tensor], cfg: MoEConfig, schedule: Schedule, machine: Machine | None, after: Sequence[Span]
+    ids: Sequence[Tensor], cfg: MoEConfig, way: Way, machine: Machine | None, after: Sequence[Span]
 ) -> list[Span]:
     """Records of a forward and a backward that begin when the last of `after` has ended.
 
     ids: of all ranks.  machine: None, processes of a CPU, whose threads run the static scheduler's queues; else GPUs
-    that run the schedule's lists in one kernel for each direction.
+    that run the way's lists in one kernel for each direction.
     """
     plans = [build_plan(ids, rank, cfg) for rank in range(len(ids))]
-    of_rank = sites(plans, [len(part) for part in ids], cfg, schedule)
-    grouped, now, out = cfg.combine_groups is not None, window(after)[1] if after else 0, list[Span]()
+    of_rank = sites(plans, [len(part) for part in ids], cfg, way)
+    now, out = window(after)[1] if after else 0, list[Span]()
     for phase, operators in (
-        ("forward", forward_operators(schedule, keep=True, grouped=grouped)),
-        ("backward", backward_operators(schedule, grouped=grouped)),
+        ("forward", forward_operators(way, keep=True)),
+        ("backward", backward_operators(way)),
     ):
         graph = compile_graph(operators, of_rank)
         if machine is None:
             spent = Costs.without_contention(graph, CPU_CORE.cost(graph))
-            planned = assign(graph, schedule, spent.alone_N)
+            planned = assign(graph, way, spent.alone_N)
             queues = [Queue(name.rank, str(name), 1, tasks) for name, tasks in planned.queues.items()]
         else:
             spent = costs(graph, operators, of_rank, machine)
             program = Program(
-                operators=operators, schedule=schedule, lanes=(Lane(("push",), schedule.push_programs),)
+                operators=operators, way=way, lanes=(Lane(("push",), way.push_programs),)
             )  # fmt: skip
             queues = queues_of(graph, program, machine, spent.alone_N)
         made = Simulated(graph, of_rank, spent, run(graph, queues, spent), 0)

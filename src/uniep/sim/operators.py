@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from uniep.schedule import Tile
 from uniep.sim.problem import Problem, to_peer
 from uniep.taskflow.graph import Block, ranges
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.operators import Access, Operator, Operators, Pairs, Work, returns, rows_of
-from uniep.taskflow.schedule import Schedule, Tile
 from uniep.taskflow.site import Site, blocks, steps
+from uniep.way import Way
 
 PIECE = 128
 """Rows of a tile of passes over memory, and of a put ([R] tasks/: 128-row puts)."""
@@ -41,7 +42,7 @@ def _own_rows(site: Site) -> Tensor:
 
 
 def _own_tokens(site: Site) -> Tensor:
-    first, last = steps(site.tokens, site.schedule.chunk_tokens)
+    first, last = steps(site.tokens, site.way.chunk_tokens)
     zero = torch.zeros_like(first)
     return blocks(zero, first, last, zero, zero + 1)
 
@@ -222,17 +223,17 @@ def _bare(op: Operator, **changes: object) -> Operator:
     return dataclasses.replace(op, **{"reads": (), "writes": (), **changes})  # type: ignore[arg-type]
 
 
-def _products(problem: Problem, schedule: Schedule, activation_passes: tuple[int, int]) -> list[Operator]:
+def _products(problem: Problem, way: Way, activation_passes: tuple[int, int]) -> list[Operator]:
     """The GEMMs and the activation between them, without accesses, in the order in which frameworks run them."""
-    schedule = dataclasses.replace(schedule, activation="separate")
+    way = dataclasses.replace(way, separate=True, separate_gradient=True, returns="epilogue")
     if problem.direction == "fwd":
-        made = forward_operators(schedule, keep=False)
+        made = forward_operators(way, keep=False)
         return [
             _bare(made["gemm1"]),
             _bare(made["activation"], work=_moved(activation_passes[0])),
             _bare(_unsent(made["gemm2"])),
         ]
-    made = backward_operators(schedule)
+    made = backward_operators(way)
     return [
         _bare(made["dgrad2"]),
         _bare(made["activation_gradient"], work=_moved(activation_passes[1])),
@@ -252,10 +253,10 @@ def _unsent(op: Operator) -> Operator:
     return dataclasses.replace(op, work=work)
 
 
-def serialized(problem: Problem, schedule: Schedule) -> Operators:
+def serialized(problem: Problem, way: Way) -> Operators:
     """Operator by operator, as frameworks run the layer."""
     layer = problem.covers == "layer"
-    middle = _products(problem, schedule, FRAMEWORK_PASSES)
+    middle = _products(problem, way, FRAMEWORK_PASSES)
     residual = [residual_of(_expert_rows)] if problem.direction == "bwd" else []
     return Operators(
         [
@@ -281,9 +282,9 @@ def residual_of(split: Callable[[Site], Tensor], reads: tuple[Access, ...] = ())
     return Operator(RESIDUAL, "vector", split, _covered(split), reads=reads, where="expert")
 
 
-def deepep(problem: Problem, schedule: Schedule) -> Operators:
+def deepep(problem: Problem, way: Way) -> Operators:
     """Each token once to each rank, rows expanded there, and added there before they return: DeepEP's normal mode."""
-    middle = _products(problem, schedule, FRAMEWORK_PASSES)
+    middle = _products(problem, way, FRAMEWORK_PASSES)
     returned = (Access("returned", _from_all(_tokens_sent)),)
     return Operators(
         [
@@ -298,7 +299,7 @@ def deepep(problem: Problem, schedule: Schedule) -> Operators:
     )
 
 
-def hierarchical(problem: Problem, schedule: Schedule, per_node: int) -> Operators:
+def hierarchical(problem: Problem, way: Way, per_node: int) -> Operators:
     """Each token once to each node, to the rank of the same place there, which forwards it to the ranks that want it;
     back, rows are added per rank, then per node, and cross the network once per node: DeepEP's mode between nodes.
 
@@ -346,7 +347,7 @@ def hierarchical(problem: Problem, schedule: Schedule, per_node: int) -> Operato
         is_peer = near(site) & (torch.arange(site.ep_size) != site.rank)
         return is_peer * (rows.sum(1) - rows[:, home])
 
-    middle = _products(problem, schedule, FRAMEWORK_PASSES)
+    middle = _products(problem, way, FRAMEWORK_PASSES)
     arrived, forwarded = Access("arrived", _from_all(across_came)), Access("forwarded", _from_all(inside_came))
     gathered, returned = Access("gathered", _from_all(inside_came)), Access("returned", _from_all(across_came))
     forward, gather = collective("forward", inside, "forwarded"), collective("gather", inside, "gathered")
@@ -369,7 +370,7 @@ def hierarchical(problem: Problem, schedule: Schedule, per_node: int) -> Operato
     )
 
 
-def taskflow(problem: Problem, schedule: Schedule, *, separate: bool, one_event: bool = False) -> Operators:
+def taskflow(problem: Problem, way: Way, *, separate: bool, one_event: bool = False) -> Operators:
     """HyperParallel-MoE's: rows put in the order in which experts consume them, an event per expert.
 
     separate: vector workers are units of their own, which run activations and return rows; else these are epilogues.
@@ -380,9 +381,11 @@ def taskflow(problem: Problem, schedule: Schedule, *, separate: bool, one_event:
         "put", "vector", _puts, _covered(_puts), writes=(Access("arrived", _put_to(one_event)),), work=_send,
         where="first",
     )  # fmt: skip
-    schedule = dataclasses.replace(schedule, activation="separate" if separate else "fused")
+    way = dataclasses.replace(
+        way, separate=separate, separate_gradient=separate or way.device_tiles, returns="epilogue"
+    )
     forward = problem.direction == "fwd"
-    made = forward_operators(schedule, keep=False) if forward else backward_operators(schedule)
+    made = forward_operators(way, keep=False) if forward else backward_operators(way)
     left_out = {"push", "dweight", "collect", *(("combine",) if problem.covers != "layer" else ())}
     operators: list[Operator] = [put]
     for op in made:
@@ -399,14 +402,14 @@ def taskflow(problem: Problem, schedule: Schedule, *, separate: bool, one_event:
             operators.append(product)
         operators.append(op)
     if not forward and separate:
-        made_by = Access("activation_gradient", rows_of(lambda schedule: schedule.gemm1.rows))
+        made_by = Access("activation_gradient", rows_of(lambda way: way.gemm1.rows))
         operators.append(residual_of(_expert_rows, (made_by,)))
     return Operators(operators)
 
 
 def _sent_apart(product: Operator) -> tuple[Operator, Operator]:
     """The product whose rows return from its epilogue, as one that leaves them and one that sends them."""
-    rows = rows_of(lambda schedule: schedule.gemm2.rows)
+    rows = rows_of(lambda way: way.gemm2.rows)
     send = Operator(
         "put_back", "vector", _expert_rows, _covered_rows, reads=(Access(product.name, rows),), writes=product.writes,
         work=_return_rows, lag=1,
@@ -444,7 +447,7 @@ def kept_in_pieces(operators: Operators) -> Operators:
     def split(site: Site) -> Tensor:
         tiles, count_R = [], site.plan.recv_count_R.tolist()
         for peer in _peers_in_turn(site).tolist():
-            first, last = steps(count_R[peer], site.schedule.chunk_tokens)
+            first, last = steps(count_R[peer], site.way.chunk_tokens)
             zero = torch.zeros_like(first)
             tiles.append(blocks(zero + peer, first, last, zero, zero + site.cfg.hidden))
         return torch.cat(tiles)

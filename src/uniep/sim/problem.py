@@ -22,8 +22,8 @@ from uniep.errors import ConfigError
 from uniep.routing import build_parts, build_plan
 from uniep.shapes import Scope, Shape
 from uniep.taskflow.operators import Access, Operators, Pairs, sent
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site
+from uniep.way import Way
 from uniep.workloads import workload
 
 Direction = Literal["fwd", "bwd"]
@@ -92,16 +92,16 @@ class Problem:
         uniform_TE = torch.rand(self.tokens, experts, generator=drawn).clamp(1e-6, 1 - 1e-6)
         return (log_E - torch.log(-torch.log(uniform_TE))).topk(top_k, dim=1).indices
 
-    def sites(self, schedule: Schedule, node: int | None = None) -> list[Site]:
+    def sites(self, way: Way, node: int | None = None) -> list[Site]:
         """Of all ranks, or of the one that stands for all."""
         cfg, ids = self.cfg, [self.ids(rank, node) for rank in range(self.ep)]
-        return [self.site(rank, ids, cfg, schedule) for rank in range(1 if self.symmetric else self.ep)]
+        return [self.site(rank, ids, cfg, way) for rank in range(1 if self.symmetric else self.ep)]
 
-    def site(self, rank: int, ids: list[Tensor], cfg: MoEConfig, schedule: Schedule) -> Site:
+    def site(self, rank: int, ids: list[Tensor], cfg: MoEConfig, way: Way) -> Site:
         plan = build_plan(ids, rank, cfg)
-        chunks = torch.arange(-(-self.tokens // schedule.chunk_tokens))
-        parts = None if cfg.combine_groups is None else build_parts(plan, rank, cfg)
-        return Site(rank, self.ep, cfg, schedule, plan, self.tokens, chunks, parts)
+        chunks = torch.arange(-(-self.tokens // way.chunk_tokens))
+        parts = build_parts(plan, rank, cfg) if way.grouped else None
+        return Site(rank, self.ep, cfg, way, plan, self.tokens, chunks, parts)
 
 
 @functools.lru_cache(maxsize=4)

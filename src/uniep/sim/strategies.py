@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from uniep.dimension import CPU, GPU
 from uniep.errors import ConfigError
+from uniep.schedule import Schedule, Tile, default_schedule
 from uniep.sim import operators as made
 from uniep.sim.costs import Costs, costs
 from uniep.sim.engine import Queue, Timeline, run
@@ -23,9 +25,9 @@ from uniep.taskflow.graph import WORKERS, TaskGraph
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.lower import compile_graph
 from uniep.taskflow.operators import Operators
-from uniep.taskflow.schedule import Schedule, Tile, default_schedule
 from uniep.taskflow.scheduler import assign
 from uniep.taskflow.site import Site
+from uniep.way import Way, resolve
 
 
 class Lane(NamedTuple):
@@ -39,13 +41,13 @@ class Lane(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """operators: of the call.  schedule: tiles and orders.  kernels: names of operators that start together; None: one
+    """operators: of the call.  way: tiles and orders.  kernels: names of operators that start together; None: one
     kernel, whose tasks wait for events alone.  static: queues per worker, made beforehand; else workers of a class
     claim from one list.  dynamic: what is next is decided at run time.  framework: products are a framework's.  lanes:
     operators with workers of their own, where workers run both kinds of tasks."""
 
     operators: Operators
-    schedule: Schedule
+    way: Way
     kernels: Sequence[Sequence[str]] | None = None
     static: bool = False
     dynamic: bool = False
@@ -63,30 +65,33 @@ class Strategy:
 _TILES = {"gemm1": Tile(rows=128, columns=256), "gemm2": Tile(rows=128, columns=256)}
 
 
-def _schedule(machine: Machine, **fields: object) -> Schedule:
+def _way(problem: Problem, machine: Machine, **fields: object) -> Way:
     """Tiles split as GPUs do, where workers run both kinds of tasks."""
-    split = {} if machine.separate_vector else {"overlap": "mega"}
     workers = {"matrix_workers": int(machine.matrix_workers), "vector_workers": max(int(machine.vector_workers), 1)}
-    return Schedule(**{**_TILES, **workers, **split, "tile_order": "natural", **fields})  # type: ignore[arg-type]
+    schedule = Schedule(**{**_TILES, **workers, "tile_order": "natural", **fields})  # type: ignore[arg-type]
+    if machine.separate_vector:
+        return resolve(problem.cfg, problem.ep, problem.tokens, schedule, backend=CPU)
+    schedule = dataclasses.replace(schedule, overlap="mega")
+    return resolve(problem.cfg, problem.ep, problem.tokens, schedule, backend=GPU)
 
 
-def _one_by_one(make: Callable[[Problem, Schedule], Operators]) -> Callable[[Problem, Machine], Program]:
+def _one_by_one(make: Callable[[Problem, Way], Operators]) -> Callable[[Problem, Machine], Program]:
     """A kernel for each operator."""
 
     def program(problem: Problem, machine: Machine) -> Program:
-        schedule = _schedule(machine)
-        operators = make(problem, schedule)
+        way = _way(problem, machine)
+        operators = make(problem, way)
         kernels = [[op.name] for op in operators]
-        return Program(operators=operators, schedule=schedule, kernels=kernels, framework=True)
+        return Program(operators=operators, way=way, kernels=kernels, framework=True)
 
     return program
 
 
 def _hierarchical(problem: Problem, machine: Machine) -> Program:
-    schedule = _schedule(machine)
-    operators = made.hierarchical(problem, schedule, machine.per_node(problem.ep))
+    way = _way(problem, machine)
+    operators = made.hierarchical(problem, way, machine.per_node(problem.ep))
     kernels = [[op.name] for op in operators]
-    return Program(operators=operators, schedule=schedule, kernels=kernels, framework=True)
+    return Program(operators=operators, way=way, kernels=kernels, framework=True)
 
 
 def _taskflow(
@@ -96,10 +101,10 @@ def _taskflow(
     ones, weight gradients last.  Workers of a class get their queues beforehand, unless `dynamic`."""
 
     def program(problem: Problem, machine: Machine) -> Program:
-        schedule = _schedule(machine, peer_order="rotated", tile_order=order)
-        operators = made.taskflow(problem, schedule, separate=machine.separate_vector, one_event=one_event)
+        way = _way(problem, machine, peer_order="rotated", tile_order=order)
+        operators = made.taskflow(problem, way, separate=machine.separate_vector, one_event=one_event)
         static = machine.separate_vector and not dynamic
-        return Program(operators=operators, schedule=schedule, static=static, dynamic=dynamic)
+        return Program(operators=operators, way=way, static=static, dynamic=dynamic)
 
     return program
 
@@ -109,42 +114,45 @@ COPY_ENGINES = 4
 
 def _uniep_serial(problem: Problem, machine: Machine) -> Program:
     """The layer's own operators; a pass sends rows back, so that nothing travels under a product."""
-    operators, schedule = _uniep_operators(problem, machine, tile_order="natural")
+    operators, way = _uniep_operators(problem, machine, tile_order="natural")
     operators = made.rows_sent_apart(operators)
-    return Program(operators=operators, schedule=schedule, kernels=[[op.name] for op in operators])
+    return Program(operators=operators, way=way, kernels=[[op.name] for op in operators])
 
 
-def _uniep_operators(problem: Problem, machine: Machine, **fields: object) -> tuple[Operators, Schedule]:
-    usual = default_schedule("hopper", problem.cfg, problem.ep)
-    schedule, grouped = (
-        _schedule(machine, chunk_tokens=usual.chunk_tokens, **fields),
-        problem.combine_groups is not None,
-    )
+def _uniep_operators(problem: Problem, machine: Machine, **fields: object) -> tuple[Operators, Way]:
+    usual = default_schedule(GPU, problem.cfg, problem.ep)
+    way = _way(problem, machine, chunk_tokens=usual.chunk_tokens, **fields)
     if problem.direction == "bwd":
-        return backward_operators(schedule, grouped=grouped), schedule
-    return made.kept_in_pieces(forward_operators(schedule, keep=True, grouped=grouped)), schedule
+        return backward_operators(way), way
+    return made.kept_in_pieces(forward_operators(way, keep=True)), way
 
 
-def _uniep(transfer: str | None = None, pipelined: bool | None = None) -> Callable[[Problem, Machine], Program]:
+def _uniep(
+    transfer: Literal["push", "copy"] | None = None, pipelined: bool | None = None
+) -> Callable[[Problem, Machine], Program]:
     """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first.  None:
     as uniep chooses by default on GPUs."""
 
     def program(problem: Problem, machine: Machine) -> Program:
-        usual = default_schedule("hopper", problem.cfg, problem.ep)
-        operators, schedule = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
-        lanes = [Lane(("push",), usual.push_programs)]
-        if (transfer or usual.transfer) == "copy":
+        usual = dataclasses.replace(default_schedule(GPU, problem.cfg, problem.ep), mega_to=0)
+        if transfer is not None:
+            usual = dataclasses.replace(usual, transfer=transfer)
+        if pipelined is not None:
+            usual = dataclasses.replace(usual, overlap="pipelined" if pipelined else "fused", pipelined_from=0)
+        of_gpus = resolve(problem.cfg, problem.ep, problem.tokens, usual)
+        operators, way = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
+        lanes = [Lane(("push",), of_gpus.push_programs)]
+        if of_gpus.transfer == "copy":
             operators, lanes = made.sent_whole(operators), [Lane(("push",), COPY_ENGINES, extra=True)]
-        beside = usual.overlap == "pipelined" and problem.tokens >= usual.pipelined_from
         if problem.direction == "bwd":
             kernels = [["push", "dgrad2", "activation_gradient", "dweight"], ["dgrad1"], ["group_sum"],
                        ["wgrad2", "wgrad1", "collect", "combine"]]  # fmt: skip
-        elif beside if pipelined is None else pipelined:
+        elif of_gpus.down_sms:
             kernels = [["push", "gemm1", "keep", "gemm2"], ["group_sum"], ["combine"]]
-            lanes.append(Lane(("gemm2", "group_sum", "combine"), usual.down_sms))
+            lanes.append(Lane(("gemm2", "group_sum", "combine"), of_gpus.down_sms))
         else:
             kernels = [["push", "gemm1", "keep"], ["gemm2"], ["group_sum"], ["combine"]]
-        return Program(operators=operators, schedule=schedule, kernels=kernels, lanes=tuple(lanes))
+        return Program(operators=operators, way=way, kernels=kernels, lanes=tuple(lanes))
 
     return program
 
@@ -202,7 +210,7 @@ class Simulated:
 def simulate(problem: Problem, machine: Machine, program: Program) -> Simulated:
     """Compile, schedule, and run on the machine; balanced routing on the one rank that stands for all."""
     node = machine.per_node(problem.ep)
-    operators, sites = program.operators, problem.sites(program.schedule, node)
+    operators, sites = program.operators, problem.sites(program.way, node)
     if problem.symmetric:
         operators = folded(operators, node)
     return execute(program, operators, sites, machine)
@@ -236,7 +244,7 @@ def _launch_us(operators: Operators, name: str, machine: Machine) -> float:
 
 def queues_of(graph: TaskGraph, program: Program, machine: Machine, alone_N: Tensor) -> list[Queue]:
     if program.static:
-        planned = assign(graph, program.schedule, alone_N)
+        planned = assign(graph, program.way, alone_N)
         return [Queue(name.rank, str(name), 1, tasks) for name, tasks in planned.queues.items()]
     workers = {"matrix": int(machine.matrix_workers), "vector": int(machine.vector_workers)}
     queues: list[Queue] = []

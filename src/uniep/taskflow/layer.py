@@ -25,16 +25,16 @@ from uniep.taskflow.operators import (
     segment_of,
     sent,
 )
-from uniep.taskflow.schedule import Schedule, down_gradient_tile, forward_tile
 from uniep.taskflow.site import Site, blocks, steps
+from uniep.way import Way
 
 
-def _rows1(schedule: Schedule) -> int:
-    return schedule.gemm1.rows
+def _rows1(way: Way) -> int:
+    return way.gemm1.rows
 
 
-def _rows2(schedule: Schedule) -> int:
-    return schedule.gemm2.rows
+def _rows2(way: Way) -> int:
+    return way.gemm2.rows
 
 
 def _send_chunks(site: Site) -> Tensor:
@@ -43,14 +43,14 @@ def _send_chunks(site: Site) -> Tensor:
     counts = site.plan.send_count_R.tolist()
     for step in range(1, site.ep_size):
         peer = (site.rank + step) % site.ep_size
-        first, last = steps(counts[peer], site.schedule.chunk_tokens)
+        first, last = steps(counts[peer], site.way.chunk_tokens)
         width = torch.full_like(first, site.cfg.hidden)
         tiles.append(blocks(torch.full_like(first, peer), first, last, torch.zeros_like(first), width))
     return torch.cat(tiles) if tiles else torch.zeros(0, 5, dtype=torch.int64)
 
 
 def _own_chunks(site: Site) -> Tensor:
-    first, last = steps(site.tokens, site.schedule.chunk_tokens)
+    first, last = steps(site.tokens, site.way.chunk_tokens)
     zero = torch.zeros_like(first)
     return blocks(zero, first, last, zero, zero + 1)
 
@@ -60,24 +60,24 @@ def _peers(site: Site) -> Tensor:
 
 
 def _wgrad2_tiles(site: Site) -> Tensor:
-    cfg, schedule = site.cfg, site.schedule
-    if schedule.overlap != "mega":
-        return site.weight_tiles(cfg.hidden, cfg.ffn, schedule.gemm2)
-    return site.weight_tiles(cfg.hidden, cfg.ffn, schedule.weight_gradient, 1, True)
+    cfg, way = site.cfg, site.way
+    if not way.device_tiles:
+        return site.weight_tiles(cfg.hidden, cfg.ffn, way.gemm2)
+    return site.weight_tiles(cfg.hidden, cfg.ffn, way.weight_gradient, 1, True)
 
 
 def _wgrad1_tiles(site: Site) -> Tensor:
     """A GPU makes dW13 transposed, gate and up apart, and zeros for experts without rows."""
-    cfg, schedule = site.cfg, site.schedule
-    if schedule.overlap != "mega":
-        return site.weight_tiles(2 * cfg.ffn, cfg.hidden, schedule.gemm1)
-    tile = schedule.weight_gradient
+    cfg, way = site.cfg, site.way
+    if not way.device_tiles:
+        return site.weight_tiles(2 * cfg.ffn, cfg.hidden, way.gemm1)
+    tile = way.weight_gradient
     turned = dataclasses.replace(tile, rows=tile.columns, columns=tile.rows)
     return site.weight_tiles(cfg.ffn, cfg.hidden, turned, 2, True)
 
 
 def _weights(site: Site, columns: int, rows: int) -> tuple[Block, ...]:
-    if site.schedule.overlap == "mega":
+    if site.way.device_tiles:
         return tuple(Block(e, 0, rows, 0, columns) for e in range(len(site.start_e1) - 1))
     return site.segments(columns, rows)
 
@@ -170,7 +170,7 @@ def _returning(name: str, depth: Callable[[Site], int], read: Access, grouped: b
     """The GEMM whose rows return to their tokens: from its epilogue, or, with combine groups, added by part."""
     writes = Access(name, rows_of(_rows2)) if grouped else Access("returned", returns)
     gemm = Operator(
-        name, "matrix", lambda s: s.row_tiles(s.schedule.gemm2, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
+        name, "matrix", lambda s: s.row_tiles(s.way.gemm2, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
         reads=(read,), writes=(writes,), work=_gemm(depth, returns=not grouped), lag=1,
     )  # fmt: skip
     if not grouped:
@@ -185,17 +185,16 @@ def _returning(name: str, depth: Callable[[Site], int], read: Access, grouped: b
     ]  # fmt: skip
 
 
-def forward_operators(schedule: Schedule, *, keep: bool, grouped: bool = False) -> Operators:
+def forward_operators(way: Way, *, keep: bool) -> Operators:
     """Dispatch, two GEMMs around the activation, combine; keep: also copy received tokens out, for backward.
-    grouped: with combine groups.
 
     The activation is the end of a tile of the first GEMM ("fused"), or a tile of its own for a vector worker.
     """
-    separate = schedule.activation == "separate"
+    separate = way.separate
     operators = [
         PUSH,
         Operator(
-            "gemm1", "matrix", lambda s: s.row_tiles(forward_tile(s.schedule), s.cfg.ffn),
+            "gemm1", "matrix", lambda s: s.row_tiles(s.way.forward_tile, s.cfg.ffn),
             lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),),
             writes=(Access("gemm1", by_tile if separate else rows_of(_rows1)),),
             work=_gemm(_hidden, products=2),
@@ -210,7 +209,7 @@ def forward_operators(schedule: Schedule, *, keep: bool, grouped: bool = False) 
         )  # fmt: skip
     if keep:
         operators.append(KEEP)
-    operators += _returning("gemm2", _ffn, Access("activation" if separate else "gemm1", rows_of(_rows1)), grouped)
+    operators += _returning("gemm2", _ffn, Access("activation" if separate else "gemm1", rows_of(_rows1)), way.grouped)
     return Operators([*operators, COMBINE])
 
 
@@ -218,13 +217,12 @@ def dispatch_operators() -> Operators:
     return Operators([PUSH, KEEP])
 
 
-def backward_operators(schedule: Schedule, *, grouped: bool = False) -> Operators:
-    """Dispatch of dO, both data gradients around that of the activation, d(weight), weight gradients, sums.
-    grouped: with combine groups."""
-    separate = schedule.activation == "separate" or schedule.overlap == "mega"
+def backward_operators(way: Way) -> Operators:
+    """Dispatch of dO, both data gradients around that of the activation, d(weight), weight gradients, sums."""
+    separate = way.separate_gradient
     made = "activation_gradient" if separate else "dgrad2"
     dgrad2 = Operator(
-        "dgrad2", "matrix", lambda s: s.row_tiles(down_gradient_tile(s.schedule), s.cfg.ffn),
+        "dgrad2", "matrix", lambda s: s.row_tiles(s.way.down_gradient_tile, s.cfg.ffn),
         lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),),
         writes=(Access("dgrad2", by_tile if separate else rows_of(_rows1)),),
         work=_gemm(_hidden),
@@ -240,10 +238,10 @@ def backward_operators(schedule: Schedule, *, grouped: bool = False) -> Operator
             dgrad2,
             *([activation_gradient] if separate else []),
             Operator(
-                "dweight", "vector", lambda s: s.row_tiles(s.schedule.gemm2, 1), lambda s: s.segments(1),
+                "dweight", "vector", lambda s: s.row_tiles(s.way.gemm2, 1), lambda s: s.segments(1),
                 reads=(rows,), writes=(Access("weights returned", returns),), work=_passes(2, 4, sends=True), lag=1,
             ),
-            *_returning("dgrad1", lambda s: 2 * s.cfg.ffn, rows, grouped),
+            *_returning("dgrad1", lambda s: 2 * s.cfg.ffn, rows, way.grouped),
             Operator(
                 "wgrad2", "matrix", _wgrad2_tiles, lambda s: _weights(s, s.cfg.ffn, s.cfg.hidden), reads=(segment,),
                 work=_wgrad_work, where="weights", lag=1,

@@ -1,4 +1,4 @@
-"""Compile operators to tile tasks: the same tasks on every executor, in the order of a Schedule.
+"""Compile operators to tile tasks: the same tasks on every executor, in the order of a Way.
 
 Forward, per rank: push (each token once per peer) -> gemm1 + activation tiles over gathered rows -> gemm2 tiles whose
 epilogue writes rows into the return slots of the token's rank -> combine.  Backward mirrors it: push of dO ->
@@ -26,28 +26,28 @@ from uniep.taskflow.graph import GATE, SHARED_STAGES, Block, Lists, Relation, Ta
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
 from uniep.taskflow.operators import Access, Operator, Operators
 from uniep.taskflow.order import places
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site
+from uniep.way import Way
 
 
 def lower_forward(
-    plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, schedule: Schedule, *, keep: bool
+    plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, way: Way, *, keep: bool
 ) -> TaskGraph:
     """plans, tokens: RoutingPlan and T of every rank.  keep: also copy received tokens out, for backward."""
-    operators = forward_operators(schedule, keep=keep, grouped=cfg.combine_groups is not None)
-    return compile_graph(operators, sites(plans, tokens, cfg, schedule))
+    operators = forward_operators(way, keep=keep)
+    return compile_graph(operators, sites(plans, tokens, cfg, way))
 
 
-def lower_dispatch(plans: Sequence[RoutingPlan], cfg: MoEConfig, schedule: Schedule) -> TaskGraph:
+def lower_dispatch(plans: Sequence[RoutingPlan], cfg: MoEConfig, way: Way) -> TaskGraph:
     """Dispatch alone: push tokens and copy the received ones out."""
-    return compile_graph(dispatch_operators(), sites(plans, [0] * len(plans), cfg, schedule))
+    return compile_graph(dispatch_operators(), sites(plans, [0] * len(plans), cfg, way))
 
 
 def lower_backward(
     plans: Sequence[RoutingPlan],
     tokens: Sequence[int],
     cfg: MoEConfig,
-    schedule: Schedule,
+    way: Way,
     *,
     x: bool = True,
     weights: bool = True,
@@ -55,9 +55,9 @@ def lower_backward(
     w2: bool = True,
 ) -> TaskGraph:
     """The flags say which gradients are needed; tasks of others do not exist."""
-    operators = backward_operators(schedule, grouped=cfg.combine_groups is not None)
+    operators = backward_operators(way)
     operators = operators.without(unneeded(x=x, weights=weights, w13=w13, w2=w2))
-    return compile_graph(operators, sites(plans, tokens, cfg, schedule))
+    return compile_graph(operators, sites(plans, tokens, cfg, way))
 
 
 def unneeded(*, x: bool = True, weights: bool = True, w13: bool = True, w2: bool = True) -> list[str]:
@@ -68,7 +68,7 @@ def unneeded(*, x: bool = True, weights: bool = True, w13: bool = True, w2: bool
     return [op for op, needed in serve.items() if not needed]
 
 
-def sites(plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, schedule: Schedule) -> list[Site]:
+def sites(plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, way: Way) -> list[Site]:
     """Every rank's share of a call.  Raises ConfigError where plans do not return each routed slot exactly once."""
     slots = cfg.max_tokens_per_rank * cfg.top_k
     back_P = torch.cat([p.row_return_N[p.row_return_N >= 0] for p in plans]).long()
@@ -78,11 +78,11 @@ def sites(plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, s
         raise ConfigError(
             f"the plans return {len(back_P)} rows to {len(found)} slots of {int(routed.sum())} routed ones"
         )
-    chunk = found % slots // cfg.top_k // schedule.chunk_tokens
+    chunk = found % slots // cfg.top_k // way.chunk_tokens
     return [
         Site(
-            rank, len(plans), cfg, schedule, plan, tokens[rank], torch.unique(chunk[found // slots == rank]),
-            None if cfg.combine_groups is None else build_parts(plan, rank, cfg),
+            rank, len(plans), cfg, way, plan, tokens[rank], torch.unique(chunk[found // slots == rank]),
+            build_parts(plan, rank, cfg) if way.grouped else None,
         )
         for rank, plan in enumerate(plans)
     ]  # fmt: skip
@@ -97,7 +97,7 @@ def compile_graph(operators: Operators, of_rank: Sequence[Site]) -> TaskGraph:
     for number, op in enumerate(operators):
         for site in of_rank:
             made.lower(number, op, site)
-    if of_rank[0].schedule.overlap == "serial":
+    if of_rank[0].way.gates:
         made.gate_stages()
     else:
         made.waits, made.signals = made.reads, made.writes

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from uniep.errors import ConfigError
 from uniep.taskflow.graph import GATE, WORKERS, Block, Worker, ranges
-from uniep.taskflow.schedule import Schedule
 from uniep.taskflow.site import Site, count
+from uniep.way import Way
 
 
 class Pairs(NamedTuple):
@@ -55,11 +55,11 @@ def by_tile(site: Site, tiles: Tensor) -> Pairs:
     return _here(site, *[count(tiles)] * 3)
 
 
-def rows_of(rows: Callable[[Schedule], int]) -> Callable[[Site, Tensor], Pairs]:
-    """An event per `rows(schedule)` rows: those that a tile of any height touches."""
+def rows_of(rows: Callable[[Way], int]) -> Callable[[Site, Tensor], Pairs]:
+    """An event per `rows(way)` rows: those that a tile of any height touches."""
 
     def pairs(site: Site, tiles: Tensor) -> Pairs:
-        step = rows(site.schedule)
+        step = rows(site.way)
         group_n, first_G, rows_G = site.spans(tiles)
         count_G = (first_G + rows_G - 1) // step - first_G // step + 1
         return _here(site, group_n, _repeated(count_G), ranges(first_G // step, count_G))
@@ -67,11 +67,11 @@ def rows_of(rows: Callable[[Schedule], int]) -> Callable[[Site, Tensor], Pairs]:
     return pairs
 
 
-def segment_of(rows: Callable[[Schedule], int]) -> Callable[[Site, Tensor], Pairs]:
+def segment_of(rows: Callable[[Way], int]) -> Callable[[Site, Tensor], Pairs]:
     """The events of all rows of the tile's expert."""
 
     def pairs(site: Site, tiles: Tensor) -> Pairs:
-        first_e1 = site.start_e1 // rows(site.schedule)
+        first_e1 = site.start_e1 // rows(site.way)
         count_e = first_e1.diff()
         return _here(site, tiles[:, 0], _repeated(count_e), ranges(first_e1[:-1], count_e))
 
@@ -84,7 +84,7 @@ def _repeated(count_G: Tensor) -> Tensor:
 
 def sent(site: Site, tiles: Tensor) -> Pairs:
     """Arrival of a chunk of a send list at its peer, which is the tile's group."""
-    number = site.rank * site.chunks + tiles[:, 1] // site.schedule.chunk_tokens
+    number = site.rank * site.chunks + tiles[:, 1] // site.way.chunk_tokens
     return Pairs(count(tiles), count(tiles), tiles[:, 0], number)
 
 
@@ -95,7 +95,7 @@ def came(site: Site, tiles: Tensor) -> Pairs:
 
 def came_from(site: Site, tiles: Tensor) -> Pairs:
     """Arrival of all chunks of the tile's peer."""
-    chunks_n = -(-tiles[:, 2] // site.schedule.chunk_tokens)
+    chunks_n = -(-tiles[:, 2] // site.way.chunk_tokens)
     return _here(site, count(tiles), _repeated(chunks_n), ranges(tiles[:, 0] * site.chunks, chunks_n))
 
 
@@ -105,12 +105,12 @@ def returns(site: Site, tiles: Tensor) -> Pairs:
     return Pairs(group_n, group_P, key_P // site.chunks, key_P % site.chunks)
 
 
-def rows_of_parts(rows: Callable[[Schedule], int]) -> Callable[[Site, Tensor], Pairs]:
+def rows_of_parts(rows: Callable[[Way], int]) -> Callable[[Site, Tensor], Pairs]:
     """As `rows_of`, for tiles over parts: the rows that are added."""
 
     def pairs(site: Site, tiles: Tensor) -> Pairs:
         assert site.parts is not None
-        step, row_PK = rows(site.schedule), site.parts.row_PK
+        step, row_PK = rows(site.way), site.parts.row_PK
         count_n = tiles[:, 2] - tiles[:, 1]
         row = row_PK[ranges(tiles[:, 1], count_n)]
         tile = _repeated(count_n)[:, None].expand_as(row)[row >= 0]
@@ -125,12 +125,12 @@ def parts_return(site: Site, tiles: Tensor) -> Pairs:
     """Return of parts to a chunk of the tokens of a source, which is the tile's group."""
     assert site.parts is not None
     token_n = site.parts.token_P[tiles[:, 1]]
-    return Pairs(count(tiles), count(tiles), tiles[:, 0], token_n // site.schedule.chunk_tokens)
+    return Pairs(count(tiles), count(tiles), tiles[:, 0], token_n // site.way.chunk_tokens)
 
 
 def returned(site: Site, tiles: Tensor) -> Pairs:
     """All returns to the tile, a chunk of this rank's tokens."""
-    number = tiles[:, 1] // site.schedule.chunk_tokens
+    number = tiles[:, 1] // site.way.chunk_tokens
     used = torch.isin(number, site.returned)
     return _here(site, count(tiles), count(tiles)[used], number[used])
 

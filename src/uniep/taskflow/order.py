@@ -17,7 +17,7 @@ _LAST = 1 << 30
 
 def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     """(n, 3): major, middle and place of the tiles of one operator."""
-    schedule, expert = site.schedule, block_n5[:, 0]
+    way, expert = site.way, block_n5[:, 0]
     major, middle, inside = (torch.zeros(len(block_n5), dtype=torch.int64) for _ in range(3))
     names = [o.name for o in operators]
     major += names.index(op.name)
@@ -25,17 +25,17 @@ def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor) -> 
         inside = _inside(op, site, block_n5)
     elif op.where == "weights":
         inside = expert
-    interleaved = op.where == "expert" or schedule.weight_gradient_order == "interleaved"
-    if schedule.overlap == "serial":
+    interleaved = op.where == "expert" or way.interleaved
+    if way.gates:
         pass  # stages follow each other
-    elif schedule.tile_order == "chunk-major":
+    elif way.chunk_experts:
         if op.where == "first":
             major.zero_()
         elif op.where == "last" or not interleaved:
             major += _LAST
         else:
-            major = 1 + expert // schedule.chunk_experts + op.lag
-    elif schedule.weight_gradient_order == "interleaved":
+            major = 1 + expert // way.chunk_experts + op.lag
+    elif way.interleaved:
         # One stretch of the operators that lag behind the first GEMM: what returns rows, and weight gradients.
         stretch = [o.name for o in operators if o.worker == "matrix" and o.lag]
         if op.name in stretch:
@@ -45,25 +45,25 @@ def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor) -> 
 
 
 def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
-    """Local tiles first where the schedule says so, then by expert, then by the peers whose rows a tile holds.
+    """Local tiles first where the way says so, then by expert, then by the peers whose rows a tile holds.
 
     Rows of an expert are sorted by source rank, and pad rows come last.  An operator without lag follows the arrival
     of rows: rank r - 1 sends to r first, rank r + 1 last.  One with lag returns them, to rank r + 1 first.
     """
-    schedule, rank, size = site.schedule, site.rank, site.ep_size
+    way, rank, size = site.way, site.rank, site.ep_size
     source_N, expert = site.source_of_row, block_n5[:, 0]
-    if schedule.tile_order in ("natural", "chunk-major") and schedule.peer_order == "natural":
+    if way.local_first == "none" and not way.rotated:
         return expert
     used = site.rows_before
     rows = used[block_n5[:, 2]] - used[block_n5[:, 1]]
     first = source_N[block_n5[:, 1]]
     last = source_N[block_n5[:, 1] + (rows - 1).clamp(min=0)]
     late, step = torch.zeros_like(expert), torch.zeros_like(expert)
-    if not op.lag and schedule.tile_order in ("local-first", "critical-path"):
+    if not op.lag and way.local_first != "none":
         late = ((rows > 0) & ((first != rank) | (last != rank))).long()
-    if schedule.peer_order == "rotated" and op.lag:
+    if way.rotated and op.lag:
         step = torch.where(rows == 0, size, (first - rank - 1) % size)
-    elif schedule.peer_order == "rotated":
+    elif way.rotated:
         waits_for_all = (first <= rank) & (rank < last)
         step = torch.where(rows == 0, 0, torch.where(waits_for_all, size - 1, (rank - first) % size))
     return (late * len(site.start_e1) + expert) * (size + 1) + step

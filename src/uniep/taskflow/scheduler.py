@@ -25,7 +25,7 @@ from torch import Tensor
 
 from uniep.taskflow.check import Flow, check
 from uniep.taskflow.graph import WORKERS, TaskGraph, Worker
-from uniep.taskflow.schedule import Schedule
+from uniep.way import Way
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,14 +98,14 @@ class Assignment:
         return state.hexdigest()
 
 
-def assign(graph: TaskGraph, schedule: Schedule, cost_N: Tensor | None = None) -> Assignment:
-    """Queues for `schedule`'s workers.  cost_N: ns of each task; default, of a CPU's core.
+def assign(graph: TaskGraph, way: Way, cost_N: Tensor | None = None) -> Assignment:
+    """Queues for the workers of `way`.  cost_N: ns of each task; default, of a CPU's core.
 
     Raises ConfigError, as `check` does, for a graph that does not come to its end.
     """
-    counts: dict[Worker, int] = {"matrix": schedule.matrix_workers, "vector": schedule.vector_workers}
+    counts: dict[Worker, int] = {"matrix": way.matrix_workers, "vector": way.vector_workers}
     cost_N = CPU_CORE.cost(graph) if cost_N is None else cost_N
-    rank_N = priorities(graph, cost_N) if schedule.tile_order == "critical-path" else None
+    rank_N = priorities(graph, cost_N) if way.critical_path else None
     made = _simulate(graph, counts, cost_N, rank_N)
     if sum(map(len, made.queues.values())) < graph.num_tasks or bool((made.finish_N == 0).any()):
         check(graph)

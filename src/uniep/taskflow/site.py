@@ -15,8 +15,9 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.routing import Parts, RoutingPlan
+from uniep.schedule import Tile, num_chunks
 from uniep.taskflow.graph import Block, lexsort, ranges, running_start
-from uniep.taskflow.schedule import Schedule, Tile, num_chunks
+from uniep.way import Way
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -42,7 +43,7 @@ class Site:
     rank: int
     ep_size: int
     cfg: MoEConfig
-    schedule: Schedule
+    way: Way
     plan: RoutingPlan
     tokens: int
     returned: Tensor
@@ -54,7 +55,7 @@ class Site:
 
     @functools.cached_property
     def chunks(self) -> int:
-        return num_chunks(self.cfg, self.schedule)
+        return num_chunks(self.cfg, self.way.chunk_tokens)
 
     @functools.cached_property
     def start_e1(self) -> Tensor:
@@ -78,7 +79,7 @@ class Site:
         slot_N = -self.plan.row_source_N.long() - 1
         block_N = slot_N.clamp(min=0) // self.cfg.receive_block
         peer_N = block_N + (block_N >= self.rank)
-        chunk_N = slot_N.clamp(min=0) % self.cfg.receive_block // self.schedule.chunk_tokens
+        chunk_N = slot_N.clamp(min=0) % self.cfg.receive_block // self.way.chunk_tokens
         return torch.where((slot_N >= 0) & (self.source_of_row >= 0), peer_N * self.chunks + chunk_N, -1)
 
     @functools.cached_property
@@ -86,7 +87,7 @@ class Site:
         """(N,): source rank * chunks + chunk of its tokens that a row returns to, -1 for pad rows."""
         back_N = self.plan.row_return_N.long()
         slots = self.cfg.max_tokens_per_rank * self.cfg.top_k
-        chunk_N = back_N % slots // self.cfg.top_k // self.schedule.chunk_tokens
+        chunk_N = back_N % slots // self.cfg.top_k // self.way.chunk_tokens
         return torch.where(back_N >= 0, back_N // slots * self.chunks + chunk_N, -1)
 
     @_kept
@@ -149,7 +150,7 @@ class Site:
     def part_chunks(self) -> Tensor:
         """Tiles over the parts of each chunk of a source's tokens; those of peers first, since they travel."""
         assert self.parts is not None
-        key_P = self.parts.source_P * self.chunks + self.parts.token_P // self.schedule.chunk_tokens
+        key_P = self.parts.source_P * self.chunks + self.parts.token_P // self.way.chunk_tokens
         key_n, count_n = torch.unique_consecutive(key_P, return_counts=True)
         last_n, source_n = torch.cumsum(count_n, 0), key_n // self.chunks
         order = torch.argsort((source_n - self.rank - 1) % self.ep_size, stable=True)

@@ -1,0 +1,225 @@
+"""How far off the tuner's model is: calibrated on half of the committed measurements, judged on the other half.
+
+    python benchmarks/model.py --calibrate --json benchmarks/results/model.json
+
+A call (card, shape, tokens, ranks) is calibrated on, or held out, with all its directions, routings and
+implementations: of the calls of a card with up to 2048 tokens, and of those with more, every second one in the order
+of the hash of its name.  The rule was committed before anything was predicted.  `--calibrate` writes the card files
+from the calibrated halves alone; without it constants are read.  Both halves are predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import statistics
+import time
+import timeit
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from uniep.config import MoEConfig
+from uniep.schedule import Schedule, default_schedule
+from uniep.shapes import SHAPES
+from uniep.sim import Problem
+from uniep.sim.machine import load_machine
+from uniep.trials import calibrate
+from uniep.tuner.model import Card, Load, card_text, load_card, predict, uncalibrated
+from uniep.tuner.space import points, replaced
+
+RESULTS = Path(__file__).parent / "results"
+CARDS = Path(__file__).parent.parent / "src/uniep/tuner/cards"
+FILES = (
+    "h200x2_layer", "h200x2_tokens", "h200x2_4096", "h200x2_zipf", "h200x2_groups", "h200x4_layer", "h200x4_groups",
+    "h100x2_layer",
+)  # fmt: skip
+FEW = 2048
+"""Tokens of a rank up to which a call shows the host's time."""
+
+OLD = {
+    "c9b6eff": {"overlap": "fused", "activation_gradient": "after", "mega_to": 0},
+    "53e79f2": {"overlap": "fused", "activation_gradient": "after", "mega_to": 0},
+    "14c4c29": {"mega_to": 0},
+}
+"""Defaults of a commit, where they are not today's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    file: str
+    card: str
+    commit: str
+    ep: int
+    shape: str
+    tokens: int
+    routing: str
+    direction: str
+    impl: str
+    ms: float
+    ms_min: float
+    ms_max: float
+
+    @property
+    def call(self) -> tuple[str, str, int, int]:
+        return self.card, self.shape, self.tokens, self.ep
+
+
+def measured() -> Iterator[Row]:
+    """Every row of uniep under the window of one call."""
+    for name in FILES:
+        document = json.loads((RESULTS / f"{name}.json").read_text())
+        meta = document["meta"]
+        card = "h100" if "H100" in meta["card"] else "h200"
+        for row in document["rows"]:
+            if row["impl"].startswith("uniep") and row["load"] == "window":
+                of_row = (row[k] for k in ("shape", "tokens", "routing", "direction", "impl", "ms", "ms_min", "ms_max"))
+                yield Row(name, card, meta["commit"], meta["ep"], *of_row)
+
+
+def held_out(rows: Sequence[Row]) -> set[tuple[str, str, int, int]]:
+    """The calls that nothing is calibrated on."""
+    out = set()
+    for card in sorted({row.card for row in rows}):
+        for few in (True, False):
+            calls = {row.call for row in rows if row.card == card and (row.tokens <= FEW) == few}
+            by_hash = sorted(calls, key=lambda call: hashlib.sha256(repr(call).encode()).hexdigest())
+            out |= set(by_hash[1::2])
+    return out
+
+
+@functools.cache
+def load(shape: str, ep: int, tokens: int, routing: str, groups: int | None, exact: bool) -> Load:
+    problem = Problem(SHAPES[shape], ep, tokens, {"balanced": "uniform"}.get(routing, routing), combine_groups=groups)
+    cfg = dataclasses.replace(problem.cfg, max_rows=None if exact else 2 * tokens * problem.cfg.top_k)
+    if routing == "balanced":
+        return Load.uniform(cfg, ep)
+    return Load.of_ids(cfg, [problem.ids(rank) for rank in range(ep)])
+
+
+def point(row: Row, cfg: MoEConfig) -> Schedule:
+    """What ran."""
+    usual = replaced(default_schedule("hopper", cfg, row.ep), OLD.get(row.commit, {}))
+    change = "overlap=serial" if row.impl == "uniep-serial" else row.impl.partition("@")[2]
+    return replaced(usual, dict([change.split("=")]) if change else {})
+
+
+def timed(row: Row) -> calibrate.Timed:
+    name = row.impl.partition("@")[0]
+    groups = int(name.removeprefix("uniep-groups") or row.ep) if name.startswith("uniep-groups") else None
+    of_row = load(row.shape, row.ep, row.tokens, row.routing, groups, row.impl == "uniep-default")
+    if name == "uniep-compute":
+        of_row = dataclasses.replace(of_row, wire=1e-6)
+    cfg = Problem(SHAPES[row.shape], row.ep, row.tokens, combine_groups=groups).cfg
+    return calibrate.Timed(of_row, point(row, cfg), row.direction, row.ms * 1e3)
+
+
+def errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    off = sorted(abs(row["predicted_ms"] / row["ms"] - 1) for row in rows)
+    spread = [(row["ms_max"] - row["ms_min"]) / 2 / row["ms"] for row in rows]
+    return {
+        "rows": len(off),
+        "median": statistics.median(off),
+        "p95": off[min(len(off) - 1, int(0.95 * len(off)))],
+        "median_spread_of_files": statistics.median(spread),
+    }
+
+
+def predicted(rows: Sequence[Row], card: Card, out: set[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
+    us = calibrate.Calls([timed(row) for row in rows]).predicted(card).tolist()
+    return [
+        {**dataclasses.asdict(row), "held_out": row.call in out, "predicted_ms": round(of / 1e3, 4)}
+        for row, of in zip(rows, us, strict=True)
+    ]
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    made: dict[str, dict[str, float]] = {}
+    for card in sorted({row["card"] for row in rows}, reverse=True):
+        for part in (False, True):
+            for few in (False, True):
+                chosen = [
+                    r for r in rows if (r["card"], r["held_out"], r["tokens"] <= FEW) == (card, part, few)
+                ]  # fmt: skip
+                if chosen:
+                    size = f"T <= {FEW}, host included" if few else f"T > {FEW}"
+                    made[f"{card}, {'held out' if part else 'calibrated on'}, {size}"] = errors(chosen)
+    return made
+
+
+def picks(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of calls with several timed schedules: how much slower the one that the model picks is than the fastest."""
+    of_call: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["impl"] not in ("uniep-default", "uniep-compute") and "groups" not in row["impl"]:
+            key = tuple(row[k] for k in ("file", "shape", "tokens", "routing", "direction"))
+            of_call.setdefault(key, []).append(row)
+    lost = [
+        min(of, key=lambda r: r["predicted_ms"])["ms"] / min(r["ms"] for r in of) - 1
+        for of in of_call.values()
+        if len(of) > 1
+    ]
+    return {"calls": len(lost), "within 3 %": sum(x <= 0.03 for x in lost), "worst": max(lost, default=0.0)}
+
+
+def speed(count: int = 100_000) -> float:
+    """Seconds of one core for so many points, the best of five."""
+    cfg = Problem(SHAPES["qwen3-30b"], 2, 8192).cfg
+    many, of, card = points("hopper", cfg, 2, limit=count), Load.uniform(cfg, 2), load_card("h200")
+    assert len(many) == count
+    return min(timeit.repeat(lambda: predict(of, many, card), number=1, repeat=5, timer=time.process_time))
+
+
+ABOUT = """{cards}: constants of the tuner's model, calibrated on half of the committed calls, {rows} rows of
+{files}.
+By benchmarks/model.py --calibrate; benchmarks/results/model.json has how far off it is on the other half."""
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--calibrate", action="store_true", help="write the card files first")
+    made.add_argument("--half", choices=("calibrated", "both"), default="both", help="that is predicted")
+    made.add_argument("--rows", action="store_true", help="show every row")
+    made.add_argument("--json", type=Path)
+    args = made.parse_args()
+    torch.set_num_threads(1)
+    rows = list(measured())
+    out = held_out(rows)
+    shown: list[dict[str, Any]] = []
+    for name in ("h200", "h100"):
+        of_card = [row for row in rows if row.card == name]
+        if args.calibrate:
+            kept = [row for row in of_card if row.call not in out]
+            card = calibrate.fit(uncalibrated(load_machine(f"{name}-node"), name), [timed(row) for row in kept])
+            files = ", ".join(sorted({row.file for row in kept}))
+            about = ABOUT.format(cards=name.upper(), rows=len(kept), files=files)
+            (CARDS / f"{name}.toml").write_text(card_text(card, about))
+        wanted = [row for row in of_card if args.half == "both" or row.call not in out]
+        shown += predicted(wanted, load_card(name), out)
+    for row in shown if args.rows else ():
+        print(*(row[k] for k in ("file", "shape", "tokens", "routing", "direction", "impl", "ms", "predicted_ms")),
+              "held out" if row["held_out"] else "", f"{row['predicted_ms'] / row['ms'] - 1:+.1%}")  # fmt: skip
+    for title, values in summary(shown).items():
+        print(
+            f"{title}: " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        )
+    for part in (False, True):
+        title = f"picks, {'held out' if part else 'calibrated on'}"
+        print(f"{title}: {picks([r for r in shown if r['held_out'] == part])}")
+    print(f"100000 points: {speed() * 1e3:.0f} ms")
+    if args.json is not None:
+        document = {
+            "summary": summary(shown),
+            "picks": {str(part): picks([r for r in shown if r["held_out"] == part]) for part in (False, True)},
+            "rows": shown,
+        }
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""One rank's experts on rows that all lie here, results in place: torch operations, or the Hopper kernels.
+
+`TorchExperts` runs the tile bodies of the CPU executor, an expert's whole segment at a time.  On the CPU their bits
+are those of the `cpu` backend; on a GPU a GEMM is one library call per expert, whose bits are the same within one
+architecture and library version.  `KernelExperts` launches the kernels of the `hopper` backend and has its bits.
+
+Suffixes: T tokens of this rank, M received tokens, K slots, D hidden, F ffn, N padded rows, e local experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from uniep.backends import torch_tiles as cpu_tiles
+from uniep.backends.base import MainGrads, Needs
+from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.limits import why_not
+from uniep.numerics import combine_parts, combine_slots
+from uniep.routing import RoutingPlan
+from uniep.schedule import Tile
+from uniep.taskflow.graph import Block
+from uniep.way import Way
+from uniep.weights import ExpertWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """What rows read: own tokens (T, D), and those received from others by source rank, a zero row behind (M+1, D)."""
+
+    local_TD: Tensor
+    received_MD: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """A plan and the routing weight of each of its rows (fp32, 0 for pad rows)."""
+
+    plan: RoutingPlan
+    weight_N: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGradients:
+    """dx (N, D) and d(weight) (N,) by row, None where not needed; experts in the parameters' own layout, unless they
+    went to `MainGrads`."""
+
+    x_ND: Tensor | None
+    weights_N: Tensor | None
+    w13: tuple[Tensor, ...] | None
+    w2: tuple[Tensor, ...] | None
+
+
+class LocalExperts(Protocol):
+    """The layer between dispatch and return."""
+
+    name: str
+
+    def forward(
+        self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(results of the rows (N, D), h (N, 2F) if `save`)."""
+        ...
+
+    def backward(
+        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
+        main_grads: MainGrads | None = None,
+    ) -> RowGradients: ...  # fmt: skip
+
+    def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
+        """(P, D): the rows of each combine group, `Parts.row_PK`, added in ascending k."""
+        ...
+
+    def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+        """(T, D): the fixed-order sum over K."""
+        ...
+
+
+def local_experts(cfg: MoEConfig, rank: int, way: Way, device: torch.device) -> tuple[LocalExperts, str]:
+    """The implementation for `device`, and why it is this one."""
+    if device.type == "cpu":
+        return TorchExperts(cfg, rank), "CPU"
+    if (error := why_not(cfg, device)) is not None:
+        return TorchExperts(cfg, rank), str(error)
+    return KernelExperts(cfg, rank, way, device), torch.cuda.get_device_name(device)
+
+
+def _segments(plan: RoutingPlan, width: int) -> list[Block]:
+    """One block per expert that has rows: all of them, `width` columns."""
+    starts = plan.expert_start_e1.tolist()
+    return [
+        Block(expert, first, last, 0, width)
+        for expert, (first, last) in enumerate(itertools.pairwise(starts))
+        if first < last
+    ]
+
+
+class TorchExperts:
+    """Tile bodies of the CPU executor.  Call it with the tokens' device as torch's default device."""
+
+    name = "torch, one GEMM per expert"
+
+    def __init__(self, cfg: MoEConfig, rank: int) -> None:
+        self.cfg, self.rank = cfg, rank
+
+    def _rows(self, routed: Routed) -> cpu_tiles.Rows:
+        """Rows that return to where they are: to this rank, row n to slot n."""
+        used_N = routed.plan.row_return_N >= 0
+        target_N = torch.where(used_N, self.rank, -1)
+        return cpu_tiles.Rows(
+            self.rank, self.cfg, routed.plan, routed.weight_N[:, None], target_N, torch.arange(len(used_N))
+        )
+
+    def _shared(self, tokens: Tokens, routed: Routed) -> list[cpu_tiles.Shared]:
+        """By rank; only this rank's is written."""
+        num_rows = routed.plan.num_rows
+        results_ND = tokens.local_TD.new_empty(num_rows, self.cfg.hidden)
+        dweights_N = torch.empty(num_rows, dtype=torch.float32)
+        return [cpu_tiles.Shared(tokens.received_MD, results_ND, dweights_N)] * (self.rank + 1)
+
+    def forward(
+        self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, shared, x_TD = self._rows(routed), self._shared(tokens, routed), tokens.local_TD
+        nothing = torch.empty(0, self.cfg.top_k)
+        bodies = cpu_tiles.Forward(rows, shared, x_TD, nothing, nothing, experts, keep=False)
+        bodies.x_rows = cpu_tiles.Gather(x_TD, tokens.received_MD, rows, compact=True)
+        for block in _segments(routed.plan, self.cfg.ffn):
+            bodies.gemm1(block)
+        for block in _segments(routed.plan, self.cfg.hidden):
+            bodies.gemm2(block)
+        return shared[self.rank].returns, bodies.h_NF if save else None
+
+    def backward(
+        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
+        main_grads: MainGrads | None = None,
+    ) -> RowGradients:  # fmt: skip
+        cfg, plan = self.cfg, routed.plan
+        rows, shared = self._rows(routed), self._shared(dy, routed)
+        x_rows = cpu_tiles.Gather(x.local_TD, x.received_MD, rows, compact=True)
+        no_ids = torch.empty(0, cfg.top_k)
+        bodies = cpu_tiles.Backward(rows, shared, dy.local_TD, no_ids, experts, h_NF, x_rows, main_grads)
+        bodies.dy_rows = cpu_tiles.Gather(dy.local_TD, dy.received_MD, rows, compact=True)
+        for block in _segments(plan, cfg.ffn):
+            bodies.dgrad2(block)
+            if needs.weights:
+                bodies.dweight(block)
+            if needs.w2:
+                bodies.wgrad2(Block(block.group, 0, cfg.hidden, 0, cfg.ffn))
+        for block in _segments(plan, cfg.hidden):
+            if needs.x:
+                bodies.dgrad1(block)
+            if needs.w13:
+                bodies.wgrad1(Block(block.group, 0, 2 * cfg.ffn, 0, cfg.hidden))
+        return RowGradients(
+            shared[self.rank].returns if needs.x else None,
+            shared[self.rank].dweights if needs.weights else None,
+            bodies.gradients.w13 if needs.w13 and main_grads is None else None,
+            bodies.gradients.w2 if needs.w2 and main_grads is None else None,
+        )
+
+    def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
+        return combine_parts(rows_ND, row_PK, weight_N).to(self.cfg.dtype)
+
+    def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+        return combine_slots(returns_TKD, ids_TK, weights_TK).to(self.cfg.dtype)
+
+
+class KernelExperts:
+    """The Triton kernels of the `hopper` backend, every operand on this rank and rows expanded."""
+
+    name = "the Triton kernels of the hopper backend"
+
+    def __init__(self, cfg: MoEConfig, rank: int, way: Way, device: torch.device) -> None:
+        from uniep.launch import staged as launch
+
+        self.launch = launch
+        self.cfg, self.rank, self.way = cfg, rank, way
+        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.alone = launch.Peers.alone(torch.zeros(4, dtype=torch.int32, device=device))
+
+    def _rows(self, routed: Routed, tile: Tile) -> Any:
+        """Tables for kernels with tiles of `tile.rows`; rows of other ranks as compact receive slots."""
+        plan, device = routed.plan, routed.weight_N.device
+        used_N, source_N = plan.row_return_N >= 0, plan.row_source_N.long()
+        block, zero_row = self.cfg.receive_block, plan.recv_count_R.sum()
+        slot_N = torch.where(used_N & (source_N < 0), -source_N - 1, 0)
+        slot_N = cpu_tiles.compact_base(plan, self.rank)[slot_N // block] + slot_N % block
+        remote_N = torch.where(used_N, -slot_N - 1, -zero_row - 1)
+        starts, num_tiles = plan.expert_start_e1, plan.num_rows // tile.rows
+        local = starts.shape[0] - 1
+        return self.launch.Rows(
+            source_N=torch.where(used_N & (source_N >= 0), source_N, remote_N).int(),
+            return_N=plan.row_return_N,
+            weight_N=routed.weight_N,
+            start_e1=starts,
+            rows_e=plan.counts_RE[:, self.rank * local : (self.rank + 1) * local].sum(0).int(),
+            expert_M=torch.repeat_interleave(starts.diff() // tile.rows, output_size=num_tiles).int(),
+            order_M=torch.arange(num_tiles, dtype=torch.int32, device=device),
+            backward_order_M=plan.counts_RE,  # of gathering kernels, which are not used here
+            progress_M=plan.counts_RE,  # of one launch after the other; not counted
+            cursor=plan.counts_RE,
+            send_token_RT=plan.send_token_RT,
+            send_count_R=plan.send_count_R,
+            totals=torch.tensor([plan.num_rows, num_tiles], dtype=torch.int32, device=device),
+        )
+
+    def _expand(self, tokens: Tokens, rows: Any, tile: Tile) -> Tensor:
+        """(N, D): every row's input."""
+        out_ND = tokens.local_TD.new_empty(rows.source_N.shape[0], self.cfg.hidden)
+        self.launch.launch_expand(tokens.local_TD, tokens.received_MD, rows, self.alone, tile.rows, self.sms, out_ND)
+        return out_ND
+
+    def forward(
+        self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        cfg, way, x_TD, num_rows = self.cfg, self.way, tokens.local_TD, routed.plan.num_rows
+        h_2NF = x_TD.new_empty(2, num_rows, cfg.ffn) if save else None
+        act_NF = x_TD.new_empty(num_rows, cfg.ffn)
+        out_ND = x_TD.new_empty(num_rows, cfg.hidden)
+        if num_rows:  # a descriptor needs memory
+            experts, rows = _stacked(experts), self._rows(routed, way.gemm1)
+            x_ND = self._expand(tokens, rows, way.gemm1)
+            self.launch.launch_gate_up(
+                x_TD, tokens.received_MD, x_ND, rows, experts, self.alone, cfg, way.gemm1, self.sms, h_2NF, act_NF
+            )
+            rows = self._rows(routed, way.gemm2)
+            self.launch.launch_down(
+                act_NF, rows, experts, self.alone, way.gemm2, self.sms, out_ND, slots=1, scatter=False
+            )
+        return out_ND, h_2NF.view(num_rows, 2 * cfg.ffn) if h_2NF is not None else None
+
+    def backward(
+        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
+        main_grads: MainGrads | None = None,
+    ) -> RowGradients:  # fmt: skip
+        cfg, tile, plan, dy_TD = self.cfg, self.way.gemm2, routed.plan, dy.local_TD
+        num_rows = plan.num_rows
+        dx_ND = dy_TD.new_empty(num_rows, cfg.hidden)
+        weights_N = torch.empty(num_rows, dtype=torch.float32, device=dy_TD.device)
+        accumulate = main_grads is not None and main_grads.accumulate
+        if main_grads is None:
+            grads = experts.like(fill=num_rows == 0)
+        else:
+            grads = ExpertWeights(main_grads.w13, main_grads.w2, experts.layout)
+            if not num_rows:
+                main_grads.clear()
+        if num_rows:
+            rows, stacked = self._rows(routed, tile), _stacked(experts)
+            dy_ND = self._expand(dy, rows, tile)
+            raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=dy_TD.device)
+            self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, raw_NF)
+            dh_N2F, act_NF = dy_TD.new_empty(num_rows, 2, cfg.ffn), dy_TD.new_empty(num_rows, cfg.ffn)
+            groups_NG = raw_NF.new_empty(num_rows, -(-cfg.ffn // COLUMN_GROUP))
+            self.launch.launch_activation_gradient(
+                raw_NF, h_NF.view(2, num_rows, cfg.ffn), rows, cfg, self.sms, dh_N2F, act_NF, groups_NG
+            )
+            dh_NH = dh_N2F.view(num_rows, -1)
+            if needs.weights:
+                weights_N = self._dweights(groups_NG, plan, rows)
+            if needs.x:
+                self.launch.launch_gate_up_gradient(
+                    dh_NH, rows, stacked, self.alone, tile, self.sms, dx_ND, slots=1, scatter=False
+                )
+            if needs.w2:
+                self._weight_gradients(dy_ND, act_NF, 0, grads.w2, rows, transposed=False, accumulate=accumulate)
+            if needs.w13:
+                x_ND = self._expand(x, rows, tile)
+                halves = [(out,) for out in grads.w13] if experts.layout == "split" else [grads.w13]
+                for half, out in enumerate(halves):
+                    self._weight_gradients(
+                        x_ND, dh_NH, half * cfg.ffn, out, rows, transposed=True, accumulate=accumulate
+                    )
+        return RowGradients(
+            dx_ND if needs.x else None,
+            weights_N if needs.weights else None,
+            grads.w13 if needs.w13 and main_grads is None else None,
+            grads.w2 if needs.w2 and main_grads is None else None,
+        )
+
+    def _dweights(self, groups_NG: Tensor, plan: RoutingPlan, rows: Any) -> Tensor:
+        """d(weight) by row.  The kernel sorts them by source rank and slot, here into one array for all ranks."""
+        num_ranks, slots = plan.counts_RE.shape[0], self.cfg.max_tokens_per_rank * self.cfg.top_k
+        found = groups_NG.new_empty(num_ranks * slots)
+        table = found.data_ptr() + torch.arange(num_ranks, device=found.device) * (slots * found.element_size())
+        self.launch.launch_dweights(groups_NG, rows, table, self.alone.status, slots, self.sms)
+        return found[plan.row_return_N.clamp(min=0)]
+
+    def _weight_gradients(
+        self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], rows: Any, **how: bool
+    ) -> None:
+        """out: one tensor for all experts, or one per expert; see `launch_weight_gradient`."""
+        tile, local = self.way.weight_gradient, rows.rows_e.shape[0]
+        if out[0].dim() > 2:
+            width = (a_NH if how["transposed"] else b_NW).shape[1]
+            parts = [(out[0].view(local, -1, width), rows.start_e1, rows.rows_e)]
+        else:  # clones are aligned
+            parts = [
+                (dw[None], rows.start_e1[e : e + 1].clone(), rows.rows_e[e : e + 1].clone()) for e, dw in enumerate(out)
+            ]
+        for dw_eHW, start, count in parts:
+            self.launch.launch_weight_gradient(
+                a_NH, b_NW, first_column, dw_eHW, start, count, self.alone.status, tile, self.sms, **how
+            )
+
+    def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
+        from uniep.launch.groups import Sums, launch_group_sum
+
+        num_parts, device = len(row_PK), rows_ND.device
+        out_PD = rows_ND.new_empty(num_parts, rows_ND.shape[1])
+        if num_parts:
+            here = torch.full((1,), out_PD.data_ptr(), dtype=torch.int64, device=device)
+            number_PK = torch.arange(num_parts, dtype=torch.int32, device=device)[:, None].expand(row_PK.shape)
+            sums = Sums(rows_ND, weight_N, row_PK.int(), number_PK.contiguous(), num_parts, one_group=True)
+            launch_group_sum(sums, dataclasses.replace(self.alone, returns_table=here), self.sms, signal=False)
+        return out_PD
+
+    def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+        out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)
+        self.launch.launch_combine(returns_TKD, ids_TK, weights_TK, self.alone, self.sms, out_TD)
+        return out_TD
+
+
+def _stacked(experts: ExpertWeights) -> ExpertWeights:
+    """The kernels walk one tensor; lists are copied into one, and what they cannot read is copied, per call."""
+    w13, w2 = experts.w13, experts.w2
+    layout = experts.layout
+    if layout == "list":
+        w13, layout = (torch.stack(w13),), "stacked"
+    if w2[0].dim() == 2:
+        w2 = (torch.stack(w2),)
+    alike = len({t.stride() for t in w13}) == 1  # one tensor map reads w1 and w3
+    dense = lambda ts: tuple(t if t.stride(-1) == 1 and alike else t.contiguous() for t in ts)  # noqa: E731
+    return ExpertWeights(dense(w13), dense(w2), layout)

@@ -1,0 +1,158 @@
+"""What the ranks of a CPU Workspace write into each other's memory: entries into calls, signals, failures.
+
+Every word has one writer.  CPython stores and loads an aligned int64 of a memoryview as one access; a lock taken and
+released around it is the memory fence.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from uniep.backends.cpu.shm import map_segments
+from uniep.backends.protocol import decoded, encoded
+from uniep.config import MoEConfig
+from uniep.errors import PeerTimeoutError
+from uniep.layout import HEADER_WORDS, cpu_arrays, pack, packed_bytes
+from uniep.meeting import Meeting
+from uniep.schedule import num_chunks
+from uniep.taskflow.graph import Event
+from uniep.waiting import SAME_CALLS, Patience
+from uniep.way import Way
+
+
+class Peers:
+    """All ranks' shared memory as one rank sees it.  Making it is collective.
+
+    tensors: per rank, its arrays by name (`memory.cpu_arrays`).  Exchange slots and event counters exist twice,
+    for calls of even and odd number; a counter has a column per worker thread of every rank.
+    """
+
+    def __init__(self, cfg: MoEConfig, way: Way, meeting: Meeting) -> None:
+        self.rank, self.ep_size, self.timeout_s = meeting.rank, meeting.size, meeting.timeout_s
+        ep_size = self.ep_size
+        self.workers = way.matrix_workers + way.vector_workers
+        chunks = num_chunks(cfg, way.chunk_tokens)
+        self._first_event = {"arrived": 0, "returned": ep_size * chunks, "weights returned": (ep_size + 1) * chunks}
+        arrays = cpu_arrays(cfg, ep_size, way)
+        _, self._num_events, self._columns = arrays["flags"][0]
+        layout = pack(arrays)
+        self.bytes = packed_bytes(layout)
+        self._segments = map_segments(layout, meeting)
+        self.tensors = [{name: segment.tensor(name) for name in layout} for segment in self._segments]
+        self._fence = threading.Lock()
+
+    # --- entering a call ---
+
+    def enter(self, number: int, header: Sequence[int], text: Tensor, arrays: dict[str, Tensor]) -> None:
+        """Clear this rank's counters, write header, text and arrays into every rank, then say "entered `number`"."""
+        parity = number % 2
+        self.tensors[self.rank]["flags"][parity].zero_()
+        for segment, tensors in zip(self._segments, self.tensors, strict=True):
+            first = segment.word("exchange_header") + (parity * self.ep_size + self.rank) * HEADER_WORDS
+            for offset, value in enumerate(header):
+                segment.words[first + offset] = value
+            for name, tensor in arrays.items():
+                tensors[name][parity, self.rank, : tensor.numel()] = tensor.reshape(-1)
+            tensors["exchange_text"][parity, self.rank, : len(text)] = text
+        self._order()
+        for segment in self._segments:
+            segment.words[segment.word("entered") + self.rank] = number
+
+    def entered(self, peer: int) -> int:
+        """The last call that `peer` has entered."""
+        segment = self._segments[self.rank]
+        return segment.words[segment.word("entered") + peer]
+
+    def header(self, number: int, peer: int, length: int) -> list[int]:
+        segment = self._segments[self.rank]
+        first = segment.word("exchange_header") + (number % 2 * self.ep_size + peer) * HEADER_WORDS
+        return list(segment.words[first : first + length])
+
+    def text(self, number: int, peer: int, length: int) -> str:
+        return decoded(self.tensors[self.rank]["exchange_text"][number % 2, peer, :length])
+
+    def exchanged(self, number: int, peer: int, name: str, count: int) -> Tensor:
+        """A copy of the first `count` values that `peer` wrote into array `name`."""
+        return self.tensors[self.rank][name][number % 2, peer, :count].clone()
+
+    # --- events ---
+
+    def _first_word(self, event: Event, number: int) -> int:
+        index = number % 2 * self._num_events + self._first_event[event.stage] + event.number
+        return self._segments[event.rank].word("flags") + index * self._columns
+
+    def signal(self, event: Event, number: int, column: int) -> None:
+        """Add one to the event's counter of call `number`, in the calling worker's own column."""
+        self._order()
+        self._segments[event.rank].words[self._first_word(event, number) + column] += 1
+
+    def seen(self, event: Event, number: int) -> list[int]:
+        """Signals of the event so far, per column."""
+        first = self._first_word(event, number)
+        return list(self._segments[event.rank].words[first : first + self._columns])
+
+    # --- waiting and failing ---
+
+    def wait(self, ready: Callable[[], bool], late: Callable[[], PeerTimeoutError] | None) -> None:
+        """Return when `ready`; raise `late()` after the timeout, or at once if a peer failed.  None: no limit."""
+        patience, pause = Patience(self.timeout_s), 0.0
+        while not ready():
+            if late is not None:
+                self.raise_if_failed()
+                if patience.over():
+                    raise late()
+            time.sleep(pause)
+            pause = min(pause + 1e-5, 1e-3)
+        self._order()
+
+    def fail(self, text: str) -> None:
+        """Tell all ranks that this one will not arrive any more."""
+        self._tell(text, 1)
+
+    def leave(self, text: str) -> None:
+        """Tell all ranks that this one has done its part of all calls it entered, and enters no more."""
+        if not self._told(self.rank):
+            self._tell(text, -1)
+
+    def _tell(self, text: str, sign: int) -> None:
+        raw = encoded(text)
+        self.tensors[self.rank]["failed"][1:].view(torch.uint8)[: len(raw)] = raw
+        self._order()
+        segment = self._segments[self.rank]
+        segment.words[segment.word("failed")] = sign * len(raw)
+
+    def _told(self, peer: int) -> int:
+        """Bytes of what `peer` told: positive if it failed, negative if it left."""
+        segment = self._segments[peer]
+        return segment.words[segment.word("failed")]
+
+    def _reason(self, peer: int) -> str:
+        return decoded(self.tensors[peer]["failed"][1:].view(torch.uint8)[: abs(self._told(peer))])
+
+    def raise_if_failed(self) -> None:
+        """PeerTimeoutError with the reason of a peer that called `fail`."""
+        for peer in range(self.ep_size):
+            if peer != self.rank and self._told(peer) > 0:
+                raise PeerTimeoutError(f"rank {self.rank} cannot go on: rank {peer} failed with {self._reason(peer)}")
+
+    def has_entered(self, peer: int, number: int) -> bool:
+        """Whether `peer` is in call `number`.  PeerTimeoutError if it never will be."""
+        left = self._told(peer) < 0  # read first: it may enter and leave meanwhile
+        if self.entered(peer) >= number:
+            return True
+        if left:
+            raise PeerTimeoutError(
+                f"rank {self.rank}, in call {number}, cannot go on: rank {peer} left after call {self.entered(peer)} "
+                f"({self._reason(peer)}). {SAME_CALLS}"
+            )
+        return False
+
+    def _order(self) -> None:
+        """No access moves across: what was written before is visible before what follows."""
+        with self._fence:
+            pass

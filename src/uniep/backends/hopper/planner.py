@@ -1,0 +1,272 @@
+"""Plans of the Hopper backend: the routing plan on the device, and whether the rows of a call fit.
+
+The plan is one call's `RoutingPlan` and the tile tables that kernels walk, made by the kernels of
+`kernels/plan.py` without the host.  How many rows to allocate is the host's question; see `Planner.fits`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import SymInt, Tensor
+
+from uniep.backends.base import UNKNOWN_LAYER, LayerTag
+from uniep.backends.hopper.arena import Arena
+from uniep.backends.hopper.calls import GAVE_UP, Calls
+from uniep.config import ROW_ALIGN
+from uniep.errors import PeerTimeoutError
+from uniep.launch.driver import Memory, Part, launch, tensor, unbind
+from uniep.launch.groups import Lines, launch_parts
+from uniep.launch.staged import Rows
+from uniep.layout import (
+    FIRST_TOKENS,
+    hopper_histogram,
+    hopper_parts_arrays,
+    hopper_plan_arrays,
+    hopper_rows,
+    kept_block,
+    plan_blocks,
+    plan_words,
+    power_of_2,
+    table_tiles,
+    with_headroom,
+)
+from uniep.routing import RoutingPlan
+
+if TYPE_CHECKING:
+    from uniep.membership import Membership
+
+TILES_AT_ONCE = 256  # row tiles, of a program
+
+
+class HeadLayout(NamedTuple):
+    """Of `DevicePlan.head`: its words, and (offset in bytes, shape) of each array in it."""
+
+    words: int
+    arrays: dict[str, tuple[int, tuple[int, ...]]]
+
+
+class PlanConstants(NamedTuple):
+    """Of the plan's kernels."""
+
+    histogram: dict[str, Any]
+    scan: dict[str, Any]
+    tiles: dict[str, Any]
+    place: dict[str, Any]
+
+
+class DevicePlan:
+    """A RoutingPlan on the device, with the tile tables.  All int32 but the routing weights.  forward: its call.
+
+    Two allocations, which autograd saves: `head`, what is known before the number of rows is; `rows_3N`, source, return
+    slot and routing weight of every row.  lines: with combine groups, which rows are added; one more allocation.
+    """
+
+    def __init__(self, layout: HeadLayout, head: Tensor, rows_3N: Tensor, lines: Lines | None = None) -> None:
+        self.head, self.rows_3N, self.lines = head, rows_3N, lines
+        part = {name: Part(head, offset, torch.int32, shape) for name, (offset, shape) in layout.arrays.items()}
+        self.counts_RE, self.recv_count_R = part.pop("counts_RE"), part.pop("recv_count_R")
+        self.forward: Memory = part.pop("forward")
+        source_N, return_N, weight_N = unbind(rows_3N)
+        self.rows = Rows(source_N, return_N, weight_N._replace(dtype=torch.float32), **part)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows allocated: N or more."""
+        return self.rows_3N.shape[1]
+
+    def saved(self) -> list[Tensor]:
+        return [self.head, self.rows_3N, *([self.lines.flat] if self.lines is not None else [])]
+
+
+class Planner(Calls):
+    """One rank's calls and plans.  tile_rows: of the tile tables.  sms: multiprocessors to use."""
+
+    def __init__(self, member: Membership, arena: Arena, tile_rows: int, sms: int) -> None:
+        super().__init__(member, arena)
+        cfg, self.tile_rows = self.cfg, tile_rows
+        self.local = cfg.experts_per_rank(self.num_ranks)
+        tokens = min(cfg.max_tokens_per_rank, FIRST_TOKENS)
+        self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, tokens)
+        self.received = 0  # tokens of one source to have room for; 0: no call has shown yet
+        self.sms = sms
+        self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
+        self._layouts: dict[tuple[int, int], HeadLayout] = {}
+        self._histogram = hopper_histogram(cfg, self.num_ranks)
+        self._constants = [self._plan_constants(dedup) for dedup in (False, True)]
+
+    def _plan_constants(self, dedup: bool) -> PlanConstants:
+        """dedup: the tokens of the send lists are sent, not all."""
+        cfg, ranks, local = self.cfg, self.num_ranks, self.local
+        block_t, chunks = plan_blocks(cfg, ranks)
+        of_rows: dict[str, Any] = {"E": cfg.num_experts, "NUM_RANKS": ranks}
+        of_slots = of_rows | {
+            "LOCAL": local, "K": cfg.top_k, "KP": power_of_2(cfg.top_k), "SLOTS": self.slots, "CHUNKS": chunks,
+            "BLOCK_T": block_t,
+        }  # fmt: skip
+        return PlanConstants(
+            of_slots | {"EP": max(power_of_2(cfg.num_experts), 16)},
+            of_rows | {"CHUNKS": chunks},
+            of_rows | {
+                "SLOTS": self.slots, "LOCAL": local, "LOCAL_P": power_of_2(local), "BLOCK_M": self.tile_rows,
+                "ALIGN": ROW_ALIGN, "TILES": TILES_AT_ONCE, "HOST": cfg.max_rows is None, "DEDUP": dedup,
+            },
+            of_slots | {
+                "BINS": max(power_of_2(local), 16), "RECEIVE_BLOCK": cfg.receive_block, "ALIGN": ROW_ALIGN,
+                "DEDUP": dedup,
+            },
+        )  # fmt: skip
+
+    def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
+        """The plan that a forward saved."""
+        head, rows_3N, *flat = saved
+        lines = Lines.of(flat[0], self.cfg, self.num_ranks) if flat else None
+        return DevicePlan(self._layout(num_tokens, rows_3N.shape[1]), head, rows_3N, lines)
+
+    def _arrays(self, num_tokens: int | SymInt, tiles: int | SymInt) -> dict[str, Any]:
+        return hopper_plan_arrays(self.cfg, self.num_ranks, tiles, num_tokens)
+
+    def _layout(self, num_tokens: int, rows: int) -> HeadLayout:
+        key = num_tokens, table_tiles(rows, self.tile_rows)
+        if key not in self._layouts:
+            if len(self._layouts) > 1000:  # any number of lengths may come
+                self._layouts.clear()
+            arrays = self._arrays(*key)
+            ends = list(itertools.accumulate(plan_words(arrays), initial=0))
+            where = {name: (4 * end, shape) for (name, shape), end in zip(arrays.items(), ends, strict=False)}
+            self._layouts[key] = HeadLayout(ends[-1], where)
+        return self._layouts[key]
+
+    def fake(self, num_tokens: int | SymInt, rows: int | SymInt, like: Tensor) -> list[Tensor]:
+        """Shapes of `DevicePlan.saved`."""
+        words = sum(plan_words(self._arrays(num_tokens, table_tiles(rows, self.tile_rows))))
+        return [
+            like.new_empty((words,), dtype=torch.int32),
+            like.new_empty((3, rows), dtype=torch.int32),
+            *([like.new_empty((self._parts_words,), dtype=torch.int32)] if self.cfg.combine_groups is not None else []),
+        ]
+
+    def plan(
+        self,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        leads: tuple[int, int] = (0, 0),
+        send_all: Callable[[], None] | None = None,
+        entered_ns: Tensor | None = None,
+        operation: str = "forward",
+        layer: LayerTag = UNKNOWN_LAYER,
+    ) -> DevicePlan:
+        """Enter a call and plan it.  leads: experts whose local tiles run first, in the forward and the backward.
+
+        send_all: queues the sending of all tokens of this rank, whatever their ids, once all peers have entered;
+        None: the tokens of the send lists are sent.  entered_ns (1,): takes the device's time at that moment.
+        """
+        from uniep.kernels.plan import clock_kernel, histogram_kernel, place_kernel, scan_kernel, tiles_kernel
+
+        cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
+        constants, (lines_of_counts, columns) = self._constants[send_all is None], self._histogram
+        tiles = table_tiles(self.allocate, self.tile_rows)
+        most_programs = 8 * self.sms
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+        histogram = torch.empty(self._histogram, **int32)
+        layout = self._layout(num_tokens, self.allocate)
+        plan = DevicePlan(layout, torch.empty(layout.words, **int32), torch.empty(3, self.allocate, **int32))
+        rows, exchange = plan.rows, self.arena.views["exchange"]
+        self.enter(ids_TK, weights_TK, num_tokens, operation, layer, plan.forward)
+        self.wait_entered(copies=send_all is not None)
+        if entered_ns is not None:
+            launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
+        if send_all is not None:
+            send_all()
+        launch(
+            histogram_kernel,
+            min(columns, most_programs),
+            (exchange, histogram, self.call, self.status, self.rank),
+            constants.histogram,
+            num_warps=4,
+        )
+        launch(
+            scan_kernel,
+            min(lines_of_counts, most_programs),
+            (histogram, plan.counts_RE, rows.send_count_R, plan.recv_count_R, self.rank),
+            constants.scan,
+            num_warps=4,
+        )
+        launch(
+            tiles_kernel,
+            min(-(-tiles // TILES_AT_ONCE), 16),
+            (
+                exchange, plan.counts_RE, rows.send_count_R, plan.recv_count_R, rows.start_e1, rows.rows_e,
+                rows.expert_M, rows.order_M, rows.backward_order_M, rows.progress_M, rows.cursor, rows.totals,
+                self._host_totals, self.call, self.status, self.rank, *leads,
+            ),
+            constants.tiles,
+            num_warps=4,
+        )  # fmt: skip
+        launch(
+            place_kernel,
+            min(columns + self.local, most_programs),
+            (
+                exchange, histogram, rows.start_e1, rows.rows_e, rows.totals, rows.source_N, rows.return_N,
+                rows.weight_N, rows.send_token_RT, self.call, self.rank, num_tokens,
+            ),
+            constants.place,
+            num_warps=4, maxnreg=96,  # left to itself, ptxas spills to use fewer
+        )  # fmt: skip
+        if cfg.combine_groups is not None:
+            lines = Lines.of(torch.full((self._parts_words,), -1, **int32), cfg, ranks)
+            launch_parts(exchange, rows, lines, self.call, self.rank, ranks, num_tokens, cfg, self.sms)
+            plan.lines = lines
+        return plan
+
+    def fits(self) -> bool:
+        """Whether the rows of this call fitted what was allocated for them, on every rank.
+
+        In the exact mode (max_rows None) the host allocates by the last call, launches, and reads the plan's
+        totals from pinned memory while the GPU works; the rare call that needs more is made again.
+        """
+        if self.cfg.max_rows is not None:
+            return True
+        give_up = time.monotonic() + self.member.timeout_s + 5
+        while self._totals_words[0] != self.calls_made and self._words[0] == 0:
+            if time.monotonic() > give_up:
+                message = (
+                    f"rank {self.rank}, call {self.calls_made}: its plan was not ready after "
+                    f"{self.member.timeout_s:g} s; other work holds the GPU, or raise timeout_s"
+                )
+                self.fail(message, GAVE_UP)
+                raise PeerTimeoutError(message)
+        self._acquire()
+        if self.can_agree():
+            self.raise_agreed()
+        self.check()
+        self.is_inside = False  # all that peers need is on its way
+        self.judge_digests(0)
+        _, total, fitted, received = self._totals_words[:4]
+        self.allocate = with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)
+        self.received = max(received, (self.received + received) // 2)
+        return bool(fitted)
+
+    def kept_block(self, num_tokens: int, *, copying: bool) -> int:
+        """Receive slots of each source that this call keeps: enough for those of the last call, or, at first, as
+        this rank has tokens."""
+        return kept_block(self.cfg, self.num_ranks, self.received or num_tokens, copying=copying)
+
+    def routing_plan(self, plan: DevicePlan, num_tokens: int) -> RoutingPlan:
+        """The public plan, without what lies behind the counts."""
+        rows = plan.rows
+        num_rows, send_count_R = int(tensor(rows.totals)[0]), tensor(rows.send_count_R)
+        listed = torch.arange(num_tokens, device=self.device) < send_count_R[:, None]
+        return RoutingPlan(
+            counts_RE=tensor(plan.counts_RE),
+            expert_start_e1=tensor(rows.start_e1),
+            send_count_R=send_count_R,
+            send_token_RT=torch.where(listed, tensor(rows.send_token_RT), -1),
+            recv_count_R=tensor(plan.recv_count_R),
+            row_source_N=plan.rows_3N[0, :num_rows],
+            row_return_N=plan.rows_3N[1, :num_rows],
+        )

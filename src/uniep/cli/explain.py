@@ -1,0 +1,122 @@
+"""`uniep explain`: which Schedule a call has on a card, and why, without that card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from uniep.cli.options import DType, Dtype, check_folder
+from uniep.config import MoEConfig
+from uniep.shapes import SHAPES, parse_shape
+from uniep.tuner import tables
+from uniep.tuner.explain import explain as explained
+from uniep.tuner.model import cards, load_card
+
+
+def explain(
+    shape: Annotated[
+        str, typer.Option(help=f"{', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
+    ] = "qwen3-30b",
+    ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens of each rank.", min=1)] = 8192,
+    card: Annotated[str, typer.Option(help=f"{', '.join(cards())}, or the path of a card file.")] = "h200",
+    backend: Annotated[str, typer.Option(help="hopper, or cpu with a card file of this machine's.")] = "hopper",
+    dtype: Dtype = DType.bf16,
+    combine_groups: Annotated[int | None, typer.Option(help="As in MoEConfig.", min=1)] = None,
+    results: Annotated[
+        list[Path] | None, typer.Option(help="Result file of benchmarks/moe.py with measurements; may be repeated.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all of it there.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw what strategies and dimensions cost.")] = None,
+) -> None:
+    """Say which Schedule a call has on a card, what it takes, who came second, and which dimension matters most.
+
+    The choice is that of a table, if one serves, else of the model; docs/tuner.md says how far off the model is.
+    """
+    torch.set_num_threads(1)
+    console = Console(highlight=False)
+    for path in (json_file, picture):
+        if path is not None:
+            check_folder(path.parent)
+    made, known = parse_shape(shape), load_card(tables.card_file(card))
+    cfg = MoEConfig(
+        hidden=made.hidden, ffn=made.ffn, num_experts=made.experts(ep), top_k=made.top_k, max_tokens_per_rank=tokens,
+        dtype=dtype.torch, combine_groups=combine_groups, max_rows=2 * tokens * made.top_k,
+    )  # fmt: skip
+    cfg.check_group(ep)
+    document = explained(cfg, ep, backend, known, made.name, results or ())
+    _print(console, document)
+    if json_file is not None:
+        json_file.write_text(json.dumps(document, indent=1) + "\n")
+        console.print(f"written: {json_file}")
+    if picture is not None:
+        _draw(document, picture)
+        console.print(f"written: {picture}")
+
+
+def _changes(changes: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items()) or "the default"
+
+
+def _print(console: Console, document: dict[str, Any]) -> None:
+    console.print(
+        f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens a rank, forward + backward, on "
+        f"{document['card']} ({document['backend']}): {document['points']} points, chosen by the {document['by']}"
+    )
+    console.print(f"serves: {document['serves']}", style="dim")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("point", no_wrap=True)
+    table.add_column("predicted us", justify="right", no_wrap=True)
+    table.add_column("measured us", justify="right", no_wrap=True)
+    table.add_column("not as in the default", ratio=1)
+    for title in ("choice", "default", "runner_up"):
+        if (of := document[title]) is not None:
+            measured = f"{of['measured_us']:.1f}" if of["measured_us"] is not None else "-"
+            table.add_row(title.replace("_", " "), f"{of['predicted_us']:.1f}", measured, _changes(of["changes"]))
+    console.print(table)
+    for source in dict.fromkeys(
+        document[title]["measured_by"] for title in ("choice", "default") if document[title]["measured_by"]
+    ):
+        console.print(f"measured: {source}", style="dim")
+    if document["runner_up"] is not None:
+        differs = _changes(document["runner_up"]["differs_from_choice"])
+        console.print(f"The runner-up ({differs}) loses {document['runner_up']['why']}.")
+    if document["matters_most"] is not None:
+        of = document["dimensions"][document["matters_most"]]
+        costs = ", ".join(f"{value} {cost:+.1%}" for value, cost in of["costs"].items())
+        console.print(f"Matters most: {document['matters_most']} is {of['is']}; {costs}.")
+    strategies = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in document["strategies"].items())
+    console.print(f"Named strategies, ms: {strategies}", style="dim")
+
+
+def _draw(document: dict[str, Any], path: Path) -> None:
+    """Left: predicted time of the choice and of named strategies, what was measured as dots.  Right: what the dearest
+    value of each dimension costs."""
+    from uniep.cli.pictures import figure_style
+
+    plt = figure_style()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    bars = {"choice": document["choice"], "default": document["default"]}
+    named = {name: {"predicted_us": us, "measured_us": None} for name, us in document["strategies"].items()}
+    rows = list({**bars, **named}.items())[::-1]
+    left.barh([name for name, _ in rows], [of["predicted_us"] / 1e3 for _, of in rows], color="#2f6fde")
+    dots = [(name, of["measured_us"] / 1e3) for name, of in rows if of["measured_us"]]
+    if dots:
+        left.plot([ms for _, ms in dots], [name for name, _ in dots], "o", color="#e8590c")
+    left.set_xlabel("ms, predicted; dots: measured" if dots else "ms, predicted")
+    costs = [(name, max(of["costs"].values())) for name, of in document["dimensions"].items()][::-1]
+    right.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color="#e8590c")
+    right.set_xlabel("%, by the dearest value, all else as chosen")
+    figure.suptitle(
+        f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens a rank, forward + backward on "
+        f"{document['card']}"
+    )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,188 @@
+"""`uniep tune`: find the fastest Schedule of one layer on this machine, and keep it in a table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import uniep
+from uniep.backends import registry
+from uniep.cli.options import DType, Dtype
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError, UnsupportedError
+from uniep.shapes import SHAPES, parse_shape
+from uniep.sim.machine import load_machine
+from uniep.trials import calibrate as calibration
+from uniep.trials.search import Listed, Optuna, Record, Result, Sampler, in_order, search
+from uniep.trials.trial import Job
+from uniep.tuner import tables
+from uniep.tuner.model import Card, Load, card_text, cards, load_card
+from uniep.tuner.space import points
+
+FIRST = 8
+"""Points of the model's that optuna begins with."""
+
+SAMPLERS = ("optuna", "model", "random")
+
+
+def tune(
+    shape: Annotated[
+        str, typer.Option(help=f"{', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
+    ] = "qwen3-30b",
+    ep: Annotated[int, typer.Option(help="Ranks, each a process of this machine.", min=1)] = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens of each rank; timed and kept for its bucket.", min=1)] = 4096,
+    backend: Annotated[str, typer.Option(help="hopper, nccl or cpu; auto: hopper where there are GPUs.")] = "auto",
+    dtype: Dtype = DType.bf16,
+    combine_groups: Annotated[int | None, typer.Option(help="As in MoEConfig.", min=1)] = None,
+    budget_s: Annotated[float, typer.Option(help="Seconds of timing.", min=0)] = 300.0,
+    candidate_s: Annotated[float, typer.Option(help="Longest for one question to a candidate.", min=1)] = 120.0,
+    sampler: Annotated[
+        str, typer.Option(help="optuna (needs uniep[tune]); model: the fastest by the model first; random.")
+    ] = "optuna",
+    card: Annotated[str | None, typer.Option(help="Card of the model; this machine's, if there is one.")] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this card's constants for the model instead; under a minute.")
+    ] = False,
+    machine: Annotated[
+        str | None, typer.Option(help="With --calibrate: the machine file that describes this card.")
+    ] = None,
+) -> None:
+    """Find the fastest Schedule of a layer on this machine, and keep it for Workspaces of this card.
+
+    Candidates run in child processes of all ranks. One that faults, takes too long or changes a bit is dropped with the
+    reason. A search that was ended goes on where it was. Tables and trials lie in UNIEP_TUNE_DIR, or the user's cache.
+    """
+    console = Console(highlight=False)
+    backend = _backend(backend)
+    device = torch.device("cuda" if backend == "hopper" or (torch.cuda.is_available() and backend == "nccl") else "cpu")
+    name = tables.card_name(device)
+    if calibrate:
+        _calibrate(console, backend, ep, dtype, name, machine)
+        return
+    if sampler not in SAMPLERS:
+        raise ConfigError(f"--sampler is {sampler!r}; use {', '.join(SAMPLERS)}")
+    made = parse_shape(shape)
+    cfg = MoEConfig(
+        hidden=made.hidden, ffn=made.ffn, num_experts=made.experts(ep), top_k=made.top_k, max_tokens_per_rank=tokens,
+        dtype=dtype.torch, combine_groups=combine_groups,
+        max_rows=None if device.type == "cpu" else 2 * tokens * made.top_k,
+    )  # fmt: skip
+    cfg.check_group(ep)
+    key = tables.Key.of(cfg, ep, backend, name)
+    path, trials = tables.folder() / key.file, tables.folder() / "trials" / f"{Path(key.file).stem}-{key.place}.sqlite"
+    job, known = Job(cfg, ep, backend, device.type, tokens), _card(card, name)
+    with tables.held(trials):
+        versions = {"kernels": tables.kernels(backend), "uniep": uniep.__version__, "torch": torch.__version__}
+        record = Record(trials, {**versions, "tokens": tokens})
+        try:
+            which = _sampler(sampler, job, known)
+            with _bar(console, budget_s) as progress:
+                result = search(
+                    job, which, record, budget_s, card=known, candidate_s=candidate_s, progress=progress
+                )  # fmt: skip
+        finally:
+            record.close()
+        tables.store(path, key, _entry(result, job))
+    _print(console, result, path, job)
+
+
+def _backend(given: str) -> str:
+    if given == "auto":
+        return "hopper" if torch.cuda.is_available() else "cpu"
+    if given not in registry.NAMES:
+        raise ConfigError(f"--backend is {given!r}; use {', '.join(registry.NAMES)} or auto")
+    if given == "hopper" and not torch.cuda.is_available():
+        raise UnsupportedError("--backend hopper: no CUDA device is usable here; --backend cpu tunes CPU ranks")
+    return given
+
+
+def _card(given: str | None, name: str) -> Card | None:
+    if given is not None:
+        return load_card(tables.card_file(given))
+    file = tables.card_file(name)
+    return load_card(file) if file != name or name in cards() else None
+
+
+def _sampler(name: str, job: Job, card: Card | None) -> Sampler:
+    space = points(job.backend, job.cfg, job.ep_size)
+    order, predicted = in_order(space, Load.uniform(job.cfg, job.ep_size, job.tokens), card, name)
+    if name != "optuna":
+        return Listed(space, order)
+    first = [space.schedule(i) for i in order[:FIRST].tolist()] if predicted is not None else []
+    return Optuna(space, job.backend, job.cfg, first)
+
+
+@contextmanager
+def _bar(console: Console, budget_s: float) -> Iterator[Callable[[float, str], None]]:
+    columns = (TextColumn("tuned"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("ranks start", total=max(budget_s, 1e-9))
+        yield lambda seconds, text: bar.update(task, completed=seconds, description=text)
+
+
+def _entry(result: Result, job: Job) -> dict[str, object]:
+    tried = [
+        {
+            "changes": t.changes, "status": t.status, "text": t.text, "score": t.score, "us": t.us,
+            "predicted_us": t.predicted_us, "pairs_us": [[round(a, 1), round(b, 1)] for a, b in t.pairs],
+        }
+        for t in result.tried
+    ]  # fmt: skip
+    return {
+        "schedule": tables.as_changes(result.choice, job.cfg, job.ep_size, job.backend), "gain": round(result.gain, 4),
+        "spread": round(result.spread, 4), "proof": result.proof, "usual_us": result.usual_us, "commit": _commit(),
+        "timed_tokens": job.tokens, "date": time.strftime("%Y-%m-%d"), "tried": tried,
+    }  # fmt: skip
+
+
+def _commit() -> str:
+    """Of the clone that this runs in; the version where there is none."""
+    try:
+        made = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )  # fmt: skip
+    except OSError:
+        return uniep.__version__
+    return made.stdout.strip() or uniep.__version__
+
+
+def _print(console: Console, result: Result, path: Path, job: Job) -> None:
+    counts = Counter(t.status for t in result.tried)
+    listed = ", ".join(f"{n} {status}" for status, n in counts.most_common()) or "none"
+    console.print(f"{len(result.tried)} points tried: {listed}; ranks were started {result.starts} times")
+    changes = tables.as_changes(result.choice, job.cfg, job.ep_size, job.backend)
+    if changes:
+        console.print(
+            f"{result.gain:.3f}x the default in fresh processes (spread {result.spread:.3f}): "
+            + ", ".join(f"{name}={value}" for name, value in changes.items())
+        )
+    else:
+        better = f"; the best reached {result.gain:.3f}x, spread {result.spread:.3f}" if result.gain != 1 else ""
+        console.print(f"the default stays, {result.usual_us:.0f} us{better}")
+    console.print(f"all {job.ep_size} ranks have choice {result.proof}; written: {path}")
+
+
+def _calibrate(console: Console, backend: str, ep: int, dtype: Dtype, name: str, machine: str | None) -> None:
+    began = time.monotonic()
+    made = load_machine(machine) if machine is not None else calibration.machine_of(name)
+    card = calibration.measure(backend, ep, dtype.torch, made, name, console.print)
+    where = tables.folder() / "cards"
+    base = machine or made.name
+    if name == "cpu" and machine is None:
+        base = str(where / "cpu-machine.toml")
+        tables.write(Path(base), calibration.machine_text(made))
+    about = f"{name}: calibrated by uniep tune --calibrate --backend {backend} --ep {ep}, {time.strftime('%Y-%m-%d')}"
+    tables.write(where / f"{name}.toml", card_text(card, about, base))
+    console.print(json.dumps({key: round(float(value), 4) for key, value in card.constants.items()}), style="dim")
+    console.print(f"written in {time.monotonic() - began:.0f} s: {where / f'{name}.toml'}")

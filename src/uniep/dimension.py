@@ -1,0 +1,150 @@
+"""What a dimension of a `Schedule` is, and what it is chosen for: declared in `uniep.schedule`, beside its field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from uniep.config import MAX_INDEX, MoEConfig, refused_number
+
+
+class Measured(NamedTuple):
+    """What defaults and ways follow from: measured on 2x H200 (docs/log.md), and alike for every GPU until it is tuned.
+
+    sms: multiprocessors of a GPU.
+    worth_copying: part of the tokens that a peer must want for copy engines to send them all.
+    flop_per_wire_byte: what a grouped GEMM computes while NVLink takes a byte away (726 TFLOP/s, 350 GB/s).
+    worth_pipelining: time that results take on the wire, over the time of the down product, from which they should
+        start under gate_up.
+    pipelined_from: tokens; with fewer, sharing the multiprocessors costs more than the wire.
+    mega_to: tokens; with more, tiles that programs claim cost more than the launches that one kernel saves.
+    push_bytes_per_us: all pushing programs of a rank, beside a GEMM.  copy_bytes_per_us: a copy engine.
+    push_latency_us: of the first tokens.  copy_lead_us: from the entry of all ranks to the first tile.
+    sm_flop_per_us: one multiprocessor in a grouped GEMM.
+    """
+
+    sms: int = 132
+    worth_copying: float = 0.7
+    flop_per_wire_byte: float = 2074
+    worth_pipelining: float = 1.7
+    pipelined_from: int = 4096
+    mega_to: int = 512
+    push_bytes_per_us: float = 150_000
+    push_latency_us: float = 30
+    copy_bytes_per_us: float = 350_000
+    copy_lead_us: float = 30
+    sm_flop_per_us: float = 5.5e6
+
+
+MEASURED = Measured()
+
+
+class Setting(NamedTuple):
+    """What a Schedule is to run: the layer, the ranks, the backend (None: what holds on all), the machine."""
+
+    cfg: MoEConfig
+    ep_size: int = 1
+    backend: str | None = None
+    measured: Measured = MEASURED
+
+
+CPU, GPU, MEGA, COLLECTIVE = "cpu", "hopper", "hopper, mega", "nccl"
+"""Where a value means something: a backend, or a hopper backend whose every call is one kernel for each direction."""
+
+Scope = Literal["local", "wire"]
+Condition = Callable[["Dimension", Any, Setting], str]
+"""(dimension, Schedule, where) -> why it cannot have its value in this schedule there; "" if it can."""
+
+
+def _always(d: Dimension, schedule: Any, at: Setting) -> str:
+    return ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dimension:
+    """One choice that a Schedule makes.
+
+    name: the field, or "gemm1.columns", a field of a Tile.
+    domain: all its values; of a number, those worth a try, ascending.
+    default: of `Schedule()`.  usual: what backends start from instead, or a function of (dimension, setting).
+    backends: where it means something.  only: values that mean something on fewer.
+    scope: "local", it may follow a rank's T, which its peers do not know; "wire", ranks have it alike.
+    condition: see `Condition`.  least, most: of a number.  unit: of a number, behind a space.
+    doc: what it does.  helps: when.  source: where it comes from.
+    shown: values that are in a Schedule's `name`, and how.
+    """
+
+    name: str
+    domain: tuple[Any, ...]
+    default: Any
+    doc: str
+    helps: str
+    source: str
+    backends: tuple[str, ...]
+    scope: Scope = "local"
+    only: Mapping[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    condition: Condition = _always
+    usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    least: int = 1
+    most: int = MAX_INDEX
+    unit: str = ""
+    shown: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+
+    def of(self, schedule: Any) -> Any:
+        """Its value there."""
+        outer, _, inner = self.name.partition(".")
+        value = getattr(schedule, outer)
+        return getattr(value, inner) if inner else value
+
+    def put(self, schedule: Any, value: Any) -> Any:
+        """`schedule` with this value."""
+        outer, _, inner = self.name.partition(".")
+        new = dataclasses.replace(getattr(schedule, outer), **{inner: value}) if inner else value
+        return dataclasses.replace(schedule, **{outer: new})
+
+    def values(self, schedule: Any, backend: str) -> tuple[Any, ...]:
+        """Those of the domain that mean something to a backend; () where none does."""
+        places = {backend} | ({MEGA} if backend == GPU and schedule.overlap == "mega" else set())
+        if places.isdisjoint(self.backends):
+            return ()
+        return tuple(value for value in self.domain if not places.isdisjoint(self.only.get(value, self.backends)))
+
+    def start(self, at: Setting) -> Any:
+        """What the backend starts from."""
+        usual = self.usual.get(at.backend or "", self.default)
+        return usual(self, at) if callable(usual) else usual
+
+    def refused(self, value: Any) -> str:
+        """Why this is no value of it at all; "" if it is one."""
+        if not isinstance(self.default, int):
+            if isinstance(value, str) and value in self.domain:
+                return ""
+            return f"{self.name} is {value!r}; use {listed(self.domain)}"
+        reason = refused_number(value, self.least, self.most).replace(";", f"{self.unit};", 1)
+        return reason and f"{self.name} is {reason}"
+
+
+def listed(values: tuple[Any, ...], word: str = "or") -> str:
+    shown = [repr(value) for value in values]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} {word} {shown[-1]}"
+
+
+def dimension(default: Any, domain: tuple[int, ...] = (), **about: Any) -> Any:
+    """The field of a dimension.  domain: of a number; other domains are the values of its type."""
+    return dataclasses.field(default=default, metadata={"domain": domain, "about": about})
+
+
+def in_domain(why: str = "") -> Condition:
+    def condition(d: Dimension, schedule: Any, at: Setting) -> str:
+        value = d.of(schedule)
+        return "" if value in d.domain else f"{d.name} is {value}; it must be {listed(d.domain)}{why}"
+
+    return condition
+
+
+def first_of(*conditions: Condition) -> Condition:
+    def condition(d: Dimension, schedule: Any, at: Setting) -> str:
+        return next(filter(None, (one(d, schedule, at) for one in conditions)), "")
+
+    return condition

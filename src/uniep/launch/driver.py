@@ -1,0 +1,285 @@
+"""Launching compiled kernels in a few microseconds.
+
+Triton's own launch looks at every argument anew: its type, its alignment, its tensor map.  That takes 40 to 90 us here,
+several times a call.  What it finds is the same every time, so `launch` lets Triton compile and launch once for each
+kernel, constants and types, and from then on hands the arguments to the driver itself.  Where that cannot work (the
+interpreter, no GPU, a kernel whose parameters are not as expected, misaligned memory) Triton launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import math
+import re
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("uniep")
+
+_MAP_BYTES, _MAP_ALIGN = 128, 64  # of a CUtensorMap
+_L2_PROMOTION_128B = 2
+_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_MOST_MAPS = 256  # kept per kernel; activations come and go
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b[^,\[\])]*(?:\[(\d+)\])?")
+
+
+class Part(NamedTuple):
+    """A contiguous part of a contiguous tensor, `offset` bytes from its start: for kernels what a view is, made in a
+    tenth of the time."""
+
+    base: Tensor
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def data_ptr(self) -> int:
+        return self.base.data_ptr() + self.offset
+
+    def get_device(self) -> int:
+        return self.base.get_device()
+
+
+Memory = Tensor | Part
+
+
+def tensor(memory: Memory) -> Tensor:
+    """What a Part stands for."""
+    if isinstance(memory, Tensor):
+        return memory
+    size = math.prod(memory.shape) * memory.dtype.itemsize
+    own = memory.base.view(-1).view(torch.uint8)[memory.offset : memory.offset + size]
+    return own.view(memory.dtype).view(memory.shape)
+
+
+def unbind(whole: Tensor) -> list[Part]:
+    """A contiguous tensor along its first dimension."""
+    dtype, shape, step = whole.dtype, whole.shape[1:], whole.stride(0) * whole.dtype.itemsize
+    return [Part(whole, index * step, dtype, shape) for index in range(whole.shape[0])]
+
+
+class Block(NamedTuple):
+    """A matrix or more whose blocks a kernel loads and stores as a whole (a TMA descriptor): shape, strides, block."""
+
+    base: Memory
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+
+def launch(
+    kernel: Any, programs: int, args: Sequence[Memory | int | Block], constants: dict[str, Any], **options: Any
+) -> None:
+    """Run `programs` programs of a kernel.  args: its run-time parameters, in order; integers not specialized.
+
+    options: of Triton, such as num_warps.
+    """
+    values: list[Any] = []  # of the parameters; a Block's first one, its tensor map, comes later
+    kinds: list[Any] = []  # what the code depends on
+    blocks: list[tuple[int, Block]] = []
+    misaligned = 0
+    for a in args:
+        if type(a) is int:
+            values.append(a)
+            kinds.append(a >> 31 > 0)
+        elif type(a) is Block:
+            blocks.append((len(values), a))
+            values.append(None)
+            values += a.shape
+            values += a.strides
+            kinds.append(a.base.dtype)
+        else:
+            address = a.data_ptr()  # type: ignore[union-attr]
+            misaligned |= address
+            values.append(address)
+            kinds.append(a.dtype)  # type: ignore[union-attr]
+    first = args[0]
+    device = (first.base if type(first) is Block else first).get_device()  # type: ignore[union-attr]
+    key = (kernel.fn, device, *kinds, *constants.values(), *options.values())
+    known = _known.get(key)
+    if known is not None and not misaligned & 15:
+        known.run(programs, values, blocks)
+        return
+    given = [_triton_descriptor(a) if type(a) is Block else tensor(a) if type(a) is Part else a for a in args]
+    compiled = kernel[(programs,)](*given, **constants, **options)
+    if key not in _known and not misaligned & 15:
+        sizes = parameter_sizes(kernel, compiled, args) if device >= 0 else None
+        _known[key] = _Compiled(compiled, args, device, sizes) if sizes else None
+
+
+def copy(target: Tensor, source: Tensor, stream: Any) -> None:
+    """The first rows of target = source, both contiguous, behind `stream`'s work; between GPUs by a copy engine."""
+    if not source.is_cuda:
+        target[: len(source)].copy_(source)
+        return
+    given = target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream
+    code = _in_context(source.get_device(), _driver().cuMemcpyDtoDAsync_v2, *given)
+    if code:
+        raise RuntimeError(f"cuMemcpyDtoDAsync of {source.nbytes} bytes failed with CUDA error {code}")
+
+
+def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Memory | int | Block]) -> list[int] | None:
+    """Bytes of each parameter of the code; None where they are not what `args` become, and Triton has to launch.
+
+    Integers must not be specialized: the code would hold for the first call's values only.
+    """
+    entry = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
+    sizes = [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(entry)]
+    at, fits = 0, compiled.metadata.global_scratch_size == compiled.metadata.profile_scratch_size == 0
+    for a, parameter in zip(args, kernel.params, strict=False):
+        if isinstance(a, Block):
+            rank = len(a.shape)
+            want = [_MAP_BYTES, *[4] * rank, *[8] * rank]
+        elif isinstance(a, Memory):
+            want = [8]
+        else:
+            want = sizes[at : at + 1]
+            fits = fits and parameter.do_not_specialize
+        fits = fits and sizes[at : at + len(want)] == want
+        at += len(want)
+    if not fits or sizes[at:] != [8, 8]:  # Triton's two scratch pointers
+        log.warning("kernel %s has unexpected parameters; Triton launches it, slower", compiled.metadata.name)
+        return None
+    return sizes
+
+
+class _Compiled:
+    """One compiled kernel and the memory of its parameters."""
+
+    def __init__(self, compiled: Any, args: Sequence[Memory | int | Block], device: int, sizes: list[int]) -> None:
+        self.compiled, self.device = compiled, device  # keeps the code loaded
+        self.function, self.shared = compiled.function, compiled.metadata.shared
+        self.threads = 32 * compiled.metadata.num_warps
+        facts = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        self.map_facts: dict[int, Any] = {}  # by the place of the map among the parameters
+        place = 0
+        for a in args:
+            if type(a) is Block:
+                self.map_facts[place] = next(facts)
+                place += 2 * len(a.shape)
+            place += 1
+        self.maps: dict[Any, bytes] = {}
+        places, self.format, end = [], "<", 0
+        for size in sizes:
+            start = _up(end, _MAP_ALIGN if size == _MAP_BYTES else size)
+            self.format += f"{start - end}x" + {_MAP_BYTES: f"{_MAP_BYTES}s", 8: "q", 4: "i"}[size]
+            places.append(start)
+            end = start + size
+        self.memory = ctypes.create_string_buffer(end + _MAP_ALIGN)
+        self.offset = -ctypes.addressof(self.memory) % _MAP_ALIGN
+        base = ctypes.addressof(self.memory) + self.offset
+        self.parameters = (ctypes.c_void_p * len(places))(*(base + place for place in places))
+        self.launch, self.lock = _driver().cuLaunchKernelEx, threading.Lock()
+        # A kernel that waits for the one before it by itself may come while that one is finishing.
+        self.early = _Attribute(id=_EARLY, value=1)
+        waits = "griddepcontrol.wait" in compiled.asm["ptx"]
+        self.config = _LaunchConfig(
+            1, 1, 1, self.threads, 1, 1, self.shared, None, ctypes.pointer(self.early), int(waits)
+        )
+
+    def run(self, programs: int, values: list[Any], blocks: Sequence[tuple[int, Block]]) -> None:
+        """Launch on the current stream.  blocks: with the place of each one's tensor map among the values."""
+        for place, block in blocks:
+            values[place] = self._map(place, block)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        with self.lock:  # backward launches from another thread
+            struct.pack_into(self.format, self.memory, self.offset, *values, 0, 0)
+            self.config.programs, self.config.stream = programs, stream
+            given = ctypes.byref(self.config), self.function, self.parameters, None
+            code = _in_context(self.device, self.launch, *given)
+        if code:
+            raise RuntimeError(f"cuLaunchKernelEx of {self.compiled.metadata.name} failed with CUDA error {code}")
+
+    def _map(self, place: int, block: Block) -> bytes:
+        key = (place, block.base.data_ptr(), block.shape, block.strides)
+        made = self.maps.get(key)
+        if made is None:
+            if len(self.maps) >= _MOST_MAPS:
+                self.maps.clear()
+            made = self.maps[key] = _tensor_map(block, self.map_facts[place])
+        return made
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of one int."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("programs", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
+        ("threads", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
+        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )  # fmt: skip
+
+
+_known: dict[Any, _Compiled | None] = {}  # None: Triton launches
+
+
+def _in_context(device: int, function: Any, *args: Any) -> int:
+    """The code that `function` returns.  A thread in which only the caching allocator was used has no context yet."""
+    code = function(*args)
+    if code == _NO_CONTEXT:
+        context = ctypes.c_void_p()
+        driver = _driver()
+        code = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) or driver.cuCtxSetCurrent(context)
+        code = code or function(*args)
+    return code
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _triton_descriptor(block: Block) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(tensor(block.base), list(block.shape), list(block.strides), list(block.block))
+
+
+@functools.cache
+def _driver() -> Any:
+    """libcuda with the signatures of what is called here.  Calls hand over the interpreter's lock: where the GPU is a
+    thousand launches behind, a launch waits for it."""
+    library = ctypes.CDLL("libcuda.so.1")
+    word, pointer = ctypes.c_uint, ctypes.c_void_p
+    library.cuLaunchKernelEx.argtypes = [pointer] * 4
+    library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    library.cuCtxSetCurrent.argtypes = [pointer]
+    library.cuTensorMapEncodeTiled.argtypes = [pointer, word, word, *[pointer] * 5, word, word, word, word]
+    return library
+
+
+def _tensor_map(block: Block, facts: dict[str, Any]) -> bytes:
+    """The CUtensorMap that Triton would make: innermost dimension first, strides in bytes."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    rank, size = len(block.shape), facts["elem_size"]
+    dims = (ctypes.c_uint64 * rank)(*reversed(block.shape))
+    strides = (ctypes.c_uint64 * rank)(*(size * s for s in reversed(block.strides[:-1])))
+    box = (ctypes.c_uint32 * rank)(*reversed(facts["block_size"]))
+    ones = (ctypes.c_uint32 * rank)(*[1] * rank)
+    memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGN)
+    offset = -ctypes.addressof(memory) % _MAP_ALIGN
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.addressof(memory) + offset, TMA_DTYPE_DEVICE_TO_HOST[facts["elem_type"]], rank, block.base.data_ptr(),
+        dims, strides, box, ones, 0, facts["swizzle"], _L2_PROMOTION_128B, 0,
+    )  # fmt: skip
+    if code:
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled failed with CUDA error {code}: address {block.base.data_ptr():#x}, shape "
+            f"{block.shape}, strides {block.strides}, block {tuple(facts['block_size'])}, {size} bytes an element"
+        )
+    return memory.raw[offset : offset + _MAP_BYTES]

@@ -1,0 +1,227 @@
+"""The layout of what peers write into, and the sizes of plans, lists and rows.
+
+Pure arithmetic.  What peers write into is allocated once and bounded whatever the routing (`cpu_arrays`,
+`hopper_arrays`; the nccl backend has none).  Rows of the experts grow with imbalance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from uniep.config import MoEConfig, align_rows, max_padded_rows
+from uniep.schedule import num_chunks
+from uniep.way import Way
+
+ALIGN_BYTES = 256
+HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call
+EXCHANGE_HEADER = 256  # int32 words ahead of the ids in an exchange slot of the hopper backend
+STATUS_RECORD = 16  # int32 words in which a rank of the hopper backend notes its failure
+LOST_SLOT = 256  # int32 words in which another rank says why it is gone
+TEXT_BYTES = 4096  # of the text of a refusal or failure
+
+Arrays = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Field(NamedTuple):
+    """One array inside a rank's shared memory."""
+
+    offset: int  # bytes, a multiple of ALIGN_BYTES
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def pack(arrays: Arrays) -> dict[str, Field]:
+    """Place arrays one behind the other, each at a multiple of ALIGN_BYTES."""
+    layout, offset = {}, 0
+    for name, (shape, dtype) in arrays.items():
+        layout[name] = field = Field(offset, shape, dtype)
+        offset += -(-field.bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return layout
+
+
+def packed_bytes(layout: Mapping[str, Field]) -> int:
+    """Bytes that hold all of `layout`."""
+    return max(f.offset + -(-f.bytes // ALIGN_BYTES) * ALIGN_BYTES for f in layout.values())
+
+
+def _row_arrays(cfg: MoEConfig, ep_size: int) -> Arrays:
+    slots = cfg.max_tokens_per_rank * cfg.top_k
+    return {
+        "receive": ((cfg.receive_slots(ep_size) + 1, cfg.hidden), cfg.dtype),
+        "returns": ((cfg.max_tokens_per_rank * cfg.return_slots, cfg.hidden), cfg.dtype),
+        "dweights": ((slots,), torch.float32),
+    }
+
+
+def cpu_arrays(cfg: MoEConfig, ep_size: int, way: Way) -> Arrays:
+    """Every array that peers of the cpu backend write into.
+
+    flags: per parity, a counter for each event (a chunk arrived from a rank, rows of a chunk returned, its weights
+    returned), with a column for each worker of each rank.
+    """
+    slots = cfg.max_tokens_per_rank * cfg.top_k
+    events = (ep_size + 2) * num_chunks(cfg, way.chunk_tokens)
+    columns = ep_size * (way.matrix_workers + way.vector_workers)
+    return {
+        **_row_arrays(cfg, ep_size),
+        "exchange_header": ((2, ep_size, HEADER_WORDS), torch.int64),
+        "exchange_text": ((2, ep_size, TEXT_BYTES), torch.uint8),
+        "exchange_ids": ((2, ep_size, slots), torch.int32),
+        "exchange_weights": ((2, ep_size, slots), torch.float32),
+        "entered": ((ep_size,), torch.int64),
+        "failed": ((1 + TEXT_BYTES // 8,), torch.int64),
+        "flags": ((2, events, columns), torch.int64),
+    }
+
+
+def hopper_arrays(cfg: MoEConfig, ep_size: int, way: Way) -> Arrays:
+    """Every array that peers of the hopper backend write into.
+
+    exchange: per parity and source rank, EXCHANGE_HEADER words, then ids and weights.  status: this rank's failure,
+    then LOST_SLOT words for each rank.  flags: three words for each rank (entered, finished, returned), then one for
+    each chunk of receive slots.
+    """
+    slots = cfg.max_tokens_per_rank * cfg.top_k
+    chunks = cfg.receive_slots(ep_size) // way.chunk_tokens if way.transfer == "push" else 0
+    return {
+        **_row_arrays(cfg, ep_size),
+        "exchange": ((2, ep_size, EXCHANGE_HEADER + 2 * slots), torch.int32),
+        "status": ((STATUS_RECORD + ep_size * LOST_SLOT,), torch.int32),
+        "flags": ((3 * flag_step(ep_size) + chunks,), torch.int32),
+    }
+
+
+def flag_step(ep_size: int) -> int:
+    """Words from one kind of the hopper backend's flags to the next, which begins at 16 bytes."""
+    return -(-ep_size // 4) * 4
+
+
+def table_tiles(rows: Any, tile_rows: int) -> Any:
+    """Row tiles that the tables of a plan have room for."""
+    return -(-rows // (TILE_STEP * tile_rows)) * TILE_STEP
+
+
+def hopper_plan_arrays(
+    cfg: MoEConfig, ep_size: int, tiles: int | torch.SymInt, tokens: int | torch.SymInt
+) -> dict[str, Any]:
+    """Shapes of the int32 arrays of a plan that are no array of rows; one allocation, see `plan_words`.  tiles: of
+    `table_tiles`."""
+    local = cfg.experts_per_rank(ep_size)
+    return {
+        "counts_RE": (ep_size, cfg.num_experts),
+        "start_e1": (local + 1,),
+        "rows_e": (local,),
+        "send_count_R": (ep_size,),
+        "recv_count_R": (ep_size,),
+        "send_token_RT": (ep_size, tokens),
+        "expert_M": (tiles,),
+        "order_M": (tiles,),
+        "backward_order_M": (tiles,),
+        "progress_M": (tiles,),
+        "cursor": (1,),
+        "totals": (2,),  # padded rows, row tiles
+        "forward": (1,),  # the call that this plan is of
+    }
+
+
+def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the int32 arrays that say which rows combine groups add; one allocation, see kernels/groups.py."""
+    lines = (ep_size * cfg.max_tokens_per_rank, cfg.top_k)
+    used = (cfg.max_tokens_per_rank, cfg.return_slots)
+    return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "cursor": (1,)}
+
+
+PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at at once
+PLAN_CHUNKS = 1024  # of the tokens of all ranks, each counted by one program
+TILE_STEP = 64  # tables of row tiles grow by this many, so that there are few sizes
+FIRST_TOKENS = 4096  # per rank, for which a first call has rows at least
+
+
+def plan_blocks(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
+    """(Tokens of a block, chunks of the tokens of a rank): a chunk is as many blocks as a call needs it to be."""
+    tokens = max(PLAN_ENTRIES // power_of_2(cfg.top_k), 1)
+    blocks = steps(cfg.max_tokens_per_rank, tokens)
+    return tokens, min(max(PLAN_CHUNKS // ep_size, 1), power_of_2(blocks))
+
+
+def hopper_histogram(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
+    """Shape of the int32 array that a plan counts in: experts and ranks by chunks of the tokens of all ranks."""
+    return cfg.num_experts + 1 + ep_size, ep_size * plan_blocks(cfg, ep_size)[1]
+
+
+def steps(extent: int, step: int) -> int:
+    """Steps that cover `extent`."""
+    return -(-extent // step)
+
+
+def forward_tiles(cfg: MoEConfig, way: Way) -> tuple[int, int, int, int]:
+    """Of one forward in one kernel: columns of tiles of both products, and no tiles of weight gradients."""
+    return steps(cfg.ffn, way.gemm1.columns // 2), steps(cfg.hidden, way.gemm2.columns), 0, 0
+
+
+def backward_tiles(cfg: MoEConfig, way: Way, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
+    """Of one backward: columns of tiles of dgrad2 and dgrad1; tiles of an expert's dW2 and dW13, where needed."""
+    tile, columns = way.weight_gradient, way.gemm2.columns
+    of_expert = steps(cfg.hidden, tile.rows) * steps(cfg.ffn, tile.columns)
+    return steps(cfg.ffn, columns), steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13
+
+
+def list_words(most: int, local: int, tiles: tuple[int, int, int, int], *, backward: bool) -> tuple[int, int]:
+    """Tasks of the matrix list and of the vector list that a device makes for at most `most` row tiles."""
+    first, returning, *weights = tiles
+    return most * (first + returning) + local * sum(weights), most * (first + 1) if backward else 1
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def plan_words(arrays: Mapping[str, Any]) -> list[Any]:
+    """Words of each array of `hopper_plan_arrays`, padded to 16 bytes."""
+    return [-(-math.prod(shape) // 4) * 4 for shape in arrays.values()]
+
+
+def balanced_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> int:
+    """N where every rank has `tokens` tokens and every expert is chosen as often as every other."""
+    local = cfg.experts_per_rank(ep_size)
+    return local * align_rows(-(-tokens * cfg.top_k // local))
+
+
+def with_headroom(rows: int) -> int:
+    """Rows to allocate where `rows` were needed: 1/32 more, and never none (descriptors need memory)."""
+    return align_rows(rows + rows // 32 + 1)
+
+
+def hopper_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> tuple[int, int]:
+    """(Rows to allocate for `tokens` balanced tokens per rank, most rows that any call may need)."""
+    slots = ep_size * cfg.max_tokens_per_rank * cfg.top_k
+    if cfg.max_rows is not None:
+        capacity = max_padded_rows(min(cfg.max_rows, slots), cfg.experts_per_rank(ep_size))
+        return capacity, capacity
+    capacity = max_padded_rows(slots, cfg.experts_per_rank(ep_size))
+    return min(with_headroom(balanced_rows(cfg, ep_size, tokens)), capacity), capacity
+
+
+def kept_block(cfg: MoEConfig, ep_size: int, tokens: int, *, copying: bool) -> int:
+    """Receive slots of each source whose tokens a forward keeps.  tokens: most that one source is expected to send.
+
+    With cfg.max_rows nobody may look, so that there is room for all that may come: a token that is pushed has a row.
+    """
+    most = cfg.receive_block
+    if cfg.max_rows is not None:
+        return most if copying else min(hopper_rows(cfg, ep_size, 0)[1], most)
+    return min(with_headroom(tokens), most)
+
+
+def kept_shape(cfg: MoEConfig, ep_size: int, way: Way, block: int) -> tuple[int, int]:
+    """Of the tokens that a forward keeps, `block` of each source."""
+    return (ep_size - 1) * block if not way.again else 0, cfg.hidden

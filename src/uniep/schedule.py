@@ -1,0 +1,496 @@
+"""Schedule: one point of the search space.  It decides speed, never results.
+
+Each dimension of it is declared once, with its field (`DIMENSIONS`): what values it has, on which backends, when it may
+be set so, what a backend starts from, and what it is for.  Validation, parsing, names, defaults and docs/schedule.md
+follow.  How one call runs under a Schedule is resolved in `uniep.way`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args, get_type_hints
+
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+from uniep.dimension import (
+    COLLECTIVE,
+    CPU,
+    GPU,
+    MEASURED,
+    MEGA,
+    Condition,
+    Dimension,
+    Measured,
+    Setting,
+    dimension,
+    first_of,
+    in_domain,
+    listed,
+)
+from uniep.errors import ConfigError
+
+
+def _mega_needs(only: Any) -> Condition:
+    """Some calls being one kernel for each direction.  only: the value, or a function of the schedule."""
+
+    def condition(d: Dimension, schedule: Schedule, at: Setting) -> str:
+        needed = only(schedule) if callable(only) else only
+        value = d.of(schedule)
+        return "" if not _some_mega(schedule) or value == needed else _mega_refused(d.name, value, needed, schedule)
+
+    return condition
+
+
+def _some_mega(schedule: Schedule) -> bool:
+    return schedule.overlap == "mega" or (schedule.overlap != "serial" and schedule.mega_to > 0)
+
+
+def _mega_refused(name: str, value: Any, needed: Any, schedule: Schedule) -> str:
+    way_out = "overlap='fused'" if schedule.overlap == "mega" else "mega_to=0"
+    return f"{name} is {value!r}; overlap='mega' needs {needed!r}, or use {way_out}"
+
+
+def _no_groups(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    groups = at.cfg.combine_groups
+    if groups is None or not _some_mega(schedule) or (d.name == "overlap") != (schedule.overlap == "mega"):
+        return ""
+    return _mega_refused("combine_groups", groups, None, schedule)
+
+
+def _columns(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    value = d.of(schedule)
+    if value % COLUMN_GROUP == 0:
+        return ""
+    return f"{d.name} is {value}; it must be a multiple of {COLUMN_GROUP}"
+
+
+def _group_rows(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    value = d.of(schedule)
+    return "" if value <= 64 else f"{d.name} is {value}; it must be 1 to 64"
+
+
+def _one_table(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    first, second = schedule.gemm1.rows, schedule.gemm2.rows
+    if d.name != "gemm2.rows" or at.backend != GPU or first == second:
+        return ""
+    return f"gemm1.rows is {first} and gemm2.rows {second}; on GPUs both walk one tile table"
+
+
+def _same_sums(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    if schedule.group_sum != "beside" or schedule.overlap == "fused":
+        return ""
+    return f"group_sum='beside' needs overlap='fused', not {schedule.overlap!r}"
+
+
+def _not_again(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    if at.backend != GPU or (schedule.operand, schedule.received) != ("expanded", "again"):
+        return ""
+    return "operand='expanded' keeps every row's input, so that nothing can be received='again'"
+
+
+def _whole_chunks(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    if at.backend != GPU or at.cfg.receive_block % schedule.chunk_tokens == 0:
+        return ""
+    return (
+        f"chunk_tokens is {schedule.chunk_tokens}; on GPUs it must divide {at.cfg.receive_block}, "
+        "the receive slots per peer"
+    )
+
+
+def _leaves_sms(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    sms = at.measured.sms
+    if at.backend != GPU or sms - schedule.free_sms >= 2:
+        return ""
+    return f"free_sms is {schedule.free_sms}, but this GPU has {sms} multiprocessors; lower it"
+
+
+def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    """Somebody must be left to compute while tokens are pushed."""
+    if at.backend != GPU or at.ep_size == 1 or schedule.transfer == "copy" or _leaves_sms(d, schedule, at):
+        return ""
+    sms = at.measured.sms - schedule.free_sms
+    down = down_sms(schedule, at.cfg.max_tokens_per_rank, sms)
+    programs = (sms - down) * min(schedule.gemm1.programs_per_sm, schedule.gemm2.programs_per_sm)
+    if schedule.push_programs < programs:
+        return ""
+    return f"push_programs is {schedule.push_programs}, but kernels that push have {programs} programs here; lower it"
+
+
+def down_sms(schedule: Schedule, num_tokens: int, sms: int) -> int:
+    """Multiprocessors of the down product beside gate_up, of `sms`; 0: it runs after it."""
+    pipelined = schedule.overlap == "pipelined" and num_tokens >= schedule.pipelined_from
+    return min(schedule.down_sms, sms // 2) if pipelined else 0
+
+
+def _usual_transfer(d: Dimension, at: Setting) -> str:
+    if at.ep_size == 1 or at.cfg.max_tokens_per_rank <= _usual_mega_to(d, at):
+        return "push"  # inside the one kernel it beats copies, which are launches, too
+    return "copy" if at.cfg.wanted(at.ep_size) >= at.measured.worth_copying else "push"
+
+
+def _usual_overlap(d: Dimension, at: Setting) -> str:
+    cfg, ep_size, measured = at.cfg, at.ep_size, at.measured
+    if ep_size == 1 or cfg.max_tokens_per_rank <= _usual_mega_to(d, at) or cfg.combine_groups is not None:
+        return "fused"
+    sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
+    wire_bound = sent_bytes * measured.flop_per_wire_byte >= measured.worth_pipelining * flop
+    return "pipelined" if wire_bound else "fused"
+
+
+def _usual_pipelined_from(d: Dimension, at: Setting) -> int:
+    return at.measured.pipelined_from if _usual_overlap(d, at) == "pipelined" else 0
+
+
+def _usual_mega_to(d: Dimension, at: Setting) -> int:
+    return at.measured.mega_to if at.cfg.combine_groups is None else 0
+
+
+def _usual_group_rows(d: Dimension, at: Setting) -> int:
+    """Row tiles of one expert, so that its weights are read once; at 16 the tiles that run at a time share most."""
+    cfg, tile = at.cfg, Schedule().gemm1
+    if d.name.startswith("weight"):
+        return Tile().group_rows
+    tiles = cfg.max_tokens_per_rank * at.ep_size * cfg.top_k // cfg.num_experts // tile.rows
+    return min(max(tiles, tile.group_rows), 16)
+
+
+_ANY, _KERNELS = (CPU, GPU, COLLECTIVE), (GPU, COLLECTIVE)
+_UNIEP, _HYPER, _COMET, _OWN = "UniEP", "HyperParallel-MoE", "COMET", "own"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Shape of one GEMM's output tile and how a GPU runs it (the CPU uses rows and columns only)."""
+
+    rows: int = dimension(
+        128, (64, 128), backends=_ANY, source=_UNIEP,
+        doc="Rows of an output tile; on GPUs gemm1 and gemm2 have the same.",
+        helps="64 gives more tiles to share out; 128 reads weights half as often.",
+        condition=first_of(in_domain(f" (segments are aligned to {ROW_ALIGN})"), _one_table),
+    )  # fmt: skip
+    columns: int = dimension(
+        256, (64, 128, 256), backends=_ANY, source=_UNIEP,
+        doc="Columns of an output tile, a multiple of 64; of gemm1 on GPUs, half gate and half up.",
+        helps="Fewer give more tiles to share out; more read rows less often.", condition=_columns,
+    )  # fmt: skip
+    depth: int = dimension(
+        64, (16, 32, 64, 128), backends=_KERNELS, source=_OWN,
+        doc="What a step of the K loop contracts.",
+        helps="A longer step has fewer barriers, and takes more shared memory.",
+        condition=in_domain(" (segments are walked in such steps)"),
+    )  # fmt: skip
+    warps: int = dimension(
+        8, (4, 8, 16), backends=_KERNELS, source=_UNIEP,
+        doc="Warps of a program; of all tiles the same in one kernel for each direction.",
+        helps="More hold a tile in fewer registers each.",
+        condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gemm1.warps)),
+    )  # fmt: skip
+    stages: int = dimension(
+        3, (2, 3, 4, 5), backends=_KERNELS, source=_OWN,
+        doc="Loads in flight.", helps="More hide latency, until shared memory ends.",
+    )  # fmt: skip
+    programs_per_sm: int = dimension(
+        1, (1, 2), backends=_KERNELS, source=_OWN,
+        doc="Programs that a multiprocessor runs at a time.", helps="2 hide each other's epilogues, where both fit.",
+        condition=_mega_needs(1),
+    )  # fmt: skip
+    group_rows: int = dimension(
+        8, (1, 2, 4, 8, 16, 32, 64), backends=_KERNELS, source=_OWN,
+        doc="Row tiles that share a column of weights in L2 before the next column starts.",
+        helps="As many as an expert has row tiles, up to 16 (2x H200).", condition=_group_rows,
+        usual={GPU: _usual_group_rows},
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How calls are executed.  docs/schedule.md describes each field, as does `uniep.schedule.DIMENSIONS`."""
+
+    overlap: Literal["serial", "fused", "pipelined", "mega"] = dimension(
+        "fused", backends=(CPU, GPU), source=f"{_UNIEP}; pipelined: {_COMET}; mega: {_HYPER}, {_UNIEP}",
+        doc="What runs beside what. serial: every stage waits for the one before (the oracle). fused: transfers run "
+        "beside the GEMMs that consume or produce them. pipelined: fused, and the down product runs on "
+        "multiprocessors of its own beside gate and up, so that rows return from the first tile on. mega: one kernel "
+        "for each direction behind the plan or the entry, whose programs claim the tasks of the compiler's lists.",
+        helps="fused always; pipelined where results take longer on the wire than the down product; mega for few "
+        "tokens.",
+        only={"pipelined": (GPU,), "mega": (GPU,)}, condition=_no_groups,
+        usual={GPU: _usual_overlap, COLLECTIVE: "serial"},
+        shown={value: value for value in ("serial", "fused", "pipelined", "mega")},
+    )  # fmt: skip
+    tile_order: Literal["natural", "local-first", "chunk-major", "critical-path"] = dimension(
+        "local-first", backends=(CPU, GPU),
+        source=f"local-first: {_UNIEP}; critical-path: {_HYPER}; chunk-major: {_OWN}",
+        doc="natural: tiles in expert order. local-first: tiles whose rows are all local before the rest, each in "
+        "expert order; in kernels that follow each other, those of as many leading experts as last until peers' "
+        "tokens are here; of all experts elsewhere (mega, CPU). chunk-major: `chunk_experts` experts go through all "
+        "GEMMs, one GEMM behind the other, while the next ones begin. critical-path: list scheduling by the CPU "
+        "executor: a free worker takes the task that most work still depends on.",
+        helps="local-first hides the journey of the first tokens; chunk-major returns rows earlier.",
+        only={"chunk-major": (CPU, MEGA), "critical-path": (CPU,)}, usual={COLLECTIVE: "natural"},
+        shown={value: value for value in ("natural", "local-first", "chunk-major", "critical-path")},
+    )  # fmt: skip
+    chunk_experts: int = dimension(
+        1, (1, 2, 4, 8), backends=(CPU, MEGA), source=_OWN,
+        doc='Experts of a chunk of tile_order="chunk-major".',
+        helps="Fewer return rows earlier, more share weights among tiles for longer.",
+    )  # fmt: skip
+    transfer: Literal["push", "copy"] = dimension(
+        "push", backends=(GPU,), scope="wire", source=f"push: {_UNIEP}; copy: {_OWN}",
+        doc="How ranks send tokens. push: programs store the deduplicated tokens. copy: copy engines send every "
+        "token to every peer; no program is lost to it, and it need not wait for the plan, but tokens travel that no "
+        "expert of the peer wants.",
+        helps="copy where a peer wants most tokens anyway (from 0.7 of them on, 2x H200), if calls are not one kernel.",
+        usual={GPU: _usual_transfer}, shown={"copy": "copy"},
+    )  # fmt: skip
+    peer_order: Literal["natural", "rotated"] = dimension(
+        "natural", backends=(CPU, MEGA), source=_UNIEP,
+        doc="Inside an expert. natural: row tiles ascending. rotated: the first GEMM in the order in which peers' "
+        "tokens arrive, and what returns rows begins with the next rank's, so that no two ranks write to the same "
+        "peer in the same place of their lists.",
+        helps="rotated spreads writes over peers; with two ranks there is nothing to spread.",
+        shown={"rotated": "rotated"},
+    )  # fmt: skip
+    weight_gradient_order: Literal["last", "interleaved"] = dimension(
+        "last", backends=(CPU, MEGA), source=_HYPER,
+        doc="last: after all other backward work is done or blocked. interleaved: those of an expert behind the rows "
+        "that it returns, so that returns are spread over the weight gradients.",
+        helps="interleaved where returns outlast the products of their own rows.", shown={"interleaved": "interleaved"},
+    )  # fmt: skip
+    activation: Literal["fused", "separate"] = dimension(
+        "fused", backends=(CPU,), source=_HYPER,
+        doc="fused: in the epilogue of the GEMM before it. separate: tiles of their own for vector workers.",
+        helps="separate where vector workers would idle.", shown={"separate": "activation"},
+    )  # fmt: skip
+    operand: Literal["gathered", "expanded"] = dimension(
+        "gathered", backends=(GPU,), source=f"gathered: {_OWN}; expanded: {_UNIEP}",
+        doc="How kernels read the rows of the first GEMM. gathered: where they lie, so that the dispatch hides under "
+        "the GEMM. expanded: from a contiguous copy that the dispatch makes and backward uses again.",
+        helps="expanded has the faster GEMM and backward, and takes more memory.",
+        condition=first_of(_mega_needs("gathered"), _not_again),
+    )  # fmt: skip
+    gemm1: Tile = dataclasses.field(
+        default=Tile(stages=4), metadata={"backends": _ANY, "of": "gate and up; on the CPU also of the backward"}
+    )
+    gemm2: Tile = dataclasses.field(
+        default=Tile(stages=4),
+        metadata={"backends": _ANY, "of": "the down product, and of the backward's products of rows"},
+    )
+    chunk_tokens: int = dimension(
+        64, (16, 32, 64, 128), backends=(CPU, GPU), scope="wire", source=f"{_OWN} ({_UNIEP}: one signal a token)",
+        doc="Tokens pushed under one arrival signal; on GPUs a divisor of the receive slots per peer.",
+        helps="Fewer let tiles start earlier, more cost fewer signals.", condition=_whole_chunks, usual={GPU: 32},
+    )  # fmt: skip
+    weight_gradient: Tile = dataclasses.field(
+        default=Tile(), metadata={"backends": _KERNELS, "of": "dW13 and dW2, whose rows and columns it tiles"}
+    )
+    push_programs: int = dimension(
+        16, (4, 8, 16, 32, 64), backends=(GPU,), source=_UNIEP,
+        doc="Programs that push tokens before they join the other work.",
+        helps="More push faster and leave fewer to compute meanwhile.",
+        condition=_leaves_programs,
+    )  # fmt: skip
+    down_sms: int = dimension(
+        32, (16, 24, 32, 48, 64), backends=(GPU,), source=f"{_COMET} (a split of the blocks)",
+        doc="Multiprocessors of the pipelined down product until gate and up are done; at most half.",
+        helps="More return rows sooner and leave fewer to gate and up.",
+    )  # fmt: skip
+    pipelined_from: int = dimension(
+        0, (0, 1024, 2048, 4096, 8192, 16384), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
+        doc="Tokens of a rank from which its calls are pipelined; with fewer, fused.",
+        helps="Sharing multiprocessors costs more than the wire in small calls.", usual={GPU: _usual_pipelined_from},
+    )  # fmt: skip
+    group_sum: Literal["after", "beside"] = dimension(
+        "after", backends=(GPU,), source=f"{_OWN} (DeepEP adds before it returns)",
+        doc="Where the forward adds the rows of combine groups. after: in a pass behind the down product. beside: by "
+        "programs of their own as its row tiles are done, those of peers' tokens first, so that sums travel while "
+        "the product goes on. In the backward they hide under the weight gradients.",
+        helps="after at EP 2 (2x H200); beside is for sums that take long on the wire.", condition=_same_sums,
+    )  # fmt: skip
+    activation_gradient: Literal["after", "beside"] = dimension(
+        "after", backends=(GPU,), source=_OWN,
+        doc="Where the activation's gradient runs. after: in a pass behind the product that feeds it. beside: by "
+        "programs of their own as its row tiles are done and lie in L2 (not serial).",
+        helps="beside from 2048 tokens of a rank on.", usual={GPU: "beside"},
+    )  # fmt: skip
+    beside_from: int = dimension(
+        2048, (0, 1024, 2048, 4096), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
+        doc="Tokens of a rank from which the activation's gradient runs beside; with fewer, after.",
+        helps="Programs that wait for row tiles are worth it where there are many.",
+    )  # fmt: skip
+    mega_to: int = dimension(
+        0, (0, 128, 256, 512, 1024, 2048), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
+        doc='Tokens of a rank up to which its calls run as overlap="mega" (unless serial); 0: none do.',
+        helps="One kernel saves launches, which outweigh the work of small calls.",
+        condition=_no_groups, usual={GPU: _usual_mega_to},
+    )  # fmt: skip
+    free_sms: int = dimension(
+        0, (0, 8, 16, 24, 32), backends=(GPU,), source=f"{_OWN} (DeepEP has such a number, too)", least=0,
+        doc="Multiprocessors that kernels leave to others, such as the collectives of data parallelism. Where others "
+        "hold more than that, a GEMM takes two rounds on what is left.",
+        helps="Where collectives run beside the layer.", condition=_leaves_sms,
+    )  # fmt: skip
+    matrix_workers: int = dimension(
+        1, (1, 2, 4, 8), backends=(CPU,), scope="wire", source=_HYPER, most=1024,
+        doc="Threads per rank that run GEMM tiles.", helps="As many as the rank has cores, less the vector workers.",
+    )  # fmt: skip
+    vector_workers: int = dimension(
+        1, (1, 2, 4, 8), backends=(CPU,), scope="wire", source=_HYPER, most=1024,
+        doc="Threads per rank that run transfers, activations and sums.",
+        helps="More where they are busy all the time; `uniep trace` shows it.",
+    )  # fmt: skip
+    received: Literal["saved", "again"] = dimension(
+        "saved", backends=_ANY, scope="wire", source=_OWN,
+        doc="What backward reads of other ranks' tokens. saved: a compact copy that forward keeps. again: the tokens "
+        "are dispatched again (no memory between forward and backward).",
+        helps="again where memory is short.", condition=_mega_needs("saved"),
+    )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        return "/".join(d.shown[value] for d in DIMENSIONS if (value := d.of(self)) in d.shown)
+
+
+def _dimensions() -> Iterator[Dimension]:
+    for outer in dataclasses.fields(Schedule):
+        if not isinstance(outer.default, Tile):
+            yield _declared(outer.name, outer, outer.default, get_type_hints(Schedule)[outer.name])
+            continue
+        for part in dataclasses.fields(Tile):
+            made = _declared(f"{outer.name}.{part.name}", part, getattr(outer.default, part.name), int)
+            backends = tuple(b for b in made.backends if b in outer.metadata["backends"])
+            yield dataclasses.replace(made, backends=backends)
+
+
+def _declared(name: str, field: dataclasses.Field[Any], default: Any, kind: Any) -> Dimension:
+    domain = field.metadata["domain"] or get_args(kind)
+    return Dimension(name=name, domain=domain, default=default, **field.metadata["about"])
+
+
+DIMENSIONS = tuple(_dimensions())
+"""Every choice of a Schedule, in the order of its fields."""
+
+DIMENSION = {dimension.name: dimension for dimension in DIMENSIONS}
+TILES = {field.name: field.metadata["of"] for field in dataclasses.fields(Schedule) if isinstance(field.default, Tile)}
+"""The fields that are a Tile, and the products that each is of."""
+
+
+def _with(schedule: Schedule, values: Mapping[str, Any]) -> Schedule:
+    for name, value in values.items():
+        schedule = DIMENSION[name].put(schedule, value)
+    return schedule
+
+
+DEFAULT_SCHEDULES = {
+    backend: _with(
+        Schedule(), {d.name: d.usual[backend] for d in DIMENSIONS if not callable(d.usual.get(backend, callable))}
+    )
+    for backend in (CPU, GPU, COLLECTIVE)
+}
+"""What each backend starts from whatever the shape; see `default_schedule`."""
+
+
+def default_schedule(backend: str, cfg: MoEConfig, ep_size: int, measured: Measured = MEASURED) -> Schedule:
+    """What a backend does unless told otherwise: the best measured for most shapes, untuned."""
+    at = Setting(cfg, ep_size, backend, measured)
+    return _with(Schedule(), {d.name: d.start(at) for d in DIMENSIONS if backend in d.usual})
+
+
+def known_fields(backend: str) -> list[str]:
+    """Fields of a Schedule that mean something to a backend, whatever the others say."""
+    return list(dict.fromkeys(d.name.partition(".")[0] for d in DIMENSIONS if backend in d.backends))
+
+
+def num_chunks(cfg: MoEConfig, chunk_tokens: int) -> int:
+    """Chunks of one rank's tokens, and at most of one send list."""
+    return -(-cfg.max_tokens_per_rank // chunk_tokens)
+
+
+def _ill_typed(schedule: Schedule) -> list[str]:
+    """Values that are none of their dimension at all."""
+    if not isinstance(schedule, Schedule):
+        return [f"it is {schedule!r}, a {type(schedule).__name__}; pass a uniep.Schedule"]
+    reasons, tiles = [], {name: getattr(schedule, name) for name in TILES}
+    for name, tile in tiles.items():
+        if not isinstance(tile, Tile):
+            reasons.append(f"{name} is {tile!r}, a {type(tile).__name__}; pass a uniep.Tile")
+    sound = (d for d in DIMENSIONS if isinstance(tiles.get(d.name.partition(".")[0], Tile()), Tile))
+    return reasons + list(filter(None, (d.refused(d.of(schedule)) for d in sound)))
+
+
+def is_valid(
+    schedule: Schedule, cfg: MoEConfig, ep_size: int = 1, backend: str | None = None, measured: Measured = MEASURED
+) -> list[str]:
+    """Reasons why `schedule` cannot run `cfg`; an empty list means that it can.
+
+    backend: with `ep_size` ranks of it, on such a machine; None: what holds on all.
+    """
+    at = Setting(cfg, ep_size, backend, measured)
+    return _ill_typed(schedule) or [*_refused(schedule, at), *(_unknown(schedule, backend) if backend else ())]
+
+
+def _refused(schedule: Schedule, at: Setting) -> Iterator[str]:
+    return filter(None, (d.condition(d, schedule, at) for d in DIMENSIONS))
+
+
+def _unknown(schedule: Schedule, backend: str) -> Iterator[str]:
+    """Fields, and ways, that mean nothing to a backend, unless as in its default."""
+    default, how = DEFAULT_SCHEDULES[backend], f" with overlap={schedule.overlap!r}" if backend == GPU else ""
+    known = known_fields(backend)
+    for d in DIMENSIONS:
+        name, dot, _ = d.name.partition(".")
+        value = getattr(schedule, name)
+        if dot and (name in known or not d.name.endswith(".rows")):
+            continue  # a Tile, once, as a whole
+        values = d.values(schedule, backend)
+        if not values:
+            values = (getattr(default, name),)
+        elif isinstance(d.default, int):
+            continue
+        if value not in values:
+            yield (f"Schedule.{name} is {value!r}, but backend {backend!r} knows only {listed(values, 'and')}{how}")
+
+
+def refuse_invalid(
+    schedule: Schedule, cfg: MoEConfig, ep_size: int = 1, backend: str | None = None, measured: Measured = MEASURED
+) -> None:
+    """Raise ConfigError with all reasons of `is_valid`."""
+    if reasons := is_valid(schedule, cfg, ep_size, backend, measured):
+        raise ConfigError("this Schedule cannot run this MoEConfig: " + "; ".join(reasons))
+
+
+def neighbours(schedule: Schedule, at: Setting) -> Iterator[tuple[Dimension, Schedule]]:
+    """Valid schedules one step away: another way, or the next number of the domain below and above.
+
+    Where a part of one Tile cannot change alone, it changes in all of them.
+    """
+    seen = {schedule}
+    for d in DIMENSIONS:
+        values, now = d.values(schedule, at.backend or CPU), d.of(schedule)
+        if isinstance(d.default, int):
+            values = tuple(v for v in values if v < now)[-1:] + tuple(v for v in values if v > now)[:1]
+        _, _, part = d.name.partition(".")
+        for value in values:
+            alone = d.put(schedule, value)
+            together = _with(schedule, {f"{tile}.{part}": value for tile in TILES}) if part else alone
+            made = next((made for made in (alone, together) if not is_valid(made, *at)), schedule)
+            if made not in seen:
+                seen.add(made)
+                yield d, made
+
+
+def parse_schedule(text: str, default: Schedule) -> Schedule:
+    """ "tile_order=natural,gemm1.columns=128" -> `default` with these values; + separates as well.
+
+    Raises ConfigError for what is not FIELD=VALUE; whether it can run, `is_valid` says.
+    """
+    for part in filter(None, (p.strip() for p in text.replace("+", ",").split(","))):
+        name, _, value = part.partition("=")
+        dimension = DIMENSION.get(name)
+        try:
+            default = dimension.put(default, type(dimension.default)(value))  # type: ignore[union-attr]
+        except (AttributeError, ValueError):
+            fields = (d.name + (f" ({'|'.join(d.domain)})" if isinstance(d.default, str) else "") for d in DIMENSIONS)
+            kind = "a number" if dimension else f"one of the fields {', '.join(fields)}"
+            raise ConfigError(f"{part!r} is not FIELD=VALUE with {kind}") from None
+    return default

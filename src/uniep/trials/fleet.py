@@ -1,0 +1,172 @@
+"""All ranks of a trial as child processes, which are started anew after a fault.
+
+A candidate may end its process, leave a device that answers no more, or never return.  None of it reaches the parent:
+it asks all ranks for the same, waits for all answers, and where one does not come kills them all and starts new ones.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from uniep.errors import UniEPError
+from uniep.trials.trial import Job, described
+
+START_S = 120.0
+"""Longest start of all ranks."""
+
+
+class DroppedError(UniEPError):
+    """A candidate cannot be had.  reason: in a word; the text says more."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(f"{reason}: {text}")
+        self.reason, self.text = reason, text
+
+
+class Fleet:
+    """`job.made(rank, group, device)` in one process per rank; `ask` calls its methods."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.starts = 0
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes)
+
+    def start(self) -> None:
+        """Raises DroppedError where a rank cannot start."""
+        self.starts += 1
+        # Forked from a server that has imported all of it, and no more: a start anew costs no imports.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["uniep.trials.trial"])
+        self._folder = tempfile.TemporaryDirectory(prefix="uniep-tune-")
+        saved = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            for rank in range(self.job.ep_size):
+                ours, theirs = context.Pipe()
+                args = (self.job, rank, f"file://{self._folder.name}/store", theirs)
+                process = context.Process(target=_rank, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        finally:
+            if saved is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = saved
+        try:
+            self._answers(START_S)
+        except DroppedError:
+            self.end()
+            raise
+
+    def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """What `method(*args)` returns on every rank.  Raises DroppedError; ranks that are not in step end."""
+        if not self._processes:
+            self.start()
+        for pipe in self._pipes:
+            try:
+                pipe.send((method, args))
+            except OSError:  # `_answers` says how it ended
+                continue
+        return self._answers(timeout_s)
+
+    def _answers(self, timeout_s: float) -> list[Any]:
+        answers: dict[int, Any] = {}
+        until = time.monotonic() + timeout_s
+        while len(answers) < len(self._pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+            if not ready:
+                ranks = ", ".join(map(str, waiting.values()))
+                self.end()
+                raise DroppedError("timeout", f"rank {ranks} did not answer within {timeout_s:g} s")
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    self._processes[rank].join(10)
+                    code = self._processes[rank].exitcode
+                    self.end()
+                    ended = f"died by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
+                    raise DroppedError("fault", f"rank {rank} {ended}") from None
+            if any(not ok for ok, _ in answers.values()):  # the others wait for the one that failed
+                until = min(until, time.monotonic() + GRACE_S)
+        failed = {rank: value for rank, (ok, value) in answers.items() if not ok}
+        if failed:
+            if len(failed) < len(answers) or not all(value["in_step"] for value in failed.values()):
+                self.end()
+            rank = min(failed)
+            value = failed[rank]
+            raise DroppedError(value["reason"], f"rank {rank}: {value['text']}")
+        return [answers[rank][1] for rank in range(len(self._pipes))]
+
+    def end(self) -> None:
+        """Kill all ranks; the next `ask` starts new ones."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._processes:
+            self._folder.cleanup()
+        self._processes, self._pipes = [], []
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+GRACE_S = 5.0
+"""How long the other ranks may go on after one has failed."""
+
+
+def _rank(job: Job, rank: int, store: str, pipe: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
+    torch.set_num_threads(1)
+    group: dist.ProcessGroup | None = None
+    try:
+        device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if job.ep_size > 1:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=store, rank=rank,
+                world_size=job.ep_size, timeout=datetime.timedelta(seconds=job.timeout_s),
+            )  # fmt: skip
+            group = dist.group.WORLD
+        made = job.made(rank, group, device)
+        pipe.send((True, None))
+    except Exception as error:
+        pipe.send((False, described(error)))
+        return
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, getattr(made, method)(*args))
+        except Exception as error:
+            answer = (False, described(error))
+        pipe.send(answer)

@@ -1,0 +1,346 @@
+"""The search: which points are timed, in which order, and which one is kept.
+
+Candidates come from the model's order, from draws, or from optuna.  Each is proved (the bits of y and all gradients
+against the serial Schedule) and timed in turn with the incumbent, in lock step on all ranks; a slow one is given up
+early.  What faults, runs out of memory, takes too long or changes bits is dropped with its reason.  The winner meets
+the default once more in fresh processes, and has to beat it by more than the spread of that run.
+
+Every trial is written to SQLite at once, so that a search that was ended goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import sqlite3
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError, UniEPError
+from uniep.schedule import Schedule, default_schedule
+from uniep.trials.fleet import DroppedError, Fleet
+from uniep.trials.trial import Job, slowest
+from uniep.tuner import tables
+from uniep.tuner.model import Card, Load, predict
+from uniep.tuner.space import Points, dimensions, get, refusals, replaced, settled
+
+log = logging.getLogger("uniep")
+
+PAIRS, ROUNDS = 3, 3
+"""A candidate is timed in so many rounds of so many pairs."""
+
+EARLY = 1.08
+"""Times the incumbent's time, from which a candidate is given up after a round."""
+
+BETTER = 0.99
+"""Times the incumbent's time, up to which a candidate takes its place; it must also win three of four pairs."""
+
+CONFIRM = 15
+"""Pairs of the winner and the default in fresh processes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """changes: what is not as in the default.  status: "timed", "slow" (given up) or why it was dropped.  score: its
+    time over the default's, through the incumbents it was timed with.  us: median, of the slowest rank."""
+
+    changes: dict[str, Any]
+    status: str
+    text: str = ""
+    score: float | None = None
+    us: float | None = None
+    predicted_us: float | None = None
+    pairs: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+
+
+class Record:
+    """Trials in a SQLite file.  Raises ConfigError where it cannot be written, or holds no trials."""
+
+    def __init__(self, path: Path, of: dict[str, Any]) -> None:
+        """of: what they were timed with; trials of anything else are dropped."""
+        self.path = path
+        wanted = json.dumps(of, sort_keys=True)
+        with self._told():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.db = sqlite3.connect(path)
+            with self.db:
+                self.db.execute("CREATE TABLE IF NOT EXISTS meta (of TEXT)")
+                self.db.execute("CREATE TABLE IF NOT EXISTS trials (point TEXT PRIMARY KEY, tried TEXT)")
+                kept = self.db.execute("SELECT of FROM meta").fetchone()
+                if kept is None or kept[0] != wanted:
+                    if kept is not None:
+                        log.warning("%s has trials of other kernels or versions; they are dropped", path)
+                    self.db.execute("DELETE FROM trials")
+                    self.db.execute("DELETE FROM meta")
+                    self.db.execute("INSERT INTO meta VALUES (?)", (wanted,))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(
+                f"{self.path}: {error}; remove it, free space, or name another folder with UNIEP_TUNE_DIR"
+            ) from None
+
+    def add(self, tried: Tried) -> None:
+        with self._told(), self.db:
+            point = json.dumps(tried.changes, sort_keys=True)
+            self.db.execute(
+                "INSERT OR REPLACE INTO trials VALUES (?, ?)", (point, json.dumps(dataclasses.asdict(tried)))
+            )
+
+    def all(self) -> list[Tried]:
+        with self._told():
+            return [Tried(**json.loads(text)) for (text,) in self.db.execute("SELECT tried FROM trials ORDER BY rowid")]
+
+    def close(self) -> None:
+        self.db.close()
+
+
+class Sampler(Protocol):
+    def ask(self) -> Schedule | None:
+        """The next candidate, or None."""
+
+    def tell(self, score: float | None) -> None:
+        """Of the candidate that was asked for last; None: it was dropped."""
+
+
+class Listed:
+    """Points one after the other."""
+
+    def __init__(self, space: Points, order: torch.Tensor) -> None:
+        self.space, self.order = space, iter(order.tolist())
+
+    def ask(self) -> Schedule | None:
+        index = next(self.order, None)
+        return None if index is None else self.space.schedule(index)
+
+    def tell(self, score: float | None) -> None:
+        pass
+
+
+class Optuna:
+    """optuna's tree-structured Parzen estimator by ask and tell, begun with `first`."""
+
+    def __init__(self, space: Points, backend: str, cfg: MoEConfig, first: list[Schedule], seed: int = 0) -> None:
+        try:
+            import optuna
+        except ImportError:
+            raise ConfigError(
+                "optuna is not installed; pip install 'uniep[tune]', or search with --sampler model or random"
+            ) from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.backend, self.tokens, self.dimensions = backend, cfg.max_tokens_per_rank, dimensions(backend, cfg)
+        usual = space.schedule(0)
+        self.distributions = {
+            d.name: optuna.distributions.CategoricalDistribution(
+                tuple(dict.fromkeys((get(usual, d.name), *d.values[backend])))
+            )
+            for d in self.dimensions
+        }
+        self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=8))
+        self.usual, self.trial, self.failed = usual, None, optuna.trial.TrialState.FAIL
+        for schedule in first:
+            self.study.enqueue_trial({name: get(schedule, name) for name in self.distributions})
+
+    def ask(self) -> Schedule:
+        self.trial = self.study.ask(self.distributions)
+        values: dict[str, Any] = {}
+        for d in self.dimensions:  # one that means nothing stays as usual, so that a point has one name
+            means = all(values.get(n, get(self.usual, n)) in allowed for n, allowed in d.needs.items())
+            values[d.name] = self.trial.params[d.name] if means else get(self.usual, d.name)
+        also = {name: values[d.name] for d in self.dimensions for name in d.also}
+        return settled(replaced(self.usual, {**values, **also}), self.usual, self.backend, self.tokens)
+
+    def tell(self, score: float | None) -> None:
+        if score is None:
+            self.study.tell(self.trial, state=self.failed)
+        else:
+            self.study.tell(self.trial, score)
+
+
+def in_order(space: Points, load: Load, card: Card | None, sampler: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(places of the space as they are timed, predicted us of all or None): the fastest first, or drawn."""
+    if card is not None:
+        predicted = predict(load, space, card).both
+        if sampler != "random":
+            return torch.sort(predicted, stable=True).indices, predicted
+    else:
+        predicted = None
+    if sampler == "model":
+        raise ConfigError("--sampler model needs a card; give --card, or calibrate one with uniep tune --calibrate")
+    drawn = torch.randperm(len(space) - 1, generator=torch.Generator().manual_seed(0)) + 1
+    return torch.cat([torch.zeros(1, dtype=torch.int64), drawn]), predicted
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """choice: that is kept.  gain: the default's time over its, in fresh processes, and the spread of that; 1 and 0 for
+    the default.  proof: hash of the choice, the same on all ranks."""
+
+    choice: Schedule
+    gain: float
+    spread: float
+    proof: str
+    tried: list[Tried]
+    usual_us: float
+    starts: int
+
+
+Progress = Callable[[float, str], None]
+"""Called with the seconds that have passed, and what was found last."""
+
+
+def search(
+    job: Job,
+    sampler: Sampler,
+    record: Record,
+    budget_s: float,
+    *,
+    fleet: Fleet | None = None,
+    card: Card | None = None,
+    candidate_s: float = 60.0,
+    most: int | None = None,
+    progress: Progress = lambda seconds, text: None,
+) -> Result:
+    """Time candidates for `budget_s` seconds from when all ranks are there.  most: of them.  candidate_s: longest for
+    one question to all ranks.
+
+    Raises UniEPError where the default itself cannot be timed.
+    """
+    cfg, backend = job.cfg, job.backend
+    usual = default_schedule(backend, cfg, job.ep_size)
+    with fleet or Fleet(job) as ranks:
+        state = _State(job, ranks, usual, candidate_s)
+        began = time.monotonic()
+        known = {json.dumps(t.changes, sort_keys=True): t for t in record.all()}
+        best = min((t for t in known.values() if t.status == "timed"), key=lambda t: t.score or 9.0, default=None)
+        if best is not None and best.score is not None and best.score < BETTER:
+            state.resume(tables.parse(best.changes, usual), best.score)
+        repeated = 0
+        while time.monotonic() - began < budget_s and (most is None or len(known) < most) and repeated < REPEATED:
+            schedule = sampler.ask()
+            if schedule is None:
+                break
+            changes = tables.as_changes(schedule, cfg, job.ep_size, backend)
+            name = json.dumps(changes, sort_keys=True)
+            if name in known or not changes:
+                sampler.tell(known[name].score if name in known else 1.0)
+                repeated += 1
+                continue
+            if reasons := refusals(schedule, cfg, job.ep_size, backend):
+                tried = Tried(changes, "refused", "; ".join(reasons))
+            else:
+                tried = state.tried(schedule, changes, began + budget_s)
+            if card is not None:
+                us = float(predict(Load.uniform(cfg, job.ep_size, job.tokens), Points.of([schedule]), card).both)
+                tried = dataclasses.replace(tried, predicted_us=us)
+            if tried.status == "ended":
+                break
+            repeated = 0
+            known[name] = tried
+            record.add(tried)
+            if tried.status not in ("timed", "slow"):
+                log.warning("dropped %s: %s: %s", changes, tried.status, tried.text)
+            sampler.tell(tried.score)
+            progress(time.monotonic() - began, _said(tried, len(known)))
+        return state.confirmed(list(known.values()))
+
+
+REPEATED = 200
+"""Points known already, one after the other, after which a sampler has no more."""
+
+
+def _said(tried: Tried, count: int) -> str:
+    result = f"{tried.score:.3f} of the default's time" if tried.score is not None else tried.status
+    return f"{count} tried, last: {result}"
+
+
+class _State:
+    """The incumbent, in the ranks that are running."""
+
+    def __init__(self, job: Job, ranks: Fleet, usual: Schedule, candidate_s: float) -> None:
+        self.job, self.ranks, self.usual, self.candidate_s = job, ranks, usual, candidate_s
+        self.incumbent, self.score = usual, 1.0
+        oracle = dataclasses.replace(usual, overlap="serial", tile_order="natural", peer_order="natural",
+            weight_gradient_order="last", group_sum="after", mega_to=0)  # fmt: skip
+        try:
+            self.bits = self._ask("prove", oracle)
+            if self._ask("prove", usual) != self.bits:
+                raise UniEPError("the default Schedule has other bits than the serial one: a bug; please report it")
+            self._ask("take")
+            self._ask("prove", usual)
+            self.usual_us = statistics.median(a for a, _ in slowest(self._ask("time", PAIRS)))
+        except DroppedError as error:
+            raise UniEPError(f"the default Schedule cannot be timed: {error}") from None
+        self.running = ranks.starts
+
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        return self.ranks.ask(method, *args, timeout_s=self.candidate_s)
+
+    def resume(self, schedule: Schedule, score: float) -> None:
+        """With the best of an earlier search, if it still runs."""
+        with contextlib.suppress(DroppedError):
+            if self._ask("prove", schedule) == self.bits:
+                self._ask("take")
+                self.incumbent, self.score = schedule, score
+
+    def tried(self, schedule: Schedule, changes: dict[str, Any], until: float) -> Tried:
+        """until: when the budget ends; a candidate that has begun then is "ended", and no trial."""
+        pairs: list[tuple[float, float]] = []
+        try:
+            if self.ranks.starts != self.running or not self.ranks.alive:
+                self._ask("prove", self.incumbent)
+                self._ask("take")
+                self.running = self.ranks.starts
+            if (bits := self._ask("prove", schedule)) != self.bits:
+                ranks = ", ".join(str(r) for r, (a, b) in enumerate(zip(bits, self.bits, strict=True)) if a != b)
+                return Tried(changes, "other bits", f"y or gradients differ from the serial Schedule's on rank {ranks}")
+            for _ in range(ROUNDS):
+                pairs += slowest(self._ask("time", PAIRS))
+                ratio = statistics.median(b / a for a, b in pairs)
+                if ratio > EARLY:
+                    break
+                if time.monotonic() > until:
+                    return Tried(changes, "ended")
+        except DroppedError as error:
+            return Tried(changes, error.reason, error.text)
+        score, us = ratio * self.score, statistics.median(b for _, b in pairs)
+        status = "slow" if ratio > EARLY else "timed"
+        if ratio < BETTER and 4 * sum(b < a for a, b in pairs) >= 3 * len(pairs):
+            self._ask("take")
+            self.incumbent, self.score = schedule, score
+        return Tried(changes, status, "", score, us, None, pairs)
+
+    def confirmed(self, tried: list[Tried]) -> Result:
+        """The incumbent, if it beats the default once more in fresh processes; else the default."""
+        choice, gain, spread = self.usual, 1.0, 0.0
+        if self.incumbent != self.usual:
+            self.ranks.end()
+            try:
+                self._ask("prove", self.usual)
+                self._ask("take")
+                same = self._ask("prove", self.incumbent) == self.bits
+                pairs = slowest(self._ask("time", CONFIRM)) if same else []
+            except DroppedError as error:
+                log.warning("the winner failed in fresh processes, the default stays: %s", error)
+                pairs = []
+            if pairs:
+                ratios = sorted(a / b for a, b in pairs)
+                quarter = len(ratios) // 4
+                gain, spread = statistics.median(ratios), (ratios[-1 - quarter] - ratios[quarter]) / 2
+                if gain - 1 > spread:
+                    choice = self.incumbent
+        proofs = set(self._ask("chosen", choice))
+        if len(proofs) != 1:
+            raise UniEPError(f"ranks have different choices ({', '.join(sorted(proofs))}): a bug; please report it")
+        return Result(choice, gain, spread, proofs.pop(), tried, self.usual_us, self.ranks.starts)

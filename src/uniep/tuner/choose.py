@@ -1,0 +1,134 @@
+"""What a Workspace runs with: UNIEP_TUNE, tables, and, online, one more look at what they have proved.
+
+off: the backend's default.  cached: what a table of this card, shape and kernels has; the default without one.  online:
+as cached, but the points of that table's entry that were as fast as its choice, within what was seen to vary, are timed
+here once, when the Workspace is made, on tensors of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from uniep.backends import registry
+from uniep.backends.base import Inputs, Needs
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError
+from uniep.meeting import Meeting
+from uniep.membership import Membership
+from uniep.schedule import Schedule, default_schedule
+from uniep.tuner import tables
+from uniep.tuner.space import refusals
+from uniep.tuner.timing import Drawn, drawn, in_turn, over_ranks
+from uniep.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+log = logging.getLogger("uniep")
+
+MODES = ("off", "cached", "online")
+CLOSE = 1.05
+"""Times the best score, up to which `online` looks at a point again."""
+
+MOST, PAIRS, WARMUP = 3, 5, 2
+"""Points that `online` times beside the table's choice; pairs of calls, and calls before them."""
+
+
+def mode(given: str | None) -> str:
+    """What a Workspace is told, or the environment, or "cached".  Raises ConfigError."""
+    name, value = ("tune", given) if given is not None else ("UNIEP_TUNE", os.environ.get("UNIEP_TUNE", "cached"))
+    if value not in MODES:
+        raise ConfigError(f"{name} is {value!r}; it must be {', '.join(MODES[:-1])} or {MODES[-1]}")
+    return value
+
+
+def proposals(cfg: MoEConfig, ep_size: int, backend: str, device: torch.device, how: str) -> list[Schedule]:
+    """What may serve, the table's choice first; of all ranks, rank 0's list is taken.  Empty: the default."""
+    if how == "off":
+        return []
+    found = tables.find(cfg, ep_size, backend, tables.card_name(device))
+    if found.schedule is None:
+        log.debug("default Schedule: %s", found.why)
+        return []
+    log.info("Schedule of %s: %s", found.file, found.why)
+    if how == "cached":
+        return [found.schedule]
+    usual, close = default_schedule(backend, cfg, ep_size), [found.schedule]
+    timed = [t for t in found.entry.get("tried", ()) if t.get("status") == "timed" and t.get("score")]
+    limit = CLOSE * min((t["score"] for t in timed), default=0.0)
+    for tried in sorted(timed, key=lambda t: t["score"]):
+        schedule = tables.parse(tried["changes"], usual)
+        if tried["score"] <= limit and schedule not in close and not refusals(schedule, cfg, ep_size, backend):
+            close.append(schedule)
+    return close[: MOST + 1]
+
+
+class _Served:
+    """A backend of one Schedule, made as a Workspace makes its own."""
+
+    def __init__(
+        self, cfg: MoEConfig, group: dist.ProcessGroup | None, backend: str, device: torch.device, schedule: Schedule,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.schedule, self.meeting = schedule, Meeting(group, timeout_s)
+        with self.meeting:
+            self.member = Membership(
+                cfg, group, self.meeting.rank, self.meeting.size, device, timeout_s, self.meeting, self.end
+            )
+            self.backend = registry.make(backend, self.member, schedule)
+            self.meeting.exchange(None, "ready")
+            self.member.is_made()
+
+    def call(self, given: Drawn) -> None:
+        """Forward and backward."""
+        experts = ExpertWeights((given.w13,), (given.w2,), "stacked")
+        inputs = Inputs(given.x_TD, given.ids_TK, given.weights_TK, experts)
+        _, saved = self.backend.forward(inputs, save=True)
+        self.backend.backward(given.dy_TD, inputs, saved, Needs())
+
+    def end(self, cause: str) -> None:
+        self.member.cause = cause
+        self.backend.close()
+
+
+def fastest(
+    cfg: MoEConfig, group: dist.ProcessGroup | None, backend: str, device: torch.device, schedules: Sequence[Schedule],
+    timeout_s: float,
+) -> Schedule:  # fmt: skip
+    """Of points that were proved elsewhere.  Collective; all ranks get the same."""
+    made = functools.partial(_Served, cfg, group, backend, device, timeout_s=timeout_s)
+    best = made(schedule=schedules[0])
+    rank, ep_size = best.member.rank, best.member.ep_size
+    given = drawn(cfg, ep_size, rank, cfg.max_tokens_per_rank, 0, device)
+    for schedule in schedules[1:]:
+        other = made(schedule=schedule)
+        calls = (functools.partial(best.call, given), functools.partial(other.call, given))
+        pairs = over_ranks(in_turn(calls, PAIRS, WARMUP, group, device), group, device)
+        if statistics.median(b / a for a, b in pairs) < 1:
+            best, other = other, best
+        other.end("it was slower")
+    best.end("it was timed")
+    return best.schedule
+
+
+def report(device: torch.device) -> list[tuple[str, str]]:
+    """Of every table of this card: (its path, what it has, or why it does not serve)."""
+    card, rows = tables.card_name(device), []
+    for folder in (tables.folder(), tables.shipped()):
+        for path in sorted(folder.glob(f"{card}-*-ep*.json")) if folder.is_dir() else ():
+            backend = path.name.removeprefix(f"{card}-").rsplit("-ep", 1)[0]
+            if backend not in registry.NAMES:
+                continue
+            try:
+                entries = tables.read(path, backend)["entries"]
+                rows.append((str(path), f"serves {', '.join(sorted(entries))}"))
+            except ConfigError as error:
+                rows.append((str(path), f"does not serve: {error}"))
+    return rows

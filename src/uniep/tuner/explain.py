@@ -1,0 +1,167 @@
+"""Why this point: what the model says about it, what was measured, who came second and where that one loses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError
+from uniep.schedule import Schedule, default_schedule, parse_schedule
+from uniep.tuner import tables
+from uniep.tuner.model import Card, Load, Predicted, predict
+from uniep.tuner.space import Points, differences, dimensions, get, points, refusals, replaced
+from uniep.tuner.strategies import STRATEGIES
+
+SAME = 1e-4
+"""Relative difference of two predictions below which the model does not tell them apart."""
+
+
+def explain(
+    cfg: MoEConfig, ep_size: int, backend: str, card: Card, shape: str, results: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """A document of plain values.  cfg: with max_tokens_per_rank of one call.  results: files of benchmarks/moe.py.
+
+    choice: the table's point, if a table of this card serves, else the fastest by the model.
+    """
+    space = points(backend, cfg, ep_size)
+    load, usual = Load.uniform(cfg, ep_size), default_schedule(backend, cfg, ep_size)
+    made = predict(load, space, card)
+    found = tables.find(cfg, ep_size, backend, card.name)
+    order = made.both.argsort(stable=True).tolist()
+    choice = found.schedule
+    if choice is None:
+        choice = next(s for s in map(space.schedule, order) if not refusals(s, cfg, ep_size, backend))
+    of_choice = predict(load, Points.of([choice]), card)
+    us = float(of_choice.both)
+    runner_up = _runner_up(space, order, made, us, choice, cfg, ep_size, backend)
+    measured = list(_measured(cfg, ep_size, card, shape, results))
+    if found.entry:
+        measured += [
+            {"us": t["us"], "changes": t["changes"], "source": str(found.file)}
+            for t in found.entry.get("tried", ())
+            if t.get("us")
+        ]
+    changes = tables.as_changes(choice, cfg, ep_size, backend)
+
+    def of_point(schedule: Schedule) -> dict[str, Any]:
+        differs = tables.as_changes(schedule, cfg, ep_size, backend)
+        of = predict(load, Points.of([schedule]), card)
+        same = [m for m in measured if m["changes"] == differs]
+        return {
+            "changes": differs, "predicted_us": round(float(of.both), 1), "predicted_fwd_us": round(float(of.fwd), 1),
+            "measured_us": same[-1]["us"] if same else None, "measured_by": same[-1]["source"] if same else None,
+        }  # fmt: skip
+
+    document = {
+        "shape": shape, "ep": ep_size, "tokens": cfg.max_tokens_per_rank, "backend": backend, "card": card.name,
+        "points": len(space), "serves": str(found.file) if found.file else f"the default: {found.why}",
+        "by": "table" if found.schedule is not None else "model",
+        "choice": of_point(choice), "default": of_point(usual), "runner_up": None,
+        "predicted_us": round(us, 1), "stages_us": {k: round(float(v), 1) for k, v in of_choice.parts.items()},
+        "dimensions": _dimensions(choice, us, load, card, cfg, ep_size, backend),
+        "strategies": _strategies(load, card, cfg, ep_size, backend), "measured": measured,
+    }  # fmt: skip
+    document["measured_us"] = document["choice"]["measured_us"]  # type: ignore[index]
+    if runner_up is not None:
+        document["runner_up"] = {**of_point(runner_up), "why": _why(runner_up, of_choice, load, card)}
+        document["runner_up"]["differs_from_choice"] = {  # type: ignore[index]
+            name: get(runner_up, name) for name in _names(backend, cfg) if get(runner_up, name) != get(choice, name)
+        }
+    document["matters_most"] = next(iter(document["dimensions"]), None)  # type: ignore[call-overload]
+    document["choice"]["name"] = choice.name  # type: ignore[index]
+    assert document["choice"]["changes"] == changes  # type: ignore[index]
+    return document
+
+
+def _names(backend: str, cfg: MoEConfig) -> list[str]:
+    return [d.name for d in dimensions(backend, cfg)]
+
+
+def _runner_up(
+    space: Points,
+    order: list[int],
+    made: Predicted,
+    us: float,
+    choice: Schedule,
+    cfg: MoEConfig,
+    ep_size: int,
+    backend: str,
+) -> Schedule | None:
+    """The fastest other point that the model tells from the choice."""
+    for index in order:
+        if abs(float(made.both[index]) / us - 1) > SAME:
+            schedule = space.schedule(index)
+            if schedule != choice and not refusals(schedule, cfg, ep_size, backend):
+                return schedule
+    return None
+
+
+def _why(other: Schedule, of_choice: Predicted, load: Load, card: Card) -> str:
+    of = predict(load, Points.of([other]), card)
+    lost = float(of.both) - float(of_choice.both)
+    more = {name: float(us) - float(of_choice.parts[name]) for name, us in of.parts.items()}
+    stage, most = max(more.items(), key=lambda item: item[1])
+    begun = (
+        f"{lost:+.1f} us" if lost >= 0 else f"{lost:+.1f} us by the model, but the table's point was measured faster"
+    )
+    if most < max(lost, 1.0) * 0.1:
+        return f"{begun}: no stage takes longer alone, but less of them runs beside another"
+    return f"{begun}: {stage} takes {most:+.1f} us alone"
+
+
+def _dimensions(
+    choice: Schedule, us: float, load: Load, card: Card, cfg: MoEConfig, ep_size: int, backend: str
+) -> dict[str, dict[str, Any]]:
+    """Of each dimension: what its values cost with all others as in the choice; the dearest first."""
+    out: dict[str, dict[str, Any]] = {}
+    for dimension in dimensions(backend, cfg):
+        costs: dict[str, float] = {}
+        for value in dimension.values[backend]:
+            changed = replaced(choice, dict.fromkeys((dimension.name, *dimension.also), value))
+            if value != get(choice, dimension.name) and not refusals(changed, cfg, ep_size, backend):
+                costs[str(value)] = round(float(predict(load, Points.of([changed]), card).both) / us - 1, 4)
+        if costs:
+            out[dimension.name] = {"is": get(choice, dimension.name), "costs": costs}
+    return dict(sorted(out.items(), key=lambda item: -max(item[1]["costs"].values())))
+
+
+def _strategies(load: Load, card: Card, cfg: MoEConfig, ep_size: int, backend: str) -> dict[str, float]:
+    """Predicted us of those named strategies that the backend can say."""
+    usual, out = default_schedule(backend, cfg, ep_size), {}
+    for name, strategy in STRATEGIES.items():
+        if backend in strategy.points:
+            schedule = replaced(usual, strategy.points[backend])
+            if not refusals(schedule, cfg, ep_size, backend):
+                out[name] = round(float(predict(load, Points.of([schedule]), card).both), 1)
+    return out
+
+
+def _measured(
+    cfg: MoEConfig, ep_size: int, card: Card, shape: str, results: Sequence[Path]
+) -> Iterator[dict[str, Any]]:
+    """Forward + backward of this call in result files.  `uniep` is taken for today's default."""
+    for path in results:
+        try:
+            document = json.loads(path.read_text())
+            meta, rows = document["meta"], document["rows"]
+            here = meta["ep"] == ep_size and card.name in meta["card"].lower()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is no result file of benchmarks/moe.py ({type(error).__name__}: {error})"
+            ) from None
+        usual = default_schedule("hopper", cfg, ep_size)
+        for row in rows if here else ():
+            call = row["shape"], row["tokens"], row["routing"], row["load"], row["direction"]
+            if call != (shape, cfg.max_tokens_per_rank, "balanced", "window", "fwd_bwd"):
+                continue
+            change = {"uniep": "", "uniep-serial": "overlap=serial"}.get(
+                row["impl"], row["impl"].partition("uniep@")[2]
+            )
+            if row["impl"] in ("uniep", "uniep-serial") or change:
+                yield {
+                    "us": row["ms"] * 1e3, "changes": differences(parse_schedule(change, usual), usual),
+                    "source": f"{path.name}, commit {meta['commit']}, {row['impl']}",
+                }  # fmt: skip

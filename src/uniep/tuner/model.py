@@ -1,0 +1,352 @@
+"""How long a call takes, in closed form: tiles and waves, links, cache and memory, launches, the host.
+
+The formulas look at all points of the space at once; a machine's numbers are those of the simulator (`sim/machines`),
+and a card file (`tuner/cards`) has what was calibrated for these formulas.  What is not in them costs nothing: stages,
+group_rows and the orders of tasks inside one kernel tie, and only timing tells them apart.
+
+Times are us, rates bytes or operations per us.  Column suffix: N points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from uniep.config import ROW_ALIGN, MoEConfig
+from uniep.errors import ConfigError
+from uniep.sim.machine import Machine, load_machine
+from uniep.tuner.space import Points
+
+
+class Constant(NamedTuple):
+    """unit; value where nothing is calibrated, None: the machine's key of that name; low and high: range; about."""
+
+    unit: str
+    default: float | None
+    low: float
+    high: float
+    about: str
+
+
+CONSTANTS = {
+    "matrix_tflops": Constant("TFLOP/s", None, 0.001, 1e5, "of products, all workers, at full clock"),
+    "boost_ms": Constant("ms", None, 0, 1e6, "of products at that rate, until the card is at its power limit"),
+    "sustained_share": Constant("", None, 0.1, 1, "of that rate that is left from then on"),
+    "tile_us": Constant("us", None, 0, 1000, "of a tile beside its operations"),
+    "gather_us": Constant("us", None, 0, 1000, "more, for a tile that gathers rows"),
+    "store_gbps": Constant("GB/s", None, 0.01, 1e5, "of a worker, for what a tile stores beyond one result"),
+    "hbm_efficiency": Constant("", None, 0.01, 1, "what passes achieve of the memory"),
+    "link_efficiency": Constant("", None, 0.01, 1, "what stores to peers achieve of the links"),
+    "worker_link_gbps": Constant("GB/s", None, 0.01, 1e5, "what one program pushes beside a product"),
+    "plan_us": Constant("us", None, 0, 1e5, "of a forward before tiles may begin"),
+    "entry_us": Constant("us", 20, 0, 1e5, "of a backward before tiles may begin"),
+    "launch_us": Constant("us", 4, 0, 1e4, "between two kernels"),
+    "together": Constant("", 3, 1, 20, "two things beside each other take (a^p + b^p)^(1/p)"),
+    "beside_share": Constant("", 0.5, 0, 1, "of the activation's gradient that is left where it runs beside"),
+    "pipelined_work": Constant("", 1.4, 1, 4, "multiprocessor time of a pipelined product, over that of one alone"),
+    "mega_tile_us": Constant("us", 0.8, 0, 100, "more, for a tile that a program claims in one kernel"),
+    "host_us": Constant("us", 1500, 0, 1e6, "of the host for the rest of a forward and its backward, behind a read"),
+    "host_call_us": Constant("us", 2900, 0, 1e6, "of the host for a forward and its backward"),
+}  # fmt: skip
+"""What is calibrated for a card.  host_*: of one process at one core's pace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """name: of its file.  machine: its numbers.  constants: all of CONSTANTS."""
+
+    name: str
+    machine: Machine
+    constants: Mapping[str, float | Tensor]
+
+    def replaced(self, constants: Mapping[str, float | Tensor]) -> Card:
+        return dataclasses.replace(self, constants={**self.constants, **constants})
+
+
+def cards() -> list[str]:
+    """Names of the card files of the package."""
+    folder = resources.files("uniep.tuner") / "cards"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def uncalibrated(machine: Machine, name: str = "") -> Card:
+    values = {key: getattr(machine, key) if c.default is None else c.default for key, c in CONSTANTS.items()}
+    return Card(name or machine.name, machine, values)
+
+
+def load_card(name: str) -> Card:
+    """A card of the package by name, or one's own by the path of its file: `machine`, a name or path, and constants.
+
+    Raises ConfigError that names every bad key with its unit and range.
+    """
+    path = Path(name)
+    try:
+        if name in cards():
+            text = (resources.files("uniep.tuner") / "cards" / f"{name}.toml").read_text()
+        else:
+            text, name = path.read_text(), path.stem
+        values = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"card file {path}: {error}; name a TOML file, or one of {', '.join(cards())}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"card {name}: not TOML: {error}") from None
+    return checked(name, values)
+
+
+def card_text(card: Card, about: str, machine: str = "") -> str:
+    """As a card file.  about: its first lines, without signs of comments.  machine: its name or path, if not as is."""
+    lines = [f"# {line}" for line in about.splitlines()] + ["", f'machine = "{machine or card.machine.name}"']
+    for key, known in CONSTANTS.items():
+        lines.append(
+            f"{key} = {float(card.constants[key]):.6g}  # {known.unit + ' ' if known.unit else ''}{known.about}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def checked(name: str, values: Mapping[str, object]) -> Card:
+    bad, machine = [], values.get("machine")
+    if not isinstance(machine, str):
+        raise ConfigError(
+            f"card {name}: machine is {machine!r}; name one of uniep simulate's, or the path of a TOML file"
+        )
+    constants: dict[str, float] = {}
+    for key, value in values.items():
+        if key == "machine":
+            continue
+        if key not in CONSTANTS:
+            bad.append(f"{key} is no constant of the model; they are {', '.join(CONSTANTS)}")
+            continue
+        known = CONSTANTS[key]
+        wanted = f"a number of {known.low:g} to {known.high:g} {known.unit}".rstrip()
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not known.low <= value <= known.high:
+            bad.append(f"{key} is {value!r}; it must be {wanted} ({known.about})")
+        else:
+            constants[key] = float(value)
+    if bad:
+        raise ConfigError(f"card {name}: " + "; ".join(bad))
+    return uncalibrated(load_machine(machine), name).replaced(constants)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What the busiest rank of a call has to do: numbers, or (N,) tensors where points are of several calls.
+
+    rows: routed to it.  tiles: row tiles of 128 and of 64 rows.  away: rows that return to peers.  sent, received:
+    tokens, each once per rank.  lines: what returns with combine groups, 0 without.  synced: the host reads the
+    number of rows.
+    """
+
+    ep_size: float | Tensor
+    tokens: float | Tensor
+    slots: float | Tensor
+    hidden: float | Tensor
+    ffn: float | Tensor
+    local: float | Tensor
+    bytes: float | Tensor
+    rows: float | Tensor
+    tiles: tuple[float | Tensor, float | Tensor]
+    away: float | Tensor
+    sent: float | Tensor
+    received: float | Tensor
+    lines: float | Tensor = 0.0
+    wire: float | Tensor = 1.0
+    synced: float | Tensor = 0.0
+
+    @classmethod
+    def uniform(cls, cfg: MoEConfig, ep_size: int, tokens: int | None = None) -> Load:
+        """Every token any experts."""
+        tokens = cfg.max_tokens_per_rank if tokens is None else tokens
+        local = cfg.experts_per_rank(ep_size)
+        each = tokens * ep_size * cfg.top_k / cfg.num_experts
+        spread = each**0.5
+        counts_e = each + spread * torch.erfinv((2 * torch.arange(local) + 1) / local - 1).double() * 2**0.5
+        to_peers = tokens * cfg.wanted(ep_size) * (ep_size - 1)
+        return cls.of_counts(cfg, ep_size, tokens, counts_e.clamp(min=0), each * local * (1 - 1 / ep_size), to_peers,
+                             to_peers)  # fmt: skip
+
+    @classmethod
+    def of_ids(cls, cfg: MoEConfig, ids: list[Tensor]) -> Load:
+        """ids: (T, K) of every rank."""
+        ep_size, local = len(ids), cfg.experts_per_rank(len(ids))
+        counts_RE = torch.stack([torch.bincount(of.flatten(), minlength=cfg.num_experts) for of in ids])
+        by_rank_RR = counts_RE.view(ep_size, ep_size, local).sum(2)
+        rank = int(by_rank_RR.sum(0).argmax())
+        wants_RR = torch.stack([_wanted(of // local, ep_size) for of in ids])
+        here = slice(rank * local, (rank + 1) * local)
+        away = int(by_rank_RR[:, rank].sum() - by_rank_RR[rank, rank])
+        sent = int(wants_RR[rank].sum() - wants_RR[rank, rank])
+        received = int(wants_RR[:, rank].sum() - wants_RR[rank, rank])
+        return cls.of_counts(cfg, ep_size, len(ids[rank]), counts_RE[:, here].sum(0).double(), away, sent, received)
+
+    @classmethod
+    def of_counts(cls, cfg: MoEConfig, ep_size: int, tokens: int, counts_e: Tensor, away: float, sent: float,
+                  received: float) -> Load:  # fmt: skip
+        """counts_e: rows of each of the rank's experts."""
+        tiles = tuple(float((counts_e / rows).ceil().sum()) for rows in (128, 64))
+        lines = 0.0
+        if cfg.combine_groups is not None:  # uniform: how many of a rank's groups a token that is here has
+            groups = cfg.combine_groups // ep_size
+            each = float(counts_e.sum()) / max(received / max(ep_size - 1, 1) * ep_size, 1.0)
+            lines = (received or tokens) * groups * (1 - (1 - 1 / groups) ** each)
+        return cls(
+            ep_size=ep_size, tokens=tokens, slots=cfg.return_slots, hidden=cfg.hidden, ffn=cfg.ffn,
+            local=cfg.experts_per_rank(ep_size), bytes=cfg.dtype.itemsize, rows=float(counts_e.sum()),
+            tiles=(tiles[0], tiles[1]), away=away, sent=sent, received=received, lines=lines,
+            synced=float(cfg.max_rows is None),
+        )  # fmt: skip
+
+
+def _wanted(rank_TK: Tensor, ep_size: int) -> Tensor:
+    """(R,): tokens that each rank gets."""
+    return torch.zeros(len(rank_TK), ep_size, dtype=torch.bool).scatter_(1, rank_TK, True).sum(0)
+
+
+class Predicted(NamedTuple):
+    """us; (N,).  parts: of both directions, by stage, as if each were alone.  host: what the host needs."""
+
+    fwd: Tensor
+    bwd: Tensor
+    both: Tensor
+    parts: dict[str, Tensor]
+
+
+def predict(load: Load, points: Points, card: Card) -> Predicted:
+    """Of every point, forward, backward, and both under a window of one call."""
+    c, machine = card.constants, card.machine
+    is_in, column = points.is_in, points.column
+    size, width, ffn = load.bytes, load.hidden, load.ffn
+    sms = machine.matrix_workers - column("free_sms")
+    rate = c["matrix_tflops"] * 1e6 / machine.matrix_workers  # operations per us of one worker
+    memory = machine.hbm_gbps * c["hbm_efficiency"] * 1e3
+    cache = machine.l2_gbps * 1e3 / machine.matrix_workers
+    link = machine.link_gbps * c["link_efficiency"] * 1e3 / load.wire
+    p = c["together"]
+
+    serial, pipelined = is_in("overlap", "serial"), is_in("overlap", "pipelined")
+    mega = is_in("overlap", "mega") | (~serial & (column("mega_to") > 0) & (column("mega_to") >= load.tokens))
+    pipelined = pipelined & ~mega & (column("pipelined_from") <= load.tokens)
+    copy, expanded = is_in("transfer", "copy"), is_in("operand", "expanded")
+    beside = is_in("activation_gradient", "beside") & ~serial & ~mega & (column("beside_from") <= load.tokens)
+    grouped = torch.as_tensor(load.lines) > 0
+
+    def product(tile: str, depth, columns, extra_us, workers=sms):  # type: ignore[no-untyped-def]
+        """us of a product of all row tiles; extra_us: of one tile."""
+        rows, wide = column(f"{tile}.rows"), column(f"{tile}.columns")
+        tiles = torch.where(rows == 128, load.tiles[0], load.tiles[1]) * torch.ceil(columns / wide)
+        once = 2 * rows * wide * depth / rate
+        fed = (rows + wide) * depth * size / cache
+        one = torch.maximum(once, fed) + c["tile_us"] + extra_us + mega * c["mega_tile_us"]
+        return one * _waves(tiles, workers)
+
+    def weight_gradient(out, of):  # type: ignore[no-untyped-def]
+        rows, wide = column("weight_gradient.rows"), column("weight_gradient.columns")
+        tiles = load.local * torch.ceil(out / rows) * torch.ceil(of / wide)
+        deep = load.tiles[0] * ROW_ALIGN / load.local  # of each tile
+        once = torch.maximum(2 * rows * wide * deep / rate, (rows + wide) * deep * size / cache)
+        one = once + c["tile_us"] + c["gather_us"] + mega * c["mega_tile_us"]
+        return torch.maximum(one * _waves(tiles, sms), tiles * rows * wide * size / memory)
+
+    def stored(tile: str, results: float):  # type: ignore[no-untyped-def]
+        return column(f"{tile}.rows") * column(f"{tile}.columns") * results * size / (c["store_gbps"] * 1e3)
+
+    def together(a, b):  # type: ignore[no-untyped-def]
+        """Two things beside each other."""
+        return (a**p + b**p) ** (1 / p)
+
+    gather = torch.where(expanded, 0.0, torch.as_tensor(c["gather_us"]))
+    peers = load.ep_size - 1
+    # --- the wire ---
+    everything = load.tokens * peers * width * size
+    wanted = torch.maximum(torch.as_tensor(load.sent), torch.as_tensor(load.received)) * width * size
+    alone = wanted / link
+    pushed = wanted / torch.minimum(column("push_programs") * c["worker_link_gbps"] * 1e3 / load.wire,
+                                    torch.as_tensor(link))  # fmt: skip
+    copied = everything / link
+    results = torch.where(grouped, load.lines, torch.as_tensor(load.away)) * width * size / link
+    expand = torch.where(expanded, 2 * load.rows * width * size / memory, 0.0)
+    own_share = torch.as_tensor(load.away / torch.as_tensor(load.rows).clamp(min=1))
+
+    def fed_product(alone_us, plan_us):  # type: ignore[no-untyped-def]
+        """A product whose tokens travel meanwhile, from its plan on."""
+        busy = column("push_programs") / sms * pushed  # what pushing takes from the product
+        by_push = torch.maximum(alone_us + busy, together(alone_us * own_share, pushed))
+        came = (copied - plan_us).clamp(min=0)
+        by_copy = torch.maximum(alone_us, together(alone_us * own_share, came))
+        fused = torch.where(copy, by_copy, by_push)
+        return torch.where(serial | expanded, alone_us + torch.where(copy, came, alone) + expand, fused)
+
+    # --- forward ---
+    gate_up = product("gemm1", width, 2 * ffn, gather + stored("gemm1", 1.0))
+    down = product("gemm2", ffn, width, 0.0)
+    slots = load.tokens * load.slots * width * size
+    combine = (slots + load.tokens * width * size) / memory
+    sums = torch.where(grouped, (load.rows + load.lines) * width * size / memory, 0.0)
+    plan = torch.as_tensor(c["plan_us"])
+    first = fed_product(gate_up, plan)
+    groups_beside = is_in("group_sum", "beside") & grouped
+    slower = torch.where(groups_beside, torch.as_tensor(c["pipelined_work"]), 1.0)
+    second = torch.where(
+        grouped, down * slower + results + sums, torch.where(serial, down + results, together(down, results))
+    )
+    launches_fwd = torch.where(mega, 1.0, torch.where(serial, 5.0, 3.0)) + 1.0 * grouped
+    # pipelined: both products share the multiprocessors, and rows travel from the first tiles of the second on
+    work = fed_product(gate_up, plan) + down * c["pipelined_work"]
+    begins = gate_up * 0.2
+    both_products = torch.where(pipelined, torch.maximum(work, together(work, begins + results)), first + second)
+    products_fwd = gate_up + down
+    slow_fwd = _slow(products_fwd, 0.0, c)
+    fwd = plan + both_products * slow_fwd + combine + launches_fwd * c["launch_us"]
+    # --- backward ---
+    entry = torch.as_tensor(c["entry_us"])
+    dgrad2 = product("gemm2", width, ffn, gather + stored("gemm2", 1.0))
+    gradient = load.rows * ffn * (4 + 5 * size) / memory
+    dgrad1 = product("gemm2", 2 * ffn, width, 0.0)
+    wgrad = weight_gradient(width, ffn) + weight_gradient(2 * ffn, width)
+    again = is_in("received", "again") * torch.where(copy, copied, alone)
+    outgoing = results + again
+    tail = torch.where(serial, dgrad1 + outgoing + wgrad, torch.maximum(together(dgrad1, outgoing) + wgrad, outgoing))
+    tail = tail + sums
+    middle = gradient * torch.where(beside, torch.as_tensor(c["beside_share"]), 1.0)
+    products_bwd = dgrad2 + dgrad1 + wgrad
+    slow_bwd = _slow(products_bwd, products_fwd, c)
+    launches_bwd = torch.where(mega, 1.0, torch.where(serial, 8.0, 6.0))
+    bwd = entry + (fed_product(dgrad2, entry) + tail) * slow_bwd + middle + launches_bwd * c["launch_us"]
+    # --- the host ---
+    behind = torch.as_tensor(c["host_us"]) + plan + wgrad * slow_bwd
+    ahead = torch.as_tensor(c["host_call_us"]) - AHEAD_US
+    both = torch.maximum(fwd + bwd, torch.where(torch.as_tensor(load.synced) > 0, behind, ahead))
+    parts = {
+        "plan, entry": plan + entry, "gate and up": gate_up * slow_fwd, "down": down * slow_fwd, "combine": combine,
+        "gradients of rows": (dgrad2 + dgrad1) * slow_bwd, "activation": middle, "weight gradients": wgrad * slow_bwd,
+        "tokens on the wire": 2 * torch.where(copy, copied, pushed), "results on the wire": 2 * results,
+        "launches": (launches_fwd + launches_bwd) * c["launch_us"],
+    }  # fmt: skip
+    return Predicted(
+        *(_full(t, len(points)) for t in (fwd, bwd, both)), {k: _full(v, len(points)) for k, v in parts.items()}
+    )
+
+
+AHEAD_US = 2000.0
+"""How far the host is ahead of the device when a window begins (benchmarks/timing.py)."""
+
+
+def _full(value: Tensor, count: int) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).expand(count)
+
+
+def _waves(tiles: Tensor, workers: Tensor | float) -> Tensor:
+    return (tiles / workers + 0.5).clamp(min=1)
+
+
+def _slow(products: Tensor, before: Tensor | float, c: Mapping[str, float | Tensor]) -> Tensor:
+    """How much longer products take on average: a card has `boost_ms` of them at full rate."""
+    left = (c["boost_ms"] * 1e3 - before).clamp(min=0) if isinstance(before, Tensor) else c["boost_ms"] * 1e3 - before
+    late = (1 - left / products.clamp(min=1)).clamp(min=0)
+    return 1 + late * (1 / c["sustained_share"] - 1)

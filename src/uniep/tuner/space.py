@@ -1,0 +1,217 @@
+"""The search space: which dimensions of `Schedule` are searched, with which values, and points as columns.
+
+A point is a Schedule.  Many points are one table of columns (`Points`), so that a model can look at 1e5 of them at once
+and only those that are timed become Schedules.  What a dimension is, and what it may be, is declared with its field
+(`uniep.schedule.DIMENSIONS`); here is what is tried of it, and which others switch it off: there it has one value, so
+that no point comes twice.
+
+Column suffix: N points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uniep.config import MoEConfig
+from uniep.dimension import Measured
+from uniep.schedule import DIMENSION, DIMENSIONS, Schedule, default_schedule, is_valid
+from uniep.taskflow.graph import ranges
+
+PIPELINED_FROM = Measured().pipelined_from
+
+
+@dataclasses.dataclass(frozen=True)
+class Searched:
+    """name: of the dimension; `also`: those that take the same value.  values: that are tried, by backend; a backend
+    that is left out has none to choose from.  needs: {dimension: values} of which one must hold for this one to mean
+    anything."""
+
+    name: str
+    values: Mapping[str, tuple[Any, ...]]
+    also: tuple[str, ...] = ()
+    needs: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+
+_MEGA, _NOT_SERIAL = {"overlap": ("mega",)}, {"overlap": ("fused", "pipelined", "mega")}
+_CPU_ORDER = ("local-first", "natural", "critical-path")
+SEARCHED = (
+    Searched("overlap", {"cpu": ("fused", "serial"), "hopper": ("fused", "serial", "pipelined", "mega")}),
+    Searched("transfer", {"hopper": ("push", "copy")}),
+    Searched("tile_order", {"cpu": _CPU_ORDER, "hopper": ("local-first", "natural")}),
+    Searched("operand", {"hopper": ("gathered", "expanded")}, needs={"overlap": ("fused", "serial", "pipelined")}),
+    Searched("gemm1.rows", {"cpu": (128, 64), "hopper": (128, 64)}, also=("gemm2.rows",)),
+    Searched("gemm1.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
+    Searched("gemm2.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
+    Searched("gemm1.group_rows", {"hopper": (8, 4, 16)}, also=("gemm2.group_rows",)),
+    Searched("gemm1.stages", {"hopper": (4, 3)}, also=("gemm2.stages",)),
+    Searched("weight_gradient.columns", {"hopper": (256, 128), "nccl": (256, 128)}),
+    Searched("weight_gradient.stages", {"hopper": (3, 4), "nccl": (3, 4)}),
+    Searched("chunk_tokens", {"cpu": (64, 32, 128), "hopper": (32, 64, 128)}),
+    Searched("push_programs", {"hopper": (4, 8, 16, 32, 64)}, needs={"transfer": ("push",), **_NOT_SERIAL}),
+    Searched("down_sms", {"hopper": (16, 24, 32, 48, 64)}, needs={"overlap": ("pipelined",)}),
+    Searched("activation_gradient", {"hopper": ("after", "beside")}, needs={"overlap": ("fused", "pipelined")}),
+    Searched("group_sum", {"hopper": ("after", "beside")}, needs={"overlap": ("fused",)}),
+    Searched("peer_order", {"cpu": ("natural", "rotated")}, needs={"overlap": ("fused",)}),
+    Searched("peer_order", {"hopper": ("natural", "rotated")}, needs=_MEGA),
+    Searched("weight_gradient_order", {"cpu": ("last", "interleaved")}, needs={"overlap": ("fused",)}),
+    Searched("weight_gradient_order", {"hopper": ("last", "interleaved")}, needs=_MEGA),
+    Searched("activation", {"cpu": ("fused", "separate")}),
+    Searched("received", {"cpu": ("saved", "again"), "hopper": ("saved", "again"), "nccl": ("saved", "again")}),
+    Searched("matrix_workers", {"cpu": (1, 2)}),
+    Searched("vector_workers", {"cpu": (1, 2)}),
+)
+"""Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
+tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major."""
+
+
+def dimensions(backend: str, cfg: MoEConfig, keep: Sequence[str] = ("received",)) -> list[Searched]:
+    """Of a backend, for a configuration.  keep: names that are not searched, such as what trades memory for time."""
+    return [
+        d
+        for d in SEARCHED
+        if backend in d.values and d.name not in keep and not (d.name == "group_sum" and cfg.combine_groups is None)
+    ]
+
+
+def get(schedule: Schedule, name: str) -> Any:
+    """ "gemm1.columns" -> its value."""
+    return DIMENSION[name].of(schedule)
+
+
+def replaced(schedule: Schedule, values: Mapping[str, Any]) -> Schedule:
+    """With these dimensions changed."""
+    for name, value in values.items():
+        schedule = DIMENSION[name].put(schedule, value)
+    return schedule
+
+
+NAMES = tuple(d.name for d in DIMENSIONS)
+
+
+def differences(schedule: Schedule, usual: Schedule) -> dict[str, Any]:
+    """{name: value} where `schedule` is not as `usual`."""
+    return {name: get(schedule, name) for name in NAMES if get(schedule, name) != get(usual, name)}
+
+
+def _is_way(name: str) -> bool:
+    """Whether the dimension names one of several ways, which columns count."""
+    return isinstance(DIMENSION[name].default, str)
+
+
+def _code(name: str, value: Any) -> float:
+    return float(DIMENSION[name].domain.index(value)) if _is_way(name) else float(value)
+
+
+class Points:
+    """columns: {name: (N,) float64}; of a dimension that names one of several ways, its place in
+    the domain.  base: has all
+    that no column has."""
+
+    def __init__(self, base: Schedule, columns: Mapping[str, Tensor], count: int) -> None:
+        self.base, self.columns, self.count = base, columns, count
+
+    @classmethod
+    def of(cls, schedules: Sequence[Schedule]) -> Points:
+        columns = {
+            name: torch.tensor([_code(name, get(s, name)) for s in schedules], dtype=torch.float64) for name in NAMES
+        }
+        return cls(schedules[0], columns, len(schedules))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def column(self, name: str) -> Tensor:
+        """(N,), or a scalar where all points have it alike."""
+        if name in self.columns:
+            return self.columns[name]
+        return torch.tensor(_code(name, get(self.base, name)), dtype=torch.float64)
+
+    def is_in(self, name: str, *values: Any) -> Tensor:
+        """(N,) bool, or a scalar."""
+        column = self.column(name)
+        chosen = column == _code(name, values[0])
+        for value in values[1:]:
+            chosen = chosen | (column == _code(name, value))
+        return chosen
+
+    def schedule(self, index: int) -> Schedule:
+        values = {}
+        for name, column in self.columns.items():
+            number = int(column[index])
+            values[name] = DIMENSION[name].domain[number] if _is_way(name) else number
+        return replaced(self.base, values)
+
+
+def points(
+    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 300_000, keep: Sequence[str] = ("received",)
+) -> Points:
+    """All points of the space, each once; of more than `limit`, as many drawn evenly, the same every time.  Point 0 is
+    the backend's default.  Some may still be refused: `refusals` says why."""
+    usual = default_schedule(backend, cfg, ep_size)
+    chosen = dimensions(backend, cfg, keep)
+    values = [_default_first(d.values[backend], get(usual, d.name)) for d in chosen]
+    at = {d.name: i for i, d in enumerate(chosen)}
+    place_ND = torch.zeros(1, len(chosen), dtype=torch.int64)
+    for i, dimension in enumerate(chosen):
+        means_N = torch.ones(len(place_ND), dtype=torch.bool)
+        for needed, allowed in dimension.needs.items():
+            if needed in at:
+                means_N &= torch.tensor([value in allowed for value in values[at[needed]]])[place_ND[:, at[needed]]]
+            else:
+                means_N &= get(usual, needed) in allowed
+        copies_N = torch.where(means_N, len(values[i]), 1)
+        place_ND = place_ND.repeat_interleave(copies_N, 0)
+        place_ND[:, i] = ranges(torch.zeros_like(copies_N), copies_N)
+    if len(place_ND) > limit:
+        drawn = torch.randperm(len(place_ND) - 1, generator=torch.Generator().manual_seed(0))[: limit - 1] + 1
+        place_ND = place_ND[torch.cat([torch.zeros(1, dtype=torch.int64), drawn.sort().values])]
+    columns = {}
+    for i, dimension in enumerate(chosen):
+        coded = torch.tensor([_code(dimension.name, value) for value in values[i]], dtype=torch.float64)
+        for name in (dimension.name, *dimension.also):
+            columns[name] = coded[place_ND[:, i]]
+    made = Points(usual, columns, len(place_ND))
+    if backend == "hopper":
+        thresholds = {k: v.expand(len(made)) for k, v in _thresholds(made, cfg.max_tokens_per_rank).items()}
+        columns |= thresholds
+        if any(float(v[0]) != get(usual, k) for k, v in thresholds.items()):  # else both are one point
+            columns = {k: torch.cat([v[:1], v]) for k, v in columns.items()}
+            for name in thresholds:
+                columns[name][0] = get(usual, name)
+        made = Points(usual, columns, len(next(iter(columns.values()))))
+    return made
+
+
+def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
+    """Fields that say from or up to how many tokens something is done, so that it is done with `tokens` where a point
+    says it, and only there; with other numbers, as usual."""
+    usual = made.base
+    pipelined = min(usual.pipelined_from or PIPELINED_FROM, tokens)
+    mega_to = torch.where(made.is_in("operand", "gathered"), float(min(usual.mega_to, tokens - 1)), 0.0)
+    return {
+        "pipelined_from": torch.where(made.is_in("overlap", "pipelined"), float(pipelined), usual.pipelined_from),
+        "beside_from": torch.full((), float(min(usual.beside_from, tokens))),
+        "mega_to": torch.where(made.is_in("overlap", "mega"), float(usual.mega_to), mega_to),
+    }
+
+
+def settled(schedule: Schedule, usual: Schedule, backend: str, tokens: int) -> Schedule:
+    """A point that was put together from values, with thresholds as `points` has them."""
+    if backend != "hopper" or schedule == usual:
+        return schedule
+    made = Points(usual, {name: torch.tensor([_code(name, get(schedule, name))]) for name in NAMES}, 1)
+    return replaced(schedule, {name: int(column) for name, column in _thresholds(made, tokens).items()})
+
+
+def _default_first(values: tuple[Any, ...], usual: Any) -> list[Any]:
+    return [usual, *(value for value in values if value != usual)]
+
+
+def refusals(schedule: Schedule, cfg: MoEConfig, ep_size: int, backend: str) -> list[str]:
+    """Why `backend` cannot run this point; empty if it can."""
+    return is_valid(schedule, cfg, ep_size, backend)

@@ -1,0 +1,88 @@
+"""Strategies of other systems, and uniep's own, as points of the space, as far as today's dimensions say them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError
+from uniep.schedule import Schedule, default_schedule
+from uniep.tuner.space import replaced
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """points: {backend: what is not as in its default}; backends that cannot say it are left out.  missing: what the
+    original does and no dimension says yet."""
+
+    name: str
+    about: str
+    source: str
+    points: Mapping[str, Mapping[str, Any]]
+    missing: str = ""
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("serial-all-to-all", "collectives of tokens and rows between the products", "Megatron-LM",
+                 {"nccl": {}, "cpu": {"overlap": "serial", "tile_order": "natural"}}),
+        Strategy("all-gather", "every token to every rank, then the products", "Megatron-LM",
+                 {"hopper": {"overlap": "serial", "tile_order": "natural", "transfer": "copy", "mega_to": 0}},
+                 "rows come back one by one; a reduce-scatter of sums would round elsewhere"),
+        Strategy("deepep-like", "each token once per rank, pushed by programs, then the products", "DeepEP",
+                 {"hopper": {"overlap": "serial", "tile_order": "natural", "transfer": "push", "mega_to": 0},
+                  "cpu": {"overlap": "serial", "tile_order": "natural"}},
+                 "rows added before they return: that is MoEConfig.combine_groups, which rounds elsewhere"),
+        Strategy("comet-like", "tokens in chunks under the first product, local tiles first", "Comet",
+                 {"hopper": {"overlap": "fused", "transfer": "push", "tile_order": "local-first", "mega_to": 0},
+                  "cpu": {"overlap": "fused", "tile_order": "local-first", "chunk_tokens": 32}},
+                 "the number of sending programs per layer is fixed for a call, as push_programs"),
+        Strategy("mega-ep-relay", "tokens once per node, sent on by a rank there", "Mega-EP", {},
+                 "no dimension says who sends tokens on"),
+        Strategy("uniep", "the backend's default: transfers beside both products", "UniEP",
+                 {"hopper": {}, "cpu": {}}),
+        Strategy("taskflow", "one kernel of tile tasks; rows in the order in which peers' tokens arrive",
+                 "HyperParallel-MoE",
+                 {"hopper": {"overlap": "mega", "tile_order": "natural", "peer_order": "rotated", "mega_to": 0},
+                  "cpu": {"tile_order": "natural", "peer_order": "rotated", "activation": "separate"}},
+                 "sends in the order in which experts consume them; vector workers of their own on GPUs"),
+    )
+}  # fmt: skip
+
+
+def implementations(text: str, backend: str) -> tuple[list[str], list[str]]:
+    """(names of benchmarks/moe.py for named strategies, comma-separated, or "all"; those that are left out, and why).
+
+    Raises ConfigError for a name that is none.
+    """
+    names = list(STRATEGIES) if text == "all" else [name for name in text.split(",") if name]
+    made, left_out = [], []
+    for name in names:
+        strategy = _named(name)
+        if "nccl" in strategy.points:
+            made.append("uniep-nccl")
+        elif backend in strategy.points:
+            changes = "+".join(f"{field}={value}" for field, value in strategy.points[backend].items())
+            made.append(f"uniep@{changes}" if changes else "uniep")
+        else:
+            left_out.append(f"{name}: {strategy.missing}" if not strategy.points else f"{name}: not on {backend}")
+    return list(dict.fromkeys(made)), left_out
+
+
+def _named(name: str) -> Strategy:
+    if name not in STRATEGIES:
+        raise ConfigError(f"strategy {name!r} is unknown; use one of {', '.join(STRATEGIES)}")
+    return STRATEGIES[name]
+
+
+def point(name: str, backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
+    """The Schedule of a named strategy.  Raises ConfigError where the backend cannot say it."""
+    strategy = _named(name)
+    if backend not in strategy.points:
+        there = ", ".join(strategy.points) or "no backend yet"
+        why = f": {strategy.missing}" if not strategy.points else ""
+        raise ConfigError(f"strategy {name!r} is no point of backend {backend!r}, but of {there}{why}")
+    return replaced(default_schedule(backend, cfg, ep_size), strategy.points[backend])

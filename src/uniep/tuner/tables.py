@@ -1,0 +1,293 @@
+"""Tables of what was found: which Schedule serves which calls on a card, with every timing behind it.
+
+One JSON file per card, backend and number of ranks.  The tables of the package lie in `tuner/tables`; what `uniep tune`
+finds here lies in a folder of the user's (`folder()`), and is looked at first.  An entry holds for one shape, dtype and
+bucket of tokens, and only while the sources that decide speed are those that were timed (`kernels`).
+
+A table that cannot serve is no error: it is named in a warning, and the default serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from uniep import version
+from uniep.config import MoEConfig
+from uniep.errors import ConfigError
+from uniep.schedule import DIMENSION, Schedule, default_schedule
+from uniep.tuner.space import NAMES, differences, refusals, replaced
+
+log = logging.getLogger("uniep")
+
+FORMAT = 1
+FARTHEST = 1.0
+"""Factors of two between a call's tokens and the bucket that still serves it."""
+
+_SOURCES = {
+    "cpu": ("schedule.py", "way.py", "taskflow", "backends/cpu", "backends/torch_tiles.py"),
+    "hopper": ("schedule.py", "way.py", "kernels", "launch", "backends/hopper"),
+    "nccl": ("schedule.py", "way.py", "kernels", "launch", "backends/collective", "backends/torch_tiles.py"),
+}
+"""What decides how fast a Schedule is, by backend, under the package."""
+
+
+@functools.cache
+def kernels(backend: str) -> str:
+    """Hash of the sources that decide how fast a Schedule of this backend is."""
+    root, found = resources.files("uniep"), hashlib.sha256()
+    for name in _SOURCES[backend]:
+        entry = root / name
+        files = [entry] if entry.is_file() else sorted(
+            (e for e in entry.iterdir() if e.name.endswith(".py")), key=lambda e: e.name
+        )  # fmt: skip
+        for file in files:
+            found.update(file.name.encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def card_name(device: torch.device) -> str:
+    """ "h200", "h100", the name of another card as letters and digits, or "cpu"."""
+    if device.type != "cuda":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    known = re.search(r"H\d00", name)
+    return (known[0] if known else re.sub(r"\W+", "-", name)).lower()
+
+
+def bucket(tokens: int) -> int:
+    """The power of two from `tokens` up, at least 16: what is found at it serves them."""
+    return max(16, 1 << (tokens - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What an entry holds for.  tokens: a bucket."""
+
+    card: str
+    backend: str
+    ep_size: int
+    shape: str
+    dtype: str
+    tokens: int
+
+    @classmethod
+    def of(cls, cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Key:
+        groups = "" if cfg.combine_groups is None else f"g{cfg.combine_groups}"
+        shape = f"{cfg.hidden}x{cfg.ffn}x{cfg.num_experts}x{cfg.top_k}{groups}"
+        return cls(
+            card, backend, ep_size, shape, str(cfg.dtype).removeprefix("torch."), bucket(cfg.max_tokens_per_rank)
+        )
+
+    @property
+    def file(self) -> str:
+        return f"{self.card}-{self.backend}-ep{self.ep_size}.json"
+
+    @property
+    def place(self) -> str:
+        """Of an entry in its file."""
+        return f"{self.shape}-{self.dtype}-{self.tokens}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """schedule: that serves; file: whose, None for the default; why: in words; entry: all that the file says."""
+
+    schedule: Schedule | None
+    file: Path | None
+    why: str
+    entry: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def folder() -> Path:
+    """Where `uniep tune` writes and a Workspace looks first: UNIEP_TUNE_DIR, or under the user's cache."""
+    if given := os.environ.get("UNIEP_TUNE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uniep" / "tuner"
+
+
+def card_file(card: str) -> str:
+    """For `model.load_card`: the path of what `uniep tune --calibrate` has found here, or the name itself."""
+    path = folder() / "cards" / f"{card}.toml"
+    return str(path) if path.is_file() else card
+
+
+def shipped() -> Path:
+    """The tables of the package."""
+    return Path(str(resources.files("uniep.tuner") / "tables"))
+
+
+def find(cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Found:
+    """What serves a Workspace of `cfg` on a card, from the nearest bucket of a table.  Warns of tables that cannot."""
+    key = Key.of(cfg, ep_size, backend, card)
+    why = f"no table of {key.file.removesuffix('.json')} has {key.shape} in {key.dtype}"
+    for path in (folder() / key.file, shipped() / key.file):
+        if not path.is_file():
+            continue
+        try:
+            entry = _nearest(read(path, backend), key)
+            if entry is None:
+                continue
+            schedule = parse(entry["schedule"], default_schedule(backend, cfg, ep_size))
+        except ConfigError as error:
+            log.warning("%s; the default Schedule serves", error)
+            why = str(error)
+            continue
+        if reasons := refusals(schedule, cfg, ep_size, backend):
+            why = f"table {path}: {key.place} cannot run: {'; '.join(reasons)}"
+            log.warning("%s; the default Schedule serves", why)
+            continue
+        return Found(schedule, path, f"tuned at {entry['tokens']} tokens, commit {entry.get('commit', '?')}", entry)
+    return Found(None, None, why)
+
+
+def _nearest(document: dict[str, Any], key: Key) -> dict[str, Any] | None:
+    """The entry of the bucket that is nearest to the key's."""
+
+    def far(entry: dict[str, Any]) -> float:
+        return abs(math.log2(entry["tokens"] / key.tokens))
+
+    fits = [e for e in document["entries"].values() if (e["shape"], e["dtype"]) == (key.shape, key.dtype)]
+    best = min(fits, key=far, default=None)
+    return best if best is not None and far(best) <= FARTHEST else None
+
+
+def read(path: Path, backend: str) -> dict[str, Any]:
+    """A table.  Raises ConfigError, which names the file, for one that is corrupt, foreign or of other kernels."""
+    remedy = "remove it, or tune again with uniep tune"
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"table {path} cannot be read ({type(error).__name__}: {error}); {remedy}") from None
+    entries = document.get("entries") if isinstance(document, dict) else None
+    whole = isinstance(entries, dict) and all(_is_entry(entry) for entry in entries.values())
+    if not whole or document.get("format") != FORMAT:
+        raise ConfigError(f"table {path} is no table of format {FORMAT}; {remedy}")
+    for name, wanted in (("card", path.name.rsplit(f"-{backend}-ep", 1)[0]), ("backend", backend)):
+        if document.get(name) != wanted:
+            raise ConfigError(f"table {path} is of {name} {document.get(name)!r}, not {wanted!r}; {remedy}")
+    if document.get("kernels") != kernels(backend):
+        raise ConfigError(
+            f"table {path} was timed with other kernels ({document.get('kernels')}, here {kernels(backend)}); {remedy}"
+        )
+    return document
+
+
+def _is_entry(entry: Any) -> bool:
+    kinds = {"shape": str, "dtype": str, "tokens": int, "schedule": dict}
+    return (
+        isinstance(entry, dict)
+        and all(isinstance(entry.get(k), kind) for k, kind in kinds.items())
+        and entry["tokens"] > 0
+    )
+
+
+def parse(values: dict[str, Any], usual: Schedule) -> Schedule:
+    """{"gemm1.columns": 128} -> `usual` with it.  Raises ConfigError for names and values that no Schedule has."""
+    for name, value in values.items():
+        if name not in NAMES:
+            raise ConfigError(f"a table has a field {name!r} that no Schedule has")
+        if refused := DIMENSION[name].refused(value):
+            raise ConfigError(f"a table has a value that no Schedule has: {refused}")
+    return replaced(usual, values)
+
+
+def digest(schedule: Schedule) -> str:
+    """Of all fields: equal for equal Schedules on every rank."""
+    return hashlib.sha256(repr(schedule).encode()).hexdigest()[:16]
+
+
+def store(path: Path, key: Key, entry: dict[str, Any]) -> None:
+    """Put an entry into a table: whole, or not at all.  Raises ConfigError, for a full disk, too."""
+    with held(path, PATIENCE_S):
+        try:
+            document = read(path, key.backend) if path.exists() else None
+        except ConfigError as error:
+            log.warning("%s; it is written anew", error)
+            document = None
+        document = document or {
+            "format": FORMAT, "card": key.card, "backend": key.backend, "ep": key.ep_size,
+            "kernels": kernels(key.backend), "entries": {},
+        }  # fmt: skip
+        versions = {"uniep": version.__version__, "torch": torch.__version__}
+        document["entries"][key.place] = {
+            "shape": key.shape, "dtype": key.dtype, "tokens": key.tokens, **versions, **entry,
+        }  # fmt: skip
+        write(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Raises ConfigError; a file that was there stays whole."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; free space or name another folder with UNIEP_TUNE_DIR") from None
+
+
+PATIENCE_S = 10.0
+"""How long to wait for another process that writes into the same table, which takes milliseconds."""
+
+
+@contextlib.contextmanager
+def held(path: Path, patience_s: float = 0.0) -> Iterator[None]:
+    """This process alone may write what `path` names, until the block ends or the process does.
+
+    Raises ConfigError where another process holds it for longer than `patience_s`.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{lock}: {error.strerror}; name another folder with UNIEP_TUNE_DIR") from None
+    try:
+        until = time.monotonic() + patience_s
+        while not _locked(handle):
+            if time.monotonic() >= until:
+                raise ConfigError(
+                    f"{path} is in the hands of another process, which tunes the same; wait for it, or name another "
+                    "folder with UNIEP_TUNE_DIR"
+                )
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def as_changes(schedule: Schedule, cfg: MoEConfig, ep_size: int, backend: str) -> dict[str, Any]:
+    """As an entry says it: what is not as in the backend's default."""
+    return differences(schedule, default_schedule(backend, cfg, ep_size))

@@ -1,0 +1,262 @@
+"""Way: how the calls of one rank with so many tokens run under a Schedule.  Every choice is made here, once.
+
+What launches, measures, traces or simulates a call reads its Way and decides nothing by a Schedule.  What ranks have to
+agree on (`Way.wire`) follows from the Schedule alone; the rest may follow the tokens of this rank, which peers do not
+know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+from uniep.config import MoEConfig
+from uniep.dimension import GPU, MEASURED, Measured
+from uniep.schedule import Schedule, Tile, default_schedule, down_sms
+
+
+class Choice(NamedTuple):
+    """One that was made: what, by which rule, and why that rule said so."""
+
+    what: str
+    value: str
+    rule: str
+    why: str
+
+
+class Wire(NamedTuple):
+    """What all ranks of a Workspace have alike, whatever their tokens."""
+
+    transfer: str
+    chunk_tokens: int
+    again: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """One call of one rank.  `explain()` says which rule chose what.
+
+    gates: every stage waits for the one before.  mega: one kernel for each direction.
+    down_sms: multiprocessors of the down product beside gate_up; 0: it runs after it.
+    returns: how results reach their tokens' ranks: from the product's "epilogue", by a "pass" behind it, or as sums of
+        combine groups, made "sums after" the product or "sums beside" it.
+    gradient_beside: the activation's gradient runs beside the product that feeds it.
+    transfer: how ranks send tokens.  copies: by copy engines here.  waits: kernels wait for tokens on their way.
+    push_programs: programs of those kernels that push first.  push_rounds: turns of the tile loop that this lasts, in
+        the forward and the backward.
+    local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
+    leads: how many these few are, in the forward and the backward.
+    chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling.
+    rotated: inside an expert, tiles in the order of peers.  interleaved: weight gradients behind their expert's rows.
+    expanded: rows of the first GEMM are read from a contiguous copy.  again: backward dispatches tokens again.
+    device_tiles: GEMMs are split as GPU kernels do.  separate, separate_gradient: the activation, and its gradient, are
+        tiles of their own.
+    gemm1, gemm2, weight_gradient: tiles of the products.
+    sms: multiprocessors that kernels take.  matrix_workers, vector_workers: threads.
+    given: what it was resolved from, for `explain` alone.
+    """
+
+    backend: str
+    ep_size: int
+    num_tokens: int
+    gates: bool
+    mega: bool
+    down_sms: int
+    returns: Literal["epilogue", "pass", "sums after", "sums beside"]
+    gradient_beside: bool
+    transfer: Literal["push", "copy"]
+    copies: bool
+    waits: bool
+    chunk_tokens: int
+    push_programs: int
+    push_rounds: tuple[int, int]
+    local_first: Literal["none", "leading", "all"]
+    leads: tuple[int, int]
+    chunk_experts: int
+    critical_path: bool
+    rotated: bool
+    interleaved: bool
+    expanded: bool
+    again: bool
+    device_tiles: bool
+    separate: bool
+    separate_gradient: bool
+    gemm1: Tile
+    gemm2: Tile
+    weight_gradient: Tile
+    sms: int
+    matrix_workers: int
+    vector_workers: int
+    given: tuple[Schedule, MoEConfig] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether rows are added by combine groups before they return."""
+        return self.returns in ("sums after", "sums beside")
+
+    @property
+    def forward_tile(self) -> Tile:
+        """Of the first GEMM, as it tiles the columns of F: a GPU's tile holds gate and up."""
+        tile = self.gemm1
+        return dataclasses.replace(tile, columns=tile.columns // 2) if self.device_tiles else tile
+
+    @property
+    def down_gradient_tile(self) -> Tile:
+        """Of dgrad2."""
+        return self.gemm2 if self.device_tiles else self.gemm1
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.transfer, self.chunk_tokens, self.again)
+
+    @property
+    def kernels(self) -> tuple[bool, bool, bool]:
+        """Equal for ways of one Schedule that launch the same kernels."""
+        return self.mega, self.down_sms > 0, self.gradient_beside
+
+    def choices(self) -> list[Choice]:
+        """Which rule chose what, and why."""
+        s, cfg = self.given
+        tokens, leading = f"T={self.num_tokens}", f"leading {self.leads}"
+        by_tokens = s.overlap not in ("serial", "mega")
+        return [
+            Choice(
+                "kernels", "one each way" if self.mega else "in stages", "mega_to" if by_tokens else "overlap",
+                f"{tokens}, up to {s.mega_to}" if by_tokens else s.overlap,
+            ),
+            Choice("stages", "one after the other" if self.gates else "beside each other", "overlap", s.overlap),
+            Choice(
+                "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
+                "overlap, pipelined_from", f"{s.overlap}, {tokens}, from {s.pipelined_from} on",
+            ),
+            Choice(
+                "activation's gradient", "beside its product" if self.gradient_beside else "behind its product",
+                "activation_gradient, beside_from", f"{s.activation_gradient}, {tokens}, from {s.beside_from} on",
+            ),
+            Choice(
+                "results return", self.returns, "combine_groups, group_sum, overlap",
+                f"{cfg.combine_groups}, {s.group_sum}, {s.overlap}",
+            ),
+            Choice(
+                "tokens travel", self.transfer if self.ep_size > 1 else "nowhere", "transfer",
+                f"{s.transfer}, {self.ep_size} ranks, all alike",
+            ),
+            Choice(
+                "local tiles first", leading if self.local_first == "leading" else self.local_first, "tile_order",
+                f"{s.tile_order}, {'one kernel' if self.mega else 'stages'} of {self.backend}, {self.ep_size} ranks",
+            ),
+            Choice("received tokens", s.received, "received", "as set, all ranks alike"),
+            Choice("operand", s.operand, "operand", "as set"),
+        ]  # fmt: skip
+
+    def explain(self) -> str:
+        """A line for each choice: what, by which rule, why."""
+        lines = [(c.what, c.value, c.rule, c.why) for c in self.choices()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            [f"{self.backend}, {self.ep_size} ranks, T={self.num_tokens}"]
+            + ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        )
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def resolve(
+    cfg: MoEConfig,
+    ep_size: int,
+    num_tokens: int,
+    schedule: Schedule | None = None,
+    *,
+    backend: str = GPU,
+    measured: Measured = MEASURED,
+) -> Way:
+    """The way of a call of a rank with `num_tokens` of its own.  schedule: default the backend's own.
+
+    Whether the schedule can run is `is_valid`'s question.
+    """
+    s = schedule or default_schedule(backend, cfg, ep_size, measured)
+    device, sms, grouped = backend == GPU, measured.sms - s.free_sms, cfg.combine_groups is not None
+    gates = s.overlap == "serial"
+    mega = device and (s.overlap == "mega" or (not gates and 0 < s.mega_to >= num_tokens))
+    waits, copies = ep_size > 1 and not gates, ep_size > 1 and s.transfer == "copy"
+    down = down_sms(s, num_tokens, sms) if device and not mega else 0
+    local_first: Literal["none", "leading", "all"] = "none"
+    if s.tile_order in ("local-first", "critical-path"):
+        local_first = "all" if mega or not device else "leading" if ep_size > 1 else "none"
+    returns: Literal["epilogue", "pass", "sums after", "sums beside"]
+    if grouped:
+        returns = "sums beside" if s.group_sum == "beside" else "sums after"
+    else:
+        returns = "pass" if gates else "epilogue"
+    pushes = waits and (mega or not copies)
+    push_us = _push_us(cfg, ep_size, num_tokens, measured)
+    rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gemm1, s.gemm2)]
+    leads = _leads(cfg, ep_size, num_tokens, copies, push_us, sms, measured) if local_first == "leading" else (0, 0)
+    staged = device and not mega and not gates
+    beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
+    return Way(
+        backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
+        returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies, waits=waits,
+        chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
+        push_rounds=(rounds[0], rounds[1]),
+        local_first=local_first, leads=leads, chunk_experts=s.chunk_experts if s.tile_order == "chunk-major" else 0,
+        critical_path=s.tile_order == "critical-path", rotated=s.peer_order == "rotated",
+        interleaved=s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
+        again=s.received == "again", device_tiles=device, separate=s.activation == "separate",
+        separate_gradient=device or s.activation == "separate", gemm1=s.gemm1, gemm2=s.gemm2,
+        weight_gradient=s.weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,
+        given=(s, cfg),
+    )  # fmt: skip
+
+
+def _push_us(cfg: MoEConfig, ep_size: int, num_tokens: int, measured: Measured) -> float:
+    """How long pushing this rank's tokens takes beside a GEMM, for balanced routing."""
+    sent_bytes = (ep_size - 1) * num_tokens * cfg.wanted(ep_size) * cfg.hidden * cfg.dtype.itemsize
+    return sent_bytes / measured.push_bytes_per_us
+
+
+def _rounds(cfg: MoEConfig, push_us: float, tile: Tile, measured: Measured) -> int:
+    """Turns of the tile loop that a push lasts, so that pushing programs get that many tiles fewer."""
+    tile_us = 2 * tile.rows * tile.columns * cfg.hidden / measured.sm_flop_per_us
+    return math.ceil(push_us / tile_us)
+
+
+def _leads(
+    cfg: MoEConfig, ep_size: int, num_tokens: int, copies: bool, push_us: float, sms: int, measured: Measured
+) -> tuple[int, int]:
+    """Experts whose local tiles run first, in the forward and the backward: as many as last until the other ranks'
+    tokens are here.  Copies of x travel while the forward is planned."""
+    if copies:
+        travel_us = (ep_size - 1) * num_tokens * cfg.hidden * cfg.dtype.itemsize / measured.copy_bytes_per_us
+        forward_us, backward_us = travel_us - measured.copy_lead_us, travel_us
+    else:
+        forward_us = backward_us = push_us + measured.push_latency_us
+    flop = 2 * max(num_tokens * cfg.top_k / cfg.num_experts, 1) * cfg.ffn * cfg.hidden  # of an expert's local rows
+    expert_us = flop / (measured.sm_flop_per_us * sms)
+    forward, backward = math.ceil(forward_us / (2 * expert_us)), math.ceil(backward_us / expert_us)
+    return max(forward, 0), max(backward, 0)
+
+
+class Ways(dict[int, Way]):
+    """The ways of a Workspace's calls by the tokens of this rank, each resolved once.  schedule: None: the default."""
+
+    def __init__(
+        self, cfg: MoEConfig, ep_size: int, schedule: Schedule | None, backend: str, measured: Measured = MEASURED
+    ) -> None:
+        self.cfg, self.ep_size, self.backend, self.measured = cfg, ep_size, backend, measured
+        self.schedule = schedule or default_schedule(backend, cfg, ep_size, measured)
+
+    def __missing__(self, num_tokens: int) -> Way:
+        if len(self) >= 1000:  # any number of lengths may come
+            self.clear()
+        way = resolve(self.cfg, self.ep_size, num_tokens, self.schedule, backend=self.backend, measured=self.measured)
+        self[num_tokens] = way
+        return way
+
+    def kinds(self) -> list[Way]:
+        """One way for each set of kernels that calls launch."""
+        s, most = self.schedule, self.cfg.max_tokens_per_rank
+        turns = sorted({0, s.mega_to + 1, s.pipelined_from, s.beside_from})
+        return list({way.kernels: way for way in (self[turn] for turn in turns if turn <= most)}.values())

@@ -1,0 +1,452 @@
+"""The space, the model, tables, named strategies and explanations.  (Searches: test_tuner_search.py.)"""
+
+import dataclasses
+import errno
+import importlib.util
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import uniep
+from uniep.cli.main import app
+from uniep.errors import ConfigError
+from uniep.schedule import DIMENSION, Schedule, Tile, default_schedule, parse_schedule
+from uniep.shapes import SHAPES
+from uniep.sim import Problem, load_machine
+from uniep.trials import calibrate
+from uniep.tuner import choose, space, strategies, tables
+from uniep.tuner.explain import explain
+from uniep.tuner.model import CONSTANTS, Load, card_text, cards, checked, load_card, predict, uncalibrated
+from uniep.way import resolve
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CFG = uniep.MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8, max_tokens_per_rank=8192, max_rows=131072)
+SMALL = uniep.MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path))
+    monkeypatch.delenv("UNIEP_TUNE", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """benchmarks/model.py."""
+    spec = importlib.util.spec_from_file_location("benchmark_of_the_model", BENCHMARKS / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- space ---
+
+
+@pytest.mark.parametrize(("backend", "least"), [("cpu", 1000), ("nccl", 4), ("hopper", 100_000)])
+def test_points_are_distinct_and_run(backend, least):
+    made = space.points(backend, CFG, 2)
+    assert len(made) >= least
+    names = sorted(made.columns)
+    coded = torch.stack([made.columns[name] for name in names], 1)
+    few = coded[:: max(1, len(made) // 20_000)]
+    assert len(torch.unique(few, dim=0)) == len(few)
+    for index in range(0, len(made), max(1, len(made) // 150)):
+        assert space.refusals(made.schedule(index), CFG, 2, backend) == []
+
+
+@pytest.mark.parametrize("backend", ["cpu", "nccl", "hopper"])
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_the_first_point_is_the_default(backend, tokens):
+    for ep_size in (1, 4):
+        cfg = dataclasses.replace(CFG, max_tokens_per_rank=tokens)
+        assert space.points(backend, cfg, ep_size).schedule(0) == default_schedule(backend, cfg, ep_size)
+
+
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_a_point_is_done_with_its_tokens(tokens):
+    """Whatever thresholds the default has: one kernel for both directions only where the point says so."""
+    cfg = dataclasses.replace(CFG, max_tokens_per_rank=tokens)
+    made, usual = space.points("hopper", cfg, 4), default_schedule("hopper", cfg, 4)
+    for index in range(1, len(made), len(made) // 50):
+        schedule = made.schedule(index)
+        way = resolve(cfg, 4, tokens, schedule)
+        assert way.mega == (schedule.overlap == "mega")
+        assert (way.down_sms > 0) == (schedule.overlap == "pipelined")
+        assert way.gradient_beside == (schedule.activation_gradient == "beside" and not (way.mega or way.gates))
+        assert space.settled(schedule, usual, "hopper", tokens) == schedule
+    alone = [made.schedule(i) for i in range(2)]
+    assert alone[0] == usual and (resolve(cfg, 4, tokens, alone[1]).mega != resolve(cfg, 4, tokens, usual).mega) == (
+        tokens == 64
+    )
+
+
+def test_what_is_switched_off_has_one_value():
+    made = space.points("hopper", CFG, 2)
+    pushed = made.is_in("transfer", "push") & ~made.is_in("overlap", "serial")
+    assert len(torch.unique(made.column("push_programs")[~pushed])) == 1
+    assert len(torch.unique(made.column("push_programs")[pushed])) > 1
+    assert len(torch.unique(made.column("down_sms")[~made.is_in("overlap", "pipelined")])) == 1
+
+
+def test_columns_are_those_of_the_schedules():
+    made = space.points("hopper", CFG, 2)
+    chosen = [made.schedule(i) for i in range(0, len(made), len(made) // 7)]
+    again = space.Points.of(chosen)
+    assert [again.schedule(i) for i in range(len(chosen))] == chosen
+
+
+def test_more_points_than_the_limit_are_drawn_alike_each_time():
+    a, b = (space.points("hopper", CFG, 2, limit=500) for _ in range(2))
+    assert len(a) == 500
+    assert a.schedule(0) == space.points("hopper", CFG, 2).schedule(0)
+    assert all(torch.equal(a.columns[k], b.columns[k]) for k in a.columns)
+
+
+def test_what_is_searched_is_declared():
+    for searched in space.SEARCHED:
+        for name in (searched.name, *searched.also):
+            for backend, values in searched.values.items():
+                assert set(values) <= set(DIMENSION[name].domain), name
+                assert backend in DIMENSION[name].backends or "hopper, mega" in DIMENSION[name].backends
+        for needed, allowed in searched.needs.items():
+            assert set(allowed) <= set(DIMENSION[needed].domain)
+
+
+# --- model ---
+
+
+def test_1e5_points_in_150_ms_of_one_core(benchmark):
+    torch.set_num_threads(1)
+    assert benchmark.speed(100_000) <= 0.150
+
+
+def test_errors_on_held_out_calls_are_within_the_limits(benchmark):
+    rows = list(benchmark.measured())
+    out = benchmark.held_out(rows)
+    assert 0.4 < sum(row.call in out for row in rows) / len(rows) < 0.6
+    held = [row for row in rows if row.call in out and row.card == "h200"]
+    shown = benchmark.predicted(held, load_card("h200"), out)
+    many, few = ([r for r in shown if (r["tokens"] > benchmark.FEW) == large] for large in (True, False))
+    of_many = benchmark.errors(many)
+    assert of_many["median"] <= 0.05 and of_many["p95"] <= 0.12
+    assert benchmark.errors(few)["median"] <= 0.10
+    assert benchmark.picks(shown)["worst"] <= 0.03
+    committed = json.loads((BENCHMARKS / "results" / "model.json").read_text())
+    assert committed["summary"]["h200, held out, T > 2048"] == of_many
+
+
+def test_the_model_knows_what_helps():
+    """Less on the wire, more multiprocessors and larger tiles take less; more tokens more."""
+    card, load = load_card("h200"), Load.uniform(CFG, 2)
+    usual = default_schedule("hopper", CFG, 2)
+
+    def us(schedule=usual, load=load, card=card):
+        return float(predict(load, space.Points.of([schedule]), card).both)
+
+    assert us(dataclasses.replace(usual, overlap="serial")) > us()
+    assert us(dataclasses.replace(usual, free_sms=24)) > us()
+    assert us(dataclasses.replace(usual, gemm1=Tile(rows=64, columns=128), gemm2=Tile(rows=64, columns=128))) > us()
+    assert us(load=dataclasses.replace(load, wire=1e-6)) < us()
+    assert us(load=Load.uniform(dataclasses.replace(CFG, max_tokens_per_rank=16384), 2)) > 1.5 * us()
+    slow = dataclasses.replace(card, machine=card.machine.replaced({"link_gbps": 20}))
+    assert us(card=slow) > 1.5 * us()
+
+
+def test_a_load_is_that_of_its_ids():
+    problem = Problem(SHAPES["qwen3-30b"], 2, 1024, "uniform")
+    exact, even = Load.of_ids(problem.cfg, [problem.ids(r) for r in range(2)]), Load.uniform(problem.cfg, 2)
+    for name in ("rows", "away", "sent", "received"):
+        assert getattr(even, name) == pytest.approx(getattr(exact, name), rel=0.05), name
+    assert even.tiles == pytest.approx(exact.tiles, rel=0.1)
+    assert Load.of_ids(problem.cfg, [problem.ids(0)]).away == 0
+
+
+def test_a_fit_finds_the_constants_that_made_the_times():
+    truth = uncalibrated(load_machine("h200-node")).replaced({"matrix_tflops": 600.0, "plan_us": 150.0})
+    loads = [Load.uniform(dataclasses.replace(CFG, max_tokens_per_rank=t), 2) for t in (512, 2048, 4096, 8192)]
+    usual = default_schedule("hopper", CFG, 2)
+    timed = [
+        calibrate.Timed(load, schedule, direction, 1.0)
+        for load in loads
+        for schedule in (usual, dataclasses.replace(usual, overlap="serial"))
+        for direction in ("fwd", "fwd_bwd")
+    ]
+    us = calibrate.Calls(timed).predicted(truth).tolist()
+    timed = [dataclasses.replace(t, us=value) for t, value in zip(timed, us, strict=True)]
+    fitted = calibrate.fit(uncalibrated(load_machine("h200-node")), timed, ["matrix_tflops", "plan_us"])
+    assert fitted.constants["matrix_tflops"] == pytest.approx(600, rel=0.02)
+    assert fitted.constants["plan_us"] == pytest.approx(150, rel=0.05)
+
+
+def test_card_files(tmp_path):
+    assert {"h100", "h200"} <= set(cards())
+    made = load_card("h200").replaced({"plan_us": 77.0})
+    (tmp_path / "mine.toml").write_text(card_text(made, "mine"))
+    assert load_card(str(tmp_path / "mine.toml")).constants["plan_us"] == 77.0
+    with pytest.raises(ConfigError, match=r"plan_us is -1; it must be a number of 0 to 100000 us"):
+        checked("x", {"machine": "h200-node", "plan_us": -1})
+    with pytest.raises(ConfigError, match="nonsense is no constant"):
+        checked("x", {"machine": "h200-node", "nonsense": 1})
+    with pytest.raises(ConfigError, match="machine is None"):
+        checked("x", {})
+    with pytest.raises(ConfigError, match=r"b300.*h100, h200"):
+        load_card("b300")
+    assert all(c.low <= load_card("h200").constants[k] <= c.high for k, c in CONSTANTS.items())
+
+
+# --- named strategies ---
+
+
+def test_named_strategies_are_points_or_say_what_is_missing():
+    for name, strategy in strategies.STRATEGIES.items():
+        assert strategy.points or strategy.missing
+        for backend in ("cpu", "nccl", "hopper"):
+            if backend in strategy.points:
+                assert space.refusals(strategies.point(name, backend, CFG, 2), CFG, 2, backend) == []
+            else:
+                with pytest.raises(ConfigError, match=f"no point of backend '{backend}'"):
+                    strategies.point(name, backend, CFG, 2)
+    with pytest.raises(ConfigError, match="serial-all-to-all, all-gather"):
+        strategies.point("nonsense", "cpu", CFG, 2)
+
+
+def test_bench_takes_named_strategies():
+    made, left_out = strategies.implementations("all", "hopper")
+    assert {"uniep-nccl", "uniep"} <= set(made) and len(made) == len(set(made)) == 6
+    for impl in made:
+        if "@" in impl:
+            assert parse_schedule(impl.partition("@")[2], default_schedule("hopper", CFG, 2))
+    assert len(left_out) == 1 and left_out[0].startswith("mega-ep-relay: no dimension")
+    assert strategies.implementations("uniep,taskflow", "cpu")[0][0] == "uniep"
+    with pytest.raises(ConfigError, match="'x' is unknown; use one of serial-all-to-all"):
+        strategies.implementations("x", "cpu")
+
+
+# --- tables ---
+
+
+def stored(cfg=SMALL, ep_size=1, changes=None, **more):
+    key = tables.Key.of(cfg, ep_size, "cpu", "cpu")
+    path = tables.folder() / key.file
+    tables.store(path, key, {"schedule": changes or {"chunk_tokens": 32}, "commit": "abc", **more})
+    return path
+
+
+def found(cfg=SMALL, ep_size=1):
+    return tables.find(cfg, ep_size, "cpu", "cpu")
+
+
+def test_a_table_serves_its_card_shape_dtype_and_ranks_alone():
+    assert found().schedule is None
+    path = stored()
+    assert found().schedule == dataclasses.replace(Schedule(), chunk_tokens=32)
+    assert found().file == path
+    for other in ({"hidden": 64}, {"dtype": torch.float16}, {"top_k": 1}, {"combine_groups": 4}):
+        assert found(dataclasses.replace(SMALL, **other)).schedule is None, other
+    assert found(ep_size=2).schedule is None
+    assert tables.find(SMALL, 1, "hopper", "h200").schedule is None
+
+
+def test_tokens_are_in_buckets_and_the_nearest_serves():
+    assert [tables.bucket(t) for t in (1, 16, 17, 64, 65, 4096, 4097)] == [16, 16, 32, 64, 128, 4096, 8192]
+
+    def of(tokens):
+        return found(dataclasses.replace(SMALL, max_tokens_per_rank=tokens)).schedule
+
+    stored(dataclasses.replace(SMALL, max_tokens_per_rank=64), changes={"chunk_tokens": 32})
+    stored(dataclasses.replace(SMALL, max_tokens_per_rank=1024), changes={"chunk_tokens": 128})
+    assert [of(t) and of(t).chunk_tokens for t in (16, 20, 33, 64, 100, 200, 400, 600, 1500, 9000)] == [
+        None, 32, 32, 32, 32, None, 128, 128, 128, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda text: text[: len(text) // 2], "cannot be read"),
+        (lambda text: "[]", "no table of format 1"),
+        (lambda text: text.replace('"card": "cpu"', '"card": "h200"'), "is of card 'h200'"),
+        (lambda text: text.replace(tables.kernels("cpu"), "0123456789abcdef"), "other kernels"),
+        (lambda text: text.replace("chunk_tokens", "chunk_wishes"), "a field 'chunk_wishes'"),
+        (lambda text: text.replace('"chunk_tokens": 32', '"overlap": "sometimes"'), "overlap is 'sometimes'"),
+        (lambda text: text.replace('"chunk_tokens": 32', '"gemm1.columns": 7'), "gemm1.columns is 7"),
+    ],
+)
+def test_a_table_that_cannot_serve_is_named_and_the_default_serves(spoil, says, caplog):
+    path = stored()
+    path.write_text(spoil(path.read_text()))
+    with caplog.at_level(logging.WARNING, "uniep"):
+        assert found().schedule is None
+    assert len(caplog.records) == 1
+    assert says in caplog.text and (str(path) in caplog.text or "field" in says or "overlap" in says)
+    with uniep.Workspace(SMALL) as workspace:
+        assert workspace.backend.schedule == Schedule()
+
+
+def test_a_full_disk_is_told_and_leaves_the_table(monkeypatch):
+    path = stored()
+    before = path.read_text()
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"No space left.*UNIEP_TUNE_DIR"):
+        stored(changes={"chunk_tokens": 128})
+    assert path.read_text() == before
+    assert sorted(p.name for p in path.parent.iterdir()) == sorted([path.name, f"{path.name}.lock"])
+
+
+def test_two_processes_that_tune_at_once(monkeypatch):
+    path = stored()
+    monkeypatch.setattr(tables, "PATIENCE_S", 0.1)
+    with tables.held(path), pytest.raises(ConfigError, match="another process"):
+        stored()
+    stored()
+
+
+def test_a_folder_that_cannot_be_made(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "file" / "x"))
+    assert found().schedule is None
+    with pytest.raises(ConfigError, match="UNIEP_TUNE_DIR"):
+        stored()
+
+
+def test_other_sources_are_another_hash(monkeypatch):
+    assert len({tables.kernels(backend) for backend in ("cpu", "nccl", "hopper")}) == 3
+
+
+# --- what a Workspace runs with ---
+
+
+def schedule_of(**options):
+    with uniep.Workspace(SMALL, device="cpu", **options) as workspace:
+        return workspace.backend.schedule
+
+
+def test_off_cached_and_an_own_schedule(monkeypatch):
+    stored()
+    tuned = dataclasses.replace(Schedule(), chunk_tokens=32)
+    assert schedule_of() == tuned
+    assert schedule_of(tune="cached") == tuned
+    assert schedule_of(tune="off") == Schedule()
+    assert schedule_of(schedule=Schedule(chunk_tokens=128)) == Schedule(chunk_tokens=128)
+    monkeypatch.setenv("UNIEP_TUNE", "off")
+    assert schedule_of() == Schedule()
+    assert schedule_of(tune="cached") == tuned
+    monkeypatch.setenv("UNIEP_TUNE", "perhaps")
+    with pytest.raises(ConfigError, match="UNIEP_TUNE is 'perhaps'; it must be off, cached or online"):
+        schedule_of()
+
+
+def test_online_times_only_what_was_proved_here():
+    tried = [
+        {"changes": {"chunk_tokens": 32}, "status": "timed", "score": 0.90},
+        {"changes": {"chunk_tokens": 128}, "status": "timed", "score": 0.91},
+        {"changes": {"vector_workers": 2}, "status": "timed", "score": 1.2},
+        {"changes": {"matrix_workers": 2}, "status": "other bits", "score": None},
+        {"changes": {"activation": "separate"}, "status": "slow", "score": 0.9},
+    ]
+    stored(tried=tried)
+    proposed = choose.proposals(SMALL, 1, "cpu", CPU, "online")
+    assert [s.chunk_tokens for s in proposed] == [32, 128]
+    assert choose.proposals(SMALL, 1, "cpu", CPU, "cached") == proposed[:1]
+    before = torch.random.get_rng_state()
+    assert schedule_of(tune="online") in proposed
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_40_calls_of_any_tokens_tune_nothing(monkeypatch):
+    """73: after the Workspace is made no call looks for a table, and none changes the Schedule."""
+    stored()
+    torch.manual_seed(0)
+    w13, w2 = torch.randn(4, 32, 32), torch.randn(4, 32, 16)
+    with uniep.Workspace(SMALL, device="cpu") as workspace:
+        schedule, looked = workspace.backend.schedule, []
+        for name in ("find", "read", "kernels"):
+            monkeypatch.setattr(tables, name, lambda *args, name=name: looked.append(name))
+        for tokens in torch.randint(1, 65, (40,)).tolist():
+            ids = torch.rand(tokens, 4).topk(2, 1).indices
+            uniep.moe(torch.randn(tokens, 32), ids, torch.rand(tokens, 2), w13, w2, workspace=workspace)
+        assert workspace.backend.schedule is schedule
+    assert looked == []
+
+
+def test_the_default_is_no_slower_than_what_it_hides(benchmark):
+    """76: of every committed call the default takes at most 1.05 times what the serial Schedule does."""
+    of_call = {}
+    for row in benchmark.measured():
+        if row.impl in ("uniep", "uniep-serial") and row.file != "h200x4_layer":
+            of_call.setdefault((row.file, *row.call, row.routing, row.direction), {})[row.impl] = row.ms
+    both = [ms for ms in of_call.values() if len(ms) == 2]
+    assert len(both) >= 20
+    assert max(ms["uniep"] / ms["uniep-serial"] for ms in both) <= 1.05
+
+
+# --- explain ---
+
+
+def test_explain_says_choice_runner_up_and_what_matters():
+    cfg = dataclasses.replace(CFG, max_tokens_per_rank=8192)
+    files = [BENCHMARKS / "results" / "h200x2_layer.json"]
+    document = explain(cfg, 2, "hopper", load_card("h200"), "qwen3-30b", files)
+    json.dumps(document)
+    assert document["by"] == "model" and document["serves"].startswith("the default")
+    assert document["choice"]["predicted_us"] <= document["default"]["predicted_us"]
+    assert document["default"]["measured_us"] == pytest.approx(3472.0)
+    assert document["runner_up"]["predicted_us"] > document["choice"]["predicted_us"]
+    assert document["runner_up"]["differs_from_choice"] and "us" in document["runner_up"]["why"]
+    dearest = [max(of["costs"].values()) for of in document["dimensions"].values()]
+    assert dearest == sorted(dearest, reverse=True)
+    assert document["matters_most"] == next(iter(document["dimensions"]))
+    assert document["strategies"]["uniep"] == document["default"]["predicted_us"]
+
+
+def test_explain_takes_the_tables_choice(tmp_path):
+    key = tables.Key.of(CFG, 2, "hopper", "h200")
+    changes = {"gemm1.columns": 128}
+    entry = {"schedule": changes, "tried": [{"changes": changes, "status": "timed", "us": 1234.5, "score": 0.9}]}
+    tables.store(tables.folder() / key.file, key, entry)
+    document = explain(CFG, 2, "hopper", load_card("h200"), "qwen3-30b")
+    assert document["by"] == "table" and key.file in document["serves"]
+    assert document["choice"]["changes"] == changes and document["measured_us"] == 1234.5
+
+
+def test_result_files_that_are_none(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"x\.json is no result file"):
+        explain(CFG, 2, "hopper", load_card("h200"), "qwen3-30b", [tmp_path / "x.json"])
+
+
+def test_uniep_explain_prints_and_writes_all_of_it(tmp_path):
+    options = ["--ep", "4", "--json", str(tmp_path / "x.json"), "--picture", str(tmp_path / "x.png")]
+    done = CliRunner().invoke(app, ["explain", *options])
+    assert done.exit_code == 0, done.output
+    for word in ("choice", "runner up", "Matters most", "Named strategies"):
+        assert word in done.output
+    assert json.loads((tmp_path / "x.json").read_text())["points"] >= 100_000
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    refused = CliRunner().invoke(app, ["explain", "--card", "b300"])
+    assert refused.exit_code == 2 and "h100, h200" in " ".join(refused.output.split())
+
+
+def test_the_page_has_every_dimension_strategy_and_today_s_figures():
+    page = (BENCHMARKS.parent / "docs" / "tuner.md").read_text()
+    assert all(f"`{name}`" in page for searched in space.SEARCHED for name in (searched.name, *searched.also))
+    assert all(f"`{name}`" in page for name in strategies.STRATEGIES)
+    summary = json.loads((BENCHMARKS / "results" / "model.json").read_text())["summary"]
+    for of in summary.values():
+        figures = f"| {of['rows']} | {of['median']:.1%} | {of['p95']:.1%}".replace("%", " %")
+        assert figures in page or of["rows"] == 30, figures
+    for backend in ("hopper", "cpu"):
+        assert f"{len(space.points(backend, CFG, 2)):,}" in page

@@ -1,0 +1,298 @@
+"""Searches: with ranks that answer as told, and with real child processes that fault."""
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sqlite3
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import uniep
+from uniep.cli.main import app
+from uniep.errors import ConfigError
+from uniep.schedule import Schedule
+from uniep.trials import search as searching
+from uniep.trials.fleet import DroppedError, Fleet
+from uniep.trials.search import Listed, Optuna, Record, in_order, search
+from uniep.trials.trial import Job
+from uniep.tuner import tables
+from uniep.tuner.space import points
+
+CFG = uniep.MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
+JOB = Job(CFG, 1, "cpu", "cpu", 64)
+SPACE = points("cpu", CFG, 1)
+
+
+class Told:
+    """In place of a Fleet: a call takes 100 us times `factor`; `fault`: how a candidate ends; `bits`: its hash."""
+
+    def __init__(self, factor=lambda s: 1.0, fault=lambda s: None, bits=lambda s: "same", ranks=2):
+        self.factor, self.fault, self.bits, self.ranks = factor, fault, bits, ranks
+        self.starts, self.alive, self.asked = 1, True, []
+        self.incumbent = self.candidate = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def end(self):
+        self.alive = False
+
+    def ask(self, method, *args, timeout_s):
+        if not self.alive:
+            self.starts, self.alive, self.incumbent = self.starts + 1, True, None
+        self.asked.append(method)
+        if method == "prove":
+            (self.candidate,) = args
+            if reason := self.fault(self.candidate):
+                self.alive = reason == "refused"
+                raise DroppedError(reason, "as told")
+            return [self.bits(self.candidate)] * self.ranks
+        if method == "take":
+            self.incumbent, self.candidate = self.candidate, None
+            return [None] * self.ranks
+        if method == "time":
+            pair = 100 * self.factor(self.incumbent), 100 * self.factor(self.candidate)
+            return [[pair] * args[0], [(pair[0] * 0.9, pair[1] * 0.9)] * args[0]]
+        return [tables.digest(args[0])] * self.ranks
+
+
+def listed(*changes):
+    """A sampler of these points."""
+    made = [dataclasses.replace(Schedule(), **change) for change in changes]
+
+    class Some:
+        def ask(self):
+            return made.pop(0) if made else None
+
+        def tell(self, score):
+            pass
+
+    return Some()
+
+
+@pytest.fixture
+def record(tmp_path):
+    made = Record(tmp_path / "x.sqlite", {"kernels": "1"})
+    yield made
+    made.close()
+
+
+def run(record, ranks, *changes, **options):
+    return search(JOB, listed(*changes), record, 30.0, fleet=ranks, **options)
+
+
+def chunk(factors):
+    return lambda s: factors.get(s.chunk_tokens, 1.0)
+
+
+def test_the_fastest_is_kept_if_it_wins_again_in_fresh_ranks(record):
+    ranks = Told(chunk({32: 0.9, 128: 0.8, 96: 1.5}))
+    result = run(record, ranks, *({"chunk_tokens": n} for n in (32, 96, 128)))
+    assert result.choice.chunk_tokens == 128
+    assert result.gain == pytest.approx(1 / 0.8) and result.spread == 0
+    assert ranks.starts == 2
+    assert [t.status for t in result.tried] == ["timed", "slow", "timed"]
+    assert [t.score for t in result.tried] == pytest.approx([0.9, 1.5 * 0.9 / 0.9, 0.8])
+    assert [t.us for t in result.tried] == pytest.approx([90, 150, 80])  # the slowest rank's
+    assert result.proof == tables.digest(result.choice)
+
+
+def test_a_slow_one_is_given_up_early(record):
+    result = run(record, Told(chunk({32: 1.2, 128: 1.0})), {"chunk_tokens": 32}, {"chunk_tokens": 128})
+    assert [len(t.pairs) for t in result.tried] == [searching.PAIRS, searching.PAIRS * searching.ROUNDS]
+
+
+def test_a_winner_that_loses_in_fresh_ranks_leaves_the_default(record):
+    ranks = Told()
+    ranks.factor = lambda s: 0.9 if s.chunk_tokens == 32 and ranks.starts == 1 else 1.0
+    result = run(record, ranks, {"chunk_tokens": 32})
+    assert result.choice == Schedule() and result.gain == pytest.approx(1.0)
+
+
+def test_what_faults_or_changes_bits_is_dropped_with_its_reason(record, caplog):
+    """75: the search goes on, in ranks that are started anew."""
+    faults = {1: "fault", 2: "out of memory", 3: "timeout", 4: "refused"}
+    ranks = Told(chunk({}), lambda s: faults.get(s.chunk_tokens), lambda s: str(s.chunk_tokens == 5))
+    with caplog.at_level(logging.WARNING, "uniep"):
+        result = run(record, ranks, *({"chunk_tokens": n} for n in (1, 2, 3, 4, 5, 6)))
+    statuses = {t.changes["chunk_tokens"]: t.status for t in result.tried}
+    assert statuses == {**faults, 5: "other bits", 6: "timed"}
+    assert all(f"{status}" in caplog.text for status in (*faults.values(), "other bits"))
+    assert result.choice == Schedule()
+    assert ranks.starts == 4  # one start more for each that did not leave the ranks in step
+
+
+def test_a_default_that_cannot_run_is_an_error(record):
+    with pytest.raises(uniep.UniEPError, match="default Schedule cannot be timed: fault: as told"):
+        run(record, Told(fault=lambda s: "fault"))
+    with pytest.raises(uniep.UniEPError, match="other bits than the serial one"):
+        run(record, Told(bits=lambda s: s.overlap))
+
+
+def test_ranks_with_different_choices_are_an_error(record):
+    ranks = Told()
+    ask = ranks.ask
+    ranks.ask = lambda m, *a, timeout_s: ["a", "b"] if m == "chosen" else ask(m, *a, timeout_s=timeout_s)
+    with pytest.raises(uniep.UniEPError, match=r"different choices \(a, b\)"):
+        run(record, ranks)
+
+
+def test_a_search_goes_on_where_it_was(record):
+    first = run(record, Told(chunk({32: 0.8})), {"chunk_tokens": 32}, {"chunk_tokens": 128})
+    ranks = Told(chunk({32: 0.8, 96: 0.7}))
+    again = run(record, ranks, {"chunk_tokens": 32}, {"chunk_tokens": 128}, {"chunk_tokens": 96})
+    assert len(first.tried) == 2 and len(again.tried) == 3
+    assert ranks.asked.count("time") == 1 + searching.ROUNDS + 1  # the default, the new one, the winner again
+    assert again.choice.chunk_tokens == 96
+    assert again.tried[-1].score == pytest.approx(0.7)
+
+
+def test_trials_of_other_kernels_are_dropped(tmp_path, caplog):
+    record = Record(tmp_path / "x.sqlite", {"kernels": "1"})
+    run(record, Told(), {"chunk_tokens": 32})
+    record.close()
+    record = Record(tmp_path / "x.sqlite", {"kernels": "2"})
+    assert record.all() == [] and "other kernels" in caplog.text
+    record.close()
+
+
+def test_a_record_that_is_none_and_a_full_disk(tmp_path, record):
+    (tmp_path / "y.sqlite").write_text("this is no database, but it is long enough to look at" * 40)
+    with pytest.raises(ConfigError, match=r"y\.sqlite: file is not a database"):
+        Record(tmp_path / "y.sqlite", {})
+    pages = record.db.execute("PRAGMA page_count").fetchone()[0]
+    record.db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(ConfigError, match=r"full.*UNIEP_TUNE_DIR"):
+        for number in range(1000):
+            record.add(searching.Tried({"chunk_tokens": number}, "timed", "x" * 1000))
+
+
+def test_the_budget_ends_it(record):
+    began = time.monotonic()
+    order, _ = in_order(SPACE, None, None, "random")
+    result = search(JOB, Listed(SPACE, order), record, 0.5, fleet=Told())
+    assert 0 < len(result.tried) < len(SPACE) and time.monotonic() - began < 10
+    assert len({json.dumps(t.changes, sort_keys=True) for t in result.tried}) == len(result.tried)
+
+
+def test_the_model_needs_a_card():
+    with pytest.raises(ConfigError, match="needs a card; give --card"):
+        in_order(SPACE, None, None, "model")
+
+
+def test_optuna_asks_for_points_of_the_space(record):
+    pytest.importorskip("optuna")
+    best = Schedule(tile_order="natural", gemm1=dataclasses.replace(Schedule().gemm1, columns=64))
+
+    def far(s):
+        return 1 - 0.1 * (s.tile_order == best.tile_order) - 0.1 * (s.gemm1.columns == 64)
+
+    sampler = Optuna(SPACE, "cpu", CFG, [SPACE.schedule(5)])
+    assert sampler.ask() == SPACE.schedule(5)
+    sampler.tell(None)
+    result = search(JOB, sampler, record, 60.0, fleet=Told(far), most=40)
+    assert result.gain == pytest.approx(1 / 0.8)
+    assert all("peer_order" not in t.changes for t in result.tried if t.changes.get("overlap") == "serial")
+
+
+def test_without_optuna_the_remedy_is_told(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"pip install 'uniep\[tune\]', or search with --sampler"):
+        Optuna(SPACE, "cpu", CFG, [])
+
+
+# --- real processes ---
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultyJob(Job):
+    def made(self, rank, group, device):
+        return Faulty(rank)
+
+
+class Faulty:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def number(self):
+        return self.rank
+
+    def die(self):
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def sleep(self):
+        time.sleep(60)
+
+    def refuse(self):
+        raise ConfigError("not this one")
+
+    def one_fails(self):
+        if self.rank == 0:
+            raise MemoryError("too much")
+        time.sleep(60)
+
+
+def test_ranks_are_started_anew_after_a_fault():
+    job = FaultyJob(**{f.name: getattr(JOB, f.name) for f in dataclasses.fields(JOB)} | {"ep_size": 2})
+    with Fleet(job) as ranks:
+        assert ranks.ask("number", timeout_s=30) == [0, 1]
+        with pytest.raises(DroppedError, match="refused: rank 0: ConfigError: not this one"):
+            ranks.ask("refuse", timeout_s=30)
+        assert ranks.alive and ranks.starts == 1  # in step: nothing was lost
+        with pytest.raises(DroppedError, match="fault: rank 1 died by signal 9"):
+            ranks.ask("die", timeout_s=30)
+        assert not ranks.alive
+        assert ranks.ask("number", timeout_s=30) == [0, 1] and ranks.starts == 2
+        with pytest.raises(DroppedError, match=r"timeout: rank 0, 1 did not answer within 0\.5 s"):
+            ranks.ask("sleep", timeout_s=0.5)
+    assert not ranks.alive
+
+
+def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path))
+    monkeypatch.delenv("UNIEP_TUNE", raising=False)
+    command = "tune --backend cpu --shape 32x16x4x2 --tokens 64 --ep 1 --dtype fp32 --budget-s 1 --sampler random"
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 0, done.output
+    assert "all 1 ranks have choice" in done.output
+    (entry,) = tables.read(tmp_path / "cpu-cpu-ep1.json", "cpu")["entries"].values()
+    assert entry["tried"] and entry["proof"] and entry["commit"]
+    assert all(t["pairs_us"] for t in entry["tried"] if t["status"] == "timed")
+    (trials,) = (tmp_path / "trials").glob("*.sqlite")
+    assert sqlite3.connect(trials).execute("SELECT count(*) FROM trials").fetchone()[0] == len(entry["tried"])
+    with uniep.Workspace(CFG, device="cpu") as workspace:
+        assert tables.as_changes(workspace.backend.schedule, CFG, 1, "cpu") == entry["schedule"]
+    with tables.held(trials):
+        again = CliRunner().invoke(app, command.split())
+    assert again.exit_code == 2 and "another process" in again.output
+    shown = "".join(c for c in CliRunner().invoke(app, ["doctor"]).output if c not in " │\n")
+    assert f"{tmp_path / 'cpu-cpu-ep1.json'}:serves32x16x4x2-float32-64" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--backend tpu", "--backend is 'tpu'; use cpu, hopper, nccl or auto"),
+        ("--backend cpu --sampler guess", "--sampler is 'guess'; use optuna, model, random"),
+        ("--backend cpu --sampler model --shape 32x16x4x2 --tokens 64", "needs a card"),
+        ("--calibrate --backend nccl", "--calibrate times backends hopper and cpu, not 'nccl'"),
+        pytest.param(
+            "--calibrate --backend hopper", "no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)  # fmt: skip
+def test_bad_options_are_told(options, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path))
+    done = CliRunner().invoke(app, ["tune", *options.split()])
+    assert done.exit_code == 2
+    assert says in " ".join(done.output.split())

@@ -1,0 +1,107 @@
+"""Ways: what a call of so many tokens does, resolved once, and what of it ranks have to agree on."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+
+from uniep import MoEConfig, Schedule
+from uniep.schedule import DIMENSIONS, default_schedule
+from uniep.shapes import SHAPES
+from uniep.way import Way, Ways, resolve
+
+PINNED = Path(__file__).with_name("ways.txt")
+MOST = 8192
+TOKENS = (1, 64, 512, 4096, 8192)
+
+
+def config(shape, most=MOST, **changes):
+    sizes = {"hidden": shape.hidden, "ffn": shape.ffn, "num_experts": shape.num_experts, "top_k": shape.top_k}
+    return MoEConfig(**sizes, max_tokens_per_rank=most, **changes)
+
+
+def described(cfg, ep_size, num_tokens):
+    """What kernels of the default way are told, in one line."""
+    way = resolve(cfg, ep_size, num_tokens)
+    how = f"down:{way.down_sms} gradient:{'beside' if way.gradient_beside else 'after'}"
+    numbers = " rounds:{},{} leads:{},{}".format(*way.push_rounds, *way.leads)
+    sent = ("copy" if way.copies else way.transfer) if ep_size > 1 else "none"
+    return (
+        f"{'mega' if way.mega else how} {sent} programs:{way.push_programs}{'' if way.mega else numbers} "
+        f"rows:{way.gemm1.group_rows},{way.gemm2.group_rows}"
+    )
+
+
+def defaults():
+    """A line for each shape, number of ranks, and tokens of a rank of the most there may be."""
+    for shape, ep_size in itertools.product(SHAPES.values(), (1, 2, 4, 8)):
+        if shape.per_rank:
+            continue
+        for num_tokens, most in [(t, MOST) for t in TOKENS] + [(t, t) for t in TOKENS[:-1]]:
+            for groups in (None, ep_size) if most == MOST and num_tokens in (1, 4096, 8192) else (None,):
+                cfg = config(shape, most, combine_groups=groups)
+                what = described(cfg, ep_size, num_tokens)
+                yield f"{shape.name} ep:{ep_size}{' groups' if groups else ''} T:{num_tokens}/{most} {what}"
+
+
+def test_default_ways_are_the_pinned_ones():
+    """Made by the code that chose call by call; whoever changes a default sees here what else it changes."""
+    assert list(defaults()) == PINNED.read_text().splitlines()
+
+
+QWEN = SHAPES["qwen3-30b"]
+SCHEDULES = [Schedule(), *(d.put(Schedule(mega_to=9), value) for d in DIMENSIONS for value in d.domain)]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "hopper", "nccl"])
+def test_what_ranks_agree_on_does_not_follow_their_tokens(backend):
+    """Under any schedule; only `hopper` goes different ways at all."""
+    for schedule in [default_schedule(backend, config(QWEN), 4), *SCHEDULES]:
+        ways = [resolve(config(QWEN), 4, tokens, schedule, backend=backend) for tokens in (0, 1, *TOKENS)]
+        assert len({way.wire for way in ways}) == 1
+        assert {way.gates for way in ways} == {schedule.overlap == "serial"}
+        if backend != "hopper":
+            assert len({way.kernels for way in ways}) == 1
+    wire = [d.name for d in DIMENSIONS if d.scope == "wire"]
+    assert wire == ["transfer", "chunk_tokens", "matrix_workers", "vector_workers", "received"]
+
+
+def test_local_first_says_whose_tiles():
+    """Of leading experts in kernels that follow each other, of all experts in one kernel and on the CPU."""
+    cfg = config(QWEN)
+    found = {
+        (tokens, ep, backend): resolve(cfg, ep, tokens, backend=backend).local_first
+        for tokens, ep, backend in ((8192, 4, "hopper"), (1, 4, "hopper"), (8192, 1, "hopper"), (8192, 4, "cpu"))
+    }
+    assert list(found.values()) == ["leading", "all", "none", "all"]
+    natural = dataclasses.replace(default_schedule("hopper", cfg, 4), tile_order="natural")
+    assert [resolve(cfg, 4, tokens, natural).local_first for tokens in (1, 8192)] == ["none", "none"]
+    assert resolve(cfg, 4, 8192).leads != (0, 0) == resolve(cfg, 4, 8192, natural).leads
+
+
+def test_a_way_explains_itself():
+    """Each line has the choice, its rule, and the numbers that the rule compared."""
+    cfg = config(QWEN)
+    many, few = str(resolve(cfg, 4, 8192)), str(resolve(cfg, 4, 100))
+    assert "beside gate_up on 32 SMs" in many and "pipelined, T=8192, from 4096 on" in many
+    assert "mega_to" in few and "T=100, up to 512" in few and "one each way" in few
+    assert "sums after" in str(resolve(config(QWEN, combine_groups=8), 4, 8192))
+    serial = str(resolve(cfg, 4, 100, Schedule(overlap="serial")))
+    assert "one after the other" in serial and "one each way" not in serial and "results return" in serial
+
+
+def test_ways_are_resolved_once(monkeypatch):
+    """By tokens; and one for each set of kernels that calls of up to the most tokens launch."""
+    cfg = config(QWEN)
+    ways = Ways(cfg, 4, None, "hopper")
+    assert ways[8192] is ways[8192] == resolve(cfg, 4, 8192) and len(ways) == 1
+    kinds = [way.kernels for way in ways.kinds()]
+    assert kinds == [(True, False, False), (False, False, False), (False, False, True), (False, True, True)]
+    every = {ways[tokens].kernels for tokens in range(0, MOST + 1, 7)}
+    assert every == set(kinds)
+    assert [way.kernels for way in Ways(config(QWEN, 64), 4, None, "hopper").kinds()] == [(True, False, False)]
+    for tokens in range(1500):
+        ways[tokens]
+    assert len(ways) <= 1000, "any number of lengths may come"
+    assert all(isinstance(way, Way) for way in ways.values())
