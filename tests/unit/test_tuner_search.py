@@ -19,7 +19,8 @@ from uniep.schedule import Schedule
 from uniep.tuner import search as searching
 from uniep.tuner import tables
 from uniep.tuner.fleet import DroppedError, Fleet
-from uniep.tuner.search import Listed, Optuna, Record, in_order, search
+from uniep.tuner.model import Load, load_card
+from uniep.tuner.search import Listed, Optuna, Record, different, in_order, search
 from uniep.tuner.space import points
 from uniep.tuner.trial import Job
 
@@ -186,6 +187,15 @@ def test_the_budget_ends_it(record):
 def test_the_model_needs_a_card():
     with pytest.raises(ConfigError, match="needs a card; give --card"):
         in_order(SPACE, None, None, "model")
+
+
+def test_the_model_s_points_begin_with_the_fastest_of_each_tie():
+    cfg = dataclasses.replace(CFG, hidden=2048, ffn=768, num_experts=128, top_k=8, max_tokens_per_rank=4096)
+    space = points("hopper", cfg, 2)
+    order, predicted = in_order(space, Load.uniform(cfg, 2), load_card("h200"), "model")
+    assert bool((predicted[order].diff() >= 0).all())
+    first = predicted[different(order, predicted)[:8]]
+    assert float(first[0]) == float(predicted.min()) and len(torch.unique(first)) == 8
 
 
 def test_optuna_asks_for_points_of_the_space(record):

@@ -26,7 +26,7 @@ from uniep.sim.machine import load_machine
 from uniep.tuner import calibrate as calibration
 from uniep.tuner import tables
 from uniep.tuner.model import Card, Load, card_text, cards, load_card
-from uniep.tuner.search import Listed, Optuna, Record, Result, Sampler, in_order, search
+from uniep.tuner.search import Listed, Optuna, Record, Result, Sampler, different, in_order, search
 from uniep.tuner.space import points
 from uniep.tuner.trial import Job
 
@@ -119,7 +119,7 @@ def _sampler(name: str, job: Job, card: Card | None) -> Sampler:
     order, predicted = in_order(space, Load.uniform(job.cfg, job.ep_size, job.tokens), card, name)
     if name != "optuna":
         return Listed(space, order)
-    first = [space.schedule(i) for i in order[:FIRST].tolist()] if predicted is not None else []
+    first = [] if predicted is None else [space.schedule(i) for i in different(order, predicted)[:FIRST]]
     return Optuna(space, job.backend, job.cfg, first)
 
 
