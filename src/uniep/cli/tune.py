@@ -67,6 +67,8 @@ def tune(
     backend = _backend(backend)
     device = torch.device("cuda" if backend == "hopper" or (torch.cuda.is_available() and backend == "nccl") else "cpu")
     name = tables.card_name(device)
+    if device.type == "cuda" and ep > torch.cuda.device_count():
+        raise ConfigError(f"--ep is {ep}, one rank per GPU, and this machine has {torch.cuda.device_count()}; lower it")
     if calibrate:
         _calibrate(console, backend, ep, dtype, name, machine)
         return
