@@ -1,39 +1,47 @@
-# `make demo` and `make test` need nothing but Python >= 3.11: each sets up .venv on its first run and
-# whenever pyproject.toml changes.  `make integrations`, a part of `make test`, runs uniep inside other frameworks;
-# its last lines say which versions of them.  One that pip cannot find is skipped, with the reason.
+# All but `clean` need nothing but Python >= 3.11: each sets up .venv on its first run and whenever pyproject.toml
+# changes.  CONTRIBUTING.md says what is in `test`, `test-all` and `integrations`.
 #
 #   PYTHON  interpreter for .venv            (default: the first of the list below that is >= 3.11)
 #   TORCH   what to give pip for PyTorch     (default: torch==2.13.0)
 #           Linux without a GPU: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #           fetches 0.2 GB instead of the CUDA build.
 #   ARGS    options for `uniep demo`         (make demo ARGS="--steps 400 --ep 4")
+#   JOBS    tests at a time                  (default: 2)
 
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH ?= torch==2.13.0
 ARGS ?=
+JOBS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.ready
-LINT := .venv/triton36/.ready
+TRITON36 := .venv/triton36/.ready
 HF := .venv/.transformers
 TITAN := .venv/.torchtitan
 MEGATRON := .venv/.megatron
 FRAMEWORKS := $(HF) $(TITAN) $(MEGATRON)
 
-.PHONY: demo test integrations clean
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m
+
+.PHONY: demo test test-all lint integrations clean
 
 demo: $(READY)
 	$(BIN)/uniep demo $(ARGS)
 
-test: $(READY) $(LINT) $(FRAMEWORKS)
+test: lint $(FRAMEWORKS)
+	$(PYTEST) "not slow and not gpu"
+
+test-all: lint $(TRITON36) $(FRAMEWORKS)
+	$(PYTEST) "not gpu"
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 integrations: $(READY) $(FRAMEWORKS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
+	$(PYTEST) "not gpu" tests/integrations
 
 # PyTorch first and alone, so that nothing else chooses its build. The stamp comes last and set-up begins with an
 # empty .venv: one that was interrupted, or had another Python, starts again.
@@ -49,7 +57,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 # The kernels must compile well with Triton 3.6, too; the lint alone uses it.
-$(LINT): $(READY)
+$(TRITON36): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton36 "triton==3.6.0; sys_platform == 'linux'"
 	@mkdir -p .venv/triton36 && touch $@
 

@@ -29,7 +29,7 @@ from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import SHAPES
 from uniep.sim import Problem
 from uniep.sim.machine import load_machine
-from uniep.tuner import calibrate
+from uniep.trials import calibrate
 from uniep.tuner.model import Card, Load, card_text, load_card, predict, uncalibrated
 from uniep.tuner.space import points, replaced
 

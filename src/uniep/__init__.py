@@ -14,12 +14,12 @@ from uniep.errors import (
 )
 from uniep.memory import plan_memory
 from uniep.nn.functional import moe, route
+from uniep.nn.load import report
 from uniep.nn.ops import SAVE_OPS
 from uniep.routing import RoutingPlan
 from uniep.schedule import Schedule, Tile
-from uniep.workspace import Workspace, report
-
-__version__ = "0.1.0"
+from uniep.version import __version__
+from uniep.workspace import Workspace
 
 __all__ = [
     "SAVE_OPS",
@@ -36,6 +36,7 @@ __all__ = [
     "UniEPError",
     "UnsupportedError",
     "Workspace",
+    "__version__",
     "moe",
     "nn",
     "plan_memory",

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from uniep.config import MAX_INDEX, MoEConfig, refused_number
-
-if TYPE_CHECKING:
-    from uniep.schedule import Schedule
 
 
 class Measured(NamedTuple):
@@ -56,11 +53,11 @@ CPU, GPU, MEGA, COLLECTIVE = "cpu", "hopper", "hopper, mega", "nccl"
 """Where a value means something: a backend, or a hopper backend whose every call is one kernel for each direction."""
 
 Scope = Literal["local", "wire"]
-Condition = Callable[["Dimension", "Schedule", Setting], str]
-"""Why the dimension cannot have its value in this schedule there; "" if it can."""
+Condition = Callable[["Dimension", Any, Setting], str]
+"""(dimension, Schedule, where) -> why it cannot have its value in this schedule there; "" if it can."""
 
 
-def _always(d: Dimension, schedule: Schedule, at: Setting) -> str:
+def _always(d: Dimension, schedule: Any, at: Setting) -> str:
     return ""
 
 
@@ -94,19 +91,19 @@ class Dimension:
     unit: str = ""
     shown: Mapping[Any, str] = dataclasses.field(default_factory=dict)
 
-    def of(self, schedule: Schedule) -> Any:
+    def of(self, schedule: Any) -> Any:
         """Its value there."""
         outer, _, inner = self.name.partition(".")
         value = getattr(schedule, outer)
         return getattr(value, inner) if inner else value
 
-    def put(self, schedule: Schedule, value: Any) -> Schedule:
+    def put(self, schedule: Any, value: Any) -> Any:
         """`schedule` with this value."""
         outer, _, inner = self.name.partition(".")
         new = dataclasses.replace(getattr(schedule, outer), **{inner: value}) if inner else value
         return dataclasses.replace(schedule, **{outer: new})
 
-    def values(self, schedule: Schedule, backend: str) -> tuple[Any, ...]:
+    def values(self, schedule: Any, backend: str) -> tuple[Any, ...]:
         """Those of the domain that mean something to a backend; () where none does."""
         places = {backend} | ({MEGA} if backend == GPU and schedule.overlap == "mega" else set())
         if places.isdisjoint(self.backends):
@@ -139,7 +136,7 @@ def dimension(default: Any, domain: tuple[int, ...] = (), **about: Any) -> Any:
 
 
 def in_domain(why: str = "") -> Condition:
-    def condition(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    def condition(d: Dimension, schedule: Any, at: Setting) -> str:
         value = d.of(schedule)
         return "" if value in d.domain else f"{d.name} is {value}; it must be {listed(d.domain)}{why}"
 
@@ -147,7 +144,7 @@ def in_domain(why: str = "") -> Condition:
 
 
 def first_of(*conditions: Condition) -> Condition:
-    def condition(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    def condition(d: Dimension, schedule: Any, at: Setting) -> str:
         return next(filter(None, (one(d, schedule, at) for one in conditions)), "")
 
     return condition

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from uniep import version
 from uniep.errors import ConfigError, PeerTimeoutError, UniEPError
 from uniep.waiting import LOOK_S, SAME_CALLS, Patience
 
@@ -125,12 +126,10 @@ class Meeting:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        from uniep import __version__
-
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self.timeout_s = timeout_s
-        self.version = __version__
+        self.version = version.__version__
         self.session = ""
         self._said = _Part(self.version)
         self._done = 0  # exchanges that this rank has seen complete

@@ -28,6 +28,7 @@ from uniep.backends import registry
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.meeting import Meeting
+from uniep.membership import Membership
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.tuner import choose
 
@@ -82,7 +83,6 @@ class Workspace:
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
         self.key = f"uniep-workspace-{next(_numbers)}"
-        self.cause = ""  # why it is closed
         self._entered = threading.local()
         self._backend: Backend | None = None
         self.forwards = 0  # that have run: the same on every rank
@@ -91,29 +91,31 @@ class Workspace:
         self.timeout_s = DEFAULT_TIMEOUT_S
 
         fields, error, chosen, found = self._judge(cfg, device, backend, schedule, timeout_s, agreed, tune)
-        self.meeting: Meeting | None = Meeting(self.group, self.timeout_s)  # of all ranks, until this one is made
+        meeting = Meeting(self.group, self.timeout_s)  # of all ranks, until this one is made
         try:
-            with self.meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
-                found = self._agree(fields, error, found, self.meeting)
+            with meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
+                found = self._agree(fields, error, found, meeting)
                 if len(found) < 2:
-                    self._make(chosen, found[0] if found else schedule, self.meeting)
+                    self._make(chosen, found[0] if found else schedule, meeting)
             if self._backend is None:
                 schedule = choose.fastest(cfg, self.group, chosen, self.device, found, self.timeout_s)
-                self.meeting = Meeting(self.group, self.timeout_s)
-                with self.meeting, torch.inference_mode(False):
-                    self._make(chosen, schedule, self.meeting)
+                meeting = Meeting(self.group, self.timeout_s)
+                with meeting, torch.inference_mode(False):
+                    self._make(chosen, schedule, meeting)
         except BaseException as cause:  # the other ranks have none either
             self._close(f"{type(cause).__name__}: {cause}")
             raise
-        finally:
-            self.meeting = None
         log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
         _by_key[self.key] = self
 
     def _make(self, backend: str, schedule: Schedule | None, meeting: Meeting) -> None:
         _end_in_forked_children()
-        self._backend = registry.make(backend, self, schedule)
+        self._membership = Membership(
+            self.cfg, self.group, self.rank, self.ep_size, self.device, self.timeout_s, meeting, self.fail
+        )
+        self._backend = registry.make(backend, self._membership, schedule)
         meeting.exchange(None, "ready")
+        self._membership.is_made()
 
     def _judge(
         self,
@@ -186,6 +188,11 @@ class Workspace:
         return self._backend
 
     @property
+    def cause(self) -> str:
+        """Why it is closed; "" while it is not."""
+        return self._membership.cause
+
+    @property
     def entered(self) -> int:
         """How many calls this thread has handed to the backend."""
         return getattr(self._entered, "count", 0)
@@ -233,10 +240,12 @@ class Workspace:
 
     def _close(self, cause: str) -> None:
         if self._backend is not None:
-            self.cause = cause
+            self._membership.cause = cause
             self._backend.close()
             self._backend = None
-            self.group = None  # a process group that outlives destroy_process_group can abort the process at exit
+            self.group = self._membership.group = (
+                None  # a process group that outlives destroy_process_group can abort the process at exit
+            )
 
     def __enter__(self) -> Workspace:
         return self
@@ -260,8 +269,9 @@ class Workspace:
 
     def _end_in_forked_child(self) -> None:
         """The memory and the group are the parent's.  The backend is kept: freeing it here may touch a device."""
-        self.cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
+        self._membership.cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
         self._parents, self._backend, self.group = self._backend, None, None
+        self._membership.group = None
 
     def __repr__(self) -> str:
         state = self._backend.name if self._backend is not None else f"closed: {self.cause}"

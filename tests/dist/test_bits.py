@@ -64,10 +64,14 @@ def compare_schedules(pool, cfg, batch, ep_sizes, schedules):
 @pytest.mark.parametrize("weight_at", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ep_sizes_and_schedules(pool, dtype, weight_at):
-    """EP 1, 2, 4 under the named schedules and random tiles, workers, chunks, saved or dispatched again."""
+    """EP 1, 2, 4 under the named schedules and random tiles, workers, chunks, saved or dispatched again.
+
+    Each dtype and weighting has random points of its own.
+    """
     cfg = config(hidden=128, ffn=192, top_k=3, dtype=dtype, weight_at=weight_at)
     batch = random_batch(cfg, (70, 0, 101, 33), unused=0.1)
-    want = compare_schedules(pool, cfg, batch, (1, 2, 4), variants(5, seed=1))
+    seed = 10 * DTYPES.index(dtype) + BOTH.index(weight_at)
+    want = compare_schedules(pool, cfg, batch, (1, 2, 4), variants(2, seed))
     case.accurate(want, batch, cfg)
 
 
@@ -76,7 +80,7 @@ def test_activations(pool, activation, weight_at):
     """The same with each other activation, whose tiles end in ragged columns."""
     cfg = config(ffn=200, top_k=3, dtype=torch.bfloat16, activation=activation, weight_at=weight_at)
     batch = random_batch(cfg, (70, 0, 101, 33), unused=0.1)
-    want = compare_schedules(pool, cfg, batch, (1, 2, 4), variants(3, seed=4))
+    want = compare_schedules(pool, cfg, batch, (1, 2, 4), variants(1, seed=4))
     same_bits(want, by_reference(cfg, batch))
     case.accurate(want, batch, cfg)
 

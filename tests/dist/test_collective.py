@@ -51,8 +51,15 @@ def compare(pool, cfg, batches, ep_sizes=(1, 2, 4), schedules=(None,)):
 @pytest.mark.parametrize("dtype", test_bits.DTYPES, ids=str)
 def test_bits_of_the_cpu_backend(pool, dtype, weight_at):
     """y and every gradient at EP 1, 2, 4; T differs per rank and is 0 on one; unused slots; saved or sent again."""
-    cfg = config(hidden=128, ffn=192, top_k=3, max_tokens_per_rank=300, dtype=dtype, weight_at=weight_at,
-        activation="geglu" if weight_at == "activation" else "swiglu")
+    cfg = config(
+        hidden=128,
+        ffn=192,
+        top_k=3,
+        max_tokens_per_rank=300,
+        dtype=dtype,
+        weight_at=weight_at,
+        activation="geglu" if weight_at == "activation" else "swiglu",
+    )
     compare(pool, cfg, [random_batch(cfg, (70, 0, 101, 33), unused=0.1)], schedules=(None, AGAIN))
 
 

@@ -258,6 +258,7 @@ def build_and_drop(world, cfg, batch, rounds):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts resources through /proc")
+@pytest.mark.slow
 def test_67_twenty_lifetimes(pool):
     """67: 20 rounds of build, step, drop at different times, destroy the group: no hang, nothing left over."""
     cfg = config()

@@ -1,4 +1,4 @@
-"""Ranks notice when their layers are not one layer: other layers, experts taken for copies, other draws, other states."""
+"""Ranks notice when their layers are not one layer: others, experts taken for copies, other draws, other states."""
 
 import contextlib
 import copy
@@ -194,7 +194,9 @@ def wrapped(world, backend):
         torch._dynamo.reset()
         with made(mesh["ep"], backend) as ws:
             model = wrap(Model(ws), mesh, everyone)
-            heard[name] = case.named_error(lambda model=model: [model(torch.ones(4, 16)).sum().backward() for _ in "ab"])
+            heard[name] = case.named_error(
+                lambda model=model: [model(torch.ones(4, 16)).sum().backward() for _ in "ab"]
+            )
     return heard
 
 
@@ -205,7 +207,10 @@ def test_92_wrappers(pool, backend):
         assert [name for name, error in heard.items() if error is None] == GOOD
         for name, error in heard.items():
             if name not in GOOD:
-                assert error[0] == "ConfigError" and "fully_shard_experts(model, mesh) before" in error[1], (name, error)
+                assert error[0] == "ConfigError" and "fully_shard_experts(model, mesh) before" in error[1], (
+                    name,
+                    error,
+                )
 
 
 def zero(world):

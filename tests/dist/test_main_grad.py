@@ -240,6 +240,7 @@ def compiled(world, cfg, batches, backend):
 
 
 @BACKENDS
+@pytest.mark.slow
 def test_compiled(pool, backend):
     """One set of parameters in two layers of one graph, several token counts: as without torch.compile."""
     cfg = config(dtype=torch.bfloat16)

@@ -66,7 +66,8 @@ def test_ranks_with_different_tables_run_one_schedule(pool, tmp_path):
     tuned = Schedule(chunk_tokens=32, gemm1=dataclasses.replace(Schedule().gemm1, columns=128))
     want = None
     for folders, schedule in (
-        ((none, none), Schedule()), ((none, none), Schedule()), ((a, a), tuned), ((a, b), tuned), ((none, b), Schedule()),
+        ((none, none), Schedule()), ((none, none), Schedule()),
+        ((a, a), tuned), ((a, b), tuned), ((none, b), Schedule()),
     ):  # fmt: skip
         ranks = pool.run(started, [str(folder) for folder in folders], batch, "cached", ranks=2)
         assert [of for of, _ in ranks] == [schedule] * 2, folders

@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'uniep[megatron]'")
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.activations import fast_gelu
@@ -49,23 +50,32 @@ def config(ep: int, dtype: torch.dtype = torch.float32, **changes) -> Transforme
     return TransformerConfig(**fields | changes)
 
 
-_states: dict[tuple[int, ...], dict] = {}
-"""Sizes -> Megatron's globals of this worker.  Its dozens of groups, each with threads, are made once per sizes."""
+_state: dict[tuple[int, ...], tuple[dict, set]] = {}
+"""The last sizes -> Megatron's globals of this worker, and the groups that are not Megatron's."""
 
 
 def parallel(*sizes: int) -> None:
-    """Expert, tensor and expert-tensor parallel sizes."""
+    """Expert, tensor and expert-tensor parallel sizes.
+
+    Megatron makes dozens of groups, each with a thread that looks 100 times a second: those of other sizes end here.
+    """
     from megatron_on_cpu import stand_in
 
-    if sizes not in _states:
+    if sizes not in _state:
         stand_in()
+        for _, others in _state.values():
+            for group in set(dist.distributed_c10d._world.pg_map) - others:
+                dist.destroy_process_group(group)
+        others = set(dist.distributed_c10d._world.pg_map)
         parallel_state.destroy_model_parallel()
         ep, tensor, expert_tensor = (*sizes, 1, 1)[:3]
         parallel_state.initialize_model_parallel(
             tensor, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tensor
         )
-        _states[sizes] = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
-    vars(parallel_state).update(_states[sizes])
+        _state.clear()
+        made = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
+        _state[sizes] = made, others
+    vars(parallel_state).update(_state[sizes][0])
 
 
 @torch.no_grad()
@@ -547,6 +557,7 @@ def test_other_experts():
 
 
 @pytest.mark.timeout(420)
+@pytest.mark.slow
 def test_example(tmp_path):
     """The example trains with 2 processes; one process goes on from its checkpoint of Megatron's kind."""
     example, folder = Path(__file__).parents[2] / "examples/megatron_train.py", str(tmp_path / "checkpoint")

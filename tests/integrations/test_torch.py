@@ -94,8 +94,9 @@ def all_whole(model, what, mesh, num_experts):
     return {name: whole(name, t, mesh, num_experts) for name, t in named.items()}
 
 
-def meshes(world, ep):
-    mesh = init_device_mesh("cpu", (world.size // ep, ep), mesh_dim_names=("dp", "ep"))
+def meshes(world, ep, names=("dp", "ep")):
+    sizes = {"ep": ep, "dp": world.size // ep}
+    mesh = init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
     return mesh, init_device_mesh("cpu", (world.size,))
 
 
@@ -103,7 +104,7 @@ def wrapped(how, model, mesh, world_mesh, experts=None, **options):
     if how == "plain":
         return model
     if how == "ddp":
-        return uniep_torch.data_parallel(model, mesh)
+        return uniep_torch.data_parallel(model, mesh, **options)
     uniep_torch.fully_shard_experts(model, mesh, **options, **(experts or {}))
     for block in model.blocks:
         fully_shard(block, mesh=world_mesh, **options)
@@ -142,6 +143,8 @@ class Run:
     compiled: bool = False
     num_experts: int = 8
     replicas: int = 1
+    dims: tuple[str, str] = ("dp", "ep")  # the mesh's, from the outer one
+    debug: bool = False
 
 
 RUNS = {
@@ -151,7 +154,12 @@ RUNS = {
     "ddp, recomputed": Run("ddp", 2, recompute=True),
     "ddp, accumulated": Run("ddp", 2, micro_batches=2),
     "ddp, accumulated without synchronizing": Run("ddp", 2, micro_batches=3, synchronize=False),
+    "ddp, EP outside DP": Run("ddp", 2, dims=("ep", "dp")),
+    "ddp, options": Run("ddp", 2, {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
+    "ddp, unused parameters": Run("ddp", 2, {"find_unused_parameters": True, "broadcast_buffers": False}),
+    "ddp, collectives checked": Run("ddp", 2, debug=True),
     "fsdp2": Run("fsdp2", 2, {"reshard_after_forward": True}),
+    "fsdp2, EP outside DP": Run("fsdp2", 2, dims=("ep", "dp")),
     "fsdp2, kept after forward": Run("fsdp2", 2, {"reshard_after_forward": False}),
     "fsdp2, ep 4": Run("fsdp2", 4),
     "fsdp2, ep 1": Run("fsdp2", 1),
@@ -169,7 +177,10 @@ def trained(world, name):
     """As `alone`, each rank with its share of each batch; gradients and parameters gathered whole."""
     run = RUNS[name]
     cfg = config(num_experts=run.num_experts)
-    mesh, world_mesh = meshes(world, run.ep)
+    if run.debug:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # groups made from here on compare every collective
+    mesh, world_mesh = meshes(world, run.ep, run.dims)
+    dist.set_debug_level(dist.DebugLevel.OFF)
     if run.replicas > 1:
         world_mesh = init_device_mesh("cpu", (run.replicas, world.size // run.replicas), mesh_dim_names=("r", "s"))
     with uniep.Workspace(cfg, mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
@@ -205,7 +216,7 @@ def trained(world, name):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_as_one_process(pool, run):
-    """50, 51, 80, 81: gradients, their norm and clipped steps; a rank and an expert idle; every hook runs once."""
+    """50, 51, 80, 81, 103, 111, 113: gradients, norm, clipped steps; a rank and an expert idle; each hook runs once."""
     want = alone(RUNS[run].num_experts)
     first, second = (pool.run(trained, run) for _ in range(2))
     for rank, steps in enumerate(first):
@@ -396,6 +407,7 @@ def test_78_what_a_checkpoint_lacks(pool, tmp_path):
         assert re.search(r"Missing key.*train\.model\.blocks\.1\.", layer), layer
 
 
+@pytest.mark.slow
 def test_example(tmp_path):
     """The example trains with 2 processes, and goes on with one."""
     example = Path(__file__).parents[2] / "examples/fsdp2_train.py"

@@ -459,6 +459,7 @@ def test_selective_ac():
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(bool(NO_MODEL), reason=NO_MODEL)
+@pytest.mark.slow
 def test_example(tmp_path):
     """The example trains with 2 processes; one process goes on from its checkpoint."""
     example, folder = Path(__file__).parents[2] / "examples/torchtitan_train.py", str(tmp_path / "checkpoint")

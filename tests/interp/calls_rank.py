@@ -24,7 +24,7 @@ SYNC_FREE = dataclasses.replace(CFG, max_rows=64)
 FUSED = dataclasses.replace(SCHEDULE, push_programs=1)
 MEGA = dataclasses.replace(FUSED, overlap="mega")
 LONG_S = 120.0  # nothing here may wait so long
-LIMIT_S = 1200
+LIMIT_S = 400
 NO_LAYER = LayerTag()
 
 
@@ -46,11 +46,11 @@ class Site:
         backend = hopper_on_host.host_backend(cfg, self.rank, RANKS, memories, schedule, timeout_s)
 
         def fail(cause: str) -> None:
-            backend.planner.ws.failures.append(cause)
-            backend.planner.ws.cause = cause
+            backend.planner.member.failures.append(cause)
+            backend.planner.member.cause = cause
             backend.close()
 
-        backend.planner.ws.fail = fail
+        backend.planner.member.fail = fail
         return backend
 
     def inputs(self, layer: LayerTag = NO_LAYER) -> Inputs:
@@ -139,14 +139,14 @@ def exception_inside(site, error, schedule, direction):
     if not raised:
         raised = error_of(backend.check)
     all_nan = all(bool(t.isnan().all()) for t in results)
-    return {"nan": all_nan, "error": raised, "s": time.monotonic() - started, "told": backend.planner.ws.failures}
+    return {"nan": all_nan, "error": raised, "s": time.monotonic() - started, "told": backend.planner.member.failures}
 
 
 def left(site):
     backend, given = site.backend(SYNC_FREE), site.inputs()
     backend.forward(given, save=False)
     if site.rank == 1:
-        backend.planner.ws.cause = "ValueError: the data are at their end"
+        backend.planner.member.cause = "ValueError: the data are at their end"
         backend.close()
         return {"error": "", "s": 0.0}
     started = time.monotonic()

@@ -40,8 +40,8 @@ class Nothing:
 class HostArena(hopper.Arena):
     """`Arena` over the host memory that the workspace brings."""
 
-    def _allocate(self, size, workspace):
-        return list(workspace.memories(size))
+    def _allocate(self, size, member):
+        return list(member.memories(size))
 
 
 def install(multiprocessors: int) -> None:
@@ -144,7 +144,7 @@ def host_backend(
     timeout_s: float = 60.0,
 ) -> hopper.HopperBackend:
     """One rank's backend.  `memories(bytes)`: the symmetric memory of all ranks, uint8, zero at first."""
-    workspace = types.SimpleNamespace(
+    member = types.SimpleNamespace(
         cfg=cfg,
         rank=rank,
         ep_size=ep_size,
@@ -155,10 +155,10 @@ def host_backend(
         failures=[],
         cause="",
     )
-    workspace.fail = workspace.failures.append
+    member.fail = member.failures.append
     schedule = schedule or default_schedule("hopper", cfg, ep_size)
     pushing = min(schedule.push_programs, torch.cuda.get_device_properties().multi_processor_count // 2)
-    return hopper.HopperBackend(workspace, dataclasses.replace(schedule, push_programs=pushing))
+    return hopper.HopperBackend(member, dataclasses.replace(schedule, push_programs=pushing))
 
 
 def use(backend: hopper.HopperBackend, schedule: Schedule) -> None:

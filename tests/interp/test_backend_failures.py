@@ -60,7 +60,7 @@ def test_a_forward_against_a_backward_is_an_error_on_both_ranks():
 @pytest.mark.parametrize("overlap", ["fused", "mega"])
 def test_overflow_seen_late_reads_nothing(overlap):
     """The host queues the backward before it sees that rows did not fit: no address of no row is followed."""
-    cfg = MoEConfig(**SHAPE | {"max_rows": 20, "num_experts": 2, "max_tokens_per_rank": 400})
+    cfg = MoEConfig(**SHAPE | {"max_rows": 20, "num_experts": 2, "max_tokens_per_rank": 160})
     backend = host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap=overlap))[0]
     given, check, empty = inputs(cfg, 0, 1), backend.planner.check, torch.empty
     backend.planner.check = lambda: None
@@ -82,7 +82,7 @@ def test_overflow_seen_late_reads_nothing(overlap):
 
 
 @pytest.mark.parametrize("overlap", ["pipelined", "mega"])
-@pytest.mark.parametrize("timeout_s", [0.5, 1.5, 3.0])
+@pytest.mark.parametrize("timeout_s", [0.5, 1.5])
 def test_pipelined_waits_as_long_as_it_is_told(timeout_s, overlap):
     """Twice the timeout in nanoseconds does not fit 32 bits from 1.07 s on."""
     cfg = MoEConfig(**SHAPE)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_rank import BEFORE, CASES, RANKS, ROUNDS, SCHEDULE, SUITES, TIMEOUT_S, run, tensors
+from fused_rank import BEFORE, CASES, RANKS, SCHEDULE, SUITES, TIMEOUT_S, rounds_of, run, tensors
 from hopper_on_host import host_backends
 
 from uniep.layout import hopper_arrays, pack, packed_bytes
@@ -87,7 +87,7 @@ def alone():
 @pytest.mark.parametrize("key", CASES)
 def test_fused_equals_serial(results, key):
     """Every round, fused or not, warm or on fresh memory, has the same bits."""
-    for turn, how in enumerate(ROUNDS):
+    for turn, how in enumerate(rounds_of("usual", key)):
         for name in NAMES:
             assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"
 

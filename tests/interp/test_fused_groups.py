@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from fused_rank import GROUPED_CASES, GROUPED_ROUNDS, SCHEDULE, run
+from fused_rank import GROUPED_CASES, SCHEDULE, rounds_of, run
 from hopper_on_host import host_backends
 from test_fused import NAMES, run_ranks
 
@@ -25,6 +25,6 @@ def test_bits(results, key):
     case = GROUPED_CASES[key]
     want, plain = alone(case), alone(dataclasses.replace(case, combine_groups=None))
     for name in NAMES:
-        for turn, how in enumerate(GROUPED_ROUNDS):
+        for turn, how in enumerate(rounds_of("grouped", key)):
             assert torch.equal(results[key][turn][name], want[name]), f"round {turn}, {how}: {name}"
         assert torch.equal(plain[name], want[name]) == (name not in ("y", "dx")), name

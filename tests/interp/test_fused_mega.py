@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 import torch
-from fused_rank import BEFORE, MEGA_CASES, MEGA_ROUNDS, SCHEDULE, run
+from fused_rank import BEFORE, MEGA_CASES, SCHEDULE, rounds_of, run
 from hopper_on_host import host_backends, use
 from test_fused import NAMES, run_ranks
 
@@ -28,7 +28,7 @@ def results():
 
 @pytest.mark.parametrize("key", CASES)
 def test_equals_serial(results, key):
-    for turn, how in enumerate(MEGA_ROUNDS):
+    for turn, how in enumerate(rounds_of("mega", key)):
         for name in NAMES:
             assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"
 

@@ -6,6 +6,7 @@ result when it is rounded to the layer's dtype; nothing else is allowed.
 """
 
 import dataclasses
+import itertools
 import threading
 import time
 
@@ -40,11 +41,35 @@ UNIT = {torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # half an ulp, relati
 TINY = {torch.float16: 2.0**-25, torch.float32: 2.0**-126}  # and absolute, below the normal numbers
 EPS = 2.0**-24
 
+CHOICES = {
+    "dtype": DTYPES,
+    "tile": {"128x256x64": BIG, "64x128x32": SMALL},
+    "weight_at": {"output": "output", "activation": "activation"},
+    "data": {"integers": "integers", "normal": "normal"},
+    "up_first": {"gate first": False, "up first": True},
+    "gathered": {"rows": False, "addresses": True},
+    "transposed": {"dW": False, "dW transposed": True},
+    "main_grad": {"no main_grad": None, "overwrite": "overwrite", "accumulate": "accumulate"},
+}
+"""Argument of a test -> its values by name."""
+
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-both_tiles = pytest.mark.parametrize("tile", [BIG, SMALL], ids=["128x256x64", "64x128x32"])
 both_weightings = pytest.mark.parametrize("weight_at", ["output", "activation"])
-both_data = pytest.mark.parametrize("data", ["integers", "normal"])
-both_halves = pytest.mark.parametrize("up_first", [False, True], ids=["gate first", "up first"])
+
+
+def every_pair(*arguments: str) -> pytest.MarkDecorator:
+    """Parametrises by as few cases as a greedy choice finds in which any two values of two arguments meet."""
+    cases = list(itertools.product(*(CHOICES[name] for name in arguments)))
+
+    def pairs(case: tuple[str, ...]) -> set:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    missing, chosen = set().union(*map(pairs, cases)), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(chosen[-1])
+    values = [[CHOICES[name][value] for name, value in zip(arguments, case, strict=True)] for case in chosen]
+    return pytest.mark.parametrize(arguments, values, ids=["-".join(case) for case in chosen])
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype, data: str, seed: int) -> Tensor:
@@ -179,11 +204,7 @@ def gate_up(
     return h_2NF.transpose(0, 1), act_NF
 
 
-@both_tiles
-@both_halves
-@both_weightings
-@both_data
-@both_dtypes
+@every_pair("dtype", "data", "weight_at", "up_first", "tile")
 def test_gate_up(dtype, data, weight_at, up_first, tile):
     p = problem(dtype, data, weight_at, tile.rows)
     h_N2F, act_NF = gate_up(p, tile, up_first=up_first)
@@ -261,9 +282,7 @@ def check_return(p: Problem, tile: Tile, a_NX: Tensor, b_eXD: Tensor, data: str,
     assert torch.equal(out_ND, in_place)
 
 
-@both_tiles
-@both_data
-@both_dtypes
+@every_pair("dtype", "data", "tile")
 def test_return_of_outputs(dtype, data, tile):
     """act @ W2^T."""
     p = problem(dtype, data, height=tile.rows)
@@ -272,10 +291,7 @@ def test_return_of_outputs(dtype, data, tile):
     check_return(p, tile, act_NF, p.w2_eDF.mT, data, b_desc=w2_desc, HALVES=1, TRANSPOSED=True, UP_FIRST=False)
 
 
-@both_tiles
-@both_halves
-@both_data
-@both_dtypes
+@every_pair("dtype", "data", "up_first", "tile")
 def test_return_of_gradients(dtype, data, up_first, tile):
     """dh @ W13, gate and up in one contraction."""
     p = problem(dtype, data, height=tile.rows)
@@ -285,8 +301,7 @@ def test_return_of_gradients(dtype, data, up_first, tile):
     check_return(p, tile, dh_NH, w13, data, b_desc=desc, HALVES=2, TRANSPOSED=False, UP_FIRST=up_first)
 
 
-@both_tiles
-@both_data
+@every_pair("data", "tile")
 def test_product_in_fp32(data, tile):
     """dO @ W2 of 16-bit operands, not rounded."""
     p = problem(torch.float16, data, height=tile.rows)
@@ -388,12 +403,7 @@ def test_activation_gradient_errors(dtype, weight_at):
     assert_within(act_NF, weight * act, (once + 8 * EPS) * (weight * act).abs() + TINY[dtype])
 
 
-@both_tiles
-@both_data
-@both_dtypes
-@pytest.mark.parametrize("transposed", [False, True], ids=["dW", "dW transposed"])
-@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "addresses"])
-@pytest.mark.parametrize("main_grad", [None, "overwrite", "accumulate"])
+@every_pair("dtype", "data", "tile", "gathered", "transposed", "main_grad")
 def test_weight_gradient(dtype, data, tile, gathered, transposed, main_grad):
     """a against part of b's columns, into rows with a stride; an expert without rows gets zeros.
 

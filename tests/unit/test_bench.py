@@ -38,6 +38,7 @@ def run_interpreted(*arguments: str) -> None:
 # ------------------------------------------------------------------------------------------------- peers
 
 
+@pytest.mark.slow
 def test_harness_runs_on_two_processes_and_the_baseline_equals_fp32(tmp_path):
     """The whole program: kernels interpreted, all-to-all over gloo, outputs and gradients compared, rows written."""
     out = tmp_path / "results.json"

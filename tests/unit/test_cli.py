@@ -306,6 +306,7 @@ def test_verify_fails_on_a_wrong_bit_and_on_a_large_error(one_rank, monkeypatch,
     assert ("NOT accurate" in result.output) == (broken == "accuracy")
 
 
+@pytest.mark.slow
 def test_demo_with_real_processes(tmp_path):
     result = run_process(
         "demo", "--steps", "2", "--proof-ep", "1,2", "--proof-steps", "1", "--out", str(tmp_path), timeout=170

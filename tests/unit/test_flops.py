@@ -85,3 +85,17 @@ assert counter.get_total_flops() == 3 * 2 * 4 * 8 * 4, counter.get_total_flops()
     lines = ["import uniep", "from torch.utils.flop_counter import FlopCounterMode"]
     for first, second in (lines, lines[::-1]):
         subprocess.run([sys.executable, "-c", code.format(first=first, second=second)], check=True, timeout=120)
+
+
+def test_router_and_shared_experts(workspace):
+    """T D E of the router and 3 T D F of the shared experts, twice that backward (x needs a gradient)."""
+    cfg = workspace.cfg
+    layer = uniep.nn.MoE(cfg, workspace=workspace, seed=0, router=uniep.nn.RouterConfig(), shared_ffn=24)
+    x = torch.randn(11, cfg.hidden, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = layer(x)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    dense = 2 * 11 * cfg.hidden * (cfg.num_experts + 3 * 24)
+    assert forward.get_total_flops() == dense + gemms(cfg, 3, 22)
+    assert backward.get_total_flops() == 2 * dense + gemms(cfg, 6, 22)

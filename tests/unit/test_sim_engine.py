@@ -165,7 +165,7 @@ def test_queues_that_block_are_told():
 
 
 def test_speed():
-    """The log has rates on an idle core. Shared cores are slower; this tells an order of growth."""
+    """The log has rates on an idle core. Shared cores are up to ten times slower; this tells an order of growth."""
     graph = lone_tasks(50_000)
     alone_N = torch.arange(50_000) % 97 + 1
     queues = class_queues(graph, 1, 64)

@@ -38,6 +38,7 @@ def trained(tmp_path_factory):
     return done.stdout, out
 
 
+@pytest.mark.slow
 def test_fused_and_nccl_train_with_the_bits_of_serial(trained):
     output, path = trained
     content = json.loads(path.read_text())
@@ -58,6 +59,7 @@ def test_fused_and_nccl_train_with_the_bits_of_serial(trained):
     assert runs["fused"]["shared_mib"] > 0 and runs["nccl"]["shared_mib"] == 0
 
 
+@pytest.mark.slow
 def test_results_tell_what_ran_and_no_folder(trained):
     _, path = trained
     meta = json.loads(path.read_text())["meta"]
@@ -68,6 +70,7 @@ def test_results_tell_what_ran_and_no_folder(trained):
     assert str(path.parent) not in path.read_text() and str(ROOT) not in path.read_text()
 
 
+@pytest.mark.slow
 def test_picture_is_drawn_and_can_be_drawn_again(trained):
     _, path = trained
     picture = path.with_suffix(".png")
@@ -78,6 +81,7 @@ def test_picture_is_drawn_and_can_be_drawn_again(trained):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_one_bit_is_a_difference(trained):
     _, path = trained
     runs = json.loads(path.read_text())["runs"]
@@ -94,6 +98,7 @@ def test_one_bit_is_a_difference(trained):
     assert train.differences(changed)["nccl"] == "", "a run cut short is compared as far as it went"
 
 
+@pytest.mark.slow
 def test_budget_stops_a_run_and_what_was_not_compared_is_no_success(tmp_path):
     out = tmp_path / "results.json"
     done = train_on_two_processes("--steps=50", f"--json={out}", "--budget-s=0.001")

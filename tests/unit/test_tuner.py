@@ -19,7 +19,8 @@ from uniep.errors import ConfigError
 from uniep.schedule import DIMENSION, Schedule, Tile, default_schedule, parse_schedule
 from uniep.shapes import SHAPES
 from uniep.sim import Problem, load_machine
-from uniep.tuner import calibrate, choose, space, strategies, tables
+from uniep.trials import calibrate
+from uniep.tuner import choose, space, strategies, tables
 from uniep.tuner.explain import explain
 from uniep.tuner.model import CONSTANTS, Load, card_text, cards, checked, load_card, predict, uncalibrated
 from uniep.way import resolve

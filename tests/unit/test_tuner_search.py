@@ -16,13 +16,14 @@ import uniep
 from uniep.cli.main import app
 from uniep.errors import ConfigError
 from uniep.schedule import Schedule, default_schedule
-from uniep.tuner import calibrate, tables
-from uniep.tuner import search as searching
-from uniep.tuner.fleet import DroppedError, Fleet
+from uniep.trials import calibrate
+from uniep.trials import search as searching
+from uniep.trials.fleet import DroppedError, Fleet
+from uniep.trials.search import Listed, Optuna, Record, different, in_order, search
+from uniep.trials.trial import Job
+from uniep.tuner import tables
 from uniep.tuner.model import Load, load_card, predict
-from uniep.tuner.search import Listed, Optuna, Record, different, in_order, search
 from uniep.tuner.space import Points, points
-from uniep.tuner.trial import Job
 
 CFG = uniep.MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
 JOB = Job(CFG, 1, "cpu", "cpu", 64)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 from uniep.backends.base import Backend
+from uniep.membership import Membership
 from uniep.schedule import Schedule
-
-if TYPE_CHECKING:
-    from uniep.workspace import Workspace
 
 _CLASSES = {
     "cpu": ("uniep.backends.cpu.backend", "CpuBackend"),
@@ -19,8 +16,8 @@ _CLASSES = {
 NAMES = tuple(_CLASSES)
 
 
-def make(name: str, workspace: Workspace, schedule: Schedule | None) -> Backend:
-    """The backend `name`, one of NAMES, of a Workspace.  schedule: None for its default."""
+def make(name: str, member: Membership, schedule: Schedule | None) -> Backend:
+    """The backend `name`, one of NAMES, for this member of a group.  schedule: None for its default."""
     module, kind = _CLASSES[name]
-    made: Backend = getattr(importlib.import_module(module), kind)(workspace, schedule)
+    made: Backend = getattr(importlib.import_module(module), kind)(member, schedule)
     return made

@@ -47,6 +47,7 @@ class ModelConfig:
     top_k: int = 2
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
+    router: uniep.nn.RouterConfig | None = None
 
     @property
     def tokens_per_shard(self) -> int:
@@ -73,7 +74,7 @@ class Block(nn.Module):
         self.qkv = nn.Linear(cfg.hidden, 3 * cfg.hidden, bias=False)
         self.out = nn.Linear(cfg.hidden, cfg.hidden, bias=False)
         self.moe_norm = nn.RMSNorm(cfg.hidden)
-        self.moe = uniep.nn.MoE(workspace.cfg, workspace=workspace, seed=seed)
+        self.moe = uniep.nn.MoE(workspace.cfg, workspace=workspace, router=cfg.router, seed=seed)
 
     def attend(self, x_BSD: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x_BSD)).unflatten(-1, (3, self.heads, -1))
@@ -153,9 +154,10 @@ def forward(twins: list[Model], tokens: list[Tensor]) -> tuple[list[Tensor], lis
 
 def _imbalance(moe: uniep.nn.MoE, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
     """1 if a shard's slots are spread evenly over the experts, E if all go to one; pushes the router only."""
-    num_experts = moe.router.shape[0]
+    weight_ED = moe.router.weight if isinstance(moe.router, uniep.nn.Router) else moe.router
+    num_experts = weight_ED.shape[0]
     share_E = torch.bincount(ids_TK.flatten(), minlength=num_experts) / ids_TK.numel()
-    mean_E = torch.softmax(x_TD.detach() @ moe.router.T, dim=-1).mean(0)
+    mean_E = torch.softmax(x_TD.detach() @ weight_ED.T, dim=-1).mean(0)
     return num_experts * (share_E * mean_E).sum()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +10,10 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from uniep.cli.options import check_folder
+from uniep.cli.progress import progress
 from uniep.shapes import SHAPES, parse_shape
 from uniep.sim.machine import load_machine, machines, parse_changes
 from uniep.sim.problem import ROUTINGS, Problem
@@ -114,15 +112,6 @@ def simulate(
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=1) + "\n")
         console.print(f"written: {json_file}")
-
-
-@contextmanager
-def progress(console: Console, what: str, total: int) -> Iterator[Any]:
-    """A bar while it lasts; call what it gives after each step."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
 
 
 def _title(row: dict[str, Any]) -> str:

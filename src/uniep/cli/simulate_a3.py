@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.simulate import progress
+from uniep.cli.progress import progress
 from uniep.sim import ascend, fit
 from uniep.sim.ascend import DIRECTIONS, LAYER_SHARES, VARIED, Check, Moved, Times
 from uniep.sim.fit import SIZES

@@ -23,12 +23,12 @@ from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.shapes import SHAPES, parse_shape
 from uniep.sim.machine import load_machine
-from uniep.tuner import calibrate as calibration
+from uniep.trials import calibrate as calibration
+from uniep.trials.search import Listed, Optuna, Record, Result, Sampler, different, in_order, search
+from uniep.trials.trial import Job
 from uniep.tuner import tables
 from uniep.tuner.model import Card, Load, card_text, cards, load_card
-from uniep.tuner.search import Listed, Optuna, Record, Result, Sampler, different, in_order, search
 from uniep.tuner.space import points
-from uniep.tuner.trial import Job
 
 FIRST = 8
 """Points of the model's that optuna begins with."""

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 import uniep
-from uniep.cli import launch
+from uniep.cli import launch, rollout
 from uniep.cli.bits import BitTable, Digests, digest, merge, verdict
 from uniep.cli.launch import World
 from uniep.cli.options import (
@@ -60,6 +60,10 @@ def verify(
     combine_groups: Groups = None,
     ep: Annotated[str, typer.Option(help="EP sizes to compare; EP=1 is always among them.")] = "1,2,4",
     seed: Seed = 0,
+    rl: Annotated[
+        bool,
+        typer.Option("--rl", help="Compare a policy's log-probabilities when it is sampled and when it is trained."),
+    ] = False,
 ) -> None:
     """Compare bits and errors across EP sizes and schedules for one shape.
 
@@ -68,6 +72,10 @@ def verify(
     schedule; every bit must equal EP=1, serial. The error against a more precise run (fp32; fp64 for
     fp32 layers) must be at most twice that of a plain PyTorch composition in the layer's dtype. The exit
     status is 1 if anything differs or is less accurate.
+
+    With --rl: a small language model of that shape samples sequences at each EP size, a position at a time,
+    and is trained on them at each, all positions together; every bit of the tokens' log-probabilities, of the
+    routing and of the expert gradients must be the same.
     """
     sizes = sorted({1, *numbers(ep, "--ep")})
     cfg = uniep.MoEConfig(
@@ -83,6 +91,8 @@ def verify(
     )
     for size in sizes:
         cfg.check_group(size)
+    if rl:
+        rollout.check(cfg, tokens, sizes)
     backend = launch.backend()
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(sizes[-1]))
@@ -90,6 +100,11 @@ def verify(
         possible = [size for size in sizes if size <= world.size]
         groups = {size: world.first(size) for size in possible}
         say = world.console.print
+        if rl:
+            same = rollout.compare(cfg, tokens, seed, world, groups)
+            if missing := [size for size in sizes if size not in groups]:
+                say(f"[yellow]not compared[/yellow]: EP {', '.join(map(str, missing))}; {world.shortage}")
+            raise typer.Exit(0 if all(world.gather(same)) else 1)
         problem = _problem(cfg, tokens, math.lcm(*sizes), seed, world)
         same, results = _compare(problem, world, groups, [s for s in schedules(backend) if not is_valid(s, cfg)])
         ratio = _largest_ratio(problem, world, results) if world.rank == 0 else 0.0

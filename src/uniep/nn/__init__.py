@@ -1,7 +1,37 @@
 """Layers and functions."""
 
+from uniep.nn import flops
 from uniep.nn.functional import moe, route
-from uniep.nn.modules import Experts, MoE
+from uniep.nn.invariant import activate, add, add_by_pairs, linear
+from uniep.nn.load import Load, LoadMonitor
+from uniep.nn.modules import Experts, MoE, SharedExperts
 from uniep.nn.record import LayerRecord
+from uniep.nn.replay import RoutingRecord, record_routing, replay_routing
+from uniep.nn.router import Router, Routing, choose_experts
+from uniep.nn.router_config import RouterConfig
+from uniep.nn.router_ops import attach_loss
 
-__all__ = ["Experts", "LayerRecord", "MoE", "moe", "route"]
+__all__ = [
+    "Experts",
+    "LayerRecord",
+    "Load",
+    "LoadMonitor",
+    "MoE",
+    "Router",
+    "RouterConfig",
+    "Routing",
+    "RoutingRecord",
+    "SharedExperts",
+    "activate",
+    "add",
+    "add_by_pairs",
+    "attach_loss",
+    "choose_experts",
+    "linear",
+    "moe",
+    "record_routing",
+    "replay_routing",
+    "route",
+]
+
+flops.register()

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["register"]
+__all__ = ["looked_at", "register"]
+
+
+def looked_at() -> bool:
+    """Whether a mode looks at operators, such as a counter, which then knows the formulas."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    register()
+    return True
 
 
 def register() -> None:
@@ -32,6 +40,10 @@ def register() -> None:
         operators.moe_fwd: _forward,
         operators.moe_bwd: _backward,
         operators.moe_bwd_main_grad: _backward,
+        operators.router: _router_forward,
+        operators.router_bwd: _router_backward,
+        operators.linear: _linear_forward,
+        operators.linear_bwd: _linear_backward,
     }
     module.flop_registry.update(formulas)
     for mode in _get_current_dispatch_mode_stack():  # a counter has a copy of what was registered when it was made
@@ -57,3 +69,23 @@ def _backward(
     need_x, need_weights, need_w13, need_w2 = needs
     through_w2 = need_x or need_weights or need_w13
     return _gemms(through_w2 + 2 * need_x + 2 * need_w13 + need_w2, ids, w2)
+
+
+def _product(x: Tensor, weight: Tensor) -> int:
+    return 2 * x.shape[0] * weight.numel()
+
+
+def _router_forward(x: Tensor, weight: Tensor, *args: Any, **_: Any) -> int:
+    return _product(x, weight)
+
+
+def _router_backward(d_weights: Any, d_aux: Any, d_z: Any, x: Tensor, weight: Tensor, *args: Any, **_: Any) -> int:
+    return sum(args[-1]) * _product(x, weight)
+
+
+def _linear_forward(x: Tensor, weight: Tensor, *args: Any, **_: Any) -> int:
+    return _product(x, weight)
+
+
+def _linear_backward(dy: Any, x: Tensor, weight: Tensor, needs: Sequence[bool], *args: Any, **_: Any) -> int:
+    return sum(needs) * _product(x, weight)

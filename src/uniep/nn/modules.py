@@ -1,17 +1,23 @@
-"""`Experts` (parameters and the expert-parallel call) and `MoE` (a softmax top-k router in front)."""
+"""`Experts` (parameters and the expert-parallel call) and `MoE` (a router in front, shared experts beside)."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.nn.functional import MATERIALISE, MainGrad, check_dense, check_devices, moe
+from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal
+from uniep.nn.invariant import activate, add, linear
 from uniep.nn.record import LayerRecord
+from uniep.nn.replay import Tape
+from uniep.nn.router import Router, check_given
+from uniep.nn.router_config import RouterConfig
+from uniep.nn.router_ops import LEAST_SUM
 from uniep.nn.wrappers import is_full_state_taken, whole_tensor
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, told_to_all
@@ -63,7 +69,7 @@ class Experts(nn.Module):
         make: dict[str, Any] = {"dtype": cfg.dtype, "device": "meta" if meta else self.workspace.device}
         self.w13 = nn.Parameter(torch.empty(local, 2 * cfg.ffn, cfg.hidden, **make))
         self.w2 = nn.Parameter(torch.empty(local, cfg.hidden, cfg.ffn, **make))
-        self._seed = _Seed(seed)
+        self._seed = Seed(seed)
         self.record = LayerRecord(self)
         self.reset_parameters()
 
@@ -82,9 +88,9 @@ class Experts(nn.Module):
         drawn = seed is None and self._seed.given is None
         value = self._seed.take("experts") if seed is None else seed
         for local in range(self.num_local):
-            generator = torch.Generator().manual_seed(_stream(value, self.first_expert + local))
+            draw = generator(value, self.first_expert + local)
             for weight in (w13[local], w2[local]):
-                weight.copy_(_normal(weight.shape, generator))
+                weight.copy_(normal(weight.shape, draw))
         self._made(value if drawn else 0)
 
     @told_to_all(lambda self, *_: self.workspace)
@@ -178,13 +184,62 @@ class Experts(nn.Module):
         return f"experts {self.first_expert}..{self.first_expert + self.num_local - 1}, {self.cfg}"
 
 
-class MoE(nn.Module):
-    """Softmax top-k router and experts.  forward(x (..., D)) -> y (..., D).
+class SharedExperts(nn.Module):
+    """A dense FFN for every token, the same on every rank.  forward(x_TD) -> (T, D), rows as `uniep.nn.linear`'s.
 
-    Routing in fp32: probabilities = softmax(x W_router^T); the top K by value, ties to the lower expert
-    id (a stable sort), so a recomputed forward routes alike.  renormalize: divide by their sum.  With
-    top_k=1 a renormalised weight is always 1 and the router gets no gradient; refused at construction.
+    h = cast(x W13^T); act = cast(f(h)); y = cast(act W2^T), x and weights in cfg.dtype.  w13 (2F, D), gate rows first;
+    w2 (D, F).  Parameters are those of a dense layer: data parallelism reduces their gradients.
     """
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        ffn: int,
+        *,
+        device: torch.device | str | None = None,
+        seed: int | Seed | None = None,
+    ) -> None:
+        super().__init__()
+        if ffn < 1:
+            raise ConfigError(f"ffn of the shared experts is {ffn}; it must be at least 1")
+        self.activation, self.dtype = cfg.activation, cfg.dtype
+        place: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
+        if torch.get_default_device().type == "meta":
+            place["device"] = "meta"
+        self.w13 = nn.Parameter(torch.empty(2 * ffn, cfg.hidden, **place))
+        self.w2 = nn.Parameter(torch.empty(cfg.hidden, ffn, **place))
+        self._seed = seed if isinstance(seed, Seed) else Seed(seed)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """As `Experts.reset_parameters`, from a stream of its own."""
+        if self.w13.is_meta:
+            return
+        draw = generator(self._seed.take("shared") if seed is None else seed, SHARED)
+        for weight in (self.w13, self.w2):
+            weight.copy_(normal(weight.shape, draw))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        x_TD, w13, w2 = (t.to(self.dtype) for t in (x_TD, self.w13, self.w2))
+        return linear(activate(linear(x_TD, w13), self.activation), w2)
+
+
+class MoE(nn.Module):
+    """Router and experts.  forward(x (..., D), token_ids (...), ids (T, K)) -> y (..., D), the last two optional.
+
+    router: None: softmax top-k, one parameter `router` (E, D): probabilities = softmax(x W_router^T) in fp32; the top K
+        by value, ties to the lower expert id (a stable sort), so a recomputed forward routes alike; with `renormalize`
+        divided by their sum.  Or a `RouterConfig`: `router` is a `uniep.nn.Router` then (docs/router.md); gradients of
+        its losses come with those of the routing weights, times `Router.loss_scale`.
+    renormalize: of the default router.  With top_k=1 a renormalised weight is always 1 and the router gets no gradient;
+        refused at construction.
+    shared_ffn: width of `SharedExperts` for every token, or None.  y = cast(y of the experts + y of these).
+    token_ids: int64, needed for jitter (`Router`).  ids: the choice is given, and only weights are computed; see also
+        `uniep.nn.replay_routing`.
+    """
+
+    router: nn.Parameter | Router
 
     def __init__(
         self,
@@ -194,11 +249,17 @@ class MoE(nn.Module):
         workspace: Workspace | None = None,
         device: torch.device | str | None = None,
         renormalize: bool = True,
+        router: RouterConfig | None = None,
+        shared_ffn: int | None = None,
         seed: int | None = None,
         main_grad: MainGrad | None = None,
     ) -> None:
         super().__init__()
-        if renormalize and cfg.top_k == 1:
+        if router is not None:
+            if not renormalize:
+                raise ConfigError("renormalize=False is of the default router; set it in the RouterConfig")
+            router.check(cfg.num_experts, cfg.top_k)
+        elif renormalize and cfg.top_k == 1:
             raise ConfigError(
                 "top_k=1 with renormalize=True makes every routing weight 1, so the router never learns; "
                 "pass renormalize=False"
@@ -206,71 +267,70 @@ class MoE(nn.Module):
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed, main_grad=main_grad)
         self.workspace, self.cfg = self.experts.workspace, cfg  # `experts` may be wrapped, such as in a DDP
         self.renormalize = renormalize
-        self._seed = self.experts._seed  # of both
-        place: dict[str, Any] = {"dtype": cfg.dtype, "device": self.experts.w13.device}
-        self.router = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden, **place))
-        self.reset_parameters()
+        self.tape: Tape | None = None
+        self._seed = self.experts._seed  # of all
+        device = self.experts.w13.device
+        if router is None:
+            self.router = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden, dtype=cfg.dtype, device=device))
+            self.reset_parameters()
+        else:
+            self.router = Router(cfg, router, group=self.workspace, device=device, seed=self._seed)
+        self.shared = SharedExperts(cfg, shared_ffn, device=device, seed=self._seed) if shared_ffn is not None else None
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """The router's, as `Experts.reset_parameters`: each module resets its own parameters."""
-        if self.router.is_meta:
+        """The default router's, as `Experts.reset_parameters`: each module resets its own parameters."""
+        if isinstance(self.router, Router) or self.router.is_meta:
             return
         value = self._seed.take("router") if seed is None else seed
-        self.router.copy_(_normal(self.router.shape, torch.Generator().manual_seed(_stream(value, _STREAMS - 1))))
+        self.router.copy_(normal(self.router.shape, generator(value, ROUTER)))
 
-    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids (T, K) int64, weights (T, K) fp32).  NaN logits give valid ids and NaN weights."""
+    def route(
+        self, x_TD: Tensor, token_ids_T: Tensor | None = None, ids_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(ids (T, K) int64, weights (T, K) fp32).  NaN logits give valid ids and NaN weights.
+
+        ids_TK: a given choice.  Weights carry the gradients of the losses, if the router has some.
+        """
+        if isinstance(self.router, Router):
+            routing = self.router(x_TD, token_ids_T, ids_TK)
+            return routing.ids_TK, self.router.losses_on(routing)
         with torch.autocast(self.workspace.device.type, enabled=False):
             probabilities = torch.softmax(x_TD.float() @ self.router.float().T, dim=-1)
-        order = torch.nan_to_num(probabilities.detach(), nan=0.0).sort(dim=-1, descending=True, stable=True)
-        ids_TK = order.indices[:, : self.cfg.top_k]
-        weights_TK = probabilities.gather(1, ids_TK)
+        given = ids_TK
+        if ids_TK is None:
+            order = torch.nan_to_num(probabilities.detach(), nan=0.0).sort(dim=-1, descending=True, stable=True)
+            ids_TK = order.indices[:, : self.cfg.top_k]
+            weights_TK = probabilities.gather(1, ids_TK)
+        else:
+            check_given(ids_TK, x_TD.shape[0], self.cfg.top_k, self.cfg.num_experts)
+            ids_TK = ids_TK.long()
+            weights_TK = probabilities.gather(1, ids_TK.clamp(0, self.cfg.num_experts - 1)).masked_fill(ids_TK < 0, 0.0)
         if self.renormalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            total_T1 = weights_TK.sum(-1, keepdim=True)
+            weights_TK = weights_TK / (total_T1 if given is None else total_T1.clamp(min=LEAST_SUM))
         return ids_TK, weights_TK
 
-    @told_to_all(lambda self, *_: self.workspace)
-    def forward(self, x: Tensor) -> Tensor:
-        check_dense(x=x)
-        check_devices({"x": [x]}, self.workspace)
-        if x.shape[-1:] != (self.cfg.hidden,):
-            raise ConfigError(f"x has shape {tuple(x.shape)}; it must be (..., hidden={self.cfg.hidden})")
-        if self.router.is_meta:
-            raise ConfigError(f"router is on meta but the Workspace is on {self.workspace.device}; {MATERIALISE}")
-        x_TD = x.reshape(-1, x.shape[-1])
-        ids_TK, weights_TK = self.route(x_TD)
-        return self.experts(x_TD, ids_TK, weights_TK).view(x.shape)
-
-
-class _Seed:
-    """What a router and its experts are initialised from: a given seed, or one draw for each reset of both."""
-
-    def __init__(self, given: int | None) -> None:
-        self.given = given
-        self._value = 0
-        self._takers: set[str] = set()
-
-    def take(self, taker: str) -> int:
-        if self.given is not None:
-            return self.given
-        if not self._takers or taker in self._takers:
-            with _disable_current_modes():
-                self._value = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")) % 2**64
-            self._takers.clear()
-        self._takers.add(taker)
-        return self._value
-
-
-_STREAMS = 1_000_003  # random streams of one seed: one for each expert, and the last for the router
-
-
-def _stream(seed: int, number: int) -> int:
-    """The generator's seed for one of them: streams of no two layers, experts or routers are the same."""
-    stream = seed * _STREAMS + number
-    return stream if stream < 2**64 else stream % 2**64
-
-
-def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Normal with std 1/sqrt(fan-in); the same values whatever the default dtype and device."""
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * shape[1] ** -0.5
+    @told_to_all(lambda self, *_, **__: self.workspace)
+    def forward(self, x: Tensor, token_ids: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        told = self.router.errors_told() if isinstance(self.router, Router) else nullcontext(lambda: None)
+        with told as entered:
+            check_dense(x=x)
+            check_devices({"x": [x]}, self.workspace)
+            if x.shape[-1:] != (self.cfg.hidden,):
+                raise ConfigError(f"x has shape {tuple(x.shape)}; it must be (..., hidden={self.cfg.hidden})")
+            weight = self.router.weight if isinstance(self.router, Router) else self.router
+            if weight.is_meta:
+                raise ConfigError(f"router is on meta but the Workspace is on {self.workspace.device}; {MATERIALISE}")
+            x_TD = x.reshape(-1, x.shape[-1])
+            if self.tape is not None and ids is None:
+                ids = self.tape.given(x_TD, self.cfg.top_k)
+            token_ids_T = token_ids.reshape(-1) if token_ids is not None else None
+            entered()
+        ids_TK, weights_TK = self.route(x_TD, token_ids_T, ids)
+        if self.tape is not None:
+            ids_TK = self.tape.keep(ids_TK)
+        y_TD = self.experts(x_TD, ids_TK, weights_TK)
+        if self.shared is not None:
+            y_TD = add(y_TD, self.shared(x_TD))
+        return y_TD.view(x.shape)

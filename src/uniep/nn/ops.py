@@ -311,8 +311,7 @@ def _operators_are_seen(tensors: Sequence[Tensor]) -> bool:
     """By a compiler, a mode such as fake tensors, selective checkpointing or a counter of FLOPs, or a subclass."""
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() > 0:
-        flops.register()
+    if flops.looked_at():
         return True
     return any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
 
@@ -320,8 +319,6 @@ def _operators_are_seen(tensors: Sequence[Tensor]) -> bool:
 moe_forward.register_autograd(_backward, setup_context=_setup_context)
 for _op in (moe_forward, moe_backward, in_turn):
     _op.register_effect(torch.library.EffectType.ORDERED)
-
-flops.register()
 
 SAVE_OPS = (torch.ops.uniep.moe_fwd.default,)
 """Pass to selective activation checkpointing as MUST_SAVE, so that the layer is not run again."""

@@ -7,6 +7,7 @@ here once, when the Workspace is made, on tensors of their own.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import statistics
@@ -16,11 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from uniep.backends import registry
+from uniep.backends.base import Inputs, Needs
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
+from uniep.meeting import Meeting
+from uniep.membership import Membership
 from uniep.schedule import Schedule, default_schedule
 from uniep.tuner import tables
 from uniep.tuner.space import refusals
+from uniep.tuner.timing import Drawn, drawn, in_turn, over_ranks
+from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -31,8 +37,8 @@ MODES = ("off", "cached", "online")
 CLOSE = 1.05
 """Times the best score, up to which `online` looks at a point again."""
 
-MOST, PAIRS = 3, 5
-"""Points that `online` times beside the table's choice, and calls of each."""
+MOST, PAIRS, WARMUP = 3, 5, 2
+"""Points that `online` times beside the table's choice; pairs of calls, and calls before them."""
 
 
 def mode(given: str | None) -> str:
@@ -64,30 +70,52 @@ def proposals(cfg: MoEConfig, ep_size: int, backend: str, device: torch.device, 
     return close[: MOST + 1]
 
 
+class _Served:
+    """A backend of one Schedule, made as a Workspace makes its own."""
+
+    def __init__(
+        self, cfg: MoEConfig, group: dist.ProcessGroup | None, backend: str, device: torch.device, schedule: Schedule,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.schedule, self.meeting = schedule, Meeting(group, timeout_s)
+        with self.meeting:
+            self.member = Membership(
+                cfg, group, self.meeting.rank, self.meeting.size, device, timeout_s, self.meeting, self.end
+            )
+            self.backend = registry.make(backend, self.member, schedule)
+            self.meeting.exchange(None, "ready")
+            self.member.is_made()
+
+    def call(self, given: Drawn) -> None:
+        """Forward and backward."""
+        experts = ExpertWeights((given.w13,), (given.w2,), "stacked")
+        inputs = Inputs(given.x_TD, given.ids_TK, given.weights_TK, experts)
+        _, saved = self.backend.forward(inputs, save=True)
+        self.backend.backward(given.dy_TD, inputs, saved, Needs())
+
+    def end(self, cause: str) -> None:
+        self.member.cause = cause
+        self.backend.close()
+
+
 def fastest(
     cfg: MoEConfig, group: dist.ProcessGroup | None, backend: str, device: torch.device, schedules: Sequence[Schedule],
     timeout_s: float,
 ) -> Schedule:  # fmt: skip
     """Of points that were proved elsewhere.  Collective; all ranks get the same."""
-    from uniep.tuner.trial import Job, Trial, over_ranks
-
-    ep_size = group.size() if group is not None else 1
-    job = Job(cfg, ep_size, backend, device.type, cfg.max_tokens_per_rank, timeout_s)
-    with torch.inference_mode(False), torch.enable_grad():
-        trial = Trial(job, group.rank() if group is not None else 0, group, device)
-        best = schedules[0]
-        try:
-            trial.prove(best)
-            trial.take()
-            for schedule in schedules[1:]:
-                trial.prove(schedule)
-                pairs = over_ranks(trial.time(PAIRS), group, device)
-                if statistics.median(b / a for a, b in pairs) < 1:
-                    trial.take()
-                    best = schedule
-        finally:
-            trial.close()
-    return best
+    made = functools.partial(_Served, cfg, group, backend, device, timeout_s=timeout_s)
+    best = made(schedule=schedules[0])
+    rank, ep_size = best.member.rank, best.member.ep_size
+    given = drawn(cfg, ep_size, rank, cfg.max_tokens_per_rank, 0, device)
+    for schedule in schedules[1:]:
+        other = made(schedule=schedule)
+        calls = (functools.partial(best.call, given), functools.partial(other.call, given))
+        pairs = over_ranks(in_turn(calls, PAIRS, WARMUP, group, device), group, device)
+        if statistics.median(b / a for a, b in pairs) < 1:
+            best, other = other, best
+        other.end("it was slower")
+    best.end("it was timed")
+    return best.schedule
 
 
 def report(device: torch.device) -> list[tuple[str, str]]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-import uniep
+from uniep import version
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.schedule import DIMENSION, Schedule, default_schedule
@@ -225,7 +225,7 @@ def store(path: Path, key: Key, entry: dict[str, Any]) -> None:
             "format": FORMAT, "card": key.card, "backend": key.backend, "ep": key.ep_size,
             "kernels": kernels(key.backend), "entries": {},
         }  # fmt: skip
-        versions = {"uniep": uniep.__version__, "torch": torch.__version__}
+        versions = {"uniep": version.__version__, "torch": torch.__version__}
         document["entries"][key.place] = {
             "shape": key.shape, "dtype": key.dtype, "tokens": key.tokens, **versions, **entry,
         }  # fmt: skip

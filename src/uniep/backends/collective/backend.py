@@ -25,7 +25,6 @@ import datetime
 import hashlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,7 +64,7 @@ from uniep.way import Way, resolve
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from uniep.workspace import Workspace
+    from uniep.membership import Membership
 
 _T = TypeVar("_T")
 _EAGER_TURNS = 2000  # looks at the device without a pause: some milliseconds
@@ -107,10 +106,10 @@ class CollectiveBackend:
 
     name = "nccl"
 
-    def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
-        self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
-        self.device, self.timeout_s = workspace.device, workspace.timeout_s
-        self._group = workspace.group if self.ep_size > 1 else None
+    def __init__(self, member: Membership, schedule: Schedule | None) -> None:
+        self.cfg, self.rank, self.ep_size = member.cfg, member.rank, member.ep_size
+        self.device, self.timeout_s = member.device, member.timeout_s
+        self._group = member.group if self.ep_size > 1 else None
         self.schedule = schedule or default_schedule(COLLECTIVE, self.cfg, self.ep_size)
         refuse_invalid(self.schedule, self.cfg, self.ep_size, COLLECTIVE)
         most = self.cfg.max_tokens_per_rank  # nothing here follows the tokens of a call
@@ -118,14 +117,13 @@ class CollectiveBackend:
         self.transport = _transport(self._group, self.device)
         self.experts, self.because = local_experts(self.cfg, self.rank, self.way, self.device)
         self._threads = PinnedThreads(1) if self.device.type == "cpu" else None
-        self._workspace = weakref.ref(workspace)
+        self._member = member
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = self._forwards = 0
-        assert workspace.meeting is not None, "a backend is made while its Workspace is"
-        workspace.meeting.exchange(None, "first collective")  # which may set up connections, at its own pace
+        member.meeting.exchange(None, "first collective")  # which may set up connections, at its own pace
         # Names this Workspace in every header: collectives of two Workspaces of one group look alike.
-        self._space = int(workspace.meeting.session[:15] or "0", 16)
-        self._notices = Notices(workspace.meeting)
+        self._space = int(member.meeting.session[:15] or "0", 16)
+        self._notices = Notices(member.meeting)
         try:
             self._all_gather(torch.tensor([self._space], device=self.device), "first collective", "creation")
         except BaseException as cause:  # the Workspace that would tell is not made yet
@@ -240,8 +238,8 @@ class CollectiveBackend:
     def close(self) -> None:
         """After the call that another thread is in.  From inside a call, as after an error, this rank has failed."""
         with self._turn:
-            if self._group is not None and (workspace := self._workspace()) is not None:
-                self._notices.tell(self._call, workspace.cause, failed=self._inside)
+            if self._group is not None:
+                self._notices.tell(self._call, self._member.cause, failed=self._inside)
             self._group = None
 
     # --- entering a call ---
@@ -445,8 +443,8 @@ class CollectiveBackend:
         try:
             yield
         except BaseException as cause:
-            if (workspace := self._workspace()) is not None and not isinstance(cause, unless):
-                workspace.fail(f"{type(cause).__name__}: {cause}")
+            if not isinstance(cause, unless):
+                self._member.fail(f"{type(cause).__name__}: {cause}")
             raise
 
     @contextlib.contextmanager

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import hashlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,7 +55,7 @@ from uniep.waiting import SAME_CALLS
 from uniep.way import Way, resolve
 
 if TYPE_CHECKING:
-    from uniep.workspace import Workspace
+    from uniep.membership import Membership
 
 
 _T = TypeVar("_T")
@@ -128,8 +127,8 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
-        self.cfg, self.rank, self.ep_size = workspace.cfg, workspace.rank, workspace.ep_size
+    def __init__(self, member: Membership, schedule: Schedule | None) -> None:
+        self.cfg, self.rank, self.ep_size = member.cfg, member.rank, member.ep_size
         self.schedule = schedule or default_schedule(CPU, self.cfg, self.ep_size)
         refuse_invalid(self.schedule, self.cfg, self.ep_size, CPU)
         most = self.cfg.max_tokens_per_rank  # nothing here follows the tokens of a call
@@ -137,9 +136,8 @@ class CpuBackend:
         self.trace: list[Span] | None = None
         self.forward_operators = forward_operators(self.way, keep=True)
         self.backward_operators = backward_operators(self.way)
-        self._workspace = weakref.ref(workspace)
-        assert workspace.meeting is not None, "a backend is made while its Workspace is"
-        self._peers: Peers | None = Peers(self.cfg, self.way, workspace.meeting)
+        self._member = member
+        self._peers: Peers | None = Peers(self.cfg, self.way, member.meeting)
         self._threads = PinnedThreads(self._peers.workers)
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = 0
@@ -263,9 +261,9 @@ class CpuBackend:
         """After the call that another thread is in.  From inside a call, such as a signal handler, peers wait for what
         this rank will not do: it has failed."""
         with self._turn:
-            if self._peers is not None and (workspace := self._workspace()) is not None:
+            if self._peers is not None:
                 tell = self._peers.fail if self._inside else self._peers.leave
-                tell(workspace.cause)
+                tell(self._member.cause)
             self._peers = None
             self._routings.clear()
 
@@ -374,8 +372,7 @@ class CpuBackend:
             if self._peers is not None and not isinstance(cause, unless):
                 text = f"{type(cause).__name__}: {cause}"
                 self._peers.fail(text)
-                if (workspace := self._workspace()) is not None:
-                    workspace.fail(text)
+                self._member.fail(text)
             raise
 
 

@@ -16,8 +16,7 @@ from uniep.layout import Field, flag_step, packed_bytes
 from uniep.memory import MemoryPlan, check_room
 
 if TYPE_CHECKING:
-    from uniep.meeting import Meeting
-    from uniep.workspace import Workspace
+    from uniep.membership import Membership
 
 WAY_OUT = "use backend='nccl' (collectives, any GPU)"
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -42,17 +41,12 @@ def _free_bytes(device: torch.device, needed: int) -> int:
     return free
 
 
-def _seats(workspace: Workspace, free: int) -> list[Seat]:
+def _seats(member: Membership, free: int) -> list[Seat]:
     """The seats of all ranks.  Collective."""
-    ordinal = workspace.device.index
+    ordinal = member.device.index
     uuid = str(torch.cuda.get_device_properties(ordinal).uuid)
     mine = Seat(socket.gethostname(), uuid, ordinal, os.environ.get("CUDA_VISIBLE_DEVICES"), free)
-    return _meeting(workspace).exchange(mine, "places of the GPUs")
-
-
-def _meeting(workspace: Workspace) -> Meeting:
-    assert workspace.meeting is not None, "a backend is made while its Workspace is"
-    return workspace.meeting
+    return member.meeting.exchange(mine, "places of the GPUs")
 
 
 def has_atomics(a: int, b: int) -> bool:
@@ -112,32 +106,32 @@ class Arena:
     describe: what it is, for the error that says that it does not fit.
     """
 
-    def __init__(self, layout: dict[str, Field], workspace: Workspace, describe: Callable[[], MemoryPlan]) -> None:
-        device, ranks, self._describe = workspace.device, workspace.ep_size, describe
-        self.memories = self._allocate(packed_bytes(layout), workspace)
+    def __init__(self, layout: dict[str, Field], member: Membership, describe: Callable[[], MemoryPlan]) -> None:
+        device, ranks, self._describe = member.device, member.ep_size, describe
+        self.memories = self._allocate(packed_bytes(layout), member)
         self.views: dict[str, Tensor] = {}
         self.everywhere: dict[str, list[Tensor]] = {}
         self.tables: dict[str, Tensor] = {}
         for name, field in layout.items():
             flat = [memory[field.offset : field.offset + field.bytes] for memory in self.memories]
             self.everywhere[name] = [bytes_.view(field.dtype).view(field.shape) for bytes_ in flat]
-            self.views[name] = self.everywhere[name][workspace.rank]
+            self.views[name] = self.everywhere[name][member.rank]
             addresses = [bytes_.data_ptr() for bytes_ in flat]
             self.tables[name] = torch.tensor(addresses, dtype=torch.int64, device=device)
         step = flag_step(ranks)
         self._flag_offsets = {"entered": 0, "finished": step, "returned": 2 * step, "arrived": 3 * step}
         self._flag_views = {name: self.views["flags"][offset:] for name, offset in self._flag_offsets.items()}
 
-    def _allocate(self, size: int, workspace: Workspace) -> list[Tensor]:
+    def _allocate(self, size: int, member: Membership) -> list[Tensor]:
         """The zeroed memory of every rank.  Collective."""
-        device = workspace.device
+        device = member.device
         free = _free_bytes(device, size)
-        if workspace.group is None or workspace.ep_size == 1:
+        if member.group is None or member.ep_size == 1:
             check_room(self._describe(), size, [free])
             return [torch.zeros(size, dtype=torch.uint8, device=device)]
         import torch.distributed._symmetric_memory as symmetric
 
-        seats = _seats(workspace, free)
+        seats = _seats(member, free)
         check_peers(seats, torch.cuda.can_device_access_peer, has_atomics)
         check_room(self._describe(), size, [seat.free for seat in seats])
         if (kind := symmetric.get_backend(device)) != "CUDA":
@@ -148,18 +142,18 @@ class Arena:
         memory = symmetric.empty(size, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
-        meeting = _meeting(workspace)
+        meeting = member.meeting
         meeting.exchange(None, "memory allocated")  # torch's rendezvous waits without timeout_s
         try:
-            handle = symmetric.rendezvous(memory, workspace.group)
+            handle = symmetric.rendezvous(memory, member.group)
         except RuntimeError as cause:
             raise UniEPError(
-                f"rank {workspace.rank}, creation of a Workspace: torch's rendezvous of symmetric memory failed "
+                f"rank {member.rank}, creation of a Workspace: torch's rendezvous of symmetric memory failed "
                 f"({str(cause).splitlines()[0]}); see that no rank has ended"
             ) from cause
         meeting.exchange(None, "memory mapped")
-        peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(workspace.ep_size)]
-        peers[workspace.rank] = memory  # which owns it
+        peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(member.ep_size)]
+        peers[member.rank] = memory  # which owns it
         return peers
 
     def flag_offset(self, name: str) -> int:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from uniep.backends.hopper.planner import DevicePlan
     from uniep.launch.groups import Lines, Sums
     from uniep.launch.staged import Peers
+    from uniep.membership import Membership
     from uniep.taskflow.trace import Span
-    from uniep.workspace import Workspace
 
 _T = TypeVar("_T")
 
@@ -56,7 +56,7 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
         order, planner = self._order, self.planner
         with order.turn, torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext():
             if self.arena is None:
-                raise ClosedError(f"this Workspace is closed ({planner.ws.cause}); make a new one")
+                raise ClosedError(f"this Workspace is closed ({planner.member.cause}); make a new one")
             current = torch.cuda.current_stream(self.device)
             order.begin(current)
             if current != self._stream:
@@ -89,13 +89,13 @@ class HopperBackend:
 
     name = "hopper"
 
-    def __init__(self, workspace: Workspace, schedule: Schedule | None) -> None:
-        cfg, device = workspace.cfg, workspace.device
-        _check_support(cfg, workspace.ep_size, device)
+    def __init__(self, member: Membership, schedule: Schedule | None) -> None:
+        cfg, device = member.cfg, member.device
+        _check_support(cfg, member.ep_size, device)
         from uniep.backends.hopper.planner import Planner  # needs Triton, whose absence has its message above
 
         self.cfg, self.device = cfg, device
-        self.rank, self.num_ranks = workspace.rank, workspace.ep_size
+        self.rank, self.num_ranks = member.rank, member.ep_size
         measured = MEASURED._replace(sms=torch.cuda.get_device_properties(device).multi_processor_count)
         self.ways = Ways(cfg, self.num_ranks, schedule, GPU, measured)
         self.schedule = self.ways.schedule
@@ -104,9 +104,9 @@ class HopperBackend:
         self.slots = cfg.max_tokens_per_rank * cfg.top_k
         layout = pack(hopper_arrays(cfg, self.num_ranks, self.way))
         describe = functools.partial(plan_memory, cfg, self.num_ranks, schedule=self.schedule)
-        self.arena = Arena(layout, workspace, describe)
+        self.arena = Arena(layout, member, describe)
         self.sms = self.way.sms
-        self.planner = Planner(workspace, self.arena, self.way.gemm1.rows, self.sms)
+        self.planner = Planner(member, self.arena, self.way.gemm1.rows, self.sms)
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
         self._lasting = [  # memory of the stream that is current now
             self.arena.memories[self.rank], *self.arena.tables.values(), self.planner.call, self.planner.ticket,
@@ -198,7 +198,7 @@ class HopperBackend:
         """Drop the arena; its memory is free when all streams that calls came on have gone past them."""
         with self._order.turn:  # after the call that another thread is in
             if self.arena is not None:
-                self.planner.leave(self.planner.ws.cause)
+                self.planner.leave(self.planner.member.cause)
             self.arena = None  # type: ignore[assignment]
             self._known_peers.clear()
             self._lasting.clear()

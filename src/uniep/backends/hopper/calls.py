@@ -41,7 +41,7 @@ from uniep.layout import EXCHANGE_HEADER, LOST_SLOT, STATUS_RECORD
 from uniep.waiting import SAME_CALLS
 
 if TYPE_CHECKING:
-    from uniep.workspace import Workspace
+    from uniep.membership import Membership
 
 log = logging.getLogger("uniep")
 
@@ -128,12 +128,12 @@ class Calls:
     allocate: rows of the next call.  is_inside: between the entry of a call and its return.
     """
 
-    def __init__(self, workspace: Workspace, arena: Arena) -> None:
-        self.ws, self.cfg, self.device, self.arena = workspace, workspace.cfg, workspace.device, arena
-        self.rank, self.num_ranks = workspace.rank, workspace.ep_size
+    def __init__(self, member: Membership, arena: Arena) -> None:
+        self.member, self.cfg, self.device, self.arena = member, member.cfg, member.device, arena
+        self.rank, self.num_ranks = member.rank, member.ep_size
         self.slots = self.cfg.max_tokens_per_rank * self.cfg.top_k
-        self.timeout_ns = int(workspace.timeout_s * 1e9)
-        group = workspace.group.group_name if workspace.group is not None else ""
+        self.timeout_ns = int(member.timeout_s * 1e9)
+        group = member.group.group_name if member.group is not None else ""
         _made[group] += 1
         self.number = _made[group]
         self.order = order_of(self.device)
@@ -275,7 +275,7 @@ class Calls:
         if code == TIMEOUT:
             stage = STAGES.get(a, str(a))
             return PeerTimeoutError(
-                f"rank {self.rank}, call {c}: rank {b} did not come within {self.ws.timeout_s:g} s (Workspace "
+                f"rank {self.rank}, call {c}: rank {b} did not come within {self.member.timeout_s:g} s (Workspace "
                 f"{self.number}, stage: {stage}; expected signal {c}, seen {d}). {self._elsewhere(b)}Every rank must "
                 "make the same calls; see that no rank has stopped, or raise timeout_s"
             )
@@ -329,7 +329,7 @@ class Calls:
     def _elsewhere(self, peer: int) -> str:
         """Whether that rank waits for this one in another Workspace of the group."""
         for other in self.order.calls:
-            if other is self or other.arena is None or other.ws.group is not self.ws.group:
+            if other is self or other.arena is None or other.member.group is not self.member.group:
                 continue
             entered, own = (int(other._look(t)) for t in (other.arena.flag_view("entered")[peer], other.call))
             if wrapped(entered - own) > 0:
@@ -429,7 +429,7 @@ class Calls:
         self.is_inside = False
         if reason is not None:
             self.tell(message, reason)
-        self.ws.fail(message)
+        self.member.fail(message)
 
     def give_up(self, cause: BaseException) -> None:
         """After an exception: between the entry of a call and its return, peers wait for what will not come."""

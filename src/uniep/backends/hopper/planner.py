@@ -38,7 +38,7 @@ from uniep.layout import (
 from uniep.routing import RoutingPlan
 
 if TYPE_CHECKING:
-    from uniep.workspace import Workspace
+    from uniep.membership import Membership
 
 TILES_AT_ONCE = 256  # row tiles, of a program
 
@@ -86,8 +86,8 @@ class DevicePlan:
 class Planner(Calls):
     """One rank's calls and plans.  tile_rows: of the tile tables.  sms: multiprocessors to use."""
 
-    def __init__(self, workspace: Workspace, arena: Arena, tile_rows: int, sms: int) -> None:
-        super().__init__(workspace, arena)
+    def __init__(self, member: Membership, arena: Arena, tile_rows: int, sms: int) -> None:
+        super().__init__(member, arena)
         cfg, self.tile_rows = self.cfg, tile_rows
         self.local = cfg.experts_per_rank(self.num_ranks)
         tokens = min(cfg.max_tokens_per_rank, FIRST_TOKENS)
@@ -231,12 +231,12 @@ class Planner(Calls):
         """
         if self.cfg.max_rows is not None:
             return True
-        give_up = time.monotonic() + self.ws.timeout_s + 5
+        give_up = time.monotonic() + self.member.timeout_s + 5
         while self._totals_words[0] != self.calls_made and self._words[0] == 0:
             if time.monotonic() > give_up:
                 message = (
                     f"rank {self.rank}, call {self.calls_made}: its plan was not ready after "
-                    f"{self.ws.timeout_s:g} s; other work holds the GPU, or raise timeout_s"
+                    f"{self.member.timeout_s:g} s; other work holds the GPU, or raise timeout_s"
                 )
                 self.fail(message, GAVE_UP)
                 raise PeerTimeoutError(message)

@@ -21,10 +21,10 @@ from uniep.errors import ConfigError
 from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import parse_shape
 from uniep.sim.machine import KEYS, Machine, checked, load_machine
-from uniep.tuner.fleet import Fleet
+from uniep.trials.fleet import Fleet
+from uniep.trials.trial import Job
 from uniep.tuner.model import CONSTANTS, Card, Load, predict, uncalibrated
 from uniep.tuner.space import Points, refusals, replaced
-from uniep.tuner.trial import Job
 
 PRIOR = 0.06
 """What a constant's factor of e weighs, in relative errors of one measured call."""

@@ -1,9 +1,8 @@
-"""Field reports A to F and M: what people who train with expert parallelism hit, as tests.
+"""Work that is empty, ragged, unbalanced or bad: numbers of tokens and rows, ids, workloads.
 
-Each docstring starts with the report's number.  Shapes are scaled to a laptop; structure and closed forms
-are the report's own.  "The oracle" is uniep's serial schedule at EP=1, which every run must equal bit for
-bit; `case.accurate` bounds the distance to fp64.  Reports 40 to 56 are in test_field_determinism.py, 62 to 67 in
-test_failures.py, 24 and 90 also in tests/unit/test_workloads.py.
+A docstring that starts with a number is the field report of that number (docs/field_reports.md).  Shapes are scaled
+to a laptop; structure and closed forms are the report's own.  "The oracle" is uniep's serial schedule at EP=1, which
+every run must equal bit for bit; `case.accurate` bounds the distance to fp64.
 """
 
 import dataclasses
@@ -28,9 +27,6 @@ def grouped_ids(counts: list[int], seed: int = 0) -> torch.Tensor:
 
 def even(total: int) -> tuple[int, ...]:
     return tuple(total * (s + 1) // 4 - total * s // 4 for s in range(4))
-
-
-# --- A. Empty and ragged work ---
 
 
 def routed_rows(world, cfg, batches, ep_size):
@@ -115,8 +111,7 @@ def compiled_steps(world, cfg, batches, ep_size, poisoned):
         return outcomes
 
 
-@pytest.mark.parametrize("poisoned", [False, True], ids=["clean", "poison"])
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize(("mode", "poisoned"), [("eager", False), ("eager", True), ("compiled", True)])
 def test_05_nothing_routed_at_all(pool, mode, poisoned):
     """5: all ids -1, and all ranks without tokens: y and each gradient exist and are exactly 0, also compiled."""
     cfg = config()
@@ -175,9 +170,6 @@ def test_06_any_number_of_tokens_per_rank(pool):
         case.accurate(got, full, cfg)
     for found in pool.run(routed_rows, cfg, batches, 4):
         assert all(counted == rows for counted, rows, _ in found)
-
-
-# --- B. Routing ids ---
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
@@ -293,67 +285,6 @@ def test_13_nan_stays_with_its_token(pool):
     assert all(int(i.min()) >= 0 and int(i.max()) < cfg.num_experts for i in ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_14_more_than_256_experts(pool, dtype):
-    """14: E=512, R=2, K=10, only experts 0, 255, 256, 257, 511, each twice; v = e+1, w = 1/8: closed form."""
-    cfg = config(num_experts=512, top_k=10, dtype=dtype)
-    five = torch.tensor([0, 255, 256, 257, 511]).repeat(2)
-    ids = torch.stack([five[torch.randperm(10, generator=torch.Generator().manual_seed(t))] for t in range(8)])
-    batch = exact_batch(cfg, (2, 2, 2, 2), ids, torch.full((8, 10), 1 / 8), torch.arange(512.0) + 1)
-    expected = 2 * (1 + 256 + 257 + 258 + 512) / 8
-    assert run(pool, cfg, batch, 2).y.unique().tolist() == [expected]
-
-
-@pytest.mark.parametrize(("experts", "ep_size"), [(6, 2), (60, 4), (384, 4), (160, 4), (4, 4)])
-def test_15_expert_counts(pool, experts, ep_size):
-    """15: expert counts that are no power of two, and one local expert."""
-    cfg = config(num_experts=experts, dtype=torch.bfloat16)
-    batch = random_batch(cfg, (11, 40, 0, 13))
-    want = case.oracle(pool, cfg, batch)
-    case.accurate(want, batch, cfg)
-    same_bits(run(pool, cfg, batch, ep_size), want)
-
-
-def refused_workspace(world, cfg, ep_size):
-    return case.named_error(case.workspace, world, cfg, ep_size)
-
-
-def test_15_experts_that_do_not_divide(pool):
-    """15: (E, R) = (10, 4) is refused at construction on every rank with E, R and what to change."""
-    for kind, message in pool.run(refused_workspace, config(num_experts=10), 4):
-        assert kind == "ConfigError"
-        assert "num_experts=10" in message and "4 ranks" in message and "group of 2" in message
-
-
-# --- C. Uninitialised rows and stale state ---
-
-
-@pytest.mark.parametrize("received", ["saved", "again"])
-@pytest.mark.parametrize("dtype", HALF_AND_FULL, ids=str)
-def test_16_poisoned_memory_reaches_nothing(pool, dtype, received):
-    """16: capacity far above use, all memory poisoned: three steps finite and equal to a run without poison."""
-    cfg = config(max_tokens_per_rank=512, dtype=dtype)
-    batch = random_batch(cfg, (16, 7, 0, 41), unused=0.2)
-    want = case.oracle(pool, cfg, batch)
-    schedule = dataclasses.replace(case.FUSED, received=received)
-    for ep_size in (1, 2, 4):
-        for got in steps(pool, cfg, [batch], ep_size, schedule, poisoned=True, repeats=3):
-            assert all(getattr(got, name).isfinite().all() for name in case.FIELDS)
-            same_bits(got, want)
-
-
-def test_18_a_single_local_expert(pool):
-    """18: one expert per rank, capacity far above use, poisoned: dW finite and equal."""
-    cfg = config(num_experts=4, max_tokens_per_rank=256)
-    batch = random_batch(cfg, (16, 16, 16, 16))
-    want = case.oracle(pool, cfg, batch)
-    case.accurate(want, batch, cfg)
-    same_bits(run(pool, cfg, batch, 4, poisoned=True), want)
-
-
-# --- D. Imbalance ---
-
-
 def test_20_total_imbalance(pool):
     """20: (a) all tokens to expert 0; (b) all eight choices on rank 0; (c) the hot rank moves each step."""
     one = config(num_experts=32, top_k=1)
@@ -380,110 +311,3 @@ def test_24_workloads_have_the_same_bits_at_each_ep_size(pool, name):
     for ep_size in (2, 4):
         for step, got in enumerate(steps(pool, cfg, batches, ep_size)):
             same_bits(got, want[step], f"{name} step {step} EP={ep_size}")
-
-
-# --- F. Shapes, dtypes, layouts ---
-
-INCOMING = {
-    "sum": lambda y: y.sum(),
-    "cat": lambda y: (torch.cat([y, y.detach()], 1) * torch.arange(2.0 * y.shape[1], dtype=y.dtype)).sum(),
-    "transposed": lambda y: (y.t().contiguous() * torch.arange(y.shape[0], dtype=y.dtype)).sum(),
-    "every second row": lambda y: y[::2].sum(),
-}
-
-
-def gradients_of_losses(world, cfg, batch, ep_size):
-    """For each loss: the gradients, and those of the same dy handed over contiguous."""
-    found = []
-    with case.workspace(world, cfg, ep_size) as ws:
-        rows, experts = batch.rows(ws.rank, ep_size), batch.experts(ws.rank, ep_size)
-        for loss in INCOMING.values():
-            pair = []
-            for contiguous in (False, True):
-                t = [case.leaf(v) for v in (batch.x[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts])]
-                y = uniep.moe(t[0], batch.ids[rows], *t[1:], workspace=ws)
-                if contiguous:
-                    copy = case.leaf(y)
-                    loss(copy).backward()
-                    y.backward(copy.grad.contiguous())
-                else:
-                    loss(y).backward()
-                pair.append(case.Outcome(y.detach(), *(v.grad for v in t)))
-            found.append(pair)
-    return found
-
-
-def test_34_strides_of_the_incoming_gradient(pool):
-    """34: expanded, sliced, transposed and partly used outputs: bits as with a contiguous dO."""
-    cfg = config()
-    batch = random_batch(cfg, (9, 5, 4, 7))
-    for found in pool.run(gradients_of_losses, cfg, batch, 2, ranks=2):
-        for name, (got, want) in zip(INCOMING, found, strict=True):
-            same_bits(got, want, name)
-            assert want.dw2.any()
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 9, 10, 14, 16, 32])
-def test_35_top_k(pool, top_k):
-    """35: K from 1 to 32 of E=64."""
-    cfg = config(num_experts=64, top_k=top_k)
-    batch = random_batch(cfg, (6, 3, 0, 7))
-    want = case.oracle(pool, cfg, batch)
-    case.accurate(want, batch, cfg)
-    same_bits(run(pool, cfg, batch, 4), want)
-
-
-def test_35_every_expert_chosen(pool):
-    """35: K = E = 8."""
-    cfg = config(top_k=8)
-    batch = random_batch(cfg, (20, 1, 0, 12))
-    want = case.oracle(pool, cfg, batch)
-    case.accurate(want, batch, cfg)
-    same_bits(run(pool, cfg, batch, 2), want)
-
-
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_37_index_width_and_weight_precision(pool, ep_size):
-    """37: every integer width gives the same bits; w = [1 + 2^-10, -1], v = 1024 gives 1.0 (bf16 weights: 0.0).
-
-    With weight_at="activation" the weight is rounded with the activation, as documented: 0.0 in bf16, 1.0 in fp32.
-    """
-    ids, w, v = torch.tensor([[1, 6]]), torch.tensor([[1 + 2**-10, -1.0]]), torch.full((8,), 1024.0)
-    for dtype, weight_at, expected in (
-        (torch.bfloat16, "output", 1.0),
-        (torch.float32, "output", 1.0),
-        (torch.bfloat16, "activation", 0.0),
-        (torch.float32, "activation", 1.0),
-    ):
-        cfg = config(dtype=dtype, weight_at=weight_at)
-        batch = exact_batch(cfg, (1, 0, 0, 0), ids, w, v)
-        assert run(pool, cfg, batch, ep_size).y.unique().tolist() == [expected], (dtype, weight_at)
-    batch = random_batch(config(), (9, 2, 0, 4), unused=0.2)
-    wide = run(pool, config(), batch, ep_size)
-    for width in (torch.int32, torch.int16, torch.int8):
-        same_bits(run(pool, config(), dataclasses.replace(batch, ids=batch.ids.to(width)), ep_size), wide, str(width))
-
-
-# --- M. EP=1 ---
-
-
-def single(world, cfg, batch, how):
-    """EP=1 without a process group, or with a group of one rank."""
-    group = None if how == "no group" else world.groups[1]
-    with uniep.Workspace(cfg, group, device="cpu") as ws:
-        assert ws.ep_size == 1
-        return case.forward_backward(ws, batch)
-
-
-def test_80_one_rank(pool):
-    """80: EP=1 without a process group, and with a group of size 1: (T, H), bits as at EP=2."""
-    cfg = config(dtype=torch.bfloat16)
-    batch = random_batch(cfg, (16, 3, 0, 9))
-    want = run(pool, cfg, batch, 2)
-    for how in ("no group", "group of one"):
-        (got,) = pool.run(single, cfg, batch, how, ranks=1)
-        assert got.y.shape == (28, cfg.hidden)
-        same_bits(got, want, how)
-    with uniep.Workspace(cfg, device="cpu") as ws:  # and in a process that never heard of process groups
-        assert not torch.distributed.is_initialized()
-        same_bits(case.forward_backward(ws, batch), want)

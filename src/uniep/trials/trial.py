@@ -7,8 +7,8 @@ the slowest one's time is the call's.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-import time
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uniep.config import MoEConfig
+from uniep.errors import CapacityError, ConfigError, UnsupportedError
 from uniep.nn.functional import moe
 from uniep.schedule import Schedule
 from uniep.tuner.tables import digest
+from uniep.tuner.timing import drawn, in_turn, timed
 from uniep.workspace import Workspace
-
-SLEEP_CYCLES = 4_000_000
-"""The device sleeps for about 2 ms, so that the host is ahead when a call begins."""
 
 WARMUP = 2
 
@@ -50,22 +49,9 @@ class Trial:
         self.job, self.group, self.device = job, group, device
         self.incumbent: Workspace | None = None
         self.candidate: Workspace | None = None
-        cfg, drawn = job.cfg, torch.Generator().manual_seed(job.seed * 1000 + rank)
-        local = cfg.experts_per_rank(job.ep_size)
-
-        def normal(*shape: int, fan_in: int = 1) -> Tensor:
-            return (torch.randn(*shape, generator=drawn) * fan_in**-0.5).to(device, cfg.dtype)
-
-        score_TE = torch.rand(job.tokens, cfg.num_experts, generator=drawn)
-        self.ids_TK = score_TE.topk(cfg.top_k, dim=1).indices.to(device)
-        share_TK = torch.rand(job.tokens, cfg.top_k, generator=drawn).add(0.1).to(device)
-        self.dy_TD = normal(job.tokens, cfg.hidden)
-        leaves = (
-            normal(job.tokens, cfg.hidden), share_TK / share_TK.sum(1, keepdim=True),
-            normal(local, 2 * cfg.ffn, cfg.hidden, fan_in=cfg.hidden),
-            normal(local, cfg.hidden, cfg.ffn, fan_in=cfg.ffn),
-        )  # fmt: skip
-        self.leaves = [leaf.requires_grad_() for leaf in leaves]
+        given = drawn(job.cfg, job.ep_size, rank, job.tokens, job.seed, device)
+        self.ids_TK, self.dy_TD = given.ids_TK, given.dy_TD
+        self.leaves = [leaf.requires_grad_() for leaf in (given.x_TD, given.weights_TK, given.w13, given.w2)]
 
     def call(self, workspace: Workspace, backward: bool = True) -> tuple[Tensor, ...]:
         """y and all gradients, or y alone."""
@@ -107,14 +93,8 @@ class Trial:
         """us of the incumbent and the candidate, in turn, this rank's."""
         assert self.incumbent is not None and self.candidate is not None
         both = (self.incumbent, self.candidate)
-        for workspace in both:
-            for _ in range(WARMUP):
-                self.call(workspace)
-        made = []
-        for number in range(pairs):
-            first = number % 2  # whoever comes second finds warm caches
-            of = {i: self.once(both[i]) for i in (first, 1 - first)}
-            made.append((of[0], of[1]))
+        calls = (functools.partial(self.call, both[0]), functools.partial(self.call, both[1]))
+        made = in_turn(calls, pairs, WARMUP, self.group, self.device)
         for workspace in both:
             workspace.check()
         return made
@@ -140,21 +120,7 @@ class Trial:
         self.__init__(job, rank, self.group, self.device)  # type: ignore[misc]
 
     def once(self, workspace: Workspace, backward: bool = True) -> float:
-        if self.device.type != "cuda":
-            if self.group is not None:
-                dist.barrier(self.group)
-            began = time.perf_counter()
-            self.call(workspace, backward)
-            return (time.perf_counter() - began) * 1e6
-        torch.cuda._sleep(SLEEP_CYCLES)
-        if self.group is not None:
-            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self.call(workspace, backward)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3
+        return timed(functools.partial(self.call, workspace, backward), self.group, self.device)
 
     def close(self) -> None:
         self.drop()
@@ -172,20 +138,8 @@ def slowest(of_rank: list[list[tuple[float, float]]]) -> list[tuple[float, float
     return [tuple(max(times) for times in zip(*pair, strict=True)) for pair in zip(*of_rank, strict=True)]  # type: ignore[misc]
 
 
-def over_ranks(
-    mine: list[tuple[float, float]], group: dist.ProcessGroup | None, device: torch.device
-) -> list[tuple[float, float]]:
-    """As `slowest`, inside the ranks.  Collective."""
-    pairs = torch.tensor(mine, dtype=torch.float64, device=device)
-    if group is not None:
-        dist.all_reduce(pairs, op=dist.ReduceOp.MAX, group=group)
-    return [(a, b) for a, b in pairs.tolist()]
-
-
 def described(error: BaseException) -> dict[str, Any]:
     """For the parent: what it was, and whether all ranks are still in step."""
-    from uniep.errors import CapacityError, ConfigError, UnsupportedError
-
     memory = isinstance(error, (torch.OutOfMemoryError, MemoryError, CapacityError))
     refused = isinstance(error, (ConfigError, UnsupportedError, CapacityError))
     return {

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from uniep.errors import UniEPError
-from uniep.tuner.trial import Job, described
+from uniep.trials.trial import Job, described
 
 START_S = 120.0
 """Longest start of all ranks."""
@@ -51,7 +51,7 @@ class Fleet:
         self.starts += 1
         # Forked from a server that has imported all of it, and no more: a start anew costs no imports.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["uniep.tuner.trial"])
+        context.set_forkserver_preload(["uniep.trials.trial"])
         self._folder = tempfile.TemporaryDirectory(prefix="uniep-tune-")
         saved = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"

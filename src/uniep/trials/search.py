@@ -26,11 +26,11 @@ import torch
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UniEPError
 from uniep.schedule import Schedule, default_schedule
+from uniep.trials.fleet import DroppedError, Fleet
+from uniep.trials.trial import Job, slowest
 from uniep.tuner import tables
-from uniep.tuner.fleet import DroppedError, Fleet
 from uniep.tuner.model import Card, Load, predict
 from uniep.tuner.space import Points, dimensions, get, refusals, replaced, settled
-from uniep.tuner.trial import Job, slowest
 
 log = logging.getLogger("uniep")
 

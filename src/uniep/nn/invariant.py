@@ -1,0 +1,236 @@
+"""Dense operators whose rows do not depend on each other: `linear`, `activate`, `add`.
+
+A row of a result, or of the gradient of a row, has the same bits whatever rows are beside it, on whichever rank, and
+in however many of them.  Eager mode and inductor run the same operators.  All arithmetic is fp32, never TF32; `cast`
+rounds to the dtype of x.
+
+    linear     y = cast(x W^T)          dx = cast(dy W)      dW = cast(sum over tokens of dy^T x)
+    activate   y = cast(f(gate, up))    d(gate), d(up) = cast(f'(gate, up, dy))
+    add        y = cast(a + b)
+
+**Order**: products as `row_products`; the sum over tokens as `token_sums`.
+
+Shape suffixes: T tokens, D inputs, N outputs, F half of the activation's inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from uniep.activation import ACTIVATIONS
+from uniep.config import COLUMN_GROUP
+from uniep.errors import ConfigError, DTypeError
+from uniep.nn import flops
+from uniep.numerics import fixed_settings, matmul, widened
+
+TOKEN_BLOCK = 128
+"""Tokens whose products are one sum of the matrix library."""
+ROWS = 64
+"""Rows that are computed together: elementwise loops of PyTorch may have another code path for a ragged tail."""
+
+
+def settings(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """What decides bits on the device of x; the products here run inside."""
+    return fixed_settings() if x.device.type == "cpu" else contextlib.nullcontext()
+
+
+def row_products(a_TK: Tensor, b_KN: Tensor) -> Tensor:
+    """a @ b in fp32 -> (T, N).  Bits of a row depend on that row and on b alone.
+
+    On the CPU by blocks of 64 x 64 results (`numerics.matmul`); elsewhere each TOKEN_BLOCK rows, zeros behind the last,
+    are one call of the library in fp32, which is the same call for all of them.
+    """
+    if a_TK.device.type == "cpu":
+        return matmul(a_TK, b_KN)
+    b_KN = b_KN.float()
+    out_TN = torch.empty(a_TK.shape[0], b_KN.shape[1], dtype=torch.float32, device=a_TK.device)
+    for start in range(0, a_TK.shape[0], TOKEN_BLOCK):
+        block = a_TK[start : start + TOKEN_BLOCK]
+        whole = torch.zeros(TOKEN_BLOCK, a_TK.shape[1], dtype=torch.float32, device=a_TK.device)
+        whole[: len(block)] = block
+        out_TN[start : start + TOKEN_BLOCK] = matmul(whole, b_KN)[: len(block)]
+    return out_TN
+
+
+def token_sums(a_TM: Tensor, b_TN: Tensor) -> Tensor:
+    """a^T b in fp32 -> (M, N): the sum over tokens of their outer products.
+
+    **Order**: each TOKEN_BLOCK tokens, the last block with what is left, are one sum of the matrix library; blocks are
+    added by adjacent pairs, ((b0+b1)+(b2+b3))+... .  So ranks that have TOKEN_BLOCK * 2^n tokens each have the branches
+    of one tree, which `add_by_pairs` completes: the same bits at every number of ranks that is a power of two.
+    """
+    sums: list[tuple[int, Tensor]] = []  # (level, sum of 2^level blocks), levels descending
+    for start in range(0, a_TM.shape[0], TOKEN_BLOCK):
+        rows = slice(start, start + TOKEN_BLOCK)
+        level, total = 0, matmul(a_TM[rows].T, b_TN[rows])
+        while sums and sums[-1][0] == level:
+            total = sums.pop()[1] + total
+            level += 1
+        sums.append((level, total))
+    if not sums:
+        return torch.zeros(a_TM.shape[1], b_TN.shape[1], dtype=torch.float32, device=a_TM.device)
+    total = sums.pop()[1]
+    while sums:
+        total = sums.pop()[1] + total
+    return total
+
+
+@torch.no_grad()
+def add_by_pairs(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum of all ranks' tensors, the same bits on every rank.  Collective; needs the memory of all of them.
+
+    **Order**: adjacent pairs of ranks, ((r0+r1)+(r2+r3))+... .
+    """
+    if group is None:
+        return tensor.clone()
+    mine = tensor.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    while len(parts) > 1:
+        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[2 * len(pairs) :]
+    return parts[0]
+
+
+# --- linear ---
+
+
+@torch.library.custom_op("uniep::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    with settings(x):
+        return row_products(x, weight.T).to(x.dtype)
+
+
+@_linear.register_fake
+def _(x, weight):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("uniep::linear_bwd", mutates_args=())
+def _linear_backward(dy: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """(dx, dW), empty where not needed."""
+    with settings(x):
+        dx = row_products(dy, weight).to(x.dtype) if needs[0] else x.new_empty(0)
+        return dx, token_sums(dy, x).to(weight.dtype) if needs[1] else weight.new_empty(0)
+
+
+@_linear_backward.register_fake
+def _(dy, x, weight, needs):
+    return tuple(t.new_empty(t.shape if needed else 0) for t, needed in zip((x, weight), needs, strict=True))
+
+
+def _setup_linear(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.needs = [t.requires_grad for t in inputs]
+
+
+def _differentiate_linear(ctx: Any, dy: Tensor) -> tuple:
+    grads = _linear_backward(dy, *ctx.saved_tensors, ctx.needs)
+    return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True))
+
+
+_linear.register_autograd(_differentiate_linear, setup_context=_setup_linear)
+
+
+def linear(x: Tensor, weight_ND: Tensor) -> Tensor:
+    """x W^T, row by row.  x: (..., D), any floating dtype; weight (N, D), any floating dtype.  -> (..., N), x's dtype.
+
+    The weight's gradient is cast once, to its own dtype.  Raises ConfigError, DTypeError.
+    **Order**: `row_products`, `token_sums`.
+    """
+    if weight_ND.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight_ND.shape[1]:
+        raise ConfigError(f"x has shape {tuple(x.shape)} and weight {tuple(weight_ND.shape)}; pass (..., D) and (N, D)")
+    if not x.is_floating_point() or not weight_ND.is_floating_point():
+        raise DTypeError(f"x has dtype {x.dtype} and weight {weight_ND.dtype}; both must be floating point")
+    if not torch.compiler.is_compiling():
+        flops.looked_at()
+    y_TN = _linear(x.reshape(-1, x.shape[-1]).contiguous(), weight_ND)
+    return y_TN.view(*x.shape[:-1], weight_ND.shape[0])
+
+
+# --- activation ---
+
+
+def _halves(h_T2F: Tensor) -> list[Tensor]:
+    """gate and up in fp32, zeros behind their columns up to whole groups."""
+    halves = h_T2F.float().chunk(2, 1)
+    if h_T2F.device.type == "cpu":
+        return [widened(half) for half in halves]
+    pad = -halves[0].shape[1] % COLUMN_GROUP
+    return [torch.nn.functional.pad(half, (0, pad)) for half in halves]
+
+
+@torch.library.custom_op("uniep::activate", mutates_args=())
+def _activate(h: Tensor, name: str) -> Tensor:
+    with settings(h):
+        act = ACTIVATIONS[name].forward(*_halves(h))
+        return act[:, : h.shape[1] // 2].to(h.dtype).contiguous()
+
+
+@_activate.register_fake
+def _(h, name):
+    return h.new_empty(h.shape[0], h.shape[1] // 2)
+
+
+@torch.library.custom_op("uniep::activate_bwd", mutates_args=())
+def _activate_backward(dy: Tensor, h: Tensor, name: str) -> Tensor:
+    ffn = h.shape[1] // 2
+    with settings(h):
+        gate, up = _halves(h)
+        d_act = torch.zeros_like(gate)
+        d_act[:, :ffn] = dy
+        grads = ACTIVATIONS[name].backward(gate, up, d_act)
+        return torch.cat([grad[:, :ffn] for grad in grads], 1).to(h.dtype)
+
+
+@_activate_backward.register_fake
+def _(dy, h, name):
+    return h.new_empty(h.shape)
+
+
+def _setup_activate(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    h, ctx.name = inputs
+    ctx.save_for_backward(h)
+
+
+def _differentiate_activate(ctx: Any, dy: Tensor) -> tuple:
+    return _activate_backward(dy, *ctx.saved_tensors, ctx.name), None
+
+
+_activate.register_autograd(_differentiate_activate, setup_context=_setup_activate)
+
+
+def activate(h_T2F: Tensor, activation: str) -> Tensor:
+    """cast(f(gate, up)) of one of `MoEConfig`'s activations.  h: (T, 2F), gate columns first.  -> (T, F)."""
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+    return _activate(h_T2F, activation)
+
+
+# --- sum ---
+
+
+@torch.library.custom_op("uniep::add", mutates_args=())
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    return a + b
+
+
+@_add.register_fake
+def _(a, b):
+    return a.new_empty(a.shape)
+
+
+_add.register_autograd(lambda ctx, dy: (dy, dy))
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """cast(a + b) of two tensors of one shape and dtype: one rounding, also where a compiler would keep fp32."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ConfigError(f"a is {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype}; they must be alike")
+    return _add(a, b)

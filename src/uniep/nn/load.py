@@ -1,0 +1,224 @@
+"""Load and health of MoE layers: how many slots went to which expert and rank, what that costs, what was dropped.
+
+Counting is a few operators on the device, without a host read; `LoadMonitor.read` adds up all ranks in one exchange of
+integers.  uniep drops nothing: `dropped` is what a router's capacity left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from uniep.errors import ConfigError
+from uniep.nn.late import LateReads
+from uniep.nn.modules import Experts, MoE
+from uniep.nn.router import Router, Routing
+from uniep.nn.router_ops import count_slots, is_recomputing
+from uniep.workspace import Workspace
+from uniep.workspace import report as report_workspace
+
+log = logging.getLogger("uniep")
+
+_monitors: weakref.WeakSet[LoadMonitor] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """One layer since the last read, all ranks together.
+
+    experts, ranks: slots of each.  calls: forwards of a rank.  unused: slots with id -1, `dropped` by a capacity among
+    them.
+    """
+
+    experts: tuple[int, ...]
+    ranks: tuple[int, ...]
+    calls: int
+    unused: int
+    dropped: int
+
+    @property
+    def expert_imbalance(self) -> float:
+        """Slots of the fullest expert, in means; 1 is even."""
+        return _imbalance(self.experts)
+
+    @property
+    def rank_imbalance(self) -> float:
+        """Slots of the fullest rank, in means; 1 is even."""
+        return _imbalance(self.ranks)
+
+    @property
+    def cost(self) -> float:
+        """The share of the experts' time in which ranks wait for the fullest: 1 - 1 / rank_imbalance, if time goes by
+        slots and the load of all calls is like that of each."""
+        return 1 - 1 / self.rank_imbalance
+
+    def scalars(self) -> dict[str, float]:
+        """For a logger."""
+        return {
+            "expert_imbalance": self.expert_imbalance,
+            "rank_imbalance": self.rank_imbalance,
+            "cost": self.cost,
+            "unused": self.unused,
+            "dropped": self.dropped,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{sum(self.experts)} slots in {self.calls} calls, fullest expert {self.expert_imbalance:.2f} and rank "
+            f"{self.rank_imbalance:.2f} of the mean, {self.unused} unused, {self.dropped} dropped"
+        )
+
+
+def _imbalance(counts: tuple[int, ...]) -> float:
+    return max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0
+
+
+class LoadMonitor:
+    """Counts the calls of every `uniep.nn.Experts` of a model, until `close`.
+
+    model: whose experts have names in it; all share one EP group.
+    warn_above: `read` warns of layers whose `Load.cost` is more than this share; None: never.
+    on_read: called with {name: Load} by every `read` that has some: a hook for loggers.
+
+    Forwards that activation checkpointing runs again do not count.  The layers may be compiled, but graphs break at the
+    counts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        warn_above: float | None = 0.25,
+        on_read: Callable[[Mapping[str, Load]], Any] | None = None,
+    ) -> None:
+        if warn_above is not None and not 0 <= warn_above < 1:
+            raise ConfigError(f"warn_above is {warn_above}; it must be a share from 0 to below 1, or None")
+        self.experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
+        if not self.experts:
+            raise ConfigError(f"{type(model).__name__} has no uniep.nn.Experts, whose load could be counted")
+        self.warn_above, self.on_read = warn_above, on_read
+        self.last: dict[str, Load] = {}
+        self._names = list(self.experts)
+        self._workspace = next(iter(self.experts.values())).workspace
+        self._counts: dict[str, Tensor] = {}
+        self._reads = LateReads()
+        self._warned = 0
+        self._hooks = [module.register_forward_pre_hook(self._counter(name)) for name, module in self.experts.items()]
+        for layer in (m for m in model.modules() if isinstance(m, MoE)):
+            inside = [name for name, module in self.experts.items() if any(module is m for m in layer.modules())]
+            if isinstance(layer.router, Router) and inside:
+                self._hooks.append(layer.router.register_forward_hook(self._drop_counter(inside[0])))
+        _monitors.add(self)
+
+    def _of(self, name: str, device: torch.device) -> Tensor:
+        """(E + 3,) int64: slots of each expert, calls, unused slots, dropped slots of all ranks."""
+        if name not in self._counts:
+            num_experts = self.experts[name].cfg.num_experts
+            self._counts[name] = torch.zeros(num_experts + 3, dtype=torch.int64, device=device)
+        return self._counts[name]
+
+    def _counter(self, name: str) -> Callable[..., None]:
+        @torch.compiler.disable
+        @torch.no_grad()
+        def count(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if is_recomputing():
+                return
+            ids_TK = args[1]
+            totals = self._of(name, ids_TK.device)
+            num_experts = len(totals) - 3
+            totals[:num_experts] += count_slots(ids_TK, num_experts)
+            totals[num_experts] += 1
+            totals[num_experts + 1] += (ids_TK < 0).sum()
+
+        return count
+
+    def _drop_counter(self, name: str) -> Callable[..., None]:
+        @torch.compiler.disable
+        @torch.no_grad()
+        def count(module: nn.Module, args: tuple[Any, ...], routing: Routing) -> None:
+            if not is_recomputing():
+                self._of(name, routing.dropped.device)[-1] += routing.dropped
+
+        return count
+
+    @torch.no_grad()
+    def read(self) -> dict[str, Load]:
+        """The load of every layer since the last read.  Collective over the EP group.
+
+        Nobody waits for a device: on GPUs these are numbers of an earlier read, at first none.
+        """
+        device = self._workspace.device
+        rows = [self._of(name, device).clone() for name in self._names]
+        for totals in self._counts.values():
+            totals.zero_()
+        flat = torch.cat(rows)
+        if self._workspace.group is not None:
+            dist.all_reduce(flat, group=self._workspace.group)
+        self._reads.put(flat)
+        found = self._reads.read()
+        if not found:
+            return {}
+        flat_numbers = [sum(numbers) for numbers in zip(*found, strict=True)]
+        loads, start = {}, 0
+        for name, row in zip(self._names, rows, strict=True):
+            loads[name] = self._load(flat_numbers[start : start + len(row)])
+            start += len(row)
+        self.last = loads
+        self._warn(loads)
+        if self.on_read is not None:
+            self.on_read(loads)
+        return loads
+
+    def _load(self, numbers: list[int]) -> Load:
+        ranks = self._workspace.ep_size
+        *experts, calls, unused, dropped = numbers
+        local = len(experts) // ranks
+        of_rank = tuple(sum(experts[rank * local : (rank + 1) * local]) for rank in range(ranks))
+        return Load(tuple(experts), of_rank, calls // ranks, unused, dropped // ranks)
+
+    def _warn(self, loads: Mapping[str, Load]) -> None:
+        if self.warn_above is None or self._workspace.rank != 0:
+            return
+        worst = max(loads, key=lambda name: loads[name].cost)
+        if loads[worst].cost <= self.warn_above:
+            return
+        self._warned += 1
+        if self._warned & self._warned - 1 == 0:
+            above = sum(load.cost > self.warn_above for load in loads.values())
+            log.warning(
+                "imbalance costs %.0f %% of the experts' time in %s (rank %d has %.2f times the mean; %d of %d layers "
+                "are above %.0f %%); consider RouterConfig(selection_bias=True) or aux_loss (said again after 1, 2, "
+                "4 ... such reads)",
+                100 * loads[worst].cost,
+                worst,
+                loads[worst].ranks.index(max(loads[worst].ranks)),
+                loads[worst].rank_imbalance,
+                above,
+                len(loads),
+                100 * self.warn_above,
+            )
+
+    def close(self) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        _monitors.discard(self)
+
+
+def report(workspace: Workspace) -> dict[str, str]:
+    """Which backend and which features are active, and why the others are not; and the load of layers of this Workspace
+    that a `uniep.nn.LoadMonitor` has last read."""
+    lines = report_workspace(workspace)
+    for monitor in _monitors:
+        for name, load in monitor.last.items():
+            if monitor.experts[name].workspace is workspace:
+                lines[f"load of {name}" if name else "load"] = str(load)
+    return lines

@@ -1,0 +1,105 @@
+"""What a router computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Literal
+
+from uniep.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """What a router computes.  All of it changes results.
+
+    score: "softmax" over all experts, or each expert's "sigmoid".
+    renormalize: divide a token's K weights by their sum.  scale: multiply them, afterwards.
+    groups, groups_per_token: experts form `groups` contiguous groups; a token's are in its groups_per_token best ones.
+        Groups that lie on a node each are a limit of nodes (`max_nodes`).
+    group_top: a group's rank is the sum of this many highest scores in it; None: K / groups_per_token, at least 1.
+    selection_bias: add a bias to the scores for the choice alone; `Router.update_bias` moves it by bias_rate a step.
+    aux_loss, z_loss: coefficients; 0: none.
+    jitter: in training the router sees its inputs times factors in [1 - jitter, 1 + jitter), 0: none.
+    capacity_factor: an expert takes at most this many times its mean share of all slots; None, the default: all.
+    overflow: what happens to the slots beyond: CapacityError ("raise"), or they are left out and counted ("drop").
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    group_top: int | None = None
+    selection_bias: bool = False
+    bias_rate: float = 1e-3
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    overflow: Literal["raise", "drop"] = "raise"
+    text: str = dataclasses.field(init=False, repr=False, compare=False)  # for operators, which carry strings
+
+    def __post_init__(self) -> None:
+        if self.score not in ("softmax", "sigmoid"):
+            raise ConfigError(f"score is {self.score!r}; it must be 'softmax' or 'sigmoid'")
+        if self.overflow not in ("raise", "drop"):
+            raise ConfigError(f"overflow is {self.overflow!r}; it must be 'raise' or 'drop'")
+        for name in ("scale", "bias_rate", "aux_loss", "z_loss"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be a number of at least 0")
+        if not 0 <= self.jitter < 1:
+            raise ConfigError(f"jitter is {self.jitter}; it must be at least 0 and less than 1")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ConfigError(
+                f"capacity_factor is {self.capacity_factor}; it must be more than 0, or None for no limit"
+            )
+        for name in ("groups", "groups_per_token", "group_top"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1")
+        if self.groups_per_token > self.groups:
+            raise ConfigError(
+                f"groups_per_token is {self.groups_per_token} but there are {self.groups} groups; lower it"
+            )
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        object.__setattr__(self, "text", json.dumps(fields))
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        """Raise ConfigError if it does not fit that many experts."""
+        if num_experts % self.groups:
+            raise ConfigError(f"groups is {self.groups}; it must divide the {num_experts} experts")
+        of_group = num_experts // self.groups
+        if top_k > self.groups_per_token * of_group:
+            raise ConfigError(
+                f"top_k is {top_k}, but groups_per_token={self.groups_per_token} groups of {of_group} experts have "
+                f"only {self.groups_per_token * of_group}; raise groups_per_token"
+            )
+        if (self.group_top or 1) > of_group:
+            raise ConfigError(f"group_top is {self.group_top}, but a group has {of_group} experts; lower it")
+        if self.renormalize and top_k == 1:
+            raise ConfigError(
+                "top_k=1 with renormalize=True makes every routing weight 1, so the router never learns; "
+                "pass renormalize=False"
+            )
+
+    def highest_of_group(self, top_k: int) -> int:
+        """How many scores rank a group."""
+        return self.group_top or max(1, top_k // self.groups_per_token)
+
+    def max_nodes(self, num_nodes: int) -> int:
+        """Largest number of nodes that a token goes to, if consecutive experts are split over `num_nodes` of them."""
+        if num_nodes < 1 or max(num_nodes, self.groups) % min(num_nodes, self.groups):
+            raise ConfigError(f"{num_nodes} nodes and {self.groups} groups: one must divide the other")
+        return min(num_nodes, self.groups_per_token * max(1, num_nodes // self.groups))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a call needs the numbers of all ranks."""
+        return self.aux_loss > 0 or self.z_loss > 0 or self.capacity_factor is not None
+
+    @classmethod
+    def parse(cls, text: str) -> RouterConfig:
+        """That of `text`."""
+        return cls(**json.loads(text))

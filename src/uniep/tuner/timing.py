@@ -1,0 +1,90 @@
+"""What trials time: one call of a layer with inputs of its own, on all ranks at the same moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from uniep.config import MoEConfig
+
+SLEEP_CYCLES = 4_000_000
+"""The device sleeps for about 2 ms, so that the host is ahead when a call begins."""
+
+
+class Drawn(NamedTuple):
+    """x, dy (T, D), ids (T, K): every token any experts; their weights (T, K) fp32; w13 (e, 2F, D), w2 (e, D, F)."""
+
+    x_TD: Tensor
+    dy_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    w13: Tensor
+    w2: Tensor
+
+
+def drawn(cfg: MoEConfig, ep_size: int, rank: int, tokens: int, seed: int, device: torch.device) -> Drawn:
+    """This rank's, a function of `seed` and `rank`."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    local = cfg.experts_per_rank(ep_size)
+
+    def normal(*shape: int, fan_in: int = 1) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * fan_in**-0.5).to(device, cfg.dtype)
+
+    score_TE = torch.rand(tokens, cfg.num_experts, generator=generator)
+    ids_TK = score_TE.topk(cfg.top_k, dim=1).indices.to(device)
+    share_TK = torch.rand(tokens, cfg.top_k, generator=generator).add(0.1).to(device)
+    dy_TD, x_TD = normal(tokens, cfg.hidden), normal(tokens, cfg.hidden)
+    w13 = normal(local, 2 * cfg.ffn, cfg.hidden, fan_in=cfg.hidden)
+    w2 = normal(local, cfg.hidden, cfg.ffn, fan_in=cfg.ffn)
+    return Drawn(x_TD, dy_TD, ids_TK, share_TK / share_TK.sum(1, keepdim=True), w13, w2)
+
+
+def timed(call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """us of `call` on this rank.  Collective."""
+    if device.type != "cuda":
+        if group is not None:
+            dist.barrier(group)
+        began = time.perf_counter()
+        call()
+        return (time.perf_counter() - began) * 1e6
+    torch.cuda._sleep(SLEEP_CYCLES)
+    if group is not None:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def in_turn(
+    calls: tuple[Callable[[], object], Callable[[], object]], pairs: int, warmup: int,
+    group: dist.ProcessGroup | None, device: torch.device,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """us of both calls, `pairs` times, after `warmup` calls of each; whoever comes second finds warm caches, so the
+    order changes."""
+    for call in calls:
+        for _ in range(warmup):
+            call()
+    made = []
+    for number in range(pairs):
+        first = number % 2
+        of = {i: timed(calls[i], group, device) for i in (first, 1 - first)}
+        made.append((of[0], of[1]))
+    return made
+
+
+def over_ranks(
+    mine: list[tuple[float, float]], group: dist.ProcessGroup | None, device: torch.device
+) -> list[tuple[float, float]]:
+    """Of every pair, the slowest rank's two times.  Collective."""
+    pairs = torch.tensor(mine, dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(pairs, op=dist.ReduceOp.MAX, group=group)
+    return [(a, b) for a, b in pairs.tolist()]

@@ -1,0 +1,81 @@
+"""Counts of a layer's load, their warning, and what `uniep.report` says of them."""
+
+import logging
+
+import case
+import pytest
+import torch
+from case import config
+from torch.utils.checkpoint import checkpoint
+
+import uniep
+from uniep.nn import Load, LoadMonitor, RouterConfig
+
+
+@pytest.fixture
+def workspace():
+    with uniep.Workspace(config(), device="cpu") as ws:
+        yield ws
+
+
+def test_counts(workspace, caplog):
+    """Slots of experts, calls and unused slots since the last read; recomputed forwards do not count."""
+    experts = uniep.nn.Experts(workspace.cfg, workspace=workspace, seed=0)
+    logged = []
+    monitor = LoadMonitor(experts, on_read=logged.append)
+    x, weights = case.leaf(torch.randn(3, 64)), torch.ones(3, 2)
+    ids = torch.tensor([[0, 1], [0, -1], [0, 7]])
+    experts(x, ids, weights)
+    checkpoint(lambda v: experts(v, ids, weights), x, use_reentrant=False).sum().backward()
+    (load,) = monitor.read().values()
+    assert load == Load((6, 2, 0, 0, 0, 0, 0, 2), (10,), 2, 2, 0)
+    assert load.expert_imbalance == 4.8 and load.rank_imbalance == 1 and load.cost == 0
+    assert uniep.report(workspace)["load"] == str(load) and "backend" in uniep.report(workspace)
+    assert logged == [{"": load}] and load.scalars()["unused"] == 2
+    monitor.read()
+    assert sum(logged[1][""].experts) == 0 and logged[1][""].expert_imbalance == 1
+    monitor.close()
+    experts(x, ids, weights)
+    assert len(logged) == 2 and "load" not in uniep.report(workspace) and not caplog.records
+
+
+def test_drops_are_counted(workspace):
+    """By the capacity, which is not the same as unused."""
+    kit = RouterConfig(capacity_factor=0.5, overflow="drop")
+    layer = torch.nn.ModuleDict({"moe": uniep.nn.MoE(workspace.cfg, workspace=workspace, seed=0, router=kit)})
+    monitor = LoadMonitor(layer)
+    layer["moe"](torch.randn(32, 64))
+    load = monitor.read()["moe.experts"]
+    assert load.dropped == load.unused > 0 and sum(load.experts) + load.dropped == 64
+
+
+def test_bad_monitors(workspace):
+    with pytest.raises(uniep.ConfigError, match=r"warn_above is 1\.5"):
+        LoadMonitor(uniep.nn.Experts(workspace.cfg, workspace=workspace), warn_above=1.5)
+    with pytest.raises(uniep.ConfigError, match=r"Linear has no uniep\.nn\.Experts"):
+        LoadMonitor(torch.nn.Linear(1, 1))
+
+
+def uneven(world):
+    """Three of four slots go to rank 0's experts."""
+    with case.workspace(world, config(), 2) as ws, torch.no_grad():
+        experts = uniep.nn.Experts(ws.cfg, workspace=ws, seed=0)
+        monitor = LoadMonitor(experts, warn_above=0.3)
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("uniep").addHandler(handler)
+        for _ in range(3):
+            experts(torch.randn(2, 64), torch.tensor([[0, 1], [2, 7]]), torch.ones(2, 2))
+            (load,) = monitor.read().values()
+        logging.getLogger("uniep").removeHandler(handler)
+        return load, [line for line in lines if "imbalance" in line]
+
+
+def test_all_ranks_and_the_warning(pool):
+    """Rank 0 has 1.5 times the mean: a third of the time; said by rank 0, at the first and second read."""
+    (load, lines), (other, silent) = pool.run(uneven, ranks=2)
+    assert load == other == Load((2, 2, 2, 0, 0, 0, 0, 2), (6, 2), 1, 0, 0)
+    assert load.rank_imbalance == 1.5 and abs(load.cost - 1 / 3) < 1e-9
+    assert len(lines) == 2 and not silent
+    assert "costs 33 % of the experts' time" in lines[0] and "rank 0 has 1.50 times the mean" in lines[0]
