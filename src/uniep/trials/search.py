@@ -148,7 +148,8 @@ class Optuna:
             for d in self.dimensions
         }
         self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=8))
-        self.usual, self.trial, self.failed = usual, None, optuna.trial.TrialState.FAIL
+        self.usual, self.failed = usual, optuna.trial.TrialState.FAIL
+        self.trial: Any = None
         for schedule in first:
             self.study.enqueue_trial({name: get(schedule, name) for name in self.distributions})
 
@@ -180,6 +181,14 @@ def in_order(space: Points, load: Load, card: Card | None, sampler: str) -> tupl
         raise ConfigError("--sampler model needs a card; give --card, or calibrate one with uniep tune --calibrate")
     drawn = torch.randperm(len(space) - 1, generator=torch.Generator().manual_seed(0)) + 1
     return torch.cat([torch.zeros(1, dtype=torch.int64), drawn]), predicted
+
+
+def different(order: torch.Tensor, predicted: torch.Tensor) -> list[int]:
+    """Of points that the model does not tell apart, the first."""
+    us_N = predicted[order]
+    ties_N = torch.zeros(len(us_N), dtype=torch.bool)
+    ties_N[1:] = (us_N[1:] / us_N[:-1] - 1).abs() < 1e-6
+    return order[~ties_N].tolist()
 
 
 @dataclasses.dataclass(frozen=True)

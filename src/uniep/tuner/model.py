@@ -328,9 +328,9 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         "tokens on the wire": 2 * torch.where(copy, copied, pushed), "results on the wire": 2 * results,
         "launches": (launches_fwd + launches_bwd) * c["launch_us"],
     }  # fmt: skip
-    return Predicted(
-        *(_full(t, len(points)) for t in (fwd, bwd, both)), {k: _full(v, len(points)) for k, v in parts.items()}
-    )
+    count = len(points)
+    of_parts = {name: _full(us, count) for name, us in parts.items()}
+    return Predicted(_full(fwd, count), _full(bwd, count), _full(both, count), of_parts)
 
 
 AHEAD_US = 2000.0
