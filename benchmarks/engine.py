@@ -22,7 +22,7 @@ from uniep.way import resolve
 def main() -> None:
     torch.set_num_threads(1)
     problem, machine = Problem(SHAPES["deepseek-v3-256"], 8, 4096, "uniform", "bwd"), load_machine("h200-node")
-    schedule = Schedule(gemm1=Tile(columns=128), gemm2=Tile(columns=128))
+    schedule = Schedule(gate_up=Tile(columns=128), down=Tile(columns=128))
     way = resolve(problem.cfg, problem.ep, problem.tokens, schedule, backend="cpu")
     operators, sites = backward_operators(way), problem.sites(way)
     graph = compile_graph(operators, sites)

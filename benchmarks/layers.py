@@ -5,7 +5,7 @@ uniep-default  rows allocated exactly, after one host read per call.
 uniep-serial   sync-free, every stage waits for the one before.
 uniep-nccl     the explicit collective backend.
 uniep-compute  own kernels with communication removed; needs a backend that offers it.
-uniep@FIELD=VALUE+FIELD=VALUE  sync-free with these fields of Schedule, e.g. uniep@gemm1.columns=128.
+uniep@FIELD=VALUE+FIELD=VALUE  sync-free with these fields of Schedule, e.g. uniep@gate_up.columns=128.
 uniep-groups   sync-free, with combine_groups = the number of ranks (other roundings, fewer rows on the wire);
                uniep-groups8: 8 groups; both take fields of Schedule behind an @, too.
 """

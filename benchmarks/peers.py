@@ -68,26 +68,26 @@ class PeerLayer(Layer):
 
     def experts(self, x_ND: Tensor, weight_N: Tensor, end_e: Tensor, case: Case) -> tuple[Tensor, tuple[Tensor, ...]]:
         h_N2F = grouped_mm(x_ND, case.w13_e2FD.mT, end_e)
-        self.mark("gemm1")
+        self.mark("gate_up")
         act_NF = swiglu(h_N2F, weight_N, end_e)
         self.mark("swiglu")
         y_ND = grouped_mm(act_NF, case.w2_eDF.mT, end_e)
-        self.mark("gemm2")
+        self.mark("down")
         return y_ND, (x_ND, weight_N, end_e, h_N2F)
 
     def experts_backward(self, dy_ND: Tensor, saved: tuple[Tensor, ...], case: Case) -> tuple[Tensor, ...]:
         """(dx (N, D), dweight (N,), dw13, dw2)."""
         x_ND, weight_N, end_e, h_N2F = saved
         dact_NF = grouped_mm(dy_ND, case.w2_eDF, end_e)
-        self.mark("backward dgrad2")
+        self.mark("backward down_grad")
         dh_N2F, act_NF, dweight_N = swiglu_backward(h_N2F, weight_N, dact_NF, end_e)
         self.mark("backward swiglu")
         dw2 = grouped_mm(dy_ND.t(), act_NF, end_e)
-        self.mark("backward wgrad2")
+        self.mark("backward down_wgrad")
         dx_ND = grouped_mm(dh_N2F, case.w13_e2FD, end_e)
-        self.mark("backward dgrad1")
+        self.mark("backward gate_up_grad")
         dw13 = grouped_mm(dh_N2F.t(), x_ND, end_e)
-        self.mark("backward wgrad1")
+        self.mark("backward gate_up_wgrad")
         return dx_ND, dweight_N, dw13, dw2
 
 

@@ -81,25 +81,25 @@ class Products:
         self.of: dict[str, tuple[Callable[[], object], Callable[[], Tensor], Callable[[], Tensor]]] = {
             "x @ W13, SwiGLU": (
                 lambda: launch.launch_gate_up(
-                    case.x_TD, receive, None, rows, experts, peers, cfg, way.gemm1, sms, h_2NF, made_NF, **alone
+                    case.x_TD, receive, None, rows, experts, peers, cfg, way.gate_up, sms, h_2NF, made_NF, **alone
                 ),
                 lambda: grouped_mm(x_ND, w13.mT, end_e),
                 lambda: torch.cat([*h_2NF], 1),
             ),
             "a @ W2": (
-                lambda: launch.launch_down(act_NF, rows, experts, peers, way.gemm2, sms, y_ND, **in_place),
+                lambda: launch.launch_down(act_NF, rows, experts, peers, way.down, sms, y_ND, **in_place),
                 lambda: grouped_mm(act_NF, w2.mT, end_e),
                 lambda: y_ND,
             ),
             "dO @ W2": (
                 lambda: launch.launch_gathered_down_gradient(
-                    case.dy_TD, receive, rows, experts, peers, way.gemm2, sms, raw_NF, **alone
+                    case.dy_TD, receive, rows, experts, peers, way.down, sms, raw_NF, **alone
                 ),
                 lambda: grouped_mm(dy_ND, w2, end_e),
                 lambda: raw_NF,
             ),
             "dH @ W13": (
-                lambda: launch.launch_gate_up_gradient(dh_NH, rows, experts, peers, way.gemm2, sms, y_ND, **in_place),
+                lambda: launch.launch_gate_up_gradient(dh_NH, rows, experts, peers, way.down, sms, y_ND, **in_place),
                 lambda: grouped_mm(dh_NH, w13, end_e),
                 lambda: y_ND,
             ),

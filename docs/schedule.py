@@ -12,7 +12,7 @@ HEAD = """# Schedule
 
 Every dimension of a `Schedule`, as it is declared in `uniep/schedule.py`; `python docs/schedule.py` makes this page.
 None of them changes a bit of any result. As text, for `uniep trace --schedule` and the benchmarks:
-`overlap=serial,gemm1.columns=128` (or with `+`).
+`overlap=serial,gate_up.columns=128` (or with `+`).
 
 *Local* dimensions may follow how many tokens a rank has, which its peers do not know: two ranks may go different ways
 in one call. *Wire* dimensions say how ranks talk to each other and are alike on all of them. (On the CPU each rank

@@ -43,7 +43,7 @@ def main() -> None:
     figure, panels = plt.subplots(len(SCHEDULES), figsize=(11, 8.4), sharex=True, layout="constrained")
     for axes, (title, base) in zip(panels, SCHEDULES.items(), strict=True):
         schedule = dataclasses.replace(
-            base, matrix_workers=4, vector_workers=2, gemm1=Tile(columns=256), gemm2=Tile(columns=256)
+            base, matrix_workers=4, vector_workers=2, gate_up=Tile(columns=256), down=Tile(columns=256)
         )
         way = resolve(cfg, 4, 512, schedule, backend="cpu")
         graph = lower_backward(plans, [512] * 4, cfg, way)
@@ -56,7 +56,7 @@ def main() -> None:
                 op = graph.ops[int(graph.op_N[index])]
                 if op == GATE:
                     continue
-                name = "push dO" if op == "push" else f"{op} local" if op == "dgrad2" and not remote[index] else op
+                name = "push dO" if op == "push" else f"{op} local" if op == "down_grad" and not remote[index] else op
                 width = (finish[index] - start[index]) / 1e6
                 axes.barh(lane, width, left=start[index] / 1e6, height=0.8, color=KINDS[name].color,
                           edgecolor="white", linewidth=0.3)  # fmt: skip
@@ -66,7 +66,16 @@ def main() -> None:
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
     panels[-1].set_xlabel("ms")
-    shown = ["push dO", "dgrad2 local", "dgrad2", "dgrad1", "wgrad2", "wgrad1", "collect", "combine"]
+    shown = [
+        "push dO",
+        "down_grad local",
+        "down_grad",
+        "gate_up_grad",
+        "down_wgrad",
+        "gate_up_wgrad",
+        "collect",
+        "combine",
+    ]
     figure.legend(
         [plt.Rectangle((0, 0), 1, 1, color=KINDS[name].color) for name in shown], [KINDS[name].label for name in shown],
         loc="outside lower center", ncols=4, frameon=False, fontsize=9, handlelength=1, handleheight=1,

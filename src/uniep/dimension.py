@@ -65,7 +65,7 @@ def _always(d: Dimension, schedule: Any, at: Setting) -> str:
 class Dimension:
     """One choice that a Schedule makes.
 
-    name: the field, or "gemm1.columns", a field of a Tile.
+    name: the field, or "gate_up.columns", a field of a Tile.
     domain: all its values; of a number, those worth a try, ascending.
     default: of `Schedule()`.  usual: what backends start from instead, or a function of (dimension, setting).
     backends: where it means something.  only: values that mean something on fewer.

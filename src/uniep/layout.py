@@ -164,12 +164,12 @@ def steps(extent: int, step: int) -> int:
 
 def forward_tiles(cfg: MoEConfig, way: Way) -> tuple[int, int, int, int]:
     """Of one forward in one kernel: columns of tiles of both products, and no tiles of weight gradients."""
-    return steps(cfg.ffn, way.gemm1.columns // 2), steps(cfg.hidden, way.gemm2.columns), 0, 0
+    return steps(cfg.ffn, way.gate_up.columns // 2), steps(cfg.hidden, way.down.columns), 0, 0
 
 
 def backward_tiles(cfg: MoEConfig, way: Way, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
-    """Of one backward: columns of tiles of dgrad2 and dgrad1; tiles of an expert's dW2 and dW13, where needed."""
-    tile, columns = way.weight_gradient, way.gemm2.columns
+    """Of one backward: columns of down_grad and gate_up_grad; tiles of an expert's dW2 and dW13, if needed."""
+    tile, columns = way.weight_gradient, way.down.columns
     of_expert = steps(cfg.hidden, tile.rows) * steps(cfg.ffn, tile.columns)
     return steps(cfg.ffn, columns), steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13
 

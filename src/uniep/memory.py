@@ -247,7 +247,7 @@ def _hopper(c: _Call) -> list[Buffer]:
     cfg, dtype = c.cfg, c.cfg.dtype
     rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
     rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
-    most = table_tiles(rows, c.way.gemm1.rows)
+    most = table_tiles(rows, c.way.gate_up.rows)
     plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens)))
     arrays = hopper_arrays(cfg, c.ep_size, c.way)
     expanded = c.way.expanded
@@ -263,7 +263,7 @@ def _hopper(c: _Call) -> list[Buffer]:
     lists = []
     if mega:
         tiles = backward_tiles(cfg, c.way, w13=True, w2=True)
-        words = sum(list_words(rows // c.way.gemm1.rows, c.local, tiles, backward=True))
+        words = sum(list_words(rows // c.way.gate_up.rows, c.local, tiles, backward=True))
         lists = [Buffer("lists", (words,), _I64, "transient", "tasks of the kernel", _BACKWARD)]
     return [
         *c.shared(arrays),

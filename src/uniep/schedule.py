@@ -70,10 +70,10 @@ def _group_rows(d: Dimension, schedule: Schedule, at: Setting) -> str:
 
 
 def _one_table(d: Dimension, schedule: Schedule, at: Setting) -> str:
-    first, second = schedule.gemm1.rows, schedule.gemm2.rows
-    if d.name != "gemm2.rows" or at.backend != GPU or first == second:
+    first, second = schedule.gate_up.rows, schedule.down.rows
+    if d.name != "down.rows" or at.backend != GPU or first == second:
         return ""
-    return f"gemm1.rows is {first} and gemm2.rows {second}; on GPUs both walk one tile table"
+    return f"gate_up.rows is {first} and down.rows {second}; on GPUs both walk one tile table"
 
 
 def _same_sums(d: Dimension, schedule: Schedule, at: Setting) -> str:
@@ -110,7 +110,7 @@ def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
         return ""
     sms = at.measured.sms - schedule.free_sms
     down = down_sms(schedule, at.cfg.max_tokens_per_rank, sms)
-    programs = (sms - down) * min(schedule.gemm1.programs_per_sm, schedule.gemm2.programs_per_sm)
+    programs = (sms - down) * min(schedule.gate_up.programs_per_sm, schedule.down.programs_per_sm)
     if schedule.push_programs < programs:
         return ""
     return f"push_programs is {schedule.push_programs}, but kernels that push have {programs} programs here; lower it"
@@ -151,7 +151,7 @@ def _usual_mega_to(d: Dimension, at: Setting) -> int:
 
 def _usual_group_rows(d: Dimension, at: Setting) -> int:
     """Row tiles of one expert, so that its weights are read once; at 16 the tiles that run at a time share most."""
-    cfg, tile = at.cfg, Schedule().gemm1
+    cfg, tile = at.cfg, Schedule().gate_up
     if d.name.startswith("weight"):
         return Tile().group_rows
     tiles = cfg.max_tokens_per_rank * at.ep_size * cfg.top_k // cfg.num_experts // tile.rows
@@ -168,13 +168,13 @@ class Tile:
 
     rows: int = dimension(
         128, (64, 128), backends=_ANY, source=_UNIEP,
-        doc="Rows of an output tile; on GPUs gemm1 and gemm2 have the same.",
+        doc="Rows of an output tile; on GPUs gate_up and down have the same.",
         helps="64 gives more tiles to share out; 128 reads weights half as often.",
         condition=first_of(in_domain(f" (segments are aligned to {ROW_ALIGN})"), _one_table),
     )  # fmt: skip
     columns: int = dimension(
         256, (64, 128, 256), backends=_ANY, source=_UNIEP,
-        doc="Columns of an output tile, a multiple of 64; of gemm1 on GPUs, half gate and half up.",
+        doc="Columns of an output tile, a multiple of 64; of gate_up on GPUs, half gate and half up.",
         helps="Fewer give more tiles to share out; more read rows less often.", condition=_columns,
     )  # fmt: skip
     depth: int = dimension(
@@ -187,7 +187,7 @@ class Tile:
         8, (4, 8, 16), backends=_KERNELS, source=_UNIEP,
         doc="Warps of a program; of all tiles the same in one kernel for each direction.",
         helps="More hold a tile in fewer registers each.",
-        condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gemm1.warps)),
+        condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gate_up.warps)),
     )  # fmt: skip
     stages: int = dimension(
         3, (2, 3, 4, 5), backends=_KERNELS, source=_OWN,
@@ -273,10 +273,10 @@ class Schedule:
         helps="expanded has the faster GEMM and backward, and takes more memory.",
         condition=first_of(_mega_needs("gathered"), _not_again),
     )  # fmt: skip
-    gemm1: Tile = dataclasses.field(
+    gate_up: Tile = dataclasses.field(
         default=Tile(stages=4), metadata={"backends": _ANY, "of": "gate and up; on the CPU also of the backward"}
     )
-    gemm2: Tile = dataclasses.field(
+    down: Tile = dataclasses.field(
         default=Tile(stages=4),
         metadata={"backends": _ANY, "of": "the down product, and of the backward's products of rows"},
     )
@@ -484,7 +484,7 @@ def neighbours(schedule: Schedule, at: Setting) -> Iterator[tuple[Dimension, Sch
 
 
 def parse_schedule(text: str, default: Schedule) -> Schedule:
-    """ "tile_order=natural,gemm1.columns=128" -> `default` with these values; + separates as well.
+    """ "tile_order=natural,gate_up.columns=128" -> `default` with these values; + separates as well.
 
     Raises ConfigError for what is not FIELD=VALUE; whether it can run, `is_valid` says.
     """

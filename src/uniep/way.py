@@ -52,7 +52,7 @@ class Way:
     expanded: rows of the first GEMM are read from a contiguous copy.  again: backward dispatches tokens again.
     device_tiles: GEMMs are split as GPU kernels do.  separate, separate_gradient: the activation, and its gradient, are
         tiles of their own.
-    gemm1, gemm2, weight_gradient: tiles of the products.
+    gate_up, down, weight_gradient: tiles of the products.
     sms: multiprocessors that kernels take.  matrix_workers, vector_workers: threads.
     given: what it was resolved from, for `explain` alone.
     """
@@ -82,8 +82,8 @@ class Way:
     device_tiles: bool
     separate: bool
     separate_gradient: bool
-    gemm1: Tile
-    gemm2: Tile
+    gate_up: Tile
+    down: Tile
     weight_gradient: Tile
     sms: int
     matrix_workers: int
@@ -98,13 +98,13 @@ class Way:
     @property
     def forward_tile(self) -> Tile:
         """Of the first GEMM, as it tiles the columns of F: a GPU's tile holds gate and up."""
-        tile = self.gemm1
+        tile = self.gate_up
         return dataclasses.replace(tile, columns=tile.columns // 2) if self.device_tiles else tile
 
     @property
-    def down_gradient_tile(self) -> Tile:
-        """Of dgrad2."""
-        return self.gemm2 if self.device_tiles else self.gemm1
+    def down_grad_tile(self) -> Tile:
+        """Of down_grad."""
+        return self.down if self.device_tiles else self.gate_up
 
     @property
     def wire(self) -> Wire:
@@ -128,9 +128,9 @@ class Way:
         )  # fmt: skip
         wanted = f"a peer wants {cfg.wanted(self.ep_size):.2f} of the tokens, copies from {measured.worth_copying} on"
         share = f"results take {wire_share(cfg, self.ep_size, measured):.2f} of the down product's time on the wire"
-        overlap = s.overlap
-        if self.backend == GPU and s.overlap == usual.overlap:
         overlap: str = s.overlap
+        if self.backend == GPU and s.overlap == usual.overlap:
+            overlap += f"; {share}, pipelined from {measured.worth_pipelining} on"
         staged = (
             Choice(
                 "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
@@ -204,7 +204,7 @@ def resolve(
         returns = "pass" if gates else "epilogue"
     pushes = waits and (mega or not copies)
     push_us = _push_us(cfg, ep_size, num_tokens, measured)
-    rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gemm1, s.gemm2)]
+    rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gate_up, s.down)]
     leads = _leads(cfg, ep_size, num_tokens, copies, push_us, sms, measured) if local_first == "leading" else (0, 0)
     staged = device and not mega and not gates
     beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
@@ -217,7 +217,7 @@ def resolve(
         critical_path=s.tile_order == "critical-path", rotated=s.peer_order == "rotated",
         interleaved=s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
         again=s.received == "again", device_tiles=device, separate=s.activation == "separate",
-        separate_gradient=device or s.activation == "separate", gemm1=s.gemm1, gemm2=s.gemm2,
+        separate_gradient=device or s.activation == "separate", gate_up=s.gate_up, down=s.down,
         weight_gradient=s.weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,
         given=(s, cfg, measured),
     )  # fmt: skip

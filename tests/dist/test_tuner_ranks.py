@@ -60,10 +60,10 @@ def table(folder, changes, tried=()):
 def test_ranks_with_different_tables_run_one_schedule(pool, tmp_path):
     """46: two cold starts, a warm one, and one where rank 1 alone has another cached choice."""
     none, a, b = (tmp_path / name for name in ("none", "a", "b"))
-    table(a, {"gemm1.columns": 128, "chunk_tokens": 32})
-    table(b, {"tile_order": "natural", "gemm2.rows": 64, "gemm1.rows": 64})
+    table(a, {"gate_up.columns": 128, "chunk_tokens": 32})
+    table(b, {"tile_order": "natural", "down.rows": 64, "gate_up.rows": 64})
     batch = random_batch(CFG, TOKENS)
-    tuned = Schedule(chunk_tokens=32, gemm1=dataclasses.replace(Schedule().gemm1, columns=128))
+    tuned = Schedule(chunk_tokens=32, gate_up=dataclasses.replace(Schedule().gate_up, columns=128))
     want = None
     for folders, schedule in (
         ((none, none), Schedule()), ((none, none), Schedule()),

@@ -274,7 +274,7 @@ def same_everywhere(r, changes):
         "chunks": (cfg, Schedule(tile_order="natural", chunk_tokens=128, push_programs=3)),
         "expanded": (cfg, Schedule(operand="expanded")),
         "expanded, copied": (cfg, Schedule(operand="expanded", transfer="copy")),
-        "tiles": (cfg, Schedule(gemm1=narrow, gemm2=narrow, weight_gradient=narrow)),
+        "tiles": (cfg, Schedule(gate_up=narrow, down=narrow, weight_gradient=narrow)),
         "sync-free": (dataclasses.replace(cfg, max_rows=8192), None),
     }
     wrong = {name: differing(want, r.once(c, data, s)) for name, (c, s) in variants.items()}

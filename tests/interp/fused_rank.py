@@ -23,7 +23,7 @@ from uniep.weights import ExpertWeights
 RANKS = 2
 TIMEOUT_S = 400
 SMALL = Tile(rows=64, columns=128, depth=64)
-SCHEDULE = Schedule(gemm1=SMALL, gemm2=SMALL, weight_gradient=SMALL, chunk_tokens=32, beside_from=0)
+SCHEDULE = Schedule(gate_up=SMALL, down=SMALL, weight_gradient=SMALL, chunk_tokens=32, beside_from=0)
 ROUNDS = (  # overlap, operand, transfer, received, activation_gradient
     ("serial", "gathered", "push", "saved", "after"),
     ("fused", "gathered", "push", "saved", "beside"),

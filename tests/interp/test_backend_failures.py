@@ -159,8 +159,8 @@ def test_programs_that_would_all_push_are_refused():
 def test_tiles_that_would_read_other_segments_are_refused():
     for name, tile in (
         ("weight_gradient", Tile(depth=256)),
-        ("gemm2", Tile(group_rows=65)),
-        ("gemm1", Tile(group_rows=0)),
+        ("down", Tile(group_rows=65)),
+        ("gate_up", Tile(group_rows=0)),
     ):
         assert any(
             name in reason for reason in is_valid(dataclasses.replace(SCHEDULE, **{name: tile}), MoEConfig(**SHAPE))

@@ -15,7 +15,7 @@ from uniep.weights import ExpertWeights
 
 TILE = uniep.Tile(rows=64, columns=64, depth=32)
 SERIAL = uniep.Schedule(
-    overlap="serial", tile_order="natural", gemm1=uniep.Tile(rows=64, columns=128, depth=32), gemm2=TILE,
+    overlap="serial", tile_order="natural", gate_up=uniep.Tile(rows=64, columns=128, depth=32), down=TILE,
     weight_gradient=TILE,
 )  # fmt: skip
 

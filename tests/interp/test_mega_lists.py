@@ -36,7 +36,7 @@ def random_case(seed: int):
         return Tile(rows=rows, columns=chance.choice((128, 256)), group_rows=chance.choice((1, 2, 8)))
 
     schedule = Schedule(
-        overlap="mega", gemm1=tile(), gemm2=tile(),
+        overlap="mega", gate_up=tile(), down=tile(),
         weight_gradient=Tile(rows=chance.choice((64, 128)), columns=chance.choice((64, 128))),
         **{name: chance.choice(values) for name, values in FIELDS.items()},
     )  # fmt: skip
@@ -53,7 +53,7 @@ def random_case(seed: int):
 def made_lists(plan, cfg, way, rank, *, backward, w13=True, w2=True):
     """`launch_lists` for a CPU's plan: (matrix, vector, what expert's tasks need)."""
     start = plan.expert_start_e1.int()
-    local, tile_rows = len(start) - 1, way.gemm1.rows
+    local, tile_rows = len(start) - 1, way.gate_up.rows
     counts = plan.counts_RE.int()
     count_e = (start.diff() // tile_rows).long()
     num_m = int(count_e.sum())
@@ -74,17 +74,17 @@ def made_lists(plan, cfg, way, rank, *, backward, w13=True, w2=True):
     return lists.matrix[:num_tasks], lists.vector[: num_m * (tiles[0] + 1)], need
 
 
-MATRIX_OPS = ("gemm1", "gemm2"), ("dgrad2", "dgrad1", "wgrad2", "wgrad1")
+MATRIX_OPS = ("gate_up", "down"), ("down_grad", "gate_up_grad", "down_wgrad", "gate_up_wgrad")
 VECTOR_OPS = (), ("activation_gradient", "dweight")
 """Names in a `TaskGraph` of the operators of each list, forward and backward."""
 
 
 def descriptors(word_n, ops, cfg, way):
     """Words of a list of these operators as (operator, group, row0, row1, column0, column1): a `TaskGraph`'s."""
-    tile, weight_tile = way.gemm2, way.weight_gradient
+    tile, weight_tile = way.down, way.weight_gradient
     columns = {  # (step, extent)
-        "gemm1": (way.gemm1.columns // 2, cfg.ffn), "gemm2": (tile.columns, cfg.hidden),
-        "dgrad2": (tile.columns, cfg.ffn), "dgrad1": (tile.columns, cfg.hidden),
+        "gate_up": (way.gate_up.columns // 2, cfg.ffn), "down": (tile.columns, cfg.hidden),
+        "down_grad": (tile.columns, cfg.ffn), "gate_up_grad": (tile.columns, cfg.hidden),
         "activation_gradient": (tile.columns, cfg.ffn), "dweight": (1, 1),
     }  # fmt: skip
     found = []
@@ -94,7 +94,7 @@ def descriptors(word_n, ops, cfg, way):
             step, extent = columns[op]
             row, column = (number >> 16) * tile.rows, (number & 0xFFFF) * step
             found.append((op, expert, row, row + tile.rows, column, min(column + step, extent)))
-        elif op == "wgrad2":
+        elif op == "down_wgrad":
             row, column = (
                 i * s
                 for i, s in zip(
@@ -168,12 +168,12 @@ def test_nothing_blocks(seed):
 
     def ready(worker, place):
         op, expert, row0, row1, *_ = blocks[worker][place]
-        if op == "dgrad2":
+        if op == "down_grad":
             return True  # peers push without waiting
-        before = "dgrad2" if op == "activation_gradient" else "activation_gradient"
+        before = "down_grad" if op == "activation_gradient" else "activation_gradient"
         if op.startswith("wgrad"):
             row0, row1 = start[expert], start[expert + 1]
-        other = "matrix" if before == "dgrad2" else "vector"
+        other = "matrix" if before == "down_grad" else "vector"
         return all((other, i) in done for i, t in enumerate(blocks[other]) if t[0] == before and row0 <= t[2] < row1)
 
     programs = [Program() for _ in range(chance.choice((1, 2, 5, 40)))]
@@ -186,7 +186,7 @@ def test_nothing_blocks(seed):
             worker = "vector"
             if program.matrix < len(matrix):
                 op, expert = blocks["matrix"][program.matrix][:2]
-                of = expert if op != "dgrad2" else expert - 2 * chunked if chunked else -1
+                of = expert if op != "down_grad" else expert - 2 * chunked if chunked else -1
                 if program.vector >= (need[of] if of >= 0 else 0):
                     worker = "matrix"
             place = getattr(program, worker)

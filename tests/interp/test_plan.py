@@ -36,7 +36,7 @@ def make_config(num_experts: int, top_k: int, max_tokens: int, **more) -> MoECon
 
 
 def make_schedule(rows: int = 128) -> Schedule:
-    return Schedule(gemm1=Tile(rows=rows), gemm2=Tile(rows=rows))
+    return Schedule(gate_up=Tile(rows=rows), down=Tile(rows=rows))
 
 
 def make_weights(ids_of_rank: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -394,7 +394,7 @@ def test_plan_memory_is_what_the_backend_has(operand, groups):
         hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=70, dtype=torch.float16, combine_groups=groups
     )
     tile = Tile(rows=64, columns=128)
-    schedule = Schedule(operand=operand, chunk_tokens=32, gemm1=tile, gemm2=tile)
+    schedule = Schedule(operand=operand, chunk_tokens=32, gate_up=tile, down=tile)
     for ranks in (1, 2):
         backend = host_backends(cfg, ranks, schedule)[0]
         plan = plan_memory(cfg, ranks, schedule=schedule)

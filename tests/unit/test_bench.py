@@ -53,7 +53,7 @@ def test_harness_runs_on_two_processes_and_the_baseline_equals_fp32(tmp_path):
     assert {row["impl"] for row in content["rows"]} == {"nccl", "peer-compute"}
     for row in content["rows"]:
         assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"] and row["tflops"] >= 0
-        assert {"gemm1", "backward wgrad1"} <= set(row["phases"])
+        assert {"gate_up", "backward gate_up_wgrad"} <= set(row["phases"])
 
 
 def test_sort_and_deepep_layer_interpreted():
@@ -168,11 +168,11 @@ def test_tflop_counts_six_flops_per_weight_and_row():
 
 def test_schedule_variants_name_fields():
     default = DEFAULT_SCHEDULES["hopper"]
-    schedule = parse_schedule("overlap=serial+chunk_tokens=8+gemm1.columns=128", default)
-    assert (schedule.overlap, schedule.chunk_tokens, schedule.gemm1.columns) == ("serial", 8, 128)
-    same = {"overlap": default.overlap, "chunk_tokens": default.chunk_tokens, "gemm1": default.gemm1}
+    schedule = parse_schedule("overlap=serial+chunk_tokens=8+gate_up.columns=128", default)
+    assert (schedule.overlap, schedule.chunk_tokens, schedule.gate_up.columns) == ("serial", 8, 128)
+    same = {"overlap": default.overlap, "chunk_tokens": default.chunk_tokens, "gate_up": default.gate_up}
     assert dataclasses.replace(schedule, **same) == default, "nothing else has changed"
-    for bad in ("colour=red", "gemm1.colour=3", "chunk_tokens"):
+    for bad in ("colour=red", "gate_up.colour=3", "chunk_tokens"):
         with pytest.raises(ValueError, match="is not FIELD=VALUE"):
             parse_schedule(bad, default)
 

@@ -329,7 +329,9 @@ def test_trace_with_real_processes(tmp_path):
     assert "critical-path" in document["otherData"]["schedule"]
     events = [e for e in document["traceEvents"] if e["ph"] == "X"]
     assert {e["pid"] for e in events} == {0, 1}
-    assert {"push", "gemm1", "activation", "gemm2", "combine", "dgrad2", "wgrad1"} <= {e["name"] for e in events}
+    assert {"push", "gate_up", "activation", "down", "combine", "down_grad", "gate_up_wgrad"} <= {
+        e["name"] for e in events
+    }
     assert "<canvas" in (tmp_path / "timeline.html").read_text()
 
 
@@ -339,8 +341,8 @@ def test_trace_with_real_processes(tmp_path):
         ("tile_order=best", "tile_order is 'best'; use 'natural', 'local-first'"),
         ("matrix_workers=0", "matrix_workers is 0; it must be at least 1"),
         ("matrix_workers=two", "'matrix_workers=two' is not FIELD=VALUE with a number"),
-        ("gemm1=3", "'gemm1=3' is not FIELD=VALUE with one of the fields overlap"),
-        ("gemm1=3", "tile_order (natural|local-first|chunk-major|critical-path)"),
+        ("gate_up=3", "'gate_up=3' is not FIELD=VALUE with one of the fields overlap"),
+        ("gate_up=3", "tile_order (natural|local-first|chunk-major|critical-path)"),
         ("vector_workers=1000000", "vector_workers is 1000000; it must be at most 1024"),
         ("overlap", "overlap is ''; use 'serial'"),
         ("overlap=pipelined", "Schedule.overlap is 'pipelined', but backend 'cpu' knows only 'serial' and 'fused'"),
@@ -440,8 +442,8 @@ def test_recording_takes_one_layer_both_ways(trainer, tmp_path):
     with recording(trainer.experts_of(0)) as spans:
         trainer.step(batch())
     ops = {phase: {s.op for s in spans if s.phase == phase} for phase in ("forward", "backward")}
-    assert ops["forward"] == {"gemm1", "gemm2", "combine"}
-    assert {"dgrad2", "dgrad1", "wgrad1", "wgrad2", "combine"} <= ops["backward"]
+    assert ops["forward"] == {"gate_up", "down", "combine"}
+    assert {"down_grad", "gate_up_grad", "gate_up_wgrad", "down_wgrad", "combine"} <= ops["backward"]
     count = len(spans)
     trainer.step(batch())
     assert len(spans) == count, "hooks are gone"

@@ -173,7 +173,7 @@ def test_default_schedule_of_hopper():
     assert [resolve(cfg, 2, tokens, usual).mega for tokens in (0, 512, 513)] == [True, True, False]
     serial = dataclasses.replace(usual, overlap="serial")
     assert not any(resolve(cfg, 2, 0, made).mega for made in (grouped, serial, Schedule()))
-    rows = [schedule(2, num_experts=experts).gemm1.group_rows for experts in (128, 64, 32, 256)]
+    rows = [schedule(2, num_experts=experts).gate_up.group_rows for experts in (128, 64, 32, 256)]
     assert rows == [8, 16, 16, 8]
 
 
@@ -182,10 +182,10 @@ def test_default_schedule_of_hopper():
     [
         ({"overlap": "all"}, "overlap is 'all'"),
         ({"tile_order": "random"}, "tile_order is 'random'"),
-        ({"gemm1": Tile(rows=96)}, "gemm1.rows is 96"),
-        ({"gemm2": Tile(rows=32)}, "gemm2.rows is 32"),
-        ({"gemm2": Tile(columns=32)}, "gemm2.columns is 32"),
-        ({"gemm1": Tile(warps=6)}, "gemm1.warps is 6; it must be 4, 8 or 16"),
+        ({"gate_up": Tile(rows=96)}, "gate_up.rows is 96"),
+        ({"down": Tile(rows=32)}, "down.rows is 32"),
+        ({"down": Tile(columns=32)}, "down.columns is 32"),
+        ({"gate_up": Tile(warps=6)}, "gate_up.warps is 6; it must be 4, 8 or 16"),
         ({"vector_workers": 1025}, "vector_workers is 1025; it must be at most 1024"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"group_sum": "during"}, "group_sum is 'during'"),
@@ -197,8 +197,11 @@ def test_default_schedule_of_hopper():
         ({"vector_workers": -1}, "vector_workers is -1"),
         ({"overlap": "mega", "operand": "expanded"}, "operand is 'expanded'; overlap='mega' needs 'gathered'"),
         ({"overlap": "mega", "received": "again"}, "received is 'again'; overlap='mega' needs 'saved'"),
-        ({"overlap": "mega", "gemm2": Tile(warps=4)}, "gemm2.warps is 4; overlap='mega' needs 8"),
-        ({"overlap": "mega", "gemm1": Tile(programs_per_sm=2)}, "gemm1.programs_per_sm is 2; overlap='mega' needs 1"),
+        ({"overlap": "mega", "down": Tile(warps=4)}, "down.warps is 4; overlap='mega' needs 8"),
+        (
+            {"overlap": "mega", "gate_up": Tile(programs_per_sm=2)},
+            "gate_up.programs_per_sm is 2; overlap='mega' needs 1",
+        ),
     ],
 )
 def test_schedules_that_cannot_run(change, text):
@@ -219,11 +222,11 @@ def test_numbers_of_schedules(name):
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Tile)])
 def test_numbers_of_tiles(name):
     for value in (*BAD_NUMBERS, 0):
-        (reason,) = is_valid(Schedule(gemm2=Tile(**{name: value})), MoEConfig(**GOOD))
-        assert reason.startswith(f"gemm2.{name} is ") and len(reason) < 200
+        (reason,) = is_valid(Schedule(down=Tile(**{name: value})), MoEConfig(**GOOD))
+        assert reason.startswith(f"down.{name} is ") and len(reason) < 200
 
 
-@pytest.mark.parametrize("name", ["overlap", "gemm1"])
+@pytest.mark.parametrize("name", ["overlap", "gate_up"])
 @pytest.mark.parametrize(
     "value", [None, 3, torch.zeros(2), ["fused"], {"rows": 64}], ids=lambda value: repr(value)[:12]
 )

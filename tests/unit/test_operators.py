@@ -16,7 +16,7 @@ from uniep.taskflow.operators import Access, Operator, Operators, by_tile, rows_
 
 
 def tiles(site):
-    return site.row_tiles(site.way.gemm1, site.cfg.ffn)
+    return site.row_tiles(site.way.gate_up, site.cfg.ffn)
 
 
 def cover(site):
@@ -24,7 +24,7 @@ def cover(site):
 
 
 def height(way):
-    return way.gemm1.rows
+    return way.gate_up.rows
 
 
 def operator(name="mine", worker="vector", reads=(), writes=(), split=tiles, covers=cover, **fields):
@@ -33,7 +33,7 @@ def operator(name="mine", worker="vector", reads=(), writes=(), split=tiles, cov
 
 def compiled(*operators, schedule=None, case=None):
     case = case or problem()
-    way = case.way(schedule or Schedule(gemm1=Tile(rows=64, columns=64)))
+    way = case.way(schedule or Schedule(gate_up=Tile(rows=64, columns=64)))
     return compile_graph(Operators(operators), sites(case.plans(), case.tokens, case.cfg, way))
 
 
@@ -112,15 +112,15 @@ def test_operators_that_read_each_other_are_a_cycle():
 def test_the_registry_names_what_it_refuses():
     operators = forward_operators(problem().way(Schedule()), keep=False)
     names = [op.name for op in operators]
-    assert names == ["push", "gemm1", "gemm2", "combine"] and len(operators) == 4
-    operators.register(operator(), after="gemm1")
-    assert [op.name for op in operators] == ["push", "gemm1", "mine", "gemm2", "combine"]
+    assert names == ["push", "gate_up", "down", "combine"] and len(operators) == 4
+    operators.register(operator(), after="gate_up")
+    assert [op.name for op in operators] == ["push", "gate_up", "mine", "down", "combine"]
     assert operators["mine"].worker == "vector"
     with pytest.raises(ConfigError, match="'mine' exists already"):
         operators.register(operator())
     with pytest.raises(ConfigError, match="'gate' exists already"):
         operators.register(operator("gate"))
-    with pytest.raises(ConfigError, match="no operator 'gemm9' to come after; there are push, gemm1"):
+    with pytest.raises(ConfigError, match="no operator 'gemm9' to come after; there are push, gate_up"):
         operators.register(operator("other"), after="gemm9")
     with pytest.raises(ConfigError, match="is for 'tensor'; classes of workers are"):
         operator(worker="tensor")
@@ -133,7 +133,7 @@ def test_the_registry_names_what_it_refuses():
 def test_it_runs_with_the_layer(schedule):
     """The largest activation of every row, by vector workers, from the tiles of the first GEMM as they come."""
     case = problem(tokens=(100,), num_experts=4, unused=0)
-    model, stage = Model(case), "activation" if schedule.activation == "separate" else "gemm1"
+    model, stage = Model(case), "activation" if schedule.activation == "separate" else "gate_up"
     largest = {}
 
     def body(bodies, block):
@@ -141,7 +141,7 @@ def test_it_runs_with_the_layer(schedule):
         largest.update(zip(range(block.row0, block.row1), values.tolist(), strict=True))
 
     mine = Operator(
-        "largest", "vector", lambda s: s.row_tiles(s.way.gemm1, 1), lambda s: s.segments(1),
+        "largest", "vector", lambda s: s.row_tiles(s.way.gate_up, 1), lambda s: s.segments(1),
         reads=(Access(stage, rows_of(height)),), body=body,
     )  # fmt: skip
     arguments = (model.x[0], case.ids[0], model.weights[0], model.w13, model.w2)

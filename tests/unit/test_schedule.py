@@ -101,7 +101,7 @@ def test_neighbours(at):
         changed = {other.name for other in DIMENSIONS if other.of(made) != other.of(usual)}
         assert d.name in changed and changed <= others
     reached = {(d.name, d.of(made)) for d, made in steps}
-    wanted = {"cpu": ("matrix_workers", 2), "hopper": ("gemm1.rows", 64), "nccl": ("received", "again")}
+    wanted = {"cpu": ("matrix_workers", 2), "hopper": ("gate_up.rows", 64), "nccl": ("received", "again")}
     assert wanted[at.backend] in reached
 
 

@@ -141,7 +141,7 @@ def test_paths_that_differ_by_less_than_a_task_keep_the_order():
     graph = problem(tokens=(200, 130)).forward(Schedule(tile_order="critical-path", chunk_tokens=7))
     place = priorities(graph, CPU_CORE.cost(graph))
     for rank in range(2):
-        tiles = torch.tensor([i for i in graph.indices(rank, "matrix").tolist() if graph.tasks[i].op == "gemm1"])
+        tiles = torch.tensor([i for i in graph.indices(rank, "matrix").tolist() if graph.tasks[i].op == "gate_up"])
         assert bool((place[tiles].diff() > 0).all())
 
 
@@ -195,9 +195,9 @@ def test_a_stuck_graph_is_an_error_not_a_schedule():
 
 def test_no_tiles_for_idle_experts():
     """88: experts 2, 6 and 7 of 8 on 4 ranks have no rows."""
-    case = problem(idle=(2, 6, 7))
+    case, products = problem(idle=(2, 6, 7)), ("gate_up", "down")
     for graph in (case.forward(Schedule()), case.backward(Schedule())):
-        busy = {2 * t.rank + t.block.group for t in graph.tasks if "gemm" in t.op or "grad" in t.op}
+        busy = {2 * t.rank + t.block.group for t in graph.tasks if t.op in products or "grad" in t.op}
         assert busy == {0, 1, 3, 4, 5}
 
 
@@ -214,7 +214,7 @@ def test_a_hundred_thousand_tasks_in_a_second_or_two():
     generator = torch.Generator().manual_seed(0)
     ids = [torch.rand(4096, 64, generator=generator).topk(8)[1] for _ in range(8)]
     schedule = Schedule(
-        tile_order="critical-path", gemm1=Tile(columns=64), gemm2=Tile(columns=64), matrix_workers=116,
+        tile_order="critical-path", gate_up=Tile(columns=64), down=Tile(columns=64), matrix_workers=116,
         vector_workers=16,
     )  # fmt: skip
     case = Problem(cfg, ids)
@@ -254,7 +254,7 @@ def test_rotated_peers_are_never_everybodys_first():
     """Balanced routing: the first tile of any expert that returns rows writes to another peer on every rank."""
     cfg = MoEConfig(hidden=64, ffn=64, num_experts=8, top_k=1, max_tokens_per_rank=1024, dtype=torch.float32)
     case = Problem(cfg, [(torch.arange(1024) % 8)[:, None] for _ in range(4)])
-    for op, graph in (("gemm2", case.forward), ("dgrad1", case.backward)):
+    for op, graph in (("down", case.forward), ("gate_up_grad", case.backward)):
         for peer_order, spread in (("natural", 1), ("rotated", 4)):
             targets = []
             for rank in range(4):
@@ -264,7 +264,7 @@ def test_rotated_peers_are_never_everybodys_first():
             for step in range(8):
                 assert len(set.union(*(of_rank[step] for of_rank in targets))) == spread
     arrivals = matrix_tasks(case.forward(Schedule(peer_order="rotated", tile_order="natural")), 1)
-    sources = [{e.number // 16 for e, _ in t.waits} for t in arrivals if t.op == "gemm1"]
+    sources = [{e.number // 16 for e, _ in t.waits} for t in arrivals if t.op == "gate_up"]
     assert sources == [set(), {0}, {3}, {2}] * 2, "its own rows, then as peers send: rank - 1 first"
 
 
@@ -272,15 +272,21 @@ def test_chunk_major_runs_gemms_one_behind_the_other():
     case = problem(tokens=(400, 400), num_experts=8, top_k=2, unused=0)
     schedule = Schedule(tile_order="chunk-major", chunk_experts=2)
     order = [(t.op, t.block.group // 2) for t in matrix_tasks(case.forward(schedule))]
-    assert list(dict.fromkeys(order)) == [("gemm1", 0), ("gemm1", 1), ("gemm2", 0), ("gemm2", 1)]
+    assert list(dict.fromkeys(order)) == [("gate_up", 0), ("gate_up", 1), ("down", 0), ("down", 1)]
     order = [(t.op, t.block.group // 2) for t in matrix_tasks(case.backward(schedule))]
-    last = [("wgrad2", 0), ("wgrad2", 1), ("wgrad1", 0), ("wgrad1", 1)]
-    assert list(dict.fromkeys(order)) == [("dgrad2", 0), ("dgrad2", 1), ("dgrad1", 0), ("dgrad1", 1), *last]
+    last = [("down_wgrad", 0), ("down_wgrad", 1), ("gate_up_wgrad", 0), ("gate_up_wgrad", 1)]
+    assert list(dict.fromkeys(order)) == [
+        ("down_grad", 0),
+        ("down_grad", 1),
+        ("gate_up_grad", 0),
+        ("gate_up_grad", 1),
+        *last,
+    ]
     schedule = dataclasses.replace(schedule, weight_gradient_order="interleaved")
     order = [(t.op, t.block.group // 2) for t in matrix_tasks(case.backward(schedule))]
     assert list(dict.fromkeys(order)) == [
-        ("dgrad2", 0), ("dgrad2", 1), ("dgrad1", 0), ("wgrad2", 0), ("wgrad1", 0), ("dgrad1", 1), ("wgrad2", 1),
-        ("wgrad1", 1),
+        ("down_grad", 0), ("down_grad", 1), ("gate_up_grad", 0), ("down_wgrad", 0), ("gate_up_wgrad", 0),
+        ("gate_up_grad", 1), ("down_wgrad", 1), ("gate_up_wgrad", 1),
     ]  # fmt: skip
 
 
@@ -288,15 +294,15 @@ def test_interleaved_weight_gradients_follow_the_rows_of_their_expert():
     graph = problem(tokens=(400, 400), num_experts=4, unused=0).backward(Schedule(weight_gradient_order="interleaved"))
     order = [(t.op, t.block.group) for t in matrix_tasks(graph)]
     assert list(dict.fromkeys(order)) == [
-        ("dgrad2", 0), ("dgrad2", 1), ("dgrad1", 0), ("wgrad2", 0), ("wgrad1", 0), ("dgrad1", 1), ("wgrad2", 1),
-        ("wgrad1", 1),
+        ("down_grad", 0), ("down_grad", 1), ("gate_up_grad", 0), ("down_wgrad", 0), ("gate_up_wgrad", 0),
+        ("gate_up_grad", 1), ("down_wgrad", 1), ("gate_up_wgrad", 1),
     ]  # fmt: skip
 
 
 def test_rows_of_a_group_share_a_column_of_weights():
     case = problem(tokens=(500,), num_experts=1, top_k=1, hidden=64, ffn=192, unused=0)
-    graph = case.forward(Schedule(gemm1=Tile(rows=128, columns=64, group_rows=2), tile_order="natural"))
-    tiles = [(t.block.row0 // 128, t.block.column0 // 64) for t in matrix_tasks(graph) if t.op == "gemm1"]
+    graph = case.forward(Schedule(gate_up=Tile(rows=128, columns=64, group_rows=2), tile_order="natural"))
+    tiles = [(t.block.row0 // 128, t.block.column0 // 64) for t in matrix_tasks(graph) if t.op == "gate_up"]
     assert tiles == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 0), (3, 0), (2, 1), (3, 1), (2, 2), (3, 2)]
 
 
@@ -323,8 +329,8 @@ def derived(plan, cfg, schedule, rank, ranks):
         if schedule.peer_order == "natural":
             return 0
         if span is None:
-            return 0 if op == "gemm1" else ranks
-        if op == "gemm2":
+            return 0 if op == "gate_up" else ranks
+        if op == "down":
             return (span[0] - rank - 1) % ranks
         return ranks - 1 if span[0] <= rank < span[1] else (rank - span[0]) % ranks
 
@@ -333,7 +339,7 @@ def derived(plan, cfg, schedule, rank, ranks):
         return span is not None and (span[0] != rank or span[1] != rank)
 
     def tiles(op, expert, late):
-        tile, width = (schedule.gemm1, cfg.ffn) if op == "gemm1" else (schedule.gemm2, cfg.hidden)
+        tile, width = (schedule.gate_up, cfg.ffn) if op == "gate_up" else (schedule.down, cfg.hidden)
         keyed = []
         row_tiles = range(start[expert], start[expert + 1], tile.rows)
         for group in range(0, len(row_tiles), tile.group_rows):
@@ -348,7 +354,7 @@ def derived(plan, cfg, schedule, rank, ranks):
     if schedule.tile_order == "chunk-major":
         chunks = -(-local // schedule.chunk_experts)
         for wave in range(chunks + 1):
-            for op, chunk in (("gemm1", wave), ("gemm2", wave - 1)):
+            for op, chunk in (("gate_up", wave), ("down", wave - 1)):
                 if 0 <= chunk < chunks:
                     first = chunk * schedule.chunk_experts
                     for expert in range(first, min(first + schedule.chunk_experts, local)):
@@ -356,9 +362,9 @@ def derived(plan, cfg, schedule, rank, ranks):
         return out
     for late in (False, True) if schedule.tile_order == "local-first" else (None,):
         for expert in range(local):
-            out += tiles("gemm1", expert, late)
+            out += tiles("gate_up", expert, late)
     for expert in range(local):
-        out += tiles("gemm2", expert, None)
+        out += tiles("down", expert, None)
     return out
 
 

@@ -187,7 +187,7 @@ def test_a_recorded_layer_is_predicted_behind_what_was_recorded(machine):
     forward = [s for s in first if s.phase == "forward, predicted"]
     backward = [s for s in first if s.phase == "backward, predicted"]
     assert max(s.end_ns for s in forward) == min(s.claimed_ns for s in backward)
-    assert {"push", "gemm1", "gemm2", "combine"} <= {s.op for s in forward}
+    assert {"push", "gate_up", "down", "combine"} <= {s.op for s in forward}
     assert later[0].claimed_ns - first[0].claimed_ns == max(s.end_ns for s in first) and len(later) == len(first)
 
 

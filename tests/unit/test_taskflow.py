@@ -30,15 +30,15 @@ SCHEDULES = {
     "small tiles": Schedule(
         overlap="fused",
         tile_order="natural",
-        gemm1=Tile(rows=64, columns=64),
-        gemm2=Tile(rows=128, columns=128),
+        gate_up=Tile(rows=64, columns=64),
+        down=Tile(rows=128, columns=128),
         chunk_tokens=3,
     ),
     "separate": Schedule(
         activation="separate", tile_order="chunk-major", peer_order="rotated", weight_gradient_order="interleaved"
     ),
     "mixed tiles": Schedule(
-        overlap="serial", gemm1=Tile(rows=128, columns=128), gemm2=Tile(rows=64, columns=64), chunk_tokens=16
+        overlap="serial", gate_up=Tile(rows=128, columns=128), down=Tile(rows=64, columns=64), chunk_tokens=16
     ),
 }
 
@@ -131,8 +131,8 @@ def schedules(draw):
             peer_order=st.sampled_from(["natural", "rotated"]),
             weight_gradient_order=st.sampled_from(["last", "interleaved"]),
             activation=st.sampled_from(["fused", "separate"]),
-            gemm1=tile,
-            gemm2=tile,
+            gate_up=tile,
+            down=tile,
             chunk_tokens=st.integers(1, 200),
         )
     )
@@ -150,7 +150,7 @@ def test_every_lowering_passes_the_checks(case, schedule, keep, needs):
     graph = case.backward(schedule, **flags)
     check(graph)
     ops = {t.op for t in graph.tasks}
-    for op, needed in {"dgrad1": "x", "dweight": "weights", "wgrad1": "w13", "wgrad2": "w2"}.items():
+    for op, needed in {"gate_up_grad": "x", "dweight": "weights", "gate_up_wgrad": "w13", "down_wgrad": "w2"}.items():
         assert flags[needed] or op not in ops, "tasks exist only for gradients that are needed"
 
 
@@ -158,12 +158,12 @@ def test_every_lowering_passes_the_checks(case, schedule, keep, needs):
 @given(problems(), schedules())
 def test_what_one_kernel_runs_passes_the_checks(case, schedule):
     """Split as a GPU does; gradients of all experts, of those without rows, too."""
-    schedule = dataclasses.replace(schedule, overlap="mega", gemm2=schedule.gemm1)
+    schedule = dataclasses.replace(schedule, overlap="mega", down=schedule.gate_up)
     check(case.forward(schedule))
     graph = case.backward(schedule)
     check(graph)
     local = case.cfg.num_experts // case.ranks
-    for op in ("wgrad1", "wgrad2"):
+    for op in ("gate_up_wgrad", "down_wgrad"):
         assert {(t.rank, t.block.group) for t in graph.tasks if t.op == op} == {
             (rank, expert) for rank in range(case.ranks) for expert in range(local)
         }
@@ -178,7 +178,7 @@ def test_a_tile_waits_for_the_chunks_of_its_rows(case, schedule):
     assert graph.remote.tolist() == [any(e.stage in ("arrived", "returned") for e, _ in t.waits) for t in graph.tasks]
     chunks = -(-case.cfg.max_tokens_per_rank // schedule.chunk_tokens)
     for task in graph.tasks:
-        if task.op != "gemm1":
+        if task.op != "gate_up":
             continue
         expected = set()
         for row in range(task.block.row0, task.block.row1):
@@ -197,10 +197,12 @@ def test_a_tile_waits_for_the_chunks_of_its_rows(case, schedule):
 def test_a_tile_waits_for_all_that_it_contracts_or_sums(case, schedule):
     """Against loops over rows and slots, for every reader of local rows and of returns; and no signal is in vain."""
     schedule = dataclasses.replace(schedule, overlap="fused")
-    plans, step = case.plans(), schedule.gemm1.rows
+    plans, step = case.plans(), schedule.gate_up.rows
     separate = schedule.activation == "separate"
-    made = {"gemm2": "activation" if separate else "gemm1"}
-    made |= dict.fromkeys(("dgrad1", "dweight", "wgrad1", "wgrad2"), "activation_gradient" if separate else "dgrad2")
+    made = {"down": "activation" if separate else "gate_up"}
+    made |= dict.fromkeys(
+        ("gate_up_grad", "dweight", "gate_up_wgrad", "down_wgrad"), "activation_gradient" if separate else "down_grad"
+    )
     tokens_of = [torch.nonzero((ids >= 0).any(1)).flatten().tolist() for ids in case.ids]
     for graph in (case.forward(schedule), case.backward(schedule)):
         waited = {event for t in graph.tasks for event, _ in t.waits}
@@ -211,7 +213,7 @@ def test_a_tile_waits_for_all_that_it_contracts_or_sums(case, schedule):
                 start = plans[rank].expert_start_e1.tolist()
                 rows = range(b.row0, b.row1) if "wgrad" not in task.op else range(start[b.group], start[b.group + 1])
                 expected = {Event(rank, made[task.op], row // step) for row in rows}
-                tiles = -(-case.cfg.ffn // schedule.gemm1.columns)
+                tiles = -(-case.cfg.ffn // schedule.gate_up.columns)
                 assert {event for event, _ in task.waits} == expected and all(n == tiles for _, n in task.waits)
             elif task.op in ("combine", "collect"):
                 stage = "returned" if task.op == "combine" else "weights returned"
@@ -235,9 +237,9 @@ def test_two_ranks_by_hand():
         (1, Block(0, 1, 2, 0, 64), (arrived(0, 3),)),
     ]
     assert list(graph.queue(0, "matrix")) == [
-        Task("gemm1", "matrix", 0, tile, ((arrived(0, 2), 1), (arrived(0, 3), 1)), (Event(0, "gemm1", 0),)),
+        Task("gate_up", "matrix", 0, tile, ((arrived(0, 2), 1), (arrived(0, 3), 1)), (Event(0, "gate_up", 0),)),
         Task(
-            "gemm2", "matrix", 0, tile, ((Event(0, "gemm1", 0), 1),), (returned(0, 0), returned(1, 0), returned(1, 1))
+            "down", "matrix", 0, tile, ((Event(0, "gate_up", 0), 1),), (returned(0, 0), returned(1, 0), returned(1, 1))
         ),
     ]
     combines = {(t.rank, t.block.row0): t.waits for t in graph.tasks if t.op == "combine"}
@@ -251,7 +253,7 @@ def test_two_ranks_by_hand():
 
 def test_local_first_keeps_expert_order_in_each_class():
     case = problem(tokens=(200, 10), num_experts=4, top_k=1)
-    order = [t for t in case.forward(Schedule(gemm1=Tile(rows=64))).queue(0, "matrix") if t.op == "gemm1"]
+    order = [t for t in case.forward(Schedule(gate_up=Tile(rows=64))).queue(0, "matrix") if t.op == "gate_up"]
     local = [not t.waits for t in order]
     assert local == sorted(local, reverse=True) and any(local) and not all(local)
     for group in (True, False):
@@ -289,7 +291,7 @@ def first(graph, op, rank=0):
     return next(i for i, t in enumerate(graph.tasks) if t.op == op and t.rank == rank)
 
 
-@pytest.mark.parametrize("op", ["push", "keep", "gemm1", "gemm2", "combine"])
+@pytest.mark.parametrize("op", ["push", "keep", "gate_up", "down", "combine"])
 def test_a_missing_or_repeated_tile_is_found(op):
     graph = problem().forward(SCHEDULES["small tiles"])
     index = first(graph, op)
@@ -301,7 +303,7 @@ def test_a_missing_or_repeated_tile_is_found(op):
 
 def test_overlapping_tiles_are_found():
     graph = problem().forward(SCHEDULES["small tiles"])
-    index = first(graph, "gemm1")
+    index = first(graph, "gate_up")
     task = graph.tasks[index]
     wider = dataclasses.replace(task, block=task.block._replace(column1=task.block.column1 + 64))
     with pytest.raises(ConfigError, match="gap or overlap"):
@@ -365,7 +367,7 @@ def fewer(relation, graph, wanted):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("op", ["gemm1", "gemm2", "keep", "combine"])
+@pytest.mark.parametrize("op", ["gate_up", "down", "keep", "combine"])
 def test_a_read_that_nothing_orders_is_found(op, name):
     """One wait less; under serial schedules it is the gate's, of the stage before it or of peers."""
     graph = problem().forward(SCHEDULES[name])
@@ -382,12 +384,12 @@ def test_a_read_that_nothing_orders_is_found(op, name):
 
 def test_a_write_without_its_signal_is_found():
     graph = problem().forward(SCHEDULES["small tiles"])
-    index = first(graph, "gemm2")
+    index = first(graph, "down")
     silent = fewer(graph.signals, graph, lambda i, v: i != index)
     count_V = silent.count(graph.num_events)
     with pytest.raises(ConfigError, match=r"waits for \d+ of returned.*which is signalled \d+ times"):
         check(dataclasses.replace(graph, signals=silent))
-    with pytest.raises(ConfigError, match=r"a write without its signal: gemm2\(.* does not signal returned"):
+    with pytest.raises(ConfigError, match=r"a write without its signal: down\(.* does not signal returned"):
         check(dataclasses.replace(graph, signals=silent, count_V=count_V))
 
 
@@ -602,9 +604,9 @@ def test_with_groups_too(schedule, weight_at):
 @pytest.mark.parametrize(
     ("op", "result", "groups"),
     [
-        ("gemm1", 0, None), ("activation", 0, None), ("gemm2", 0, None), ("combine", 0, None), ("dgrad2", 1, None),
-        ("activation_gradient", 1, None), ("dgrad1", 1, None), ("collect", 2, None), ("wgrad1", 3, None),
-        ("wgrad2", 4, None), ("group_sum", 0, 4), ("group_sum", 1, 4), ("combine", 1, 4),
+        ("gate_up", 0, None), ("activation", 0, None), ("down", 0, None), ("combine", 0, None), ("down_grad", 1, None),
+        ("activation_gradient", 1, None), ("gate_up_grad", 1, None), ("collect", 2, None), ("gate_up_wgrad", 3, None),
+        ("down_wgrad", 4, None), ("group_sum", 0, 4), ("group_sum", 1, 4), ("combine", 1, 4),
     ],
 )  # fmt: skip
 def test_every_wait_is_needed(op, result, groups):
@@ -643,7 +645,7 @@ def test_an_exception_in_a_tile_ends_the_call_and_the_workspace(monkeypatch):
     def broken(self, block):
         raise ZeroDivisionError("in a tile")
 
-    monkeypatch.setattr(Forward, "gemm2", broken)
+    monkeypatch.setattr(Forward, "down", broken)
     with uniep.Workspace(case.cfg, device="cpu") as ws:
         arguments = (model.x[0], case.ids[0], model.weights[0], model.w13, model.w2)
         threads = torch.get_num_threads()

@@ -23,11 +23,11 @@ def span(rank, worker, op, claimed, start, end, peers=False, phase="forward"):
 
 
 BY_HAND = [
-    span(0, "matrix 0", "gemm1", 0, 0, 40),
-    span(0, "matrix 0", "gemm2", 40, 50, 80),
-    span(1, "matrix 0", "gemm1", 10, 60, 100, peers=True),
+    span(0, "matrix 0", "gate_up", 0, 0, 40),
+    span(0, "matrix 0", "down", 40, 50, 80),
+    span(1, "matrix 0", "gate_up", 10, 60, 100, peers=True),
     span(0, "vector 0", "push", 0, 0, 20),
-    span(0, "matrix 0", "wgrad1", 1000, 1000, 1010, phase="backward"),
+    span(0, "matrix 0", "gate_up_wgrad", 1000, 1000, 1010, phase="backward"),
 ]
 
 
@@ -50,7 +50,7 @@ def test_events_are_complete_and_on_one_clock():
     complete = [e for e in events if e["ph"] == "X"]
     assert all(set(e) == {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"} for e in complete)
     assert [(e["name"], e["ts"], e["dur"]) for e in complete if e["pid"] == 1] == [
-        ("exposed communication", 0.01, 0.05), ("gemm1", 0.06, 0.04),
+        ("exposed communication", 0.01, 0.05), ("gate_up", 0.06, 0.04),
     ]  # fmt: skip
     assert {e["name"] for e in complete if e["cat"] == "waiting"} == {"waiting"}
     tasks = [e for e in complete if e["cat"] in ("matrix", "vector")]
@@ -60,7 +60,7 @@ def test_events_are_complete_and_on_one_clock():
 def test_lanes_count_like_people():
     """By rank, class and number; in the events' threads, too."""
     workers = [(1, "matrix 0"), (0, "vector 0"), (0, "matrix 10"), (0, "matrix 2"), (0, "matrix 100")]
-    spans = [span(rank, worker, "gemm1", 0, 0, 10) for rank, worker in workers]
+    spans = [span(rank, worker, "gate_up", 0, 0, 10) for rank, worker in workers]
     lanes = [(0, "matrix 2"), (0, "matrix 10"), (0, "matrix 100"), (0, "vector 0"), (1, "matrix 0")]
     assert lanes_of(spans) == lanes
     threads = sorted((e["tid"], e["args"]["name"]) for e in trace_events(spans) if e["name"] == "thread_name")
@@ -152,8 +152,8 @@ def test_serial_matrix_workers_wait_for_peers_at_their_gate():
     by_op = {}
     for task, peers, remote in zip(graph.tasks, graph.waits_for_peers.tolist(), graph.remote.tolist(), strict=True):
         by_op.setdefault(task.op, set()).add((peers, remote))
-    assert by_op["push"] == {(False, False)} and by_op["gemm2"] == {(False, False)}
-    assert by_op["gemm1"] == {(True, True)} or by_op["gemm1"] == {(True, True), (True, False)}
+    assert by_op["push"] == {(False, False)} and by_op["down"] == {(False, False)}
+    assert by_op["gate_up"] == {(True, True)} or by_op["gate_up"] == {(True, True), (True, False)}
     assert by_op["combine"] == {(True, True)}
 
 
@@ -173,6 +173,6 @@ def test_tasks_in_a_profile_lie_inside_the_layer(tmp_path):
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     (layer,) = (e for e in events if e["name"] == "layer" and e["cat"] == "user_annotation")
     tasks = [e for e in events if isinstance(e["pid"], int) and e["pid"] >= 1 << 30]
-    assert {"gemm1", "gemm2", "combine"} <= {e["name"] for e in tasks}
+    assert {"gate_up", "down", "combine"} <= {e["name"] for e in tasks}
     for task in tasks:
         assert layer["ts"] <= task["ts"] and task["ts"] + task["dur"] <= layer["ts"] + layer["dur"]

@@ -154,7 +154,7 @@ def test_the_model_knows_what_helps():
 
     assert us(dataclasses.replace(usual, overlap="serial")) > us()
     assert us(dataclasses.replace(usual, free_sms=24)) > us()
-    assert us(dataclasses.replace(usual, gemm1=Tile(rows=64, columns=128), gemm2=Tile(rows=64, columns=128))) > us()
+    assert us(dataclasses.replace(usual, gate_up=Tile(rows=64, columns=128), down=Tile(rows=64, columns=128))) > us()
     assert us(load=dataclasses.replace(load, wire=1e-6)) < us()
     assert us(load=Load.uniform(dataclasses.replace(CFG, max_tokens_per_rank=16384), 2)) > 1.5 * us()
     slow = dataclasses.replace(card, machine=card.machine.replaced({"link_gbps": 20}))
@@ -278,7 +278,7 @@ def test_tokens_are_in_buckets_and_the_nearest_serves():
         (lambda text: text.replace(tables.kernels("cpu"), "0123456789abcdef"), "other kernels"),
         (lambda text: text.replace("chunk_tokens", "chunk_wishes"), "a field 'chunk_wishes'"),
         (lambda text: text.replace('"chunk_tokens": 32', '"overlap": "sometimes"'), "overlap is 'sometimes'"),
-        (lambda text: text.replace('"chunk_tokens": 32', '"gemm1.columns": 7'), "gemm1.columns is 7"),
+        (lambda text: text.replace('"chunk_tokens": 32', '"gate_up.columns": 7'), "gate_up.columns is 7"),
     ],
 )
 def test_a_table_that_cannot_serve_is_named_and_the_default_serves(spoil, says, caplog):
@@ -414,7 +414,7 @@ def test_explain_says_choice_runner_up_and_what_matters():
 
 def test_explain_takes_the_tables_choice(tmp_path):
     key = tables.Key.of(CFG, 2, "hopper", "h200")
-    changes = {"gemm1.columns": 128}
+    changes = {"gate_up.columns": 128}
     entry = {"schedule": changes, "tried": [{"changes": changes, "status": "timed", "us": 1234.5, "score": 0.9}]}
     tables.store(tables.folder() / key.file, key, entry)
     document = explain(CFG, 2, "hopper", load_card("h200"), "qwen3-30b")

@@ -220,10 +220,10 @@ def test_a_search_by_a_model_that_is_wrong_finds_98_percent_with_15_percent_of_a
 
 def test_optuna_asks_for_points_of_the_space(record):
     pytest.importorskip("optuna")
-    best = Schedule(tile_order="natural", gemm1=dataclasses.replace(Schedule().gemm1, columns=64))
+    best = Schedule(tile_order="natural", gate_up=dataclasses.replace(Schedule().gate_up, columns=64))
 
     def far(s):
-        return 1 - 0.1 * (s.tile_order == best.tile_order) - 0.1 * (s.gemm1.columns == 64)
+        return 1 - 0.1 * (s.tile_order == best.tile_order) - 0.1 * (s.gate_up.columns == 64)
 
     sampler = Optuna(SPACE, "cpu", CFG, [SPACE.schedule(5)])
     assert sampler.ask() == SPACE.schedule(5)

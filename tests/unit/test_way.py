@@ -29,7 +29,7 @@ def described(cfg, ep_size, num_tokens):
     sent = ("copy" if way.copies else way.transfer) if ep_size > 1 else "none"
     return (
         f"{'mega' if way.mega else how} {sent} programs:{way.push_programs}{'' if way.mega else numbers} "
-        f"rows:{way.gemm1.group_rows},{way.gemm2.group_rows}"
+        f"rows:{way.gate_up.group_rows},{way.down.group_rows}"
     )
 
 

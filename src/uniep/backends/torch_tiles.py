@@ -202,7 +202,7 @@ class Forward(Dispatch):
         self.h_NF = x_TD.new_empty(self.num_rows, 2 * self.cfg.ffn)
         self.act_NF = x_TD.new_empty(self.num_rows, self.cfg.ffn)
 
-    def gemm1(self, block: Block) -> None:
+    def gate_up(self, block: Block) -> None:
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
         ffn, dtype = self.cfg.ffn, self.cfg.dtype
         x = self.x_rows(rows)
@@ -223,7 +223,7 @@ class Forward(Dispatch):
             act = self.rows.weight_N1[rows] * act
         self.act_NF[rows, columns] = act[:, : gate.shape[1]].to(self.cfg.dtype)
 
-    def gemm2(self, block: Block) -> None:
+    def down(self, block: Block) -> None:
         weight = self.experts.down(block.group)[block.column0 : block.column1]
         self._return(block, matmul(self.act_NF[block.row0 : block.row1], weight.T))
 
@@ -232,7 +232,7 @@ class Forward(Dispatch):
 
 
 class Backward(_Bodies):
-    """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for wgrad1.  separate: as in `Forward`.
+    """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for gate_up_wgrad.  separate: as in `Forward`.
 
     gradients: of experts, in the layer's dtype, or `main_grads`."""
 
@@ -265,7 +265,7 @@ class Backward(_Bodies):
             self.gradients = ExpertWeights(main_grads.w13, main_grads.w2, experts.layout)
             main_grads.clear()
 
-    def dgrad2(self, block: Block) -> None:
+    def down_grad(self, block: Block) -> None:
         """Through the second GEMM, and the activation unless that is a task of its own."""
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
         raw = matmul(self.dy_rows(rows), self.experts.down(block.group)[:, columns])
@@ -300,7 +300,7 @@ class Backward(_Bodies):
     def dweight(self, block: Block) -> None:
         self._write(block, add_ascending(self.group_sums_NG[block.row0 : block.row1]), "dweights")
 
-    def dgrad1(self, block: Block) -> None:
+    def gate_up_grad(self, block: Block) -> None:
         halves = self.experts.halves(block.group)
         weight = torch.cat([half[:, block.column0 : block.column1] for half in halves])
         self._return(block, matmul(self.dh_NF[block.row0 : block.row1], weight))
@@ -309,13 +309,13 @@ class Backward(_Bodies):
         start, stop = self.plan.expert_start_e1[expert : expert + 2].tolist()
         return slice(start, stop)
 
-    def wgrad2(self, block: Block) -> None:
+    def down_wgrad(self, block: Block) -> None:
         rows, columns = self._segment(block.group), slice(block.column0, block.column1)
         dy = self.dy_rows(rows, slice(block.row0, block.row1))
         out = matmul(dy.T, self.weighted_NF[rows, columns])
         self._put(self.gradients.down(block.group)[block.row0 : block.row1, columns], out)
 
-    def wgrad1(self, block: Block) -> None:
+    def gate_up_wgrad(self, block: Block) -> None:
         rows, columns = self._segment(block.group), slice(block.column0, block.column1)
         out = matmul(self.dh_NF[rows, block.row0 : block.row1].T, self.x_rows(rows, columns))
         for number, half in enumerate(self.gradients.halves(block.group)):

@@ -65,17 +65,17 @@ KINDS = {
     "push": Kind("#e8590c", "push tokens to peers"),
     "push dO": Kind("#e8590c", "push dO to peers"),
     "keep": Kind("#ffc078", "keep received tokens"),
-    "gemm1 local": Kind("#91c0f5", "GEMM 1, local rows"),
-    "gemm1": Kind("#2f6fde", "GEMM 1, with rows from peers"),
+    "gate_up local": Kind("#91c0f5", "gate and up, local rows"),
+    "gate_up": Kind("#2f6fde", "gate and up, with rows from peers"),
     "activation": Kind("#22b8cf", "activation"),
-    "gemm2": Kind("#123a8c", "GEMM 2, results to their ranks"),
+    "down": Kind("#123a8c", "down, results to their ranks"),
     "group_sum": Kind("#087f5b", "sum combine groups"),
-    "dgrad2 local": Kind("#91c0f5", "dgrad 2, local rows"),
-    "dgrad2": Kind("#2f6fde", "dgrad 2, with rows from peers"),
+    "down_grad local": Kind("#91c0f5", "gradient of down, local rows"),
+    "down_grad": Kind("#2f6fde", "gradient of down, with rows from peers"),
     "activation_gradient": Kind("#22b8cf", "gradient of the activation"),
-    "dgrad1": Kind("#123a8c", "dgrad 1, results to their ranks"),
-    "wgrad2": Kind("#b197fc", "weight gradient 2"),
-    "wgrad1": Kind("#7048e8", "weight gradient 1"),
+    "gate_up_grad": Kind("#123a8c", "gradient of gate and up, results to their ranks"),
+    "down_wgrad": Kind("#b197fc", "weight gradient of down"),
+    "gate_up_wgrad": Kind("#7048e8", "weight gradients of gate and up"),
     "dweight": Kind("#63e6be", "d(routing weight)"),
     "collect": Kind("#0ca678", "collect d(routing weight)"),
     "combine": Kind("#2b8a3e", "sum slots in order"),
@@ -89,7 +89,7 @@ _MORE = ("#d6336c", "#868e96", "#a61e4d", "#5c940d")
 def kind_of(span: Span) -> str:
     if span.op == "push" and span.phase == "backward":
         return "push dO"
-    return f"{span.op} local" if span.op in ("gemm1", "dgrad2") and not span.remote else span.op
+    return f"{span.op} local" if span.op in ("gate_up", "down_grad") and not span.remote else span.op
 
 
 def kinds_of(spans: Iterable[Span]) -> dict[str, Kind]:

@@ -54,7 +54,7 @@ def launch_lists(
     """The tasks of a direction in the order of the way, and its counters at zero."""
     ranks, experts = counts_RE.shape
     local = experts // ranks
-    first = way.gemm2 if backward else way.gemm1
+    first = way.down if backward else way.gate_up
     launch(
         tasks.list_kernel,
         multiprocessors * 4,
@@ -64,7 +64,7 @@ def launch_lists(
         ),
         {
             "E": experts, "LOCAL": local, "LOCAL_P": power_of_2(local), "NUM_RANKS": ranks, "BLOCK_M": first.rows,
-            "GROUP0": first.group_rows, "GROUP1": way.gemm2.group_rows,
+            "GROUP0": first.group_rows, "GROUP1": way.down.group_rows,
             **{f"TILES{op}": count for op, count in enumerate(lists.tiles)},
             "TILES_P": power_of_2(max(lists.tiles[:2])),
             "CHUNK_EXPERTS": way.chunk_experts,
@@ -138,7 +138,7 @@ def launch_forward(
     weights_TK: Tensor, sums: Sums, *, fused: bool, push_programs: int, trace: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """A forward behind its plan.  h and kept: None where nothing is saved.  trace: int64 rows of 5, a task each."""
-    tile1, tile2, half = way.gemm1, way.gemm2, way.gemm1.columns // 2
+    tile1, tile2, half = way.gate_up, way.down, way.gate_up.columns // 2
     hidden, ffn = cfg.hidden, cfg.ffn
     w13_desc, up_first = w13_block(experts, 1, 2, half, tile1.depth)
     made_desc = rows_block(act_NF, tile1.rows, half)
@@ -178,7 +178,7 @@ def launch_backward(
     fused: bool, push_programs: int, trace: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """A backward behind its entry.  dw: memory of dW13 and dW2 (not touched where `lists` has no task for them)."""
-    tile, weight_tile = way.gemm2, way.weight_gradient
+    tile, weight_tile = way.down, way.weight_gradient
     hidden, ffn = cfg.hidden, cfg.ffn
     num_rows = made.act_NF.shape[0]
     dh_NH = made.dh_N2F.view(num_rows, 2 * ffn)

@@ -28,10 +28,10 @@ RESOURCES = ("memory", "cache", "link out", "link in", "network out", "network i
 
 
 _GOLDEN = 0.6180339887
-GATHERING = ("gemm1", "dgrad2", "wgrad1", "wgrad2")
+GATHERING = ("gate_up", "down_grad", "gate_up_wgrad", "down_wgrad")
 """Products of uniep whose rows are tokens where they lie."""
 
-STORED = {"gemm1": 2.0, "dgrad2": 1.0}
+STORED = {"gate_up": 2.0, "down_grad": 1.0}
 """What a tile stores beyond one result, in results: gate and up, kept for the backward; fp32 instead of 16 bits."""
 
 
@@ -159,7 +159,7 @@ def _at_the_power_limit(graph: TaskGraph, product_N: Tensor, machine: Machine) -
     A backward follows its forward, which has half as many."""
     whole_R = torch.zeros(graph.ep_size, dtype=torch.float64).index_add_(0, graph.rank_N, product_N)
     whole_R = (whole_R / machine.matrix_workers).clamp(min=1)
-    left_R = (machine.boost_ms * 1e6 - whole_R / 2 * ("dgrad2" in graph.ops)).clamp(min=0)
+    left_R = (machine.boost_ms * 1e6 - whole_R / 2 * ("down_grad" in graph.ops)).clamp(min=0)
     late_R = (1 - left_R / whole_R).clamp(min=0)
     return (1 + late_R * (1 / machine.sustained_share - 1))[graph.rank_N]
 

@@ -229,17 +229,17 @@ def _products(problem: Problem, way: Way, activation_passes: tuple[int, int]) ->
     if problem.direction == "fwd":
         made = forward_operators(way, keep=False)
         return [
-            _bare(made["gemm1"]),
+            _bare(made["gate_up"]),
             _bare(made["activation"], work=_moved(activation_passes[0])),
-            _bare(_unsent(made["gemm2"])),
+            _bare(_unsent(made["down"])),
         ]
     made = backward_operators(way)
     return [
-        _bare(made["dgrad2"]),
+        _bare(made["down_grad"]),
         _bare(made["activation_gradient"], work=_moved(activation_passes[1])),
-        _bare(_unsent(made["dgrad1"])),
-        _bare(made["wgrad2"]),
-        _bare(made["wgrad1"]),
+        _bare(_unsent(made["gate_up_grad"])),
+        _bare(made["down_wgrad"]),
+        _bare(made["gate_up_wgrad"]),
     ]
 
 
@@ -391,25 +391,25 @@ def taskflow(problem: Problem, way: Way, *, separate: bool, one_event: bool = Fa
     for op in made:
         if op.name in left_out:
             continue
-        if op.name in ("gemm1", "dgrad2"):
+        if op.name in ("gate_up", "down_grad"):
             op = dataclasses.replace(op, reads=arrived)
         elif op.name in ("activation", "activation_gradient"):
             op = dataclasses.replace(op, work=_moved(FRAMEWORK_PASSES[not forward]))
-        elif op.name == "wgrad2":
+        elif op.name == "down_wgrad":
             op = dataclasses.replace(op, reads=arrived)  # of the activation that the forward kept
-        elif op.name in ("gemm2", "dgrad1") and separate:
+        elif op.name in ("down", "gate_up_grad") and separate:
             product, op = _sent_apart(op)
             operators.append(product)
         operators.append(op)
     if not forward and separate:
-        made_by = Access("activation_gradient", rows_of(lambda way: way.gemm1.rows))
+        made_by = Access("activation_gradient", rows_of(lambda way: way.gate_up.rows))
         operators.append(residual_of(_expert_rows, (made_by,)))
     return Operators(operators)
 
 
 def _sent_apart(product: Operator) -> tuple[Operator, Operator]:
     """The product whose rows return from its epilogue, as one that leaves them and one that sends them."""
-    rows = rows_of(lambda way: way.gemm2.rows)
+    rows = rows_of(lambda way: way.down.rows)
     send = Operator(
         "put_back", "vector", _expert_rows, _covered_rows, reads=(Access(product.name, rows),), writes=product.writes,
         work=_return_rows, lag=1,
@@ -421,7 +421,7 @@ def rows_sent_apart(operators: Operators) -> Operators:
     """No epilogue stores rows at their ranks: a pass of its own does."""
     made: list[Operator] = []
     for op in operators:
-        returning = op.name in ("gemm2", "dgrad1") and any(access.pairs is returns for access in op.writes)
+        returning = op.name in ("down", "gate_up_grad") and any(access.pairs is returns for access in op.writes)
         made += _sent_apart(op) if returning else [op]
     return Operators(made)
 

@@ -62,7 +62,7 @@ class Strategy:
     program: Callable[[Problem, Machine], Program]
 
 
-_TILES = {"gemm1": Tile(rows=128, columns=256), "gemm2": Tile(rows=128, columns=256)}
+_TILES = {"gate_up": Tile(rows=128, columns=256), "down": Tile(rows=128, columns=256)}
 
 
 def _way(problem: Problem, machine: Machine, **fields: object) -> Way:
@@ -145,13 +145,13 @@ def _uniep(
         if of_gpus.transfer == "copy":
             operators, lanes = made.sent_whole(operators), [Lane(("push",), COPY_ENGINES, extra=True)]
         if problem.direction == "bwd":
-            kernels = [["push", "dgrad2", "activation_gradient", "dweight"], ["dgrad1"], ["group_sum"],
-                       ["wgrad2", "wgrad1", "collect", "combine"]]  # fmt: skip
+            kernels = [["push", "down_grad", "activation_gradient", "dweight"], ["gate_up_grad"], ["group_sum"],
+                       ["down_wgrad", "gate_up_wgrad", "collect", "combine"]]  # fmt: skip
         elif of_gpus.down_sms:
-            kernels = [["push", "gemm1", "keep", "gemm2"], ["group_sum"], ["combine"]]
-            lanes.append(Lane(("gemm2", "group_sum", "combine"), of_gpus.down_sms))
+            kernels = [["push", "gate_up", "keep", "down"], ["group_sum"], ["combine"]]
+            lanes.append(Lane(("down", "group_sum", "combine"), of_gpus.down_sms))
         else:
-            kernels = [["push", "gemm1", "keep"], ["gemm2"], ["group_sum"], ["combine"]]
+            kernels = [["push", "gate_up", "keep"], ["down"], ["group_sum"], ["combine"]]
         return Program(operators=operators, way=way, kernels=kernels, lanes=tuple(lanes))
 
     return program
@@ -229,7 +229,7 @@ def execute(program: Program, operators: Operators, sites: Sequence[Site], machi
     timeline = run(graph, queues_of(graph, program, machine, spent.alone_N), spent)
     first = launches[0] if launches else machine.matrix_launch_us
     site = sites[0]
-    if "gemm1" in graph.ops:
+    if "gate_up" in graph.ops:
         first += machine.of("plan_us", site.ep_size)
     return Simulated(graph, sites, spent, timeline, round(first * 1e3))
 
@@ -260,10 +260,10 @@ def queues_of(graph: TaskGraph, program: Program, machine: Machine, alone_N: Ten
         busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
         left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
         # A lane that follows another's products is joined by those who made them.
-        then = next((len(queues) + n + 1 for n, (lane, _) in enumerate(busy) if "gemm2" in lane.operators), None)
+        then = next((len(queues) + n + 1 for n, (lane, _) in enumerate(busy) if "down" in lane.operators), None)
         rest = len(queues)
         queues.append(Queue(rank, "worker", left, tasks[lane_n == 0].tolist(), then))
         for lane, of_lane in busy:
-            joins = None if lane.extra or "gemm2" in lane.operators else rest
+            joins = None if lane.extra or "down" in lane.operators else rest
             queues.append(Queue(rank, "copies" if lane.extra else "worker", lane.workers, of_lane, joins))
     return queues

@@ -30,11 +30,11 @@ from uniep.way import Way
 
 
 def _rows1(way: Way) -> int:
-    return way.gemm1.rows
+    return way.gate_up.rows
 
 
 def _rows2(way: Way) -> int:
-    return way.gemm2.rows
+    return way.down.rows
 
 
 def _send_chunks(site: Site) -> Tensor:
@@ -59,18 +59,18 @@ def _peers(site: Site) -> Tensor:
     return torch.tensor(site.lists(site.plan.recv_count_R), dtype=torch.int64).view(-1, 5)
 
 
-def _wgrad2_tiles(site: Site) -> Tensor:
+def _down_wgrad_tiles(site: Site) -> Tensor:
     cfg, way = site.cfg, site.way
     if not way.device_tiles:
-        return site.weight_tiles(cfg.hidden, cfg.ffn, way.gemm2)
+        return site.weight_tiles(cfg.hidden, cfg.ffn, way.down)
     return site.weight_tiles(cfg.hidden, cfg.ffn, way.weight_gradient, 1, True)
 
 
-def _wgrad1_tiles(site: Site) -> Tensor:
+def _gate_up_wgrad_tiles(site: Site) -> Tensor:
     """A GPU makes dW13 transposed, gate and up apart, and zeros for experts without rows."""
     cfg, way = site.cfg, site.way
     if not way.device_tiles:
-        return site.weight_tiles(2 * cfg.ffn, cfg.hidden, way.gemm1)
+        return site.weight_tiles(2 * cfg.ffn, cfg.hidden, way.gate_up)
     tile = way.weight_gradient
     turned = dataclasses.replace(tile, rows=tile.columns, columns=tile.rows)
     return site.weight_tiles(cfg.ffn, cfg.hidden, turned, 2, True)
@@ -170,7 +170,7 @@ def _returning(name: str, depth: Callable[[Site], int], read: Access, grouped: b
     """The GEMM whose rows return to their tokens: from its epilogue, or, with combine groups, added by part."""
     writes = Access(name, rows_of(_rows2)) if grouped else Access("returned", returns)
     gemm = Operator(
-        name, "matrix", lambda s: s.row_tiles(s.way.gemm2, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
+        name, "matrix", lambda s: s.row_tiles(s.way.down, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
         reads=(read,), writes=(writes,), work=_gemm(depth, returns=not grouped), lag=1,
     )  # fmt: skip
     if not grouped:
@@ -194,22 +194,22 @@ def forward_operators(way: Way, *, keep: bool) -> Operators:
     operators = [
         PUSH,
         Operator(
-            "gemm1", "matrix", lambda s: s.row_tiles(s.way.forward_tile, s.cfg.ffn),
+            "gate_up", "matrix", lambda s: s.row_tiles(s.way.forward_tile, s.cfg.ffn),
             lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),),
-            writes=(Access("gemm1", by_tile if separate else rows_of(_rows1)),),
+            writes=(Access("gate_up", by_tile if separate else rows_of(_rows1)),),
             work=_gemm(_hidden, products=2),
         ),
     ]  # fmt: skip
     if separate:
         operators.append(
             Operator(
-                "activation", "vector", operators[1].split, operators[1].covers, reads=(Access("gemm1", by_tile),),
+                "activation", "vector", operators[1].split, operators[1].covers, reads=(Access("gate_up", by_tile),),
                 writes=(Access("activation", rows_of(_rows1)),), work=_passes(3),
             )
         )  # fmt: skip
     if keep:
         operators.append(KEEP)
-    operators += _returning("gemm2", _ffn, Access("activation" if separate else "gemm1", rows_of(_rows1)), way.grouped)
+    operators += _returning("down", _ffn, Access("activation" if separate else "gate_up", rows_of(_rows1)), way.grouped)
     return Operators([*operators, COMBINE])
 
 
@@ -220,35 +220,35 @@ def dispatch_operators() -> Operators:
 def backward_operators(way: Way) -> Operators:
     """Dispatch of dO, both data gradients around that of the activation, d(weight), weight gradients, sums."""
     separate = way.separate_gradient
-    made = "activation_gradient" if separate else "dgrad2"
-    dgrad2 = Operator(
-        "dgrad2", "matrix", lambda s: s.row_tiles(s.way.down_gradient_tile, s.cfg.ffn),
+    made = "activation_gradient" if separate else "down_grad"
+    down_grad = Operator(
+        "down_grad", "matrix", lambda s: s.row_tiles(s.way.down_grad_tile, s.cfg.ffn),
         lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),),
-        writes=(Access("dgrad2", by_tile if separate else rows_of(_rows1)),),
+        writes=(Access("down_grad", by_tile if separate else rows_of(_rows1)),),
         work=_gemm(_hidden),
     )  # fmt: skip
     activation_gradient = Operator(
-        made, "vector", dgrad2.split, dgrad2.covers, reads=(Access("dgrad2", by_tile),),
+        made, "vector", down_grad.split, down_grad.covers, reads=(Access("down_grad", by_tile),),
         writes=(Access(made, rows_of(_rows1)),), work=_passes(8),
     )  # fmt: skip
     rows, segment = (Access(made, rule(_rows1)) for rule in (rows_of, segment_of))
     return Operators(
         [
             PUSH,
-            dgrad2,
+            down_grad,
             *([activation_gradient] if separate else []),
             Operator(
-                "dweight", "vector", lambda s: s.row_tiles(s.way.gemm2, 1), lambda s: s.segments(1),
+                "dweight", "vector", lambda s: s.row_tiles(s.way.down, 1), lambda s: s.segments(1),
                 reads=(rows,), writes=(Access("weights returned", returns),), work=_passes(2, 4, sends=True), lag=1,
             ),
-            *_returning("dgrad1", lambda s: 2 * s.cfg.ffn, rows, way.grouped),
+            *_returning("gate_up_grad", lambda s: 2 * s.cfg.ffn, rows, way.grouped),
             Operator(
-                "wgrad2", "matrix", _wgrad2_tiles, lambda s: _weights(s, s.cfg.ffn, s.cfg.hidden), reads=(segment,),
-                work=_wgrad_work, where="weights", lag=1,
+                "down_wgrad", "matrix", _down_wgrad_tiles, lambda s: _weights(s, s.cfg.ffn, s.cfg.hidden),
+                reads=(segment,), work=_wgrad_work, where="weights", lag=1,
             ),
             Operator(
-                "wgrad1", "matrix", _wgrad1_tiles, lambda s: _weights(s, s.cfg.hidden, 2 * s.cfg.ffn), reads=(segment,),
-                work=_wgrad_work, where="weights", lag=1,
+                "gate_up_wgrad", "matrix", _gate_up_wgrad_tiles, lambda s: _weights(s, s.cfg.hidden, 2 * s.cfg.ffn),
+                reads=(segment,), work=_wgrad_work, where="weights", lag=1,
             ),
             COLLECT,
             COMBINE,

@@ -283,8 +283,8 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         return torch.where(serial | expanded, alone_us + torch.where(copy, came, alone) + expand, fused)
 
     # --- forward ---
-    gate_up = product("gemm1", width, 2 * ffn, gather + stored("gemm1", 1.0))
-    down = product("gemm2", ffn, width, 0.0)
+    gate_up = product("gate_up", width, 2 * ffn, gather + stored("gate_up", 1.0))
+    down = product("down", ffn, width, 0.0)
     slots = load.tokens * load.slots * width * size
     combine = (slots + load.tokens * width * size) / memory
     sums = torch.where(grouped, (load.rows + load.lines) * width * size / memory, 0.0)
@@ -305,26 +305,29 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     fwd = plan + both_products * slow_fwd + combine + launches_fwd * c["launch_us"]
     # --- backward ---
     entry = torch.as_tensor(c["entry_us"])
-    dgrad2 = product("gemm2", width, ffn, gather + stored("gemm2", 1.0))
+    down_grad = product("down", width, ffn, gather + stored("down", 1.0))
     gradient = load.rows * ffn * (4 + 5 * size) / memory
-    dgrad1 = product("gemm2", 2 * ffn, width, 0.0)
+    gate_up_grad = product("down", 2 * ffn, width, 0.0)
     wgrad = weight_gradient(width, ffn) + weight_gradient(2 * ffn, width)
     again = is_in("received", "again") * torch.where(copy, copied, alone)
     outgoing = results + again
-    tail = torch.where(serial, dgrad1 + outgoing + wgrad, torch.maximum(together(dgrad1, outgoing) + wgrad, outgoing))
+    tail = torch.where(
+        serial, gate_up_grad + outgoing + wgrad, torch.maximum(together(gate_up_grad, outgoing) + wgrad, outgoing)
+    )
     tail = tail + sums
     middle = gradient * torch.where(beside, torch.as_tensor(c["beside_share"]), 1.0)
-    products_bwd = dgrad2 + dgrad1 + wgrad
+    products_bwd = down_grad + gate_up_grad + wgrad
     slow_bwd = _slow(products_bwd, products_fwd, c)
     launches_bwd = torch.where(mega, 1.0, torch.where(serial, 8.0, 6.0))
-    bwd = entry + (fed_product(dgrad2, entry) + tail) * slow_bwd + middle + launches_bwd * c["launch_us"]
+    bwd = entry + (fed_product(down_grad, entry) + tail) * slow_bwd + middle + launches_bwd * c["launch_us"]
     # --- the host ---
     behind = torch.as_tensor(c["host_us"]) + plan + wgrad * slow_bwd
     ahead = torch.as_tensor(c["host_call_us"]) - AHEAD_US
     both = torch.maximum(fwd + bwd, torch.where(torch.as_tensor(load.synced) > 0, behind, ahead))
     parts = {
         "plan, entry": plan + entry, "gate and up": gate_up * slow_fwd, "down": down * slow_fwd, "combine": combine,
-        "gradients of rows": (dgrad2 + dgrad1) * slow_bwd, "activation": middle, "weight gradients": wgrad * slow_bwd,
+        "gradients of rows": (down_grad + gate_up_grad) * slow_bwd, "activation": middle,
+        "weight gradients": wgrad * slow_bwd,
         "tokens on the wire": 2 * torch.where(copy, copied, pushed), "results on the wire": 2 * results,
         "launches": (launches_fwd + launches_bwd) * c["launch_us"],
     }  # fmt: skip

@@ -44,11 +44,11 @@ SEARCHED = (
     Searched("transfer", {"hopper": ("push", "copy")}),
     Searched("tile_order", {"cpu": _CPU_ORDER, "hopper": ("local-first", "natural")}),
     Searched("operand", {"hopper": ("gathered", "expanded")}, needs={"overlap": ("fused", "serial", "pipelined")}),
-    Searched("gemm1.rows", {"cpu": (128, 64), "hopper": (128, 64)}, also=("gemm2.rows",)),
-    Searched("gemm1.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
-    Searched("gemm2.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
-    Searched("gemm1.group_rows", {"hopper": (8, 4, 16)}, also=("gemm2.group_rows",)),
-    Searched("gemm1.stages", {"hopper": (4, 3)}, also=("gemm2.stages",)),
+    Searched("gate_up.rows", {"cpu": (128, 64), "hopper": (128, 64)}, also=("down.rows",)),
+    Searched("gate_up.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
+    Searched("down.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
+    Searched("gate_up.group_rows", {"hopper": (8, 4, 16)}, also=("down.group_rows",)),
+    Searched("gate_up.stages", {"hopper": (4, 3)}, also=("down.stages",)),
     Searched("weight_gradient.columns", {"hopper": (256, 128), "nccl": (256, 128)}),
     Searched("weight_gradient.stages", {"hopper": (3, 4), "nccl": (3, 4)}),
     Searched("chunk_tokens", {"cpu": (64, 32, 128), "hopper": (32, 64, 128)}),
@@ -79,7 +79,7 @@ def dimensions(backend: str, cfg: MoEConfig, keep: Sequence[str] = ("received",)
 
 
 def get(schedule: Schedule, name: str) -> Any:
-    """ "gemm1.columns" -> its value."""
+    """ "gate_up.columns" -> its value."""
     return DIMENSION[name].of(schedule)
 
 

@@ -199,7 +199,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def parse(values: dict[str, Any], usual: Schedule) -> Schedule:
-    """{"gemm1.columns": 128} -> `usual` with it.  Raises ConfigError for names and values that no Schedule has."""
+    """{"gate_up.columns": 128} -> `usual` with it.  Raises ConfigError for names and values that no Schedule has."""
     for name, value in values.items():
         if name not in NAMES:
             raise ConfigError(f"a table has a field {name!r} that no Schedule has")

@@ -130,9 +130,9 @@ class TorchExperts:
         bodies = cpu_tiles.Forward(rows, shared, x_TD, nothing, nothing, experts, keep=False)
         bodies.x_rows = cpu_tiles.Gather(x_TD, tokens.received_MD, rows, compact=True)
         for block in _segments(routed.plan, self.cfg.ffn):
-            bodies.gemm1(block)
+            bodies.gate_up(block)
         for block in _segments(routed.plan, self.cfg.hidden):
-            bodies.gemm2(block)
+            bodies.down(block)
         return shared[self.rank].returns, bodies.h_NF if save else None
 
     def backward(
@@ -146,16 +146,16 @@ class TorchExperts:
         bodies = cpu_tiles.Backward(rows, shared, dy.local_TD, no_ids, experts, h_NF, x_rows, main_grads)
         bodies.dy_rows = cpu_tiles.Gather(dy.local_TD, dy.received_MD, rows, compact=True)
         for block in _segments(plan, cfg.ffn):
-            bodies.dgrad2(block)
+            bodies.down_grad(block)
             if needs.weights:
                 bodies.dweight(block)
             if needs.w2:
-                bodies.wgrad2(Block(block.group, 0, cfg.hidden, 0, cfg.ffn))
+                bodies.down_wgrad(Block(block.group, 0, cfg.hidden, 0, cfg.ffn))
         for block in _segments(plan, cfg.hidden):
             if needs.x:
-                bodies.dgrad1(block)
+                bodies.gate_up_grad(block)
             if needs.w13:
-                bodies.wgrad1(Block(block.group, 0, 2 * cfg.ffn, 0, cfg.hidden))
+                bodies.gate_up_wgrad(Block(block.group, 0, 2 * cfg.ffn, 0, cfg.hidden))
         return RowGradients(
             shared[self.rank].returns if needs.x else None,
             shared[self.rank].dweights if needs.weights else None,
@@ -223,14 +223,14 @@ class KernelExperts:
         act_NF = x_TD.new_empty(num_rows, cfg.ffn)
         out_ND = x_TD.new_empty(num_rows, cfg.hidden)
         if num_rows:  # a descriptor needs memory
-            experts, rows = _stacked(experts), self._rows(routed, way.gemm1)
-            x_ND = self._expand(tokens, rows, way.gemm1)
+            experts, rows = _stacked(experts), self._rows(routed, way.gate_up)
+            x_ND = self._expand(tokens, rows, way.gate_up)
             self.launch.launch_gate_up(
-                x_TD, tokens.received_MD, x_ND, rows, experts, self.alone, cfg, way.gemm1, self.sms, h_2NF, act_NF
+                x_TD, tokens.received_MD, x_ND, rows, experts, self.alone, cfg, way.gate_up, self.sms, h_2NF, act_NF
             )
-            rows = self._rows(routed, way.gemm2)
+            rows = self._rows(routed, way.down)
             self.launch.launch_down(
-                act_NF, rows, experts, self.alone, way.gemm2, self.sms, out_ND, slots=1, scatter=False
+                act_NF, rows, experts, self.alone, way.down, self.sms, out_ND, slots=1, scatter=False
             )
         return out_ND, h_2NF.view(num_rows, 2 * cfg.ffn) if h_2NF is not None else None
 
@@ -238,7 +238,7 @@ class KernelExperts:
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
         main_grads: MainGrads | None = None,
     ) -> RowGradients:  # fmt: skip
-        cfg, tile, plan, dy_TD = self.cfg, self.way.gemm2, routed.plan, dy.local_TD
+        cfg, tile, plan, dy_TD = self.cfg, self.way.down, routed.plan, dy.local_TD
         num_rows = plan.num_rows
         dx_ND = dy_TD.new_empty(num_rows, cfg.hidden)
         weights_N = torch.empty(num_rows, dtype=torch.float32, device=dy_TD.device)

@@ -248,8 +248,8 @@ class CpuBackend:
             "backend": f"cpu: {self.ep_size} processes, one-sided writes in shared memory",
             "schedule": s.name,
             "workers": f"{s.matrix_workers} matrix, {s.vector_workers} vector threads per rank",
-            "gemm1": f"{s.gemm1.rows} x {s.gemm1.columns} tiles",
-            "gemm2": f"{s.gemm2.rows} x {s.gemm2.columns} tiles",
+            "gate_up": f"{s.gate_up.rows} x {s.gate_up.columns} tiles",
+            "down": f"{s.down.rows} x {s.down.columns} tiles",
             "received": {"saved": "compact copy kept for backward", "again": "dispatched again in backward"}[
                 s.received
             ],

@@ -106,7 +106,7 @@ class HopperBackend:
         describe = functools.partial(plan_memory, cfg, self.num_ranks, schedule=self.schedule)
         self.arena = Arena(layout, member, describe)
         self.sms = self.way.sms
-        self.planner = Planner(member, self.arena, self.way.gemm1.rows, self.sms)
+        self.planner = Planner(member, self.arena, self.way.gate_up.rows, self.sms)
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
         self._lasting = [  # memory of the stream that is current now
             self.arena.memories[self.rank], *self.arena.tables.values(), self.planner.call, self.planner.ticket,
@@ -254,15 +254,15 @@ class HopperBackend:
         if pipelined:
             self._fork(self.side)
         launch.launch_gate_up(
-            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, way.gemm1, self.sms - down_sms, h_2NF, act_NF,
+            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, way.gate_up, self.sms - down_sms, h_2NF, act_NF,
             count_tiles=pipelined, **self._dispatching(way.push_rounds[0], x_ND),
         )  # fmt: skip
         self.mark("gate_up")
         kept = x_ND if x_ND is not None or not save else self._keep(num_tokens)
         if pipelined:
             # On SMs of its own until gate_up is done, then on all.
-            tiles_before = -(-cfg.ffn // (way.gemm1.columns // 2))
-            beside = launch.Beside(tiles_before, self.sms * way.gemm2.programs_per_sm)
+            tiles_before = -(-cfg.ffn // (way.gate_up.columns // 2))
+            beside = launch.Beside(tiles_before, self.sms * way.down.programs_per_sm)
             down = functools.partial(self._return_rows, launch.launch_down, act_NF, plan, peers, inputs.experts)
             with torch.cuda.stream(self.side):
                 down(down_sms, results_ND, beside=beside)
@@ -391,7 +391,7 @@ class HopperBackend:
         d(weight) (N, G).  claims: zero, two rows of a word or more for each row tile, to do both at once; or None."""
         from uniep.launch import staged as launch
 
-        cfg, rows, num_rows, tile = self.cfg, plan.rows, plan.num_rows, self.way.gemm2
+        cfg, rows, num_rows, tile = self.cfg, plan.rows, plan.num_rows, self.way.down
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
         raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=self.device)
         dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
@@ -557,7 +557,7 @@ class HopperBackend:
         rows_ND = torch.empty(plan.num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
         pushing = 2 * self.way.push_programs if self._fused else 0
         launch_expand(
-            x_TD, self.arena.views["receive"], plan.rows, peers, self.way.gemm1.rows, self.sms, rows_ND,
+            x_TD, self.arena.views["receive"], plan.rows, peers, self.way.gate_up.rows, self.sms, rows_ND,
             fused=self._fused, push_programs=pushing,
         )  # fmt: skip
         self.mark("expand")
@@ -577,7 +577,7 @@ class HopperBackend:
         groups of rows are to be added first, into `out`."""
         from uniep.launch.staged import launch_push_rows
 
-        returns, tile = self.way.returns, self.way.gemm2
+        returns, tile = self.way.returns, self.way.down
         product(a, plan.rows, experts, peers, tile, sms, out_ND, slots=self.slots, scatter=returns == "epilogue", **how)
         self.mark("return")
         if returns == "pass":
@@ -598,7 +598,7 @@ class HopperBackend:
         """The down product, its rows added by groups beside it as their tiles are done."""
         from uniep.launch import groups as launch_groups
 
-        tile, rows = self.way.gemm2, plan.rows
+        tile, rows = self.way.down, plan.rows
         order_M = torch.empty(rows.order_M.shape, dtype=torch.int32, device=self.device)
         launch_groups.launch_return_order(plan.counts_RE, rows, self.rank, tile.rows, order_M)
         launch_groups.launch_counted_down(act_NF, rows, order_M, experts, tile, self.sms, sums.rows_ND)

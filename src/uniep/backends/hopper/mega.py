@@ -143,7 +143,7 @@ def _lists(backend: HopperBackend, plan: DevicePlan, tiles: tuple[int, int, int,
     """The tasks of a direction, made on the device."""
     from uniep.launch import mega as launch_mega
 
-    most = plan.num_rows // backend.way.gemm1.rows
+    most = plan.num_rows // backend.way.gate_up.rows
     lists = launch_mega.Lists.empty(most, backend.planner.local, tiles, backend.device, backward=backward)
     launch_mega.launch_lists(
         plan.counts_RE, plan.rows, lists, backend.way, backend.rank, backend.sms, backward=backward
