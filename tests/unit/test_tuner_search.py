@@ -225,7 +225,7 @@ def test_optuna_asks_for_points_of_the_space(record):
     def far(s):
         return 1 - 0.1 * (s.tile_order == best.tile_order) - 0.1 * (s.gate_up.columns == 64)
 
-    sampler = Optuna(SPACE, "cpu", CFG, [SPACE.schedule(5)])
+    sampler = Optuna(SPACE, JOB, [SPACE.schedule(5)])
     assert sampler.ask() == SPACE.schedule(5)
     sampler.tell(None)
     result = search(JOB, sampler, record, 60.0, fleet=Told(far), most=40)
@@ -236,7 +236,7 @@ def test_optuna_asks_for_points_of_the_space(record):
 def test_without_optuna_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"pip install 'uniep\[tune\]', or search with --sampler"):
-        Optuna(SPACE, "cpu", CFG, [])
+        Optuna(SPACE, JOB, [])
 
 
 # --- real processes ---

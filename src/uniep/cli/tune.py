@@ -122,7 +122,7 @@ def _sampler(name: str, job: Job, card: Card | None) -> Sampler:
     if name != "optuna":
         return Listed(space, order)
     first = [] if predicted is None else [space.schedule(i) for i in different(order, predicted)[:FIRST]]
-    return Optuna(space, job.backend, job.cfg, first)
+    return Optuna(space, job, first)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 
-from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UniEPError
 from uniep.schedule import Schedule, default_schedule
 from uniep.trials.fleet import DroppedError, Fleet
@@ -131,7 +130,7 @@ class Listed:
 class Optuna:
     """optuna's tree-structured Parzen estimator by ask and tell, begun with `first`."""
 
-    def __init__(self, space: Points, backend: str, cfg: MoEConfig, first: list[Schedule], seed: int = 0) -> None:
+    def __init__(self, space: Points, job: Job, first: list[Schedule], seed: int = 0) -> None:
         try:
             import optuna
         except ImportError:
@@ -139,11 +138,12 @@ class Optuna:
                 "optuna is not installed; pip install 'uniep[tune]', or search with --sampler model or random"
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.backend, self.tokens, self.dimensions = backend, cfg.max_tokens_per_rank, dimensions(backend, cfg)
+        self.backend, self.tokens = job.backend, job.cfg.max_tokens_per_rank
+        self.dimensions = dimensions(job.backend, job.cfg, job.ep_size)
         usual = space.schedule(0)
         self.distributions = {
             d.name: optuna.distributions.CategoricalDistribution(
-                tuple(dict.fromkeys((get(usual, d.name), *d.values[backend])))
+                tuple(dict.fromkeys((get(usual, d.name), *d.values[job.backend])))
             )
             for d in self.dimensions
         }
