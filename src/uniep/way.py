@@ -128,9 +128,9 @@ class Way:
         )  # fmt: skip
         wanted = f"a peer wants {cfg.wanted(self.ep_size):.2f} of the tokens, copies from {measured.worth_copying} on"
         share = f"results take {wire_share(cfg, self.ep_size, measured):.2f} of the down product's time on the wire"
-        overlap = s.overlap
-        if self.backend == GPU and s.overlap == usual.overlap:
         overlap: str = s.overlap
+        if self.backend == GPU and s.overlap == usual.overlap:
+            overlap += f"; {share}, pipelined from {measured.worth_pipelining} on"
         staged = (
             Choice(
                 "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
