@@ -171,11 +171,14 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LAYERS)
+COMPILED = pytest.param("geglu, tanh", marks=pytest.mark.slow)  # Megatron compiles this activation, on each rank
+
+
+@pytest.mark.parametrize("case", [COMPILED if case == "geglu, tanh" else case for case in LAYERS])
 def test_layer(frameworks, case):
     """y, dx, the router's and the experts' gradients."""
     ep, dtype, options = LAYERS[case]
-    for got in frameworks.run(layer_runs, ep, dtype, options):
+    for got in frameworks.run(layer_runs, ep, dtype, options, timeout=150):  # compiles its activation
         check(got["uniep"], got["stock"], got["true"], dtype)
         assert got["weight_at"] == ["activation"]  # which the numbers hardly show
 
