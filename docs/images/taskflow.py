@@ -66,7 +66,16 @@ def main() -> None:
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
     panels[-1].set_xlabel("ms")
-    shown = ["push dO", "down_grad local", "down_grad", "gate_up_grad", "down_wgrad", "gate_up_wgrad", "collect", "combine"]
+    shown = [
+        "push dO",
+        "down_grad local",
+        "down_grad",
+        "gate_up_grad",
+        "down_wgrad",
+        "gate_up_wgrad",
+        "collect",
+        "combine",
+    ]
     figure.legend(
         [plt.Rectangle((0, 0), 1, 1, color=KINDS[name].color) for name in shown], [KINDS[name].label for name in shown],
         loc="outside lower center", ncols=4, frameon=False, fontsize=9, handlelength=1, handleheight=1,

@@ -168,7 +168,7 @@ def forward_tiles(cfg: MoEConfig, way: Way) -> tuple[int, int, int, int]:
 
 
 def backward_tiles(cfg: MoEConfig, way: Way, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
-    """Of one backward: columns of tiles of down_grad and gate_up_grad; tiles of an expert's dW2 and dW13, where needed."""
+    """Of one backward: columns of down_grad and gate_up_grad; tiles of an expert's dW2 and dW13, if needed."""
     tile, columns = way.weight_gradient, way.down.columns
     of_expert = steps(cfg.hidden, tile.rows) * steps(cfg.ffn, tile.columns)
     return steps(cfg.ffn, columns), steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13

@@ -128,13 +128,17 @@ def _usual_transfer(d: Dimension, at: Setting) -> str:
     return "copy" if at.cfg.wanted(at.ep_size) >= at.measured.worth_copying else "push"
 
 
+def wire_share(cfg: MoEConfig, ep_size: int, measured: Measured) -> float:
+    """Time that results take on the wire, over that of the down product."""
+    sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
+    return sent_bytes * measured.flop_per_wire_byte / flop
+
+
 def _usual_overlap(d: Dimension, at: Setting) -> str:
     cfg, ep_size, measured = at.cfg, at.ep_size, at.measured
     if ep_size == 1 or cfg.max_tokens_per_rank <= _usual_mega_to(d, at) or cfg.combine_groups is not None:
         return "fused"
-    sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
-    wire_bound = sent_bytes * measured.flop_per_wire_byte >= measured.worth_pipelining * flop
-    return "pipelined" if wire_bound else "fused"
+    return "pipelined" if wire_share(cfg, ep_size, measured) >= measured.worth_pipelining else "fused"
 
 
 def _usual_pipelined_from(d: Dimension, at: Setting) -> int:
@@ -448,7 +452,7 @@ def _unknown(schedule: Schedule, backend: str) -> Iterator[str]:
         elif isinstance(d.default, int):
             continue
         if value not in values:
-            yield (f"Schedule.{name} is {value!r}, but backend {backend!r} knows only {listed(values, 'and')}{how}")
+            yield f"Schedule.{name} is {value!r}, but backend {backend!r} knows only {listed(values, 'and')}{how}"
 
 
 def refuse_invalid(

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from uniep.config import MoEConfig
 from uniep.dimension import GPU, MEASURED, Measured
-from uniep.schedule import Schedule, Tile, default_schedule, down_sms
+from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_share
 
 
 class Choice(NamedTuple):
@@ -88,7 +88,7 @@ class Way:
     sms: int
     matrix_workers: int
     vector_workers: int
-    given: tuple[Schedule, MoEConfig] = dataclasses.field(repr=False, compare=False)
+    given: tuple[Schedule, MoEConfig, Measured] = dataclasses.field(repr=False, compare=False)
 
     @property
     def grouped(self) -> bool:
@@ -117,15 +117,21 @@ class Way:
 
     def choices(self) -> list[Choice]:
         """Which rule chose what, and why."""
-        s, cfg = self.given
-        tokens, leading = f"T={self.num_tokens}", f"leading {self.leads}"
-        by_tokens = s.overlap not in ("serial", "mega")
-        return [
-            Choice(
-                "kernels", "one each way" if self.mega else "in stages", "mega_to" if by_tokens else "overlap",
-                f"{tokens}, up to {s.mega_to}" if by_tokens else s.overlap,
-            ),
-            Choice("stages", "one after the other" if self.gates else "beside each other", "overlap", s.overlap),
+        s, cfg, measured = self.given
+        usual = default_schedule(self.backend, cfg, self.ep_size, measured)
+        tokens, by_tokens = f"T={self.num_tokens}", s.overlap not in ("serial", "mega")
+        leading = f"leading {self.leads}" if self.local_first == "leading" else self.local_first
+        kind = "one kernel" if self.mega else "stages"
+        kernels = Choice(
+            "kernels", "one each way" if self.mega else "in stages", "mega_to" if by_tokens else "overlap",
+            f"{tokens}, up to {s.mega_to}" if by_tokens else s.overlap,
+        )  # fmt: skip
+        wanted = f"a peer wants {cfg.wanted(self.ep_size):.2f} of the tokens, copies from {measured.worth_copying} on"
+        share = f"results take {wire_share(cfg, self.ep_size, measured):.2f} of the down product's time on the wire"
+        overlap: str = s.overlap
+        if self.backend == GPU and s.overlap == usual.overlap:
+            overlap += f"; {share}, pipelined from {measured.worth_pipelining} on"
+        staged = (
             Choice(
                 "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
                 "overlap, pipelined_from", f"{s.overlap}, {tokens}, from {s.pipelined_from} on",
@@ -134,20 +140,26 @@ class Way:
                 "activation's gradient", "beside its product" if self.gradient_beside else "behind its product",
                 "activation_gradient, beside_from", f"{s.activation_gradient}, {tokens}, from {s.beside_from} on",
             ),
+        )  # fmt: skip
+        wired = (
+            Choice("tokens travel by", s.transfer, "transfer", "as set" if s.transfer != usual.transfer else wanted),
+            Choice("operand", s.operand, "operand", "as set"),
+        )
+        device = self.backend == GPU
+        return [
+            *((kernels,) if device else ()),
+            Choice("stages", "one after the other" if self.gates else "beside each other", "overlap", overlap),
+            *(staged if device and not self.mega else ()),
             Choice(
                 "results return", self.returns, "combine_groups, group_sum, overlap",
                 f"{cfg.combine_groups}, {s.group_sum}, {s.overlap}",
             ),
             Choice(
-                "tokens travel", self.transfer if self.ep_size > 1 else "nowhere", "transfer",
-                f"{s.transfer}, {self.ep_size} ranks, all alike",
+                "local tiles first", leading, "tile_order",
+                f"{s.tile_order}, {kind} of {self.backend}, {self.ep_size} ranks",
             ),
-            Choice(
-                "local tiles first", leading if self.local_first == "leading" else self.local_first, "tile_order",
-                f"{s.tile_order}, {'one kernel' if self.mega else 'stages'} of {self.backend}, {self.ep_size} ranks",
-            ),
-            Choice("received tokens", s.received, "received", "as set, all ranks alike"),
-            Choice("operand", s.operand, "operand", "as set"),
+            *(wired if device else ()),
+            Choice("received tokens", s.received, "received", "as set"),
         ]  # fmt: skip
 
     def explain(self) -> str:
@@ -207,7 +219,7 @@ def resolve(
         again=s.received == "again", device_tiles=device, separate=s.activation == "separate",
         separate_gradient=device or s.activation == "separate", gate_up=s.gate_up, down=s.down,
         weight_gradient=s.weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,
-        given=(s, cfg),
+        given=(s, cfg, measured),
     )  # fmt: skip
 
 

@@ -37,6 +37,10 @@ START_TIMEOUT_S = 120.0
 GRACE_S = 15.0
 """How long the others may go on after a rank's death."""
 
+MAX_GROUPS = 32
+"""So many groups may functions leave behind. Each has a thread that looks 100 times a second; what torch remembers of
+device meshes names them, so that they cannot be destroyed alone."""
+
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -64,8 +68,7 @@ class World:
 class Pool:
     """`size` processes, one gloo group over all of them, and sub-groups of every power of two below.
 
-    keep_groups: what a function has made of groups stays for the next one. Otherwise it is destroyed when that begins:
-    each idle group has a thread that looks 100 times a second.
+    keep_groups: whatever number of groups functions leave behind. Otherwise the processes start anew at MAX_GROUPS.
     """
 
     def __init__(self, size: int = 4, keep_groups: bool = False) -> None:
@@ -82,7 +85,7 @@ class Pool:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_worker, args=(rank, self.size, self._keep_groups, self._folder.name, theirs), daemon=True
+                    target=_worker, args=(rank, self.size, self._folder.name, theirs), daemon=True
                 )
                 process.start()
                 theirs.close()
@@ -112,6 +115,8 @@ class Pool:
             raise WorkerError(
                 f"{function.__qualname__} raised on {len(failures)} of {len(chosen)} ranks\n" + "\n".join(failures)
             )
+        if self._groups_left > MAX_GROUPS and not self._keep_groups:
+            self.restart()
         return [replies[rank][1] for rank in chosen]
 
     def _collect(self, ranks: range, timeout: float, what: str) -> dict[int, tuple[bool, Any]]:
@@ -127,7 +132,8 @@ class Pool:
             for pipe in ready:
                 rank = rank_of.pop(pipe)
                 try:
-                    replies[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    ok, value, self._groups_left = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    replies[rank] = ok, value
                 except (EOFError, ConnectionError):
                     died = rank
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -169,7 +175,7 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stacks-{rank}.txt"
 
 
-def _worker(rank: int, size: int, keep_groups: bool, folder: str, pipe: Connection) -> None:
+def _worker(rank: int, size: int, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
@@ -182,19 +188,17 @@ def _worker(rank: int, size: int, keep_groups: bool, folder: str, pipe: Connecti
             if rank in members:
                 groups[ep_size] = group
     world = World(rank, size, groups)
-    known = set(dist.distributed_c10d._world.pg_map)
+    known = len(dist.distributed_c10d._world.pg_map)
     with _stack_file(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        pipe.send_bytes(pickle.dumps((True, None)))
+        pipe.send_bytes(pickle.dumps((True, None, 0)))
         while True:
             try:
                 task = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionError):
                 return
-            if not keep_groups:
-                for group in set(dist.distributed_c10d._world.pg_map) - known:
-                    dist.destroy_process_group(group)
-            pipe.send_bytes(pickle.dumps(_answer(world, *task)))
+            ok, value = _answer(world, *task)
+            pipe.send_bytes(pickle.dumps((ok, value, len(dist.distributed_c10d._world.pg_map) - known)))
 
 
 def _answer(world: World, folder: str, module: str, name: str, args: tuple) -> tuple[bool, Any]:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool, WorkerError, WorkerHungError
+from pool import MAX_GROUPS, Pool, WorkerError, WorkerHungError
 
 
 def rank_sum(world, ep_size, value):
@@ -45,5 +45,21 @@ def test_failures_name_each_rank_and_the_pool_goes_on():
         ):
             small.run(misbehave, "hang", timeout=1)
         assert small.run(misbehave, "") == [0, 1]
+    finally:
+        small.close()
+
+
+def leave_groups(world, count):
+    for _ in range(count):
+        dist.new_group(range(world.size))
+    return os.getpid()
+
+
+def test_many_groups_end_with_their_processes():
+    small = Pool(2)
+    try:
+        first = small.run(leave_groups, 1)
+        assert small.run(leave_groups, MAX_GROUPS) == first
+        assert not set(small.run(leave_groups, 0)) & set(first)
     finally:
         small.close()

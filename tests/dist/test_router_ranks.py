@@ -203,3 +203,32 @@ def left_alone(world):
 def test_a_missing_rank(pool):
     (error, _) = pool.run(left_alone, ranks=2)
     assert error[0] == "PeerTimeoutError" and "in a router's exchange" in error[1] and "after 2 s" in error[1]
+
+
+def under_ddp(world):
+    """Two steps of forward and backward at EP 2 x DP 2: load of this rank and of all, bias, gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from uniep.integrations.torch import data_parallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    kit = RouterConfig(selection_bias=True, bias_rate=0.5, aux_loss=0.1)
+    with uniep.Workspace(config(), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as ws:
+        layer = uniep.nn.MoE(ws.cfg, workspace=ws, seed=0, router=kit, shared_ffn=16)
+        model = data_parallel(layer, mesh)
+        for step in range(2):
+            draw = torch.Generator().manual_seed(10 * world.rank + step)
+            model(torch.randn(10 + world.rank, 64, generator=draw)).sum().backward()
+        own = layer.router.load.clone()
+        total = layer.router.update_bias(torch.distributed.group.WORLD)
+        return own, total, layer.router.bias.clone(), layer.router.weight.grad, layer.shared.w2.grad
+
+
+def test_under_data_parallelism(pool):
+    """DDP reduces router and shared experts; each rank counts its own load, and the bias moves by that of all."""
+    ranks = pool.run(under_ddp)
+    assert [int(own.sum()) for own, *_ in ranks] == [2 * 2 * (10 + rank) for rank in range(4)]
+    assert torch.equal(sum(own for own, *_ in ranks), ranks[0][1]) and bool(ranks[0][2].any())
+    for rank in ranks[1:]:
+        for ours, theirs in zip(rank[1:], ranks[0][1:], strict=True):
+            assert torch.equal(ours, theirs)

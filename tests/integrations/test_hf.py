@@ -12,12 +12,14 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'uniep[hf]'")
 
 import torch.distributed as dist  # noqa: E402
+from case import equal_bits  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
 
 import uniep  # noqa: E402
 from uniep.integrations import hf  # noqa: E402
+from uniep.nn import RoutingRecord, record_routing, replay_routing  # noqa: E402
 
 COMMON = {
     "vocab_size": 64,
@@ -646,3 +648,92 @@ def test_layouts(layout, request, saved):
     for number, got in zip(batches, ranks, strict=True):
         alone = run(reference, batch(number))
         check(got["uniep"], got["theirs"], {**mean, "loss": alone["loss"], "logits": alone["logits"]})
+
+
+# Record and replay of routing.
+
+
+def moved(model):
+    """Routers that choose otherwise."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.copy_(parameter.flip(0))
+
+
+@pytest.mark.parametrize("experts", ["eager", "uniep"])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "DeepseekV3", "Olmoe"])
+def test_routing_is_replayed(registration, kind, experts):
+    """The own choice gives the same bits; another router's the record's experts, also under gradient checkpointing."""
+    model = build(kind)
+    model.set_experts_implementation(experts)
+    hooks = hf.hook_routing(model)
+    ids = batch()
+
+    def replay(record):
+        with record_routing(model) as seen, replay_routing(model, record):
+            found = run(model, ids)
+        assert seen == record
+        return found
+
+    with record_routing(model) as record:
+        want = run(model, ids)
+    assert all(name.endswith("gate") for name in record.ids) and record.ids
+    got = replay(record)
+    for name in want:
+        equal_bits(got[name], want[name], name)
+    moved(model)
+    with record_routing(model) as other:
+        free = run(model, ids)
+    assert other != record
+    got = replay(record)
+    assert not torch.equal(got["logits"], free["logits"])
+    model.gradient_checkpointing_enable()
+    model.train()
+    again = replay(record)
+    for name in got:
+        equal_bits(again[name], got[name], f"{name}, recomputed")
+    hooks.remove()
+    with pytest.raises(uniep.ConfigError, match=r"has no uniep\.nn\.MoE"), record_routing(model):
+        pass
+
+
+def test_wrong_records_of_routing(registration):
+    model = build("Qwen3Moe")
+    hf.hook_routing(model)
+    with record_routing(model) as record:
+        model(batch())
+    with pytest.raises(uniep.InputError, match=r"gate has \(18, 2\) choices"), replay_routing(model, record):
+        model(batch()[:, 1:])
+    unused = RoutingRecord({name: ids - 1 for name, ids in record.ids.items()})
+    with pytest.raises(uniep.InputError, match="take experts 0 to 7 in every slot"), replay_routing(model, unused):
+        model(batch())
+    with pytest.raises(uniep.UnsupportedError, match="Linear has no experts"):
+        hf.hook_routing(torch.nn.Linear(1, 1))
+
+
+def one_is_short(world, folder: str) -> tuple:
+    """Rank 1 has a record of fewer tokens: the error of each rank, and that the layer goes on."""
+    made = hf.register(timeout_s=20)
+    model = load(world, folder, EP2, "uniep")
+    hf.hook_routing(model)
+    ids = batch(world.rank)
+    with torch.no_grad():
+        with record_routing(model) as record:
+            want = model(ids).logits
+        short = record.take(slice(world.rank, None))
+        error = None
+        try:
+            with replay_routing(model, short):
+                model(ids)
+        except uniep.InputError as raised:
+            error = str(raised)
+        with replay_routing(model, record):
+            same = torch.equal(model(ids).logits, want)
+    made.free()
+    return error, same
+
+
+def test_a_short_record_is_told_to_all(pair, saved):
+    for error, same in pair.run(one_is_short, saved("Qwen3Moe"), timeout=90):
+        assert same and "(25, 2) choices" in error and "RoutingRecord.take" in error, error

@@ -171,11 +171,14 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LAYERS)
+COMPILED = pytest.param("geglu, tanh", marks=pytest.mark.slow)  # Megatron compiles this activation, on each rank
+
+
+@pytest.mark.parametrize("case", [COMPILED if case == "geglu, tanh" else case for case in LAYERS])
 def test_layer(frameworks, case):
     """y, dx, the router's and the experts' gradients."""
     ep, dtype, options = LAYERS[case]
-    for got in frameworks.run(layer_runs, ep, dtype, options):
+    for got in frameworks.run(layer_runs, ep, dtype, options, timeout=150):  # compiles its activation
         check(got["uniep"], got["stock"], got["true"], dtype)
         assert got["weight_at"] == ["activation"]  # which the numbers hardly show
 
@@ -197,6 +200,38 @@ def test_layer_bits(frameworks):
         for name in ("y", "dx", "router.weight"):
             assert torch.equal(alone["uniep"][name], two["uniep"][name])
             assert torch.equal(alone["uniep"][name], four["uniep"][name])
+
+
+def replay_runs(world) -> list:
+    """Megatron's own replay, by other routers: (recorded choice, y, y without) of uniep's layer and its own."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    parallel(2)
+    got = []
+    for change in (megatron.use_uniep, lambda spec: spec):
+        RouterReplay.clear_global_router_replay_instances()
+        made = layer(config(2, moe_enable_routing_replay=True), change)
+        x = torch.randn(5, 2, HIDDEN, generator=torch.Generator().manual_seed(world.rank))
+        with torch.no_grad():
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+            made(x)
+            record = [ids.clone() for ids in RouterReplay.get_recorded_data()]
+            made.router.weight.copy_(made.router.weight.flip(0))
+            RouterReplay.clear_global_router_replay_action()
+            free = made(x)[0]
+            RouterReplay.set_replay_data(record)
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            got.append((record[0], made(x)[0], free))
+        megatron.free(made)
+    RouterReplay.clear_global_router_replay_instances()
+    return got
+
+
+def test_megatrons_own_replay_of_routing(frameworks):
+    """It acts before uniep's layer, whose results are those of Megatron's."""
+    for (ids, y, free), (stock_ids, stock_y, _) in frameworks.run(replay_runs):
+        assert torch.equal(ids, stock_ids) and not torch.equal(y, free)
+        torch.testing.assert_close(y, stock_y)
 
 
 # Whole models.

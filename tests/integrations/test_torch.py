@@ -214,7 +214,19 @@ def trained(world, name):
         return found
 
 
-@pytest.mark.parametrize("run", RUNS)
+SLOW = {
+    "ddp, accumulated",
+    "ddp, options",
+    "ddp, unused parameters",
+    "fsdp2, kept after forward",
+    "fsdp2, two replicas of the dense",
+    "fsdp2, compiled",
+    "fsdp2, accumulated",
+    "fsdp2, experts do not divide",
+}
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, marks=pytest.mark.slow) if run in SLOW else run for run in RUNS])
 def test_as_one_process(pool, run):
     """50, 51, 80, 81, 103, 111, 113: gradients, norm, clipped steps; a rank and an expert idle; each hook runs once."""
     want = alone(RUNS[run].num_experts)

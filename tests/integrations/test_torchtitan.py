@@ -374,6 +374,7 @@ def model_runs(world) -> dict:
     return got
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(NO_MODEL), reason=NO_MODEL)
 def test_model(frameworks):
     """81: FSDP2 with a mesh for experts; every hook runs once a step; checkpointing does not run a layer again."""

@@ -329,7 +329,9 @@ def test_trace_with_real_processes(tmp_path):
     assert "critical-path" in document["otherData"]["schedule"]
     events = [e for e in document["traceEvents"] if e["ph"] == "X"]
     assert {e["pid"] for e in events} == {0, 1}
-    assert {"push", "gate_up", "activation", "down", "combine", "down_grad", "gate_up_wgrad"} <= {e["name"] for e in events}
+    assert {"push", "gate_up", "activation", "down", "combine", "down_grad", "gate_up_wgrad"} <= {
+        e["name"] for e in events
+    }
     assert "<canvas" in (tmp_path / "timeline.html").read_text()
 
 

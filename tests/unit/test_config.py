@@ -198,7 +198,10 @@ def test_default_schedule_of_hopper():
         ({"overlap": "mega", "operand": "expanded"}, "operand is 'expanded'; overlap='mega' needs 'gathered'"),
         ({"overlap": "mega", "received": "again"}, "received is 'again'; overlap='mega' needs 'saved'"),
         ({"overlap": "mega", "down": Tile(warps=4)}, "down.warps is 4; overlap='mega' needs 8"),
-        ({"overlap": "mega", "gate_up": Tile(programs_per_sm=2)}, "gate_up.programs_per_sm is 2; overlap='mega' needs 1"),
+        (
+            {"overlap": "mega", "gate_up": Tile(programs_per_sm=2)},
+            "gate_up.programs_per_sm is 2; overlap='mega' needs 1",
+        ),
     ],
 )
 def test_schedules_that_cannot_run(change, text):

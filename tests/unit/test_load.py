@@ -25,7 +25,7 @@ def test_counts(workspace, caplog):
     monitor = LoadMonitor(experts, on_read=logged.append)
     x, weights = case.leaf(torch.randn(3, 64)), torch.ones(3, 2)
     ids = torch.tensor([[0, 1], [0, -1], [0, 7]])
-    experts(x, ids, weights)
+    experts(x, ids_TK=ids, weights_TK=weights)
     checkpoint(lambda v: experts(v, ids, weights), x, use_reentrant=False).sum().backward()
     (load,) = monitor.read().values()
     assert load == Load((6, 2, 0, 0, 0, 0, 0, 2), (10,), 2, 2, 0)

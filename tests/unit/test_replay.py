@@ -163,3 +163,19 @@ def test_unused_slots_are_replayed(workspace):
         layer = uniep.nn.MoE(workspace.cfg, workspace=workspace, seed=0, router=router)
         ids, weights = layer.route(torch.randn(3, 64), ids_TK=torch.tensor([[4, 1], [-1, 3], [-1, -1]]))
         assert ids.tolist() == [[4, 1], [-1, 3], [-1, -1]] and weights[1:].tolist() == [[0, 1], [0, 0]]
+
+
+def test_compiled(workspace):
+    """A layer runs in eager mode while it has a tape, which a recording alone takes away again."""
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace, seed=0, router=KIT)
+    compiled = torch.compile(layer, backend="aot_eager")
+    x = torch.randn(9, 64)
+    want = compiled(x)
+    with record_routing(layer) as record:
+        assert torch.equal(compiled(x), want)
+    assert layer.tape is None
+    with replay_routing(layer, record):
+        assert torch.equal(compiled(x), want)
+    with record_routing(layer) as again:
+        assert torch.equal(compiled(x), want)
+    assert record == again and layer.tape is not None

@@ -200,7 +200,9 @@ def test_a_tile_waits_for_all_that_it_contracts_or_sums(case, schedule):
     plans, step = case.plans(), schedule.gate_up.rows
     separate = schedule.activation == "separate"
     made = {"down": "activation" if separate else "gate_up"}
-    made |= dict.fromkeys(("gate_up_grad", "dweight", "gate_up_wgrad", "down_wgrad"), "activation_gradient" if separate else "down_grad")
+    made |= dict.fromkeys(
+        ("gate_up_grad", "dweight", "gate_up_wgrad", "down_wgrad"), "activation_gradient" if separate else "down_grad"
+    )
     tokens_of = [torch.nonzero((ids >= 0).any(1)).flatten().tolist() for ids in case.ids]
     for graph in (case.forward(schedule), case.backward(schedule)):
         waited = {event for t in graph.tasks for event, _ in t.waits}

@@ -97,6 +97,13 @@ def test_what_is_switched_off_has_one_value():
     assert len(torch.unique(made.column("down_sms")[~made.is_in("overlap", "pipelined")])) == 1
 
 
+@pytest.mark.parametrize("backend", ["cpu", "hopper"])
+def test_what_is_of_peers_has_one_value_without_peers(backend):
+    alone, two = (space.points(backend, CFG, ep_size) for ep_size in (1, 2))
+    assert len(alone) < len(two) / 2
+    assert all(len(torch.unique(alone.column(name))) == 1 for name in space.OF_PEERS)
+
+
 def test_columns_are_those_of_the_schedules():
     made = space.points("hopper", CFG, 2)
     chosen = [made.schedule(i) for i in range(0, len(made), len(made) // 7)]

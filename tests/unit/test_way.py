@@ -80,15 +80,45 @@ def test_local_first_says_whose_tiles():
     assert resolve(cfg, 4, 8192).leads != (0, 0) == resolve(cfg, 4, 8192, natural).leads
 
 
+def test_where_ways_part():
+    """At the very numbers of tokens that a Schedule names."""
+    schedule = Schedule(overlap="pipelined", mega_to=5, beside_from=9, pipelined_from=20, activation_gradient="beside")
+    mega, plain, beside, many = (True, False, False), (False,) * 3, (False, False, True), (False, True, True)
+    expected = {0: mega, 5: mega, 6: plain, 8: plain, 9: beside, 19: beside, 20: many, 8192: many}
+    assert {tokens: resolve(config(QWEN), 2, tokens, schedule).kernels for tokens in expected} == expected
+    serial = dataclasses.replace(schedule, overlap="serial")
+    assert {resolve(config(QWEN), 2, tokens, serial).kernels for tokens in expected} == {plain}
+    one = dataclasses.replace(schedule, overlap="mega")
+    assert {resolve(config(QWEN), 2, tokens, one).kernels for tokens in expected} == {mega}
+    assert resolve(config(QWEN), 2, 20, schedule).down_sms == 32
+    assert resolve(config(QWEN), 2, 20, dataclasses.replace(schedule, down_sms=100)).down_sms == 66, "at most half"
+
+
+def test_how_results_return():
+    """By the product, by a pass where stages wait for each other, or as sums of groups."""
+
+    def returns(groups, **fields):
+        return resolve(config(QWEN, combine_groups=groups), 4, 4096, Schedule(**fields)).returns
+
+    assert [returns(None), returns(None, overlap="serial")] == ["epilogue", "pass"]
+    assert [returns(8), returns(8, overlap="serial"), returns(8, group_sum="beside")] == 2 * ["sums after"] + [
+        "sums beside"
+    ]
+
+
 def test_a_way_explains_itself():
     """Each line has the choice, its rule, and the numbers that the rule compared."""
     cfg = config(QWEN)
     many, few = str(resolve(cfg, 4, 8192)), str(resolve(cfg, 4, 100))
     assert "beside gate_up on 32 SMs" in many and "pipelined, T=8192, from 4096 on" in many
-    assert "mega_to" in few and "T=100, up to 512" in few and "one each way" in few
+    assert "a peer wants 0.91 of the tokens, copies from 0.7 on" in many
+    assert "results take 2.03 of the down product's time on the wire, pipelined from 1.7 on" in many
+    assert "mega_to" in few and "T=100, up to 512" in few and "one each way" in few and "gate_up" not in few
     assert "sums after" in str(resolve(config(QWEN, combine_groups=8), 4, 8192))
     serial = str(resolve(cfg, 4, 100, Schedule(overlap="serial")))
-    assert "one after the other" in serial and "one each way" not in serial and "results return" in serial
+    assert "one after the other" in serial and "one each way" not in serial and "behind gate_up" in serial
+    cpu = str(resolve(cfg, 4, 100, backend="cpu"))
+    assert "local-first, stages of cpu" in cpu and "mega_to" not in cpu and "transfer" not in cpu
 
 
 def test_ways_are_resolved_once(monkeypatch):

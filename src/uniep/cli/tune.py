@@ -24,7 +24,7 @@ from uniep.errors import ConfigError, UnsupportedError
 from uniep.shapes import SHAPES, parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
-from uniep.trials.search import Listed, Optuna, Record, Result, Sampler, in_order, search
+from uniep.trials.search import Listed, Optuna, Record, Result, Sampler, different, in_order, search
 from uniep.trials.trial import Job
 from uniep.tuner import tables
 from uniep.tuner.model import Card, Load, card_text, cards, load_card
@@ -67,6 +67,8 @@ def tune(
     backend = _backend(backend)
     device = torch.device("cuda" if backend == "hopper" or (torch.cuda.is_available() and backend == "nccl") else "cpu")
     name = tables.card_name(device)
+    if device.type == "cuda" and ep > torch.cuda.device_count():
+        raise ConfigError(f"--ep is {ep}, one rank per GPU, and this machine has {torch.cuda.device_count()}; lower it")
     if calibrate:
         _calibrate(console, backend, ep, dtype, name, machine)
         return
@@ -119,8 +121,8 @@ def _sampler(name: str, job: Job, card: Card | None) -> Sampler:
     order, predicted = in_order(space, Load.uniform(job.cfg, job.ep_size, job.tokens), card, name)
     if name != "optuna":
         return Listed(space, order)
-    first = [space.schedule(i) for i in order[:FIRST].tolist()] if predicted is not None else []
-    return Optuna(space, job.backend, job.cfg, first)
+    first = [] if predicted is None else [space.schedule(i) for i in different(order, predicted)[:FIRST]]
+    return Optuna(space, job, first)
 
 
 @contextmanager

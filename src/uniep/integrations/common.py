@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uniep.config import MoEConfig, align_rows
-from uniep.errors import ConfigError, UnsupportedError
+from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.integrations.moe_layers import routed_experts
 from uniep.nn import Experts
 from uniep.nn.functional import MainGrad, Weights, moe
@@ -68,6 +68,7 @@ class Workspaces:
         main_grad: MainGrad | None = None,
         agreed: str = "",
         layer: LayerRecord | None = None,
+        error: UniEPError | None = None,
     ) -> Tensor:
         """`uniep.moe` in the parameters' dtype, or autocast's; y in x's.  Collective over `group`, None for one rank.
 
@@ -75,6 +76,7 @@ class Workspaces:
         agreed: what all ranks of the group must have in common; calls of each kind have a Workspace of their own.
             Ranks that differ in it when they make one are told so; later they wait for each other until the timeout.
         layer: as for `uniep.moe`.
+        error: of this rank, before the call: raised on all instead of it.
         """
         device = x_TD.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -91,6 +93,9 @@ class Workspaces:
             weight_at=weight_at,
         )
         workspace = self._workspace(shape, group, x_TD, agreed)
+        if error is not None:
+            workspace.tell(error, workspace.entered)
+            raise error
         x = x_TD.to(shape.dtype)
         y = moe(x, ids_TK, weights_TK, w13, w2, workspace=workspace, main_grad=main_grad, layer=layer)
         return y.to(x_TD.dtype)

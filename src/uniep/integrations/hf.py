@@ -27,12 +27,13 @@ from torch import Tensor, nn
 
 from uniep.activation import ACTIVATIONS
 from uniep.config import DTYPES
-from uniep.errors import UnsupportedError
+from uniep.errors import UniEPError, UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
+from uniep.integrations.hf_routing import RoutingHooks, find_router, hook
 from uniep.integrations.moe_layers import routed_experts
 from uniep.nn.record import LayerRecord
 
-__all__ = ["LayerStatus", "Registration", "Status", "register", "status"]
+__all__ = ["LayerStatus", "Registration", "RoutingHooks", "Status", "hook_routing", "register", "status"]
 
 NAME = "uniep"
 NEEDED = "5.23"
@@ -40,6 +41,8 @@ NEEDED = "5.23"
 
 _MARK = "_uniep_ep_size"
 """Attribute of experts modules that exchange tokens through uniep."""
+_ERROR = "_uniep_error"
+"""Attribute of those whose router has failed before their call."""
 
 ACTIVATION_OF = {
     **dict.fromkeys(("SiLU", "SiLUActivation", "silu"), "swiglu"),
@@ -79,8 +82,9 @@ class Registration(Workspaces):
             raise UnsupportedError(f"uniep cannot run {_name(experts)}: {reason}")
         activation = ACTIVATION_OF[_label(experts)]
         return self.moe(
-            group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w13.shape[0], activation=activation, layer=layer
-        )
+            group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w13.shape[0], activation=activation, layer=layer,
+            error=experts.__dict__.pop(_ERROR, None),
+        )  # fmt: skip
 
 
 class _OneDevice:
@@ -160,6 +164,33 @@ def status(model: nn.Module, pattern: str = "*") -> Status:
     Raises ConfigError if no MoE layer of the model matches.
     """
     return status_of(model, pattern, _is_experts, _layer, _UNREACHED)
+
+
+def hook_routing(model: nn.Module) -> RoutingHooks:
+    """Let `uniep.nn.record_routing` and `replay_routing` work on the model's routers, until `remove` of what it gives.
+
+    For routers that are modules of their own and choose by `torch.topk` of (T, E) scores, as those of Qwen3-MoE,
+    Mixtral, OLMoE and DeepSeek-V3; whoever runs the experts.  Records have the routers' names.  Not while
+    compiled as one graph; a replay reads its ids on the host.
+    Raises UnsupportedError, naming the layer, if one has no such router.
+    """
+    found = [
+        (experts, *find_router(around, experts, name))
+        for name, around in model.named_modules()
+        if isinstance(experts := getattr(around, "experts", None), nn.Module) and _is_experts(experts)
+    ]
+    if not found:
+        raise UnsupportedError(f"{type(model).__name__} has no experts that transformers lets others run")
+    hooks = RoutingHooks()
+    for experts, router, num_experts in found:
+
+        def fail(error: UniEPError, experts: nn.Module = experts) -> None:
+            if not getattr(experts, _MARK, 0):
+                raise error
+            experts.__dict__[_ERROR] = error  # the call of uniep tells the other ranks
+
+        hook(router, num_experts, fail, hooks)
+    return hooks
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from uniep.errors import ConfigError
 from uniep.nn.late import LateReads
@@ -110,7 +111,10 @@ class LoadMonitor:
         self._counts: dict[str, Tensor] = {}
         self._reads = LateReads()
         self._warned = 0
-        self._hooks = [module.register_forward_pre_hook(self._counter(name)) for name, module in self.experts.items()]
+        self._hooks = [
+            module.register_forward_pre_hook(self._counter(name), with_kwargs=True)
+            for name, module in self.experts.items()
+        ]
         for layer in (m for m in model.modules() if isinstance(m, MoE)):
             inside = [name for name, module in self.experts.items() if any(module is m for m in layer.modules())]
             if isinstance(layer.router, Router) and inside:
@@ -125,12 +129,12 @@ class LoadMonitor:
         return self._counts[name]
 
     def _counter(self, name: str) -> Callable[..., None]:
-        @torch.compiler.disable
+        @_disable_dynamo
         @torch.no_grad()
-        def count(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if is_recomputing():
                 return
-            ids_TK = args[1]
+            ids_TK = args[1] if len(args) > 1 else kwargs["ids_TK"]
             totals = self._of(name, ids_TK.device)
             num_experts = len(totals) - 3
             totals[:num_experts] += count_slots(ids_TK, num_experts)
@@ -140,7 +144,7 @@ class LoadMonitor:
         return count
 
     def _drop_counter(self, name: str) -> Callable[..., None]:
-        @torch.compiler.disable
+        @_disable_dynamo
         @torch.no_grad()
         def count(module: nn.Module, args: tuple[Any, ...], routing: Routing) -> None:
             if not is_recomputing():

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UnsupportedError
@@ -93,7 +94,7 @@ class Experts(nn.Module):
                 weight.copy_(normal(weight.shape, draw))
         self._made(value if drawn else 0)
 
-    @told_to_all(lambda self, *_: self.workspace)
+    @told_to_all(lambda self, *_, **__: self.workspace)
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         w13, w2 = self._local()
         return moe(
@@ -313,6 +314,15 @@ class MoE(nn.Module):
 
     @told_to_all(lambda self, *_, **__: self.workspace)
     def forward(self, x: Tensor, token_ids: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        run = self._forward if self.tape is None else self._forward_eagerly
+        return run(x, token_ids, ids)
+
+    @_disable_dynamo
+    def _forward_eagerly(self, x: Tensor, token_ids: Tensor | None, ids: Tensor | None) -> Tensor:
+        """A tape asks whether a backward runs, which compilers cannot."""
+        return self._forward(x, token_ids, ids)
+
+    def _forward(self, x: Tensor, token_ids: Tensor | None, ids: Tensor | None) -> Tensor:
         told = self.router.errors_told() if isinstance(self.router, Router) else nullcontext(lambda: None)
         with told as entered:
             check_dense(x=x)

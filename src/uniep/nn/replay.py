@@ -140,6 +140,10 @@ class Tape:
         if self.outstanding is not None:
             self.outstanding = torch.where(self.outstanding == now, -1, self.outstanding)
 
+    def is_needed(self) -> bool:
+        """Whether a replay was under it."""
+        return type(self) is not Tape or self.outstanding is not None
+
     def root(self) -> Tape:
         return self if self.before is None else self.before.root()
 
@@ -227,7 +231,8 @@ def _tapes(tapes: dict[Any, Tape]) -> Iterator[None]:
         yield
     finally:
         for layer, tape in tapes.items():
-            layer.tape = tape.before
+            before = tape.before
+            layer.tape = before if before is not None and before.is_needed() else None
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

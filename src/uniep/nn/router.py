@@ -212,7 +212,7 @@ class Router(nn.Module):
         bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if self.cfg.selection_bias else None
         self.register_buffer("bias", bias)
         # No buffer: DistributedDataParallel would make it rank 0's.
-        self.load = torch.zeros(moe.num_experts, dtype=torch.int64, device="cpu")
+        self.load = torch.zeros(moe.num_experts, dtype=torch.int64, device="cpu" if meta else device)
         self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self._dropped = LateReads()
         self._told = 0  # how often drops were logged
@@ -246,8 +246,6 @@ class Router(nn.Module):
                 jitter_seed=self.jitter_seed, ids_TK=ids_TK, group=self.group, timeout_s=self.timeout_s,
             )  # fmt: skip
         if self.training:
-            if self.load.device != routing.counts_E.device:
-                self.load = self.load.to(routing.counts_E.device)
             count_load(self.load, routing.counts_E)
         if self.cfg.capacity_factor is not None and not torch.compiler.is_compiling():
             self._dropped.put(routing.dropped)
@@ -284,7 +282,7 @@ class Router(nn.Module):
         group: all ranks that train the router, where the router's own are not all: EP times data parallelism.
         Collective over it.  Returns that load, (E,) int64.  Source: arXiv 2408.15664.
         """
-        load = self.load.to(self.weight.device, copy=True)
+        load = self.load.clone()
         members = _process_group(group) or self.group
         if members is not None:
             dist.all_reduce(load, group=members)
@@ -310,6 +308,8 @@ class Router(nn.Module):
         super()._apply(fn, recurse)
         if bias is not None and self.bias is not None and self.bias.dtype != torch.float32:
             self.bias = bias.to(self.bias.device) if not bias.is_meta else self.bias.float()
+        if not self.weight.is_meta:
+            self.load = self.load.to(self.weight.device)
         return self
 
     def extra_repr(self) -> str:

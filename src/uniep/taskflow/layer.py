@@ -243,12 +243,12 @@ def backward_operators(way: Way) -> Operators:
             ),
             *_returning("gate_up_grad", lambda s: 2 * s.cfg.ffn, rows, way.grouped),
             Operator(
-                "down_wgrad", "matrix", _down_wgrad_tiles, lambda s: _weights(s, s.cfg.ffn, s.cfg.hidden), reads=(segment,),
-                work=_wgrad_work, where="weights", lag=1,
+                "down_wgrad", "matrix", _down_wgrad_tiles, lambda s: _weights(s, s.cfg.ffn, s.cfg.hidden),
+                reads=(segment,), work=_wgrad_work, where="weights", lag=1,
             ),
             Operator(
-                "gate_up_wgrad", "matrix", _gate_up_wgrad_tiles, lambda s: _weights(s, s.cfg.hidden, 2 * s.cfg.ffn), reads=(segment,),
-                work=_wgrad_work, where="weights", lag=1,
+                "gate_up_wgrad", "matrix", _gate_up_wgrad_tiles, lambda s: _weights(s, s.cfg.hidden, 2 * s.cfg.ffn),
+                reads=(segment,), work=_wgrad_work, where="weights", lag=1,
             ),
             COLLECT,
             COMBINE,

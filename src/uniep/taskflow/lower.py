@@ -2,7 +2,8 @@
 
 Forward, per rank: push (each token once per peer) -> gate_up + activation tiles over gathered rows -> down tiles whose
 epilogue writes rows into the return slots of the token's rank -> combine.  Backward mirrors it: push of dO ->
-down_grad + the activation's gradient -> gate_up_grad with the same epilogue -> weight gradients, which hide the returns -> sums.
+down_grad + the activation's gradient -> gate_up_grad with the same epilogue -> weight gradients, which hide the
+returns -> sums.
 
 "fused": a tile waits for the events that it reads.  "serial": one gate per stage waits for all of the stage before.
 Every rank lowers all ranks, since a wait counts peers' signals.
@@ -63,7 +64,8 @@ def lower_backward(
 def unneeded(*, x: bool = True, weights: bool = True, w13: bool = True, w2: bool = True) -> list[str]:
     """Operators of the backward that only serve gradients that are not needed."""
     serve = {
-        "dweight": weights, "collect": weights, "gate_up_grad": x, "group_sum": x, "combine": x, "down_wgrad": w2, "gate_up_wgrad": w13,
+        "dweight": weights, "collect": weights, "gate_up_grad": x, "group_sum": x, "combine": x, "down_wgrad": w2,
+        "gate_up_wgrad": w13,
     }  # fmt: skip
     return [op for op, needed in serve.items() if not needed]
 

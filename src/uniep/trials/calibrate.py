@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Timed:
 def stacked(loads: Sequence[Load]) -> Load:
     """Of several calls, as one of columns."""
 
-    def column(values: Sequence[float]) -> Tensor:
+    def column(values: Sequence[float | Tensor]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
     fields = {
@@ -159,7 +160,7 @@ def measure(
 
 def _schedules(backend: str, cfg: MoEConfig, ep_size: int) -> list[Schedule]:
     usual = default_schedule(backend, cfg, ep_size)
-    changes = [{}, {"overlap": "serial"}]
+    changes: list[dict[str, Any]] = [{}, {"overlap": "serial"}]
     if backend == "hopper":
         changes.append({"transfer": "copy" if usual.transfer == "push" else "push", "mega_to": 0})
     made = [replaced(usual, change) for change in changes]

@@ -90,8 +90,8 @@ class Fleet:
         answers: dict[int, Any] = {}
         until = time.monotonic() + timeout_s
         while len(answers) < len(self._pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
-            ready = multiprocessing.connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+            waiting: dict[Any, int] = {pipe: r for r, pipe in enumerate(self._pipes) if r not in answers}
+            ready: list[Any] = multiprocessing.connection.wait(list(waiting), max(0.0, until - time.monotonic()))
             if not ready:
                 ranks = ", ".join(map(str, waiting.values()))
                 self.end()

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 
-from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UniEPError
 from uniep.schedule import Schedule, default_schedule
 from uniep.trials.fleet import DroppedError, Fleet
@@ -131,7 +130,7 @@ class Listed:
 class Optuna:
     """optuna's tree-structured Parzen estimator by ask and tell, begun with `first`."""
 
-    def __init__(self, space: Points, backend: str, cfg: MoEConfig, first: list[Schedule], seed: int = 0) -> None:
+    def __init__(self, space: Points, job: Job, first: list[Schedule], seed: int = 0) -> None:
         try:
             import optuna
         except ImportError:
@@ -139,16 +138,18 @@ class Optuna:
                 "optuna is not installed; pip install 'uniep[tune]', or search with --sampler model or random"
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.backend, self.tokens, self.dimensions = backend, cfg.max_tokens_per_rank, dimensions(backend, cfg)
+        self.backend, self.tokens = job.backend, job.cfg.max_tokens_per_rank
+        self.dimensions = dimensions(job.backend, job.cfg, job.ep_size)
         usual = space.schedule(0)
         self.distributions = {
             d.name: optuna.distributions.CategoricalDistribution(
-                tuple(dict.fromkeys((get(usual, d.name), *d.values[backend])))
+                tuple(dict.fromkeys((get(usual, d.name), *d.values[job.backend])))
             )
             for d in self.dimensions
         }
         self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=8))
-        self.usual, self.trial, self.failed = usual, None, optuna.trial.TrialState.FAIL
+        self.usual, self.failed = usual, optuna.trial.TrialState.FAIL
+        self.trial: Any = None
         for schedule in first:
             self.study.enqueue_trial({name: get(schedule, name) for name in self.distributions})
 
@@ -180,6 +181,14 @@ def in_order(space: Points, load: Load, card: Card | None, sampler: str) -> tupl
         raise ConfigError("--sampler model needs a card; give --card, or calibrate one with uniep tune --calibrate")
     drawn = torch.randperm(len(space) - 1, generator=torch.Generator().manual_seed(0)) + 1
     return torch.cat([torch.zeros(1, dtype=torch.int64), drawn]), predicted
+
+
+def different(order: torch.Tensor, predicted: torch.Tensor) -> list[int]:
+    """Of points that the model does not tell apart, the first."""
+    us_N = predicted[order]
+    ties_N = torch.zeros(len(us_N), dtype=torch.bool)
+    ties_N[1:] = (us_N[1:] / us_N[:-1] - 1).abs() < 1e-6
+    return order[~ties_N].tolist()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,9 @@ def explain(
     if runner_up is not None:
         document["runner_up"] = {**of_point(runner_up), "why": _why(runner_up, of_choice, load, card)}
         document["runner_up"]["differs_from_choice"] = {  # type: ignore[index]
-            name: get(runner_up, name) for name in _names(backend, cfg) if get(runner_up, name) != get(choice, name)
+            name: get(runner_up, name)
+            for name in _names(backend, cfg, ep_size)
+            if get(runner_up, name) != get(choice, name)
         }
     document["matters_most"] = next(iter(document["dimensions"]), None)  # type: ignore[call-overload]
     document["choice"]["name"] = choice.name  # type: ignore[index]
@@ -76,8 +78,8 @@ def explain(
     return document
 
 
-def _names(backend: str, cfg: MoEConfig) -> list[str]:
-    return [d.name for d in dimensions(backend, cfg)]
+def _names(backend: str, cfg: MoEConfig, ep_size: int) -> list[str]:
+    return [d.name for d in dimensions(backend, cfg, ep_size)]
 
 
 def _runner_up(
@@ -117,7 +119,7 @@ def _dimensions(
 ) -> dict[str, dict[str, Any]]:
     """Of each dimension: what its values cost with all others as in the choice; the dearest first."""
     out: dict[str, dict[str, Any]] = {}
-    for dimension in dimensions(backend, cfg):
+    for dimension in dimensions(backend, cfg, ep_size):
         costs: dict[str, float] = {}
         for value in dimension.values[backend]:
             changed = replaced(choice, dict.fromkeys((dimension.name, *dimension.also), value))

@@ -311,7 +311,9 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     wgrad = weight_gradient(width, ffn) + weight_gradient(2 * ffn, width)
     again = is_in("received", "again") * torch.where(copy, copied, alone)
     outgoing = results + again
-    tail = torch.where(serial, gate_up_grad + outgoing + wgrad, torch.maximum(together(gate_up_grad, outgoing) + wgrad, outgoing))
+    tail = torch.where(
+        serial, gate_up_grad + outgoing + wgrad, torch.maximum(together(gate_up_grad, outgoing) + wgrad, outgoing)
+    )
     tail = tail + sums
     middle = gradient * torch.where(beside, torch.as_tensor(c["beside_share"]), 1.0)
     products_bwd = down_grad + gate_up_grad + wgrad
@@ -324,13 +326,14 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     both = torch.maximum(fwd + bwd, torch.where(torch.as_tensor(load.synced) > 0, behind, ahead))
     parts = {
         "plan, entry": plan + entry, "gate and up": gate_up * slow_fwd, "down": down * slow_fwd, "combine": combine,
-        "gradients of rows": (down_grad + gate_up_grad) * slow_bwd, "activation": middle, "weight gradients": wgrad * slow_bwd,
+        "gradients of rows": (down_grad + gate_up_grad) * slow_bwd, "activation": middle,
+        "weight gradients": wgrad * slow_bwd,
         "tokens on the wire": 2 * torch.where(copy, copied, pushed), "results on the wire": 2 * results,
         "launches": (launches_fwd + launches_bwd) * c["launch_us"],
     }  # fmt: skip
-    return Predicted(
-        *(_full(t, len(points)) for t in (fwd, bwd, both)), {k: _full(v, len(points)) for k, v in parts.items()}
-    )
+    count = len(points)
+    of_parts = {name: _full(us, count) for name, us in parts.items()}
+    return Predicted(_full(fwd, count), _full(bwd, count), _full(both, count), of_parts)
 
 
 AHEAD_US = 2000.0

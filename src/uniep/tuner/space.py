@@ -69,13 +69,16 @@ SEARCHED = (
 tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major."""
 
 
-def dimensions(backend: str, cfg: MoEConfig, keep: Sequence[str] = ("received",)) -> list[Searched]:
+OF_PEERS = ("transfer", "chunk_tokens", "push_programs", "peer_order")
+"""What means nothing where there are none."""
+
+
+def dimensions(
+    backend: str, cfg: MoEConfig, ep_size: int, keep: Sequence[str] = ("received",)
+) -> list[Searched]:  # fmt: skip
     """Of a backend, for a configuration.  keep: names that are not searched, such as what trades memory for time."""
-    return [
-        d
-        for d in SEARCHED
-        if backend in d.values and d.name not in keep and not (d.name == "group_sum" and cfg.combine_groups is None)
-    ]
+    left_out = {*keep, *(OF_PEERS if ep_size == 1 else ()), *(("group_sum",) if cfg.combine_groups is None else ())}
+    return [d for d in SEARCHED if backend in d.values and d.name not in left_out]
 
 
 def get(schedule: Schedule, name: str) -> Any:
@@ -153,7 +156,7 @@ def points(
     """All points of the space, each once; of more than `limit`, as many drawn evenly, the same every time.  Point 0 is
     the backend's default.  Some may still be refused: `refusals` says why."""
     usual = default_schedule(backend, cfg, ep_size)
-    chosen = dimensions(backend, cfg, keep)
+    chosen = dimensions(backend, cfg, ep_size, keep)
     values = [_default_first(d.values[backend], get(usual, d.name)) for d in chosen]
     at = {d.name: i for i, d in enumerate(chosen)}
     place_ND = torch.zeros(1, len(chosen), dtype=torch.int64)

@@ -227,7 +227,9 @@ class KernelExperts:
         if num_rows:  # a descriptor needs memory
             experts, rows = _stacked(experts), self._rows(routed, way.gate_up)
             x_ND = self._expand(tokens, rows, way.gate_up)
-            self.launch.launch_gate_up(tokens, x_ND, rows, experts, self.alone, cfg, way.gate_up, self.sms, h_2NF, act_NF)
+            self.launch.launch_gate_up(
+                tokens, x_ND, rows, experts, self.alone, cfg, way.gate_up, self.sms, h_2NF, act_NF
+            )
             rows = self._rows(routed, way.down)
             self.launch.launch_down(
                 act_NF, rows, experts, self.alone, cfg, way.down, self.sms, out_ND, slots=1, scatter=False

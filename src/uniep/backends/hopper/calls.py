@@ -276,7 +276,8 @@ class Calls:
         if code == TIMEOUT and a in OWN_STAGES:
             return PeerTimeoutError(
                 f"rank {self.rank}, call {self.calls_made}: its own {OWN_STAGES[a]} were not there within "
-                f"{self.member.timeout_s:g} s (Workspace {self.number}; expected {c} tiles beside each other, seen {d}). "
+                f"{self.member.timeout_s:g} s (Workspace {self.number}; expected {c} tiles beside each other, "
+                f"seen {d}). "
                 "Other work may hold this GPU, or its kernels wait for a peer; otherwise raise timeout_s"
             )
         if code == TIMEOUT:
