@@ -55,7 +55,7 @@ class Products:
             plan = planner.plan(case.ids_TK, case.weights_TK)
             if planner.fits():
                 break
-        rows, tables, peers, num_rows = plan.rows, plan.bundle, backend._peers(), plan.num_rows
+        rows, tables, peers, num_rows = plan.rows, plan.bundle, backend.peers(), plan.num_rows
         experts = uniep.weights.ExpertWeights((case.w13_e2FD,), (case.w2_eDF,), "stacked")
         used = planner.routing_plan(plan, tokens)
         end_e = used.expert_start_e1[1:]

@@ -20,6 +20,7 @@ from torch import Tensor
 from uniep import layout
 from uniep.backends.hopper import backend as hopper
 from uniep.backends.hopper import calls as hopper_calls
+from uniep.backends.hopper import link
 from uniep.config import MoEConfig
 from uniep.kernels import claims, gemm, gradients, groups, lists, mega, plan, sync, transfer
 from uniep.launch import mega as launch_mega
@@ -37,7 +38,7 @@ class Nothing:
         return lambda *args, **kwargs: None
 
 
-class HostArena(hopper.Arena):
+class HostArena(link.Arena):
     """`Arena` over the host memory that the workspace brings."""
 
     def _allocate(self, size, member):
@@ -59,7 +60,7 @@ def install(multiprocessors: int) -> None:
     cuda.synchronize = lambda device=None: None
     cuda.is_current_stream_capturing = lambda: False
     torch.Tensor.pin_memory = lambda self, *args: self
-    hopper.Arena = HostArena
+    link.Arena = HostArena
     hopper._check_support = lambda cfg, ep_size, device: None  # the interpreter computes in fp32, too
 
 

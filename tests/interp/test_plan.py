@@ -208,16 +208,16 @@ def test_room_for_received_tokens():
     backend = host_backends(cfg, 2, make_schedule())[0]
     planner, receive = backend.planner, backend.arena.views["receive"]
     receive[:-1] = torch.arange(len(receive) - 1)[:, None]
-    kept = backend._keep(100)
+    kept = backend.keep(100)
     assert torch.equal(kept, receive[:128])
     planner.received = 400
     _, (kept,) = backend._with_all_received((kept, [kept]), 100)
     assert torch.equal(kept, receive[: align_rows(400 + 400 // 32 + 1)])
-    assert backend._keep(100).shape == kept.shape
+    assert backend.keep(100).shape == kept.shape
     planner.received = 1024
-    assert torch.equal(backend._keep(100), receive[:-1])
+    assert torch.equal(backend.keep(100), receive[:-1])
     use(backend, dataclasses.replace(backend.schedule, received="again"))
-    assert backend._keep(100).shape == (0, cfg.hidden)
+    assert backend.keep(100).shape == (0, cfg.hidden)
 
 
 @pytest.mark.parametrize("block", [128, 512])
@@ -228,7 +228,7 @@ def test_addresses_of_kept_tokens(block):
     receive, slots = backend.arena.views["receive"], cfg.receive_block
     receive[:-1] = torch.arange(len(receive) - 1)[:, None] + 1
     kept = torch.empty(3 * block, cfg.hidden, dtype=cfg.dtype)
-    backend._copy_received(kept, backend.copies)
+    backend.copy_received(kept, backend.copies)
     x, dy = (torch.full((10, cfg.hidden), -value, dtype=cfg.dtype) for value in (1.0, 2.0))
     slot = torch.tensor([0, 5, 127, slots, slots + 99, 2 * slots, 2 * slots + 127, 3 * slots])  # the last of pad rows
     source = torch.cat([-slot - 1, torch.tensor([3, 9])]).int()

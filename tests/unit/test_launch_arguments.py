@@ -1,4 +1,4 @@
-"""What launches hand over: bundles flattened in order, nothing where None is; and how many parameters a function may have."""
+"""What launches hand over: bundles flattened in order, nothing where None is; most parameters of a function."""
 
 import ast
 import inspect

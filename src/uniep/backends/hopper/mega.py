@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs, aligned
+from uniep.backends.hopper.link import Link
 from uniep.backends.hopper.trace import Records, exchanged_ids, lead_host, spans
 from uniep.config import COLUMN_GROUP, ROW_ALIGN
 from uniep.kernels.arguments import Activation, Addresses, Dispatch, Sums, Tokens
@@ -20,77 +21,76 @@ from uniep.layout import backward_tiles, forward_tiles
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from uniep.backends.hopper.backend import HopperBackend
     from uniep.backends.hopper.planner import DevicePlan
     from uniep.launch.driver import Memory
     from uniep.launch.mega import TaskLists
 
 
-def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
+def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
     """One try: rows may not fit what is allocated for them (`Planner.fits`)."""
     from uniep.launch import mega as launch_mega
 
-    cfg, x_TD, way = backend.cfg, inputs.x_TD, backend.way
-    copying, tracing = backend._copying, backend.trace is not None
+    cfg, x_TD, way = link.cfg, inputs.x_TD, link.way
+    copying, tracing = link.copying, link.trace is not None
     if tracing:
-        lead_host(backend)
-    entered_ns = torch.zeros(1, dtype=torch.int64, device=backend.device) if tracing else None
-    plan = backend.planner.plan(
-        inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None,
+        lead_host(link)
+    entered_ns = torch.zeros(1, dtype=torch.int64, device=link.device) if tracing else None
+    plan = link.planner.plan(
+        inputs.ids_TK, inputs.weights_TK, send_all=(lambda: link.send_all(x_TD)) if copying else None,
         entered_ns=entered_ns, operation="forward" if save else "forward without gradients", layer=inputs.layer,
     )  # fmt: skip
     num_rows = plan.num_rows
-    lists = _lists(backend, plan, forward_tiles(cfg, way), backward=False)
-    backend.mark("plan")
-    like: dict[str, Any] = {"dtype": cfg.dtype, "device": backend.device}
+    lists = _lists(link, plan, forward_tiles(cfg, way), backward=False)
+    link.mark("plan")
+    like: dict[str, Any] = {"dtype": cfg.dtype, "device": link.device}
     act_NF = torch.empty(num_rows, cfg.ffn, **like)
     h_2NF = torch.empty(2, num_rows, cfg.ffn, **like) if save else None
-    x = Tokens(x_TD, backend.arena.views["receive"])
-    kept = launch_mega.Room(backend.room_to_keep(x_TD.shape[0]), *_sent(backend, plan.recv_count_R)) if save else None
+    x = Tokens(x_TD, link.arena.views["receive"])
+    kept = launch_mega.Room(link.room_to_keep(x_TD.shape[0]), *_sent(link, plan.recv_count_R)) if save else None
     made = launch_mega.Made(act_NF, h_2NF, kept)
     weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
-    sums = Sums(backend.arena.views["returns"], inputs.ids_TK, weights_TK, torch.empty_like(x_TD))
-    records = Records.empty(backend, lists) if tracing else None
+    sums = Sums(link.arena.views["returns"], inputs.ids_TK, weights_TK, torch.empty_like(x_TD))
+    records = Records.empty(link, lists) if tracing else None
     if records is not None:
         lists = lists.recorded(*records.buffers)
     launch_mega.launch_forward(
-        x, plan.bundle, lists, inputs.experts, backend._peers(), cfg, way, backend.sms, made, sums,
-        _dispatch(backend),
+        x, plan.bundle, lists, inputs.experts, link.peers(), cfg, way, link.sms, made, sums,
+        _dispatch(link),
     )  # fmt: skip
-    backend._join()
-    if records is not None and backend.trace is not None:
-        backend.traced_ids, backend.traced_from = exchanged_ids(backend), entered_ns
-        step = launch_mega.sum_tokens(x_TD.shape[0], backend.sms)
-        backend.trace += spans(backend, records, plan, backend.traced_ids, step, keep=save)
-    backend.mark("forward")
+    link.join()
+    if records is not None and link.trace is not None:
+        link.traced_ids, link.traced_from = exchanged_ids(link), entered_ns
+        step = launch_mega.sum_tokens(x_TD.shape[0], link.sms)
+        link.trace += spans(link, records, plan, link.traced_ids, step, keep=save)
+    link.mark("forward")
     return sums.out_TD, [*plan.saved(), h_2NF, kept.kept_MD] if h_2NF is not None and kept is not None else []
 
 
 def backward(
-    backend: HopperBackend, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs,
+    link: Link, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs,
     main_grads: MainGrads | None,
 ) -> ExpertGradients:  # fmt: skip
     """Enter, then one kernel."""
     from uniep.launch import mega as launch_mega
     from uniep.launch import staged as launch
 
-    cfg, device, way = backend.cfg, backend.device, backend.way
-    if backend.trace is not None:
-        lead_host(backend)
+    cfg, device, way = link.cfg, link.device, link.way
+    if link.trace is not None:
+        lead_host(link)
     experts = inputs.experts
     x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
     *of_plan, h_2NF, kept = saved
-    plan = backend.planner.restore(ids_TK.shape[0], of_plan)
-    num_rows, dy = plan.num_rows, Tokens(dy_TD, backend.arena.views["receive"])
+    plan = link.planner.restore(ids_TK.shape[0], of_plan)
+    num_rows, dy = plan.num_rows, Tokens(dy_TD, link.arena.views["receive"])
     addresses = Addresses(*unbind(torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)))
 
     def find_rows() -> None:
         if needs.w13 or needs.w2:
-            launch.launch_row_addresses(Tokens(x_TD, kept), dy, plan.bundle, backend.num_ranks, backend.sms, addresses)
+            launch.launch_row_addresses(Tokens(x_TD, kept), dy, plan.bundle, link.num_ranks, link.sms, addresses)
 
-    backend._enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
+    link.enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
     tiles = backward_tiles(cfg, way, w13=needs.w13, w2=needs.w2)
-    lists = _lists(backend, plan, tiles, backward=True)
+    lists = _lists(link, plan, tiles, backward=True)
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     through = Activation(
@@ -100,24 +100,24 @@ def backward(
         act_NF=torch.empty(num_rows, cfg.ffn, **like),
         groups_NG=torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), **fp32),
     )
-    dw = _weight_gradients(backend, experts, needs, main_grads)
+    dw = _weight_gradients(link, experts, needs, main_grads)
     accumulate = main_grads is not None and main_grads.accumulate
     made = launch_mega.Gradients(through, addresses, dw, accumulate)
-    views = backend.arena.views
+    views = link.arena.views
     dweights_TK = torch.empty(ids_TK.shape, **fp32) if needs.weights else None
     sums = Sums(views["returns"], ids_TK, None, torch.empty_like(dy_TD), views["dweights"], dweights_TK)
-    records = Records.empty(backend, lists) if backend.trace is not None else None
+    records = Records.empty(link, lists) if link.trace is not None else None
     if records is not None:
         lists = lists.recorded(*records.buffers)
     launch_mega.launch_backward(
-        dy, plan.bundle, lists, experts, backend._peers(), cfg, way, backend.sms, made, sums,
-        _dispatch(backend),
+        dy, plan.bundle, lists, experts, link.peers(), cfg, way, link.sms, made, sums,
+        _dispatch(link),
     )  # fmt: skip
-    backend._join()
-    if records is not None and backend.trace is not None:
-        step = launch_mega.sum_tokens(dy_TD.shape[0], backend.sms)
-        backend.trace += spans(backend, records, plan, backend.traced_ids, step, needs=needs)
-    backend.mark("backward")
+    link.join()
+    if records is not None and link.trace is not None:
+        step = launch_mega.sum_tokens(dy_TD.shape[0], link.sms)
+        link.trace += spans(link, records, plan, link.traced_ids, step, needs=needs)
+    link.mark("backward")
     given = main_grads is None
     return ExpertGradients(
         sums.out_TD if needs.x else None,
@@ -127,14 +127,12 @@ def backward(
     )
 
 
-def _weight_gradients(
-    backend: HopperBackend, experts: ExpertWeights, needs: Needs, main_grads: MainGrads | None
-) -> ExpertWeights:
+def _weight_gradients(link: Link, experts: ExpertWeights, needs: Needs, main_grads: MainGrads | None) -> ExpertWeights:
     """Memory of dW13 and dW2; where one is not needed, the weight in its place, since nothing is stored there."""
     dw13, dw2 = experts.w13, experts.w2
     if main_grads is not None:
         if needs.w13:
-            dw13 = tuple(dw.view(backend.planner.local, -1, backend.cfg.hidden) for dw in main_grads.w13)
+            dw13 = tuple(dw.view(link.planner.local, -1, link.cfg.hidden) for dw in main_grads.w13)
         if needs.w2:
             dw2 = main_grads.w2
     else:
@@ -144,25 +142,25 @@ def _weight_gradients(
     return ExpertWeights(dw13, dw2, experts.layout)
 
 
-def _lists(backend: HopperBackend, plan: DevicePlan, tiles: tuple[int, int, int, int], *, backward: bool) -> TaskLists:
+def _lists(link: Link, plan: DevicePlan, tiles: tuple[int, int, int, int], *, backward: bool) -> TaskLists:
     """The tasks of a direction, made on the device."""
     from uniep.launch import mega as launch_mega
 
-    way = backend.way
+    way = link.way
     most = plan.num_rows // way.gate_up.rows
-    lists = launch_mega.TaskLists.empty(most, backend.planner.local, tiles, backend.device, backward=backward)
-    launch_mega.launch_lists(plan.counts_RE, plan.bundle, lists, way, backend.rank, backend.sms, backward=backward)
+    lists = launch_mega.TaskLists.empty(most, link.planner.local, tiles, link.device, backward=backward)
+    launch_mega.launch_lists(plan.counts_RE, plan.bundle, lists, way, link.rank, link.sms, backward=backward)
     return lists
 
 
-def _sent(backend: HopperBackend, recv_count_R: Memory) -> tuple[Memory, int, int]:
+def _sent(link: Link, recv_count_R: Memory) -> tuple[Memory, int, int]:
     """`Kept.count`, parity and stride: tokens of a source's send list, or, by copies, all of them."""
-    if not backend._copying:
+    if not link.copying:
         return recv_count_R, 0, 1
-    exchange = backend.arena.views["exchange"]
+    exchange = link.arena.views["exchange"]
     return exchange, exchange.stride(0), exchange.stride(1)
 
 
-def _dispatch(backend: HopperBackend) -> Dispatch:
-    fused = backend._fused
-    return Dispatch(fused, backend.way.push_programs if fused else 0)
+def _dispatch(link: Link) -> Dispatch:
+    fused = link.fused
+    return Dispatch(fused, link.way.push_programs if fused else 0)

@@ -19,7 +19,7 @@ from uniep.taskflow.lower import lower_backward, lower_forward
 from uniep.taskflow.trace import Span, device_spans
 
 if TYPE_CHECKING:
-    from uniep.backends.hopper.backend import HopperBackend
+    from uniep.backends.hopper.link import Link
     from uniep.backends.hopper.planner import DevicePlan
     from uniep.launch.mega import TaskLists
 
@@ -35,39 +35,39 @@ class Records:
     vector: Tensor
 
     @classmethod
-    def empty(cls, backend: HopperBackend, lists: TaskLists) -> Records:
-        chunks = num_chunks(backend.cfg, backend.way.chunk_tokens)
+    def empty(cls, link: Link, lists: TaskLists) -> Records:
+        chunks = num_chunks(link.cfg, link.way.chunk_tokens)
         places = (
             len(lists.lists.matrix),
-            len(lists.lists.vector) + 2 * backend.num_ranks * chunks + backend.cfg.max_tokens_per_rank,
+            len(lists.lists.vector) + 2 * link.num_ranks * chunks + link.cfg.max_tokens_per_rank,
         )
-        return cls(*(torch.full((n, 5), -1, dtype=torch.int64, device=backend.device) for n in places))
+        return cls(*(torch.full((n, 5), -1, dtype=torch.int64, device=link.device) for n in places))
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
         return self.matrix, self.vector
 
 
-def lead_host(backend: HopperBackend) -> None:
+def lead_host(link: Link) -> None:
     """Let the device sleep, so that the host has launched all of a call before its kernels begin: with records to make,
     and behind the wait for the last call's, it would be late, and later on one rank than on another."""
-    if backend.device.type == "cuda":
+    if link.device.type == "cuda":
         torch.cuda._sleep(HEAD_START_CYCLES)
 
 
-def exchanged_ids(backend: HopperBackend) -> list[Tensor]:
+def exchanged_ids(link: Link) -> list[Tensor]:
     """The routing ids of all ranks in the forward under way, on the CPU."""
     from uniep.kernels.header import TOKENS
 
-    top_k, found = backend.cfg.top_k, []
-    for words in backend.arena.views["exchange"][backend.planner.calls_made & 1].cpu():
+    top_k, found = link.cfg.top_k, []
+    for words in link.arena.views["exchange"][link.planner.calls_made & 1].cpu():
         count = int(words[TOKENS.value]) * top_k
         found.append(words[EXCHANGE_HEADER : EXCHANGE_HEADER + count].view(-1, top_k).clone())
     return found
 
 
 def spans(
-    backend: HopperBackend, records: Records, plan: DevicePlan, ids: Sequence[Tensor], sum_tokens: int, *,
+    link: Link, records: Records, plan: DevicePlan, ids: Sequence[Tensor], sum_tokens: int, *,
     keep: bool = False, needs: Needs | None = None,
 ) -> list[Span]:  # fmt: skip
     """What this rank has recorded.  needs: of a backward; None: a forward.  Waits for the GPU; nothing where rows did
@@ -76,10 +76,10 @@ def spans(
     A span is a task of the compiler.  Copies of what was received, and sums, are several records of one task: the
     kernels take fewer tokens at once.
     """
-    if backend.device.type == "cuda":
-        torch.cuda.synchronize(backend.device)
-    cfg, rank, way = backend.cfg, backend.rank, backend.way
-    plans = [build_plan(list(ids), r, cfg) for r in range(backend.num_ranks)]
+    if link.device.type == "cuda":
+        torch.cuda.synchronize(link.device)
+    cfg, rank, way = link.cfg, link.rank, link.way
+    plans = [build_plan(list(ids), r, cfg) for r in range(link.num_ranks)]
     tokens = [t.shape[0] for t in ids]
     if int(tensor(plan.rows.totals)[0]) != plans[rank].num_rows:
         return []
@@ -88,13 +88,13 @@ def spans(
     else:
         phase, graph = "backward", lower_backward(plans, tokens, cfg, way, w13=needs.w13, w2=needs.w2)
     matrix, vector = (t[t[:, 0] >= 0].cpu() for t in records.buffers)
-    if backend.traced_from is not None:
+    if link.traced_from is not None:
         for rows in (matrix, vector):
-            rows[:, 2:] -= backend.traced_from.cpu()
+            rows[:, 2:] -= link.traced_from.cpu()
     chosen = graph.indices(rank, "vector")
-    pushes = 0 if backend._copying else _count(graph, chosen, "push")
+    pushes = 0 if link.copying else _count(graph, chosen, "push")
     if needs is None:
-        sent = tokens if backend._copying else plans[rank].recv_count_R.tolist()
+        sent = tokens if link.copying else plans[rank].recv_count_R.tolist()
         kept = [s for s, n in enumerate(sent) if s != rank for _ in range(-(-n // way.chunk_tokens))] if keep else []
     else:
         kept = []

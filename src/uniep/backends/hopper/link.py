@@ -1,0 +1,215 @@
+"""What a rank of the Hopper backend has to do with the others: streams, copies, signals, the dispatch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from uniep.backends.base import LayerTag
+from uniep.backends.hopper.arena import Arena
+from uniep.dimension import GPU, MEASURED
+from uniep.kernels.arguments import Wire
+from uniep.launch.driver import Bundle, copy
+from uniep.layout import hopper_arrays, kept_shape, pack
+from uniep.memory import plan_memory
+from uniep.routing.plan import recv_base
+from uniep.schedule import Schedule, refuse_invalid
+from uniep.way import Ways
+
+if TYPE_CHECKING:
+    from uniep.backends.hopper.planner import DevicePlan
+    from uniep.launch.staged import Peers
+    from uniep.membership import Membership
+    from uniep.taskflow.trace import Span
+
+
+class Link:
+    """One rank and its peers.  schedule None: `default_schedule`.
+
+    ways: of calls, by the tokens of this rank.  way: of the call under way, or of the last one.
+    phases: (name, event) of each phase's end, where somebody listens.  trace, traced_ids, traced_from: see
+    `HopperBackend`.  stay_local: no token or row crosses the wire, to measure the rest.
+    """
+
+    def __init__(self, member: Membership, schedule: Schedule | None) -> None:
+        cfg, device = member.cfg, member.device
+        from uniep.backends.hopper.planner import Planner  # needs Triton
+
+        self.cfg, self.device = cfg, device
+        self.rank, self.num_ranks = member.rank, member.ep_size
+        measured = MEASURED._replace(sms=torch.cuda.get_device_properties(device).multi_processor_count)
+        self.ways = Ways(cfg, self.num_ranks, schedule, GPU, measured)
+        self.schedule = self.ways.schedule
+        refuse_invalid(self.schedule, cfg, self.num_ranks, GPU, measured)
+        self.way = self.ways[cfg.max_tokens_per_rank]
+        self.slots = cfg.max_tokens_per_rank * cfg.top_k
+        layout = pack(hopper_arrays(cfg, self.num_ranks, self.way))
+        describe = functools.partial(plan_memory, cfg, self.num_ranks, schedule=self.schedule)
+        self.arena = Arena(layout, member, describe)
+        self.sms = self.way.sms
+        self.planner = Planner(member, self.arena, self.way.gate_up.rows, self.sms)
+        self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
+        self._lasting = [  # memory of the stream that is current now
+            self.arena.memories[self.rank], *self.arena.tables.values(), self.planner.call, self.planner.ticket,
+            self.planner.status, self.push_ticket, self.return_ticket,
+        ]  # fmt: skip
+        self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._stream = torch.cuda.current_stream(device)  # of the last call
+        self._forked: set[torch.cuda.Stream] = set()
+        self._point = torch.cuda.Event()  # of a stream that another is to wait for
+        self._order = self.planner.order
+        self.phases: list[tuple[str, torch.cuda.Event]] | None = None
+        self.trace: list[Span] | None = None
+        self.traced_ids: list[Tensor] = []
+        self.traced_from: Tensor | None = None
+        self.stay_local = False
+        self._known_peers: dict[tuple[bool, int], Peers] = {}
+
+    def mark(self, name: str) -> None:
+        """A phase boundary for the benchmark; free when nobody listens."""
+        if self.phases is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.phases.append((name, event))
+
+    def fork(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` go on from here, beside this call's own."""
+        self._follow(stream, self._stream)
+        self._forked.add(stream)
+
+    def join(self) -> None:
+        """Wait for what was forked."""
+        while self._forked:
+            self._follow(self._stream, self._forked.pop())
+
+    def _follow(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
+        """`wait_stream`, without a new event."""
+        self._point.record(earlier)
+        later.wait_event(self._point)
+
+    @property
+    def fused(self) -> bool:
+        return self.way.waits and not self.stay_local
+
+    @property
+    def copying(self) -> bool:
+        return self.way.copies and not self.stay_local
+
+    def peers(self) -> Peers:
+        """What kernels need of the other ranks."""
+        chunk = self.way.chunk_tokens if self.way.transfer == "push" else 0
+        if (known := self._known_peers.get((self.stay_local, chunk))) is not None:
+            return known
+        from uniep.launch.staged import Peers
+
+        arena, planner = self.arena, self.planner
+        wire = Wire(
+            status=planner.status,
+            call=planner.call,
+            arrived=arena.flag_view("arrived"),
+            finished=arena.flag_view("finished"),
+            returned=arena.flag_view("returned"),
+            receive_table=arena.tables["receive"],
+            returns_table=self.table("returns"),
+            dweights_table=self.table("dweights"),
+            flag_table=arena.tables["flags"],
+            push_ticket=self.push_ticket,
+            return_ticket=self.return_ticket,
+        )
+        made = self._known_peers[self.stay_local, chunk] = Peers(
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            wire=Bundle(wire),
+            timeout_ns=planner.timeout_ns,
+            arrived_offset=arena.flag_offset("arrived"),
+            finished_offset=arena.flag_offset("finished"),
+            returned_offset=arena.flag_offset("returned") + self.rank,
+            chunk=chunk,
+            receive_block=self.cfg.receive_block,
+        )
+        return made
+
+    def table(self, name: str) -> Tensor:
+        """Addresses of an array at every rank; of this rank's own when measuring without communication."""
+        table = self.arena.tables[name]
+        return table[self.rank].repeat(self.num_ranks) if self.stay_local else table
+
+    def send_all(self, x_TD: Tensor) -> None:
+        """Queue copies of all tokens to every peer, each with the peer's `finished` flag behind it."""
+        num_tokens = x_TD.shape[0]
+        self.fork(self.copies)
+        for step in range(1, self.num_ranks):
+            peer = (self.rank + step) % self.num_ranks
+            if num_tokens:
+                first = recv_base(self.cfg, self.rank, peer)
+                copy(self.arena.everywhere["receive"][peer][first:], x_TD, self.copies)
+            flag = self.arena.flag_offset("finished") + self.rank
+            copy(self.arena.everywhere["flags"][peer][flag:], self.planner.call, self.copies)
+
+    def enter_planned(
+        self,
+        operation: str,
+        sent_TD: Tensor,
+        plan: DevicePlan,
+        layer: LayerTag,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Enter a call that knows its plan, and queue the copies of what it sends.  meanwhile: until all entered."""
+        self.planner.enter(None, None, sent_TD.shape[0], operation, LayerTag(layer.number), plan.forward)
+        meanwhile()
+        self.planner.wait_entered(copies=self.copying)
+        if self.copying:
+            self.send_all(sent_TD)
+
+    def dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
+        """Serial schedule: push all tokens (unless copies are under way), wait until all have arrived."""
+        if self.num_ranks == 1 or self.fused or self.stay_local:
+            return
+        self._finish_dispatch(x_TD, plan, peers)
+
+    def _finish_dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
+        """Push the tokens of the send lists, unless copies are under way, and wait until all have arrived."""
+        from uniep.launch.staged import launch_push_tokens
+
+        if not self.copying:
+            launch_push_tokens(x_TD, plan.bundle, peers, self.sms)
+        self.planner.wait("finished")
+        self.mark("dispatch")
+
+    def dispatch_again(self, x_TD: Tensor, plan: DevicePlan, layer: LayerTag) -> None:
+        """In the backward, when nobody reads dO any more: all tokens, once more."""
+        if self.num_ranks == 1 or self.stay_local:
+            return
+        self.join()  # what reads the number of this call
+        self.enter_planned("dispatch", x_TD, plan, layer)
+        self._finish_dispatch(x_TD, plan, self.peers())
+
+    def kept_shape(self, num_tokens: int) -> tuple[int, int]:
+        """Of `room_to_keep`."""
+        block = self.planner.kept_block(num_tokens, copying=self.copying)
+        return kept_shape(self.cfg, self.num_ranks, self.way, block)
+
+    def room_to_keep(self, num_tokens: int) -> Tensor:
+        """Memory for received tokens, for the weight gradient: as many of each source as are expected; or none."""
+        return torch.empty(self.kept_shape(num_tokens), dtype=self.cfg.dtype, device=self.device)
+
+    def keep(self, num_tokens: int) -> Tensor:
+        """A copy of received tokens for the weight gradient, made beside the GEMM that follows; or nothing."""
+        kept = self.room_to_keep(num_tokens)
+        if len(kept):
+            self.fork(self.copies)
+            self.copy_received(kept, self.copies)
+        return kept
+
+    def copy_received(self, kept: Tensor, stream: torch.cuda.Stream) -> None:
+        others, slots = self.num_ranks - 1, self.cfg.receive_block
+        receive, block = self.arena.views["receive"], len(kept) // others
+        if block == slots:
+            copy(kept, receive[:-1], stream)
+            return
+        for source in range(others):
+            copy(kept[source * block :], receive[source * slots : source * slots + block], stream)
