@@ -141,7 +141,7 @@ class Optuna:
         self.backend, self.tokens = job.backend, job.cfg.max_tokens_per_rank
         self.dimensions = dimensions(job.backend, job.cfg, job.ep_size)
         usual = space.schedule(0)
-        self.distributions = {
+        self.distributions: dict[str, Any] = {
             d.name: optuna.distributions.CategoricalDistribution(
                 tuple(dict.fromkeys((get(usual, d.name), *d.values[job.backend])))
             )
