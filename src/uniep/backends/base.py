@@ -60,9 +60,8 @@ class Needs:
 class MainGrads:
     """Where backward stores the fp32 gradients of experts: in the parameters' layout, contiguous and 16-byte aligned.
 
-    accumulate: each finished gradient is added to the stored value; else it replaces that value.  Parameters whose
-        gradients are
-    not needed are left out, w13 or w2 as a whole.
+    accumulate: each finished gradient is added to the stored value; else it replaces that value.
+    Parameters whose gradients are not needed are left out, w13 or w2 as a whole.
     """
 
     w13: tuple[Tensor, ...]

@@ -338,7 +338,7 @@ class CollectiveBackend:
         return self._to_slots(ordered, owner_TK, routing.rows.reversed(), "return")
 
     def _owner(self, number_TX: Tensor, of_each: int) -> Tensor:
-        """The rank of each expert or group; each rank has `of_each`.  Unused ones get a number above all ranks."""
+        """The rank of each expert or group; each rank has `of_each`.  Unused ones sort last."""
         return torch.where(number_TX >= 0, number_TX.long() // of_each, self.ep_size)
 
     def _to_slots(self, ordered: Tensor, owner_TX: Tensor, exchange: _Exchange, stage: str) -> Tensor:
