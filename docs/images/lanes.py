@@ -2,9 +2,9 @@
 
 python docs/images/lanes.py
 
-Times are phases measured on two GPUs (qwen3-30b, T=8192, balanced): the forward on H200, the backward on H100;
-benchmarks/results/2026-11-28.txt (copies; weight_gradient.group_rows=4).  Transfers are drawn where they must lie
-between kernels, not measured one by one.
+Times are phases measured on two H200 (qwen3-30b, T=8192, balanced), benchmarks/results/2026-11-28.txt ("qwen3-30b pdl 0
+and 1"), where the activation's gradient ran behind its product.  Transfers are drawn where they must lie between kernels,
+not measured one by one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def chain(lane: str, *parts: tuple[str, float, str]) -> list[Bar]:
 FORWARD = [
     *chain(
         "multiprocessors", ("plan", 0.058, "plan"), ("gate_up: gathers rows, GEMM, SwiGLU", 0.673, "matrix"),
-        ("product: rows to their ranks", 0.416, "matrix"), ("combine", 0.096, "vector"),
+        ("down: rows to their ranks", 0.416, "matrix"), ("combine", 0.096, "vector"),
     ),
     Bar("copy engine", 0.012, 0.11, "wire", "x to peers"),
-    Bar("copy engine", 0.735, 0.815, "vector", "receive kept for dW13"),
+    Bar("copy engine", 0.735, 0.815, "vector", "receive kept for gate_up_wgrad"),
     Bar("NVLink out", 0.012, 0.11, "wire", ""),
     Bar("NVLink in", 0.012, 0.11, "wire", "tokens"),
     Bar("NVLink out", 0.74, 1.147, "wire", "results of other ranks' rows"),
@@ -53,9 +53,9 @@ FORWARD = [
 ]  # fmt: skip
 BACKWARD = [
     *chain(
-        "multiprocessors", ("gathered product: dO W2", 0.388, "matrix"), ("dSwiGLU", 0.189, "vector"),
-        ("product: dh W13, scattered", 0.637, "matrix"), ("dW2, gathers dO", 0.385, "matrix"),
-        ("dW13, gathers x", 0.639, "matrix"),
+        "multiprocessors", ("down_grad: gathers dO", 0.388, "matrix"), ("dSwiGLU", 0.189, "vector"),
+        ("gate_up_grad: rows to their ranks", 0.637, "matrix"), ("down_wgrad: gathers dO", 0.385, "matrix"),
+        ("gate_up_wgrad: gathers x", 0.639, "matrix"),
     ),
     Bar("copy engine", 0.01, 0.12, "wire", "dO to peers"),
     Bar("NVLink out", 0.01, 0.12, "wire", ""),
