@@ -30,6 +30,7 @@ from cases import Shape, make_case, make_weights, parse_shape
 from kernels import grouped_mm
 from moe import commit
 from uniep.config import ROW_ALIGN
+from uniep.kernels.arguments import ALL_HERE, Addresses, Tokens
 
 RANKS = 2
 
@@ -54,7 +55,7 @@ class Products:
             plan = planner.plan(case.ids_TK, case.weights_TK)
             if planner.fits():
                 break
-        rows, peers, num_rows = plan.rows, backend._peers(), plan.num_rows
+        rows, tables, peers, num_rows = plan.rows, plan.bundle, backend._peers(), plan.num_rows
         experts = uniep.weights.ExpertWeights((case.w13_e2FD,), (case.w2_eDF,), "stacked")
         used = planner.routing_plan(plan, tokens)
         end_e = used.expert_start_e1[1:]
@@ -72,47 +73,47 @@ class Products:
         h_2NF, made_NF, raw_NF = new(2, num_rows, ffn), new(num_rows, ffn), new(num_rows, ffn, dtype=torch.float32)
         y_ND, dw13, dw2 = new(num_rows, hidden), new(e, 2 * ffn, hidden), new(e, hidden, ffn)
         address_2N = new(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64)
-        launch.launch_row_addresses((case.x_TD, receive), (case.dy_TD, receive), rows, sms, address_2N)
-        x_address_N, dy_address_N = address_2N.unbind()
-        alone = {"fused": False, "push_programs": 0, "push_rounds": 0}
+        addresses = Addresses(*address_2N)
+        x, dy = Tokens(case.x_TD, receive[:-1]), Tokens(case.dy_TD, receive)
+        launch.launch_row_addresses(x, dy, tables, backend.num_ranks, sms, addresses)
         in_place = {"slots": backend.slots, "scatter": False}
         how = rows.start_e1, rows.rows_e, planner.status, schedule.weight_gradient, sms
         w13, w2 = case.w13_e2FD, case.w2_eDF
         self.of: dict[str, tuple[Callable[[], object], Callable[[], Tensor], Callable[[], Tensor]]] = {
             "x @ W13, SwiGLU": (
                 lambda: launch.launch_gate_up(
-                    case.x_TD, receive, None, rows, experts, peers, cfg, schedule.gemm1, sms, h_2NF, made_NF, **alone
+                    x, None, tables, experts, peers, cfg, schedule.gemm1, sms, h_2NF, made_NF
                 ),
                 lambda: grouped_mm(x_ND, w13.mT, end_e),
                 lambda: torch.cat([*h_2NF], 1),
             ),
             "a @ W2": (
-                lambda: launch.launch_down(act_NF, rows, experts, peers, schedule.gemm2, sms, y_ND, **in_place),
+                lambda: launch.launch_down(act_NF, tables, experts, peers, cfg, schedule.gemm2, sms, y_ND, **in_place),
                 lambda: grouped_mm(act_NF, w2.mT, end_e),
                 lambda: y_ND,
             ),
             "dO @ W2": (
                 lambda: launch.launch_gathered_down_gradient(
-                    case.dy_TD, receive, rows, experts, peers, schedule.gemm2, sms, raw_NF, **alone
+                    dy, tables, experts, peers, schedule.gemm2, sms, raw_NF, ALL_HERE
                 ),
                 lambda: grouped_mm(dy_ND, w2, end_e),
                 lambda: raw_NF,
             ),
             "dH @ W13": (
                 lambda: launch.launch_gate_up_gradient(
-                    dh_NH, rows, experts, peers, schedule.gemm2, sms, y_ND, **in_place
+                    dh_NH, tables, experts, peers, cfg, schedule.gemm2, sms, y_ND, **in_place
                 ),
                 lambda: grouped_mm(dh_NH, w13, end_e),
                 lambda: y_ND,
             ),
             "dO^T @ a": (
-                lambda: launch.launch_weight_gradient(dy_address_N, act_NF, 0, dw2, *how, transposed=False),
+                lambda: launch.launch_weight_gradient(addresses.dy_N, act_NF, 0, dw2, *how, transposed=False),
                 lambda: grouped_mm(dy_ND.t(), act_NF, end_e),
                 lambda: dw2,
             ),
             "dH^T @ x": (
                 lambda: launch.launch_weight_gradient(
-                    x_address_N, dh_NH, 0, dw13.view(e, -1, hidden), *how, transposed=True
+                    addresses.x_N, dh_NH, 0, dw13.view(e, -1, hidden), *how, transposed=True
                 ),
                 lambda: grouped_mm(dh_NH.t(), x_ND, end_e),
                 lambda: dw13,

@@ -47,7 +47,7 @@ def test_a_rank_that_comes_after_its_peer_gave_up_gets_an_error(transfer, overla
 def test_a_forward_against_a_backward_is_an_error_on_both_ranks():
     cfg = MoEConfig(**SHAPE)
     first, second = host_backends(cfg, 2, SCHEDULE, timeout_s=0.3)
-    second.planner.enter(None, None, 40, "backward")
+    second.planner.enter(None, None, 40, "backward", forward=second.planner.call)
     second.planner.is_inside = False
     said = r"different operations in call 1 \(rank 0: forward without gradients, rank 1: backward\). rank 0 is ahead"
     with pytest.raises(UniEPError, match=said):

@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from uniep.config import MoEConfig
+from uniep.kernels.arguments import Rows, Wire
+from uniep.launch.driver import Bundle
 from uniep.launch.groups import (
-    Lines,
-    Sums,
+    GroupSums,
+    LineTables,
     launch_claimed_sum,
     launch_group_sum,
     launch_parts,
     launch_return_order,
 )
-from uniep.launch.staged import Peers, Rows
+from uniep.launch.staged import Peers
 from uniep.layout import EXCHANGE_HEADER, hopper_parts_arrays, plan_words
 from uniep.numerics import combine_slots
 from uniep.routing import build_parts, build_plan, return_slots, token_groups
@@ -53,11 +55,9 @@ class Problem:
         exchange = torch.full((2, self.ranks, EXCHANGE_HEADER + 2 * slots), 99, dtype=torch.int32)
         for source, ids in enumerate(self.ids):
             exchange[CALL % 2, source, EXCHANGE_HEADER : EXCHANGE_HEADER + ids.numel()] = ids.flatten()
-        zero = int32(0)
-        totals = int32(self.plan.num_rows, 0)
-        self._rows = Rows(zero, self.plan.row_return_N, *[zero] * 10, totals)
+        self._rows = Rows(None, self.plan.row_return_N, *[None] * 10, int32(self.plan.num_rows, 0))
         flat = torch.full((sum(plan_words(hopper_parts_arrays(cfg, self.ranks))),), -1, dtype=torch.int32)
-        self.lines = Lines.of(flat, cfg, self.ranks)
+        self.lines = LineTables.of(flat, cfg, self.ranks)
         arguments = (self.rows(), self.lines, int32(CALL), rank, self.ranks, tokens[rank], cfg, PROGRAMS)
         launch_parts(exchange, *arguments)
 
@@ -102,17 +102,17 @@ def test_sums(name, dtype, weighted):
     # Products by powers of two are exact: the interpreter's fma rounds twice.
     weight_N = 2.0 ** torch.randint(-2, 3, (p.plan.num_rows,), generator=generator)
     box = Box(p, dtype)
-    sums = Sums(
+    sums = GroupSums(
         rows_ND, weight_N if weighted else None, p.lines.row_LK, p.lines.slot_LK, p.return_slots,
         p.cfg.combine_groups == p.ranks,
     )  # fmt: skip
     index = p.parts.row_PK.clamp(min=0)
     want = combine_slots(rows_ND[index], p.parts.row_PK, weight_N[index] if weighted else None).to(dtype)
 
-    box.peers.status[0] = 1
+    box.wire.status[0] = 1
     launch_group_sum(sums, box.peers, PROGRAMS, signal=True)
     box.assert_untouched()  # after a failure nothing is sent
-    box.peers.status[0] = 0
+    box.wire.status[0] = 0
     launch_group_sum(sums, box.peers, PROGRAMS, signal=True)
     box.assert_holds(want)
 
@@ -141,7 +141,7 @@ def test_sums_wait_for_their_tiles():
                 rows_ND[part] = values_ND[part]
                 progress_M[number] += 1
 
-    sums = Sums(rows_ND, None, p.lines.row_LK, p.lines.slot_LK, p.return_slots, False)
+    sums = GroupSums(rows_ND, None, p.lines.row_LK, p.lines.slot_LK, p.return_slots, False)
     rows = p.rows(progress_M=progress_M)
     thread = threading.Thread(target=product)
     thread.start()
@@ -156,18 +156,22 @@ class Box:
     """Return slots and flags of all ranks, and the arguments that address them."""
 
     def __init__(self, p: Problem, dtype: torch.dtype) -> None:
-        self.p, zero = p, int32(0)
+        self.p = p
         self.returns = [torch.full((p.return_slots, D), float("nan"), dtype=dtype) for _ in range(p.ranks)]
         self.flags = [torch.zeros(4, dtype=torch.int32) for _ in range(p.ranks)]
         returns_table, flag_table = (
             torch.tensor([t.data_ptr() for t in ts], dtype=torch.int64) for ts in (self.returns, self.flags)
         )
+        nothing = dict.fromkeys(Wire._fields)
+        self.wire = Wire(
+            **nothing | {
+                "status": torch.zeros(16, dtype=torch.int32), "call": int32(CALL), "returns_table": returns_table,
+                "flag_table": flag_table, "return_ticket": int32(0),
+            }
+        )  # fmt: skip
         self.peers = Peers(
-            rank=p.rank, num_ranks=p.ranks, call=int32(CALL), status=torch.zeros(16, dtype=torch.int32),
-            timeout_ns=20_000_000_000,
-            arrived=zero, finished=zero, returned=zero, receive_table=zero, returns_table=returns_table,
-            flag_table=flag_table, arrived_offset=0, finished_offset=0, returned_offset=2, push_ticket=zero,
-            return_ticket=int32(0), chunk=1, receive_block=1,
+            rank=p.rank, num_ranks=p.ranks, wire=Bundle(self.wire), timeout_ns=20_000_000_000, arrived_offset=0,
+            finished_offset=0, returned_offset=2, chunk=1, receive_block=1,
         )  # fmt: skip
 
     def assert_untouched(self) -> None:
@@ -180,7 +184,7 @@ class Box:
         want[self.p.targets()] = sums_PD
         assert torch.equal(torch.cat(self.returns).nan_to_num(12345.0), want.nan_to_num(12345.0))
         assert [f.tolist() for f in self.flags] == [[0, 0, CALL, 0]] * self.p.ranks
-        assert self.peers.return_ticket.item() == 0
+        assert self.wire.return_ticket.item() == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -204,7 +208,6 @@ def test_return_order(ranks):
                     source = max(source, rank + 1)
                 keys.append(((source - rank - 1) % ranks, len(keys)))
         order = torch.full((len(keys) + 2,), -1, dtype=torch.int32)
-        zero = int32(0)
-        rows = Rows(*[zero] * 3, start, mine.sum(0).int(), *[zero] * 7, int32(int(start[-1]), len(keys)))
+        rows = Rows(*[None] * 3, start, mine.sum(0).int(), *[None] * 7, int32(int(start[-1]), len(keys)))
         launch_return_order(counts, rows, rank, height, order)
         assert order.tolist() == [number for _, number in sorted(keys)] + [-1, -1]

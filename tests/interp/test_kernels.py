@@ -17,6 +17,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.activation import ACTIVATIONS
 from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.kernels.arguments import (
+    Activation,
+    Addresses,
+    Layer,
+    Product,
+    Rows,
+    Sending,
+    Sums,
+    TileShape,
+    Tokens,
+    Wire,
+)
 from uniep.kernels.gemm import gate_up_kernel, product_kernel
 from uniep.kernels.gradients import activation_gradient_kernel, weight_gradient_kernel
 from uniep.kernels.header import STATUS_HOST
@@ -29,7 +41,8 @@ from uniep.kernels.transfer import (
     push_tokens_kernel,
     row_addresses_kernel,
 )
-from uniep.launch.staged import Peers, Rows, launch_claimed_activation_gradient
+from uniep.launch.driver import Bundle
+from uniep.launch.staged import Peers, launch_claimed_activation_gradient
 from uniep.numerics import add_ascending, column_group_sums, combine_slots, widened
 from uniep.routing import build_plan
 from uniep.schedule import Tile
@@ -57,21 +70,32 @@ def made(shape: tuple[int, ...], dtype: torch.dtype, data: str, seed: int) -> Te
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+BUNDLES = {
+    "tokens": Tokens, "rows": Rows, "wire": Wire, "sums": Sums, "made": Activation, "addresses": Addresses,
+    "LAYER": Layer, "PRODUCT": Product, "SENDING": Sending,
+}  # fmt: skip
+
+
 def launch(kernel, tile: Tile | None = None, **given) -> None:
-    """Run a kernel that has no peers, by the names of its arguments; `given` replaces the rest."""
-    zero = torch.zeros(16, dtype=torch.int32)
+    """Run a kernel that has no peers, by the names of its arguments and of the fields of its bundles; `given` replaces
+    the rest."""
     usual = {
-        "receive_ptr": zero, "arrived_ptr": zero, "finished_ptr": zero, "call_ptr": zero, "status_ptr": zero,
-        "timeout_ns": 0, "rank": 0, "send_token_ptr": zero, "send_count_ptr": zero, "receive_table_ptr": zero,
-        "flag_table_ptr": zero, "arrived_offset": 0, "finished_offset": 0, "ticket_ptr": zero, "num_tokens": 0,
-        "push_programs": 0, "push_rounds": 0, "progress_ptr": zero, "cursor_ptr": zero, "order_ptr": zero,
-        "programs": PROGRAMS, "COUNT_TILES": False, "TILES_BEFORE": 0, "NUM_RANKS": 1, "CHUNK": 1,
-        "RECEIVE_BLOCK": 1, "PUSH_D": 16, "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F, "ACTIVATION": "swiglu",
+        "status": torch.zeros(16, dtype=torch.int32), "timeout_ns": 0, "rank": 0, "arrived_offset": 0,
+        "finished_offset": 0, "num_tokens": 0, "push_programs": 0, "push_rounds": 0, "programs": PROGRAMS,
+        "COUNT_TILES": False, "TILES_BEFORE": 0, "NUM_RANKS": 1, "CHUNK": 1, "RECEIVE_BLOCK": 1, "PUSH_D": 16,
+        "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F, "K": K, "ACTIVATION": "swiglu",
     }  # fmt: skip
     if tile is not None:
-        usual |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP_M": 2}
+        usual |= {"TILE": TileShape(tile.rows, tile.columns, tile.depth, 2), "BLOCK_M": tile.rows}
     usual |= given
-    kernel[(PROGRAMS,)](**{name: usual[name] for name in kernel.arg_names})
+
+    def argument(name: str):
+        if name in usual:
+            return usual[name]
+        bundle = BUNDLES[name]
+        return bundle(*(usual.get(field) for field in bundle._fields))
+
+    kernel[(PROGRAMS,)](**{name: argument(name) for name in kernel.arg_names})
 
 
 def describe(base: Tensor, *block: int) -> TensorDescriptor:
@@ -127,10 +151,10 @@ def problem(dtype: torch.dtype, data: str, weight_at: str = "output", height: in
     tile_starts = torch.arange(tiles, dtype=torch.int32) * height
     totals = torch.tensor([plan.num_rows, tiles, 0, 0], dtype=torch.int32)
     tables = {
-        "source_ptr": plan.row_source_N, "return_ptr": plan.row_return_N, "weight_ptr": weight_N,
-        "start_ptr": plan.expert_start_e1, "totals_ptr": totals, "num_rows_ptr": totals,
-        "expert_ptr": torch.searchsorted(plan.expert_start_e1, tile_starts, right=True).int() - 1,
-        "order_ptr": torch.randperm(tiles, generator=generator).int(),  # no order may change a result
+        "source_N": plan.row_source_N, "return_N": plan.row_return_N, "weight_N": weight_N,
+        "start_e1": plan.expert_start_e1, "totals": totals,
+        "expert_M": torch.searchsorted(plan.expert_start_e1, tile_starts, right=True).int() - 1,
+        "order_M": torch.randperm(tiles, generator=generator).int(),  # no order may change a result
     }  # fmt: skip
     w13, w2 = made((LOCAL, 2, F, D), dtype, data, 4), made((LOCAL, D, F), dtype, data, 5)
     return Problem(cfg, plan, weight_N, tables, x_TD, receive_MD, x_ND, w13, w2)
@@ -173,11 +197,12 @@ def gate_up(
     n, dtype, half = p.plan.num_rows, p.cfg.dtype, tile.columns // 2
     h_2NF, act_NF = unwritten(2, n, F, dtype=dtype), unwritten(n, F, dtype=dtype)
     launch(
-        gate_up_kernel, tile, **p.tables, x_ptr=p.x_TD, receive_ptr=p.receive_MD,
-        w13_desc=p.w13_desc(up_first, 1, 2, half, tile.depth), gate_desc=describe(h_2NF[0], tile.rows, half),
-        up_desc=describe(h_2NF[1], tile.rows, half), act_desc=describe(act_NF, tile.rows, half), SAVE_H=save,
-        WEIGHTED=p.cfg.weight_at == "activation", UP_FIRST=up_first, GATHERED=gathered,
-        rows_desc=describe(p.x_ND, tile.rows, tile.depth),
+        gate_up_kernel, tile, **p.tables, local=p.x_TD, received=p.receive_MD,
+        w13_desc=p.w13_desc(up_first, 1, 2, half, tile.depth),
+        gate_desc=describe(h_2NF[0], tile.rows, half) if save else None,
+        up_desc=describe(h_2NF[1], tile.rows, half) if save else None, act_desc=describe(act_NF, tile.rows, half),
+        WEIGHTED=p.cfg.weight_at == "activation", UP_FIRST=up_first,
+        rows_desc=None if gathered else describe(p.x_ND, tile.rows, tile.depth),
     )  # fmt: skip
     return h_2NF.transpose(0, 1), act_NF
 
@@ -223,8 +248,8 @@ class Mailbox:
         self.flags = [torch.zeros(8, dtype=torch.int32) for _ in range(2)]
         self.ticket = torch.zeros(1, dtype=torch.int32)
         self.arguments = {
-            "returns_table_ptr": addresses(self.returns), "flag_table_ptr": addresses(self.flags), "flag_offset": 5,
-            "call_ptr": torch.tensor([9], dtype=torch.int32), "ticket_ptr": self.ticket, "NUM_RANKS": 2,
+            "returns_table": addresses(self.returns), "flag_table": addresses(self.flags), "returned_offset": 5,
+            "call": torch.tensor([9], dtype=torch.int32), "return_ticket": self.ticket, "NUM_RANKS": 2,
             "SLOTS": self.slots,
         }  # fmt: skip
 
@@ -307,9 +332,9 @@ def activation_gradient(p: Problem, raw_NF: Tensor, h_N2F: Tensor) -> tuple[Tens
     dh_N2F, act_NF = unwritten(n, 2, F, dtype=dtype), unwritten(n, F, dtype=dtype)
     groups_NG = unwritten(n, -(-F // COLUMN_GROUP), dtype=torch.float32)
     launch(
-        activation_gradient_kernel, **p.tables, raw_ptr=raw_NF, gate_ptr=h_N2F[:, 0].contiguous(),
-        up_ptr=h_N2F[:, 1].contiguous(), dh_ptr=dh_N2F, act_ptr=act_NF,
-        groups_ptr=groups_NG, ROWS=16, COLUMNS=128, WEIGHTED=p.cfg.weight_at == "activation",
+        activation_gradient_kernel, **p.tables, raw_NF=raw_NF, gate_NF=h_N2F[:, 0].contiguous(),
+        up_NF=h_N2F[:, 1].contiguous(), dh_N2F=dh_N2F, act_NF=act_NF,
+        groups_NG=groups_NG, ROWS=16, COLUMNS=128, WEIGHTED=p.cfg.weight_at == "activation",
     )  # fmt: skip
     return dh_N2F, act_NF, groups_NG
 
@@ -350,7 +375,7 @@ def test_activation_gradient_waits_for_its_tiles():
     order_M, progress_M = torch.randperm(n // 64).int(), torch.zeros(n // 64, dtype=torch.int32)
     zero, cursor = torch.zeros(2, dtype=torch.int32).split(1)
     totals = torch.tensor([n, n // 64], dtype=torch.int32)
-    rows = Rows(*[zero] * 2, p.weight_N, *[zero] * 4, order_M, *[zero] * 4, totals)
+    rows = Bundle(Rows(zero, None, p.weight_N, *[None] * 4, order_M, *[None] * 4, totals))
     peers = dataclasses.replace(Peers.alone(zero), timeout_ns=10**10)
 
     def product() -> None:
@@ -364,9 +389,8 @@ def test_activation_gradient_waits_for_its_tiles():
     thread = threading.Thread(target=product)
     thread.start()
     try:
-        launch_claimed_activation_gradient(
-            raw_NF, h_2NF, rows, peers, p.cfg, tile, 1, progress_M, cursor, *got
-        )  # fmt: skip
+        made_here = Activation(raw_NF, *h_2NF, *got)
+        launch_claimed_activation_gradient(made_here, rows, peers, p.cfg, tile, 1, progress_M, cursor)
     finally:
         thread.join()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -405,10 +429,10 @@ def test_weight_gradient(dtype, data, tile, gathered, transposed, main_grad):
     n, first, used = p.plan.num_rows, F, p.used[:, None]
     b_NW = made((n, 2 * F), dtype, data, 6) * used
     address_N = torch.empty(2, n + 256, dtype=torch.int64)
-    given = {"a_local_ptr": p.x_TD, "a_receive_ptr": p.receive_MD, "b_local_ptr": p.x_TD, "b_receive_ptr": p.receive_MD}
+    tokens = Tokens(p.x_TD, p.receive_MD)
     block = len(p.receive_MD) - 1  # of the other rank, and the zero row
     launch(
-        row_addresses_kernel, **p.tables, **given, a_address_ptr=address_N[0], b_address_ptr=address_N[1], WIDTH=D,
+        row_addresses_kernel, **p.tables, a=tokens, b=tokens, x_N=address_N[0], dy_N=address_N[1], WIDTH=D,
         BLOCK=64, NUM_RANKS=2, RECEIVE_BLOCK=block, kept_block=block,
     )  # fmt: skip
     assert torch.equal(address_N[0, :n], address_N[1, :n])
@@ -419,11 +443,12 @@ def test_weight_gradient(dtype, data, tile, gathered, transposed, main_grad):
     def computed(memory: Tensor, accumulate: bool = False) -> Tensor:
         dw = memory[..., :width]
         launch(
-            weight_gradient_kernel, tile, **p.tables, a_desc=describe(p.x_ND, tile.depth, tile.rows),
-            address_ptr=address_N[0], b_desc=describe(b_NW, tile.depth, tile.columns),
+            weight_gradient_kernel, tile, a_desc=None if gathered else describe(p.x_ND, tile.depth, tile.rows),
+            address_ptr=address_N[0] if gathered else None, start_ptr=p.plan.expert_start_e1,
+            status_ptr=torch.zeros(1, dtype=torch.int32), b_desc=describe(b_NW, tile.depth, tile.columns),
             out_desc=describe(dw, 1, *((columns, tile.rows) if transposed else (tile.rows, columns))),
             first_column=first, LOCAL=LOCAL, HEIGHT=D, WIDTH=F, rows_ptr=p.plan.counts_RE.sum(0)[:LOCAL].int(),
-            GATHERED=gathered, TRANSPOSED=transposed, ACCUMULATE=accumulate,
+            TRANSPOSED=transposed, ACCUMULATE=accumulate,
         )  # fmt: skip
         return dw
 
@@ -451,7 +476,7 @@ def test_weight_gradient(dtype, data, tile, gathered, transposed, main_grad):
 def test_expand(dtype):
     p = problem(dtype, "normal")
     out_ND = unwritten(p.plan.num_rows, D, dtype=dtype)
-    given = {"x_ptr": p.x_TD, "receive_ptr": p.receive_MD, "rows_ptr": out_ND}
+    given = {"local": p.x_TD, "received": p.receive_MD, "out_ptr": out_ND}
     launch(expand_kernel, BIG, **p.tables, **given, BLOCK_D=64, ROWS=16)
     assert torch.equal(out_ND, p.x_ND)
     assert not out_ND[~p.used].any()
@@ -465,11 +490,11 @@ def test_dweights():
     got = [unwritten(slots, dtype=torch.float32) for _ in range(2)]
     given = {
         "groups_ptr": groups_NG,
-        "dweights_table_ptr": addresses(got),
-        "status_ptr": torch.zeros(1, dtype=torch.int32),
+        "dweights_table": addresses(got),
+        "status": torch.zeros(1, dtype=torch.int32),
     }
     launch(dweights_kernel, **p.tables, **given, GROUPS=4, SLOTS=slots, ROWS=128)
-    given["status_ptr"].fill_(1)
+    given["status"].fill_(1)
     launch(dweights_kernel, **p.tables, **given | {"groups_ptr": groups_NG + 1}, GROUPS=4, SLOTS=slots, ROWS=128)
     want = unwritten(2 * slots, dtype=torch.float32)  # after a failure nothing is stored
     want[p.plan.row_return_N[p.used].long()] = add_ascending(groups_NG)[p.used]
@@ -494,9 +519,8 @@ def test_combine(dtype, weights):
         weights_TK = torch.rand(tokens, top_k, generator=generator)
     out_TD, status = unwritten(tokens, D, dtype=dtype), torch.zeros(16, dtype=torch.int32)
     arguments = {
-        "returns_ptr": slots_TKD, "ids_ptr": ids_TK, "weights_ptr": weights_TK if weights_TK is not None else status,
-        "out_ptr": out_TD, "num_tokens": tokens, "status_ptr": status, "K": top_k, "BLOCK_D": 64,
-        "WEIGHTED": weights_TK is not None,
+        "returns_SD": slots_TKD, "ids_TK": ids_TK, "weights_TK": weights_TK, "out_TD": out_TD, "num_tokens": tokens,
+        "status": status, "K": top_k, "BLOCK_D": 64,
     }  # fmt: skip
     launch(combine_kernel, **arguments)
     if weights != "any":
@@ -517,7 +541,7 @@ def test_combine(dtype, weights):
 def test_push_rows():
     p = problem(torch.float16, "normal")
     rows_ND, box = made((p.plan.num_rows, D), torch.float16, "normal", 6), Mailbox(p.cfg)
-    launch(push_rows_kernel, **p.tables, **box.arguments, rows_ptr=rows_ND, WIDTH=D, BLOCK_D=64, ROWS=8)
+    launch(push_rows_kernel, **p.tables, **box.arguments, out_ptr=rows_ND, WIDTH=D, BLOCK_D=64, ROWS=8)
     box.assert_holds(rows_ND, p.plan.row_return_N)
 
 
@@ -538,11 +562,11 @@ def test_push_tokens(ranks):
     for rank, plan in enumerate(plans):
         ticket = torch.zeros(1, dtype=torch.int32)
         launch(
-            push_tokens_kernel, x_ptr=x_of_rank[rank], send_token_ptr=plan.send_token_RT,
-            send_count_ptr=plan.send_count_R, receive_table_ptr=addresses(receive), flag_table_ptr=addresses(flags),
-            arrived_offset=ranks, finished_offset=0, call_ptr=torch.tensor([call], dtype=torch.int32),
-            ticket_ptr=ticket, num_tokens=tokens[rank], rank=rank, BLOCK_D=64, ROWS=16, CHUNK=chunk,
-            BLOCK_SLOTS=cfg.receive_block, NUM_RANKS=ranks,
+            push_tokens_kernel, x_ptr=x_of_rank[rank], send_token_RT=plan.send_token_RT,
+            send_count_R=plan.send_count_R, receive_table=addresses(receive), flag_table=addresses(flags),
+            arrived_offset=ranks, finished_offset=0, call=torch.tensor([call], dtype=torch.int32),
+            push_ticket=ticket, num_tokens=tokens[rank], rank=rank, WIDTH=D, PUSH_D=64, PUSH_ROWS=16, CHUNK=chunk,
+            RECEIVE_BLOCK=cfg.receive_block, NUM_RANKS=ranks,
         )  # fmt: skip
         assert ticket.item() == 0
     for rank in range(ranks):

@@ -1,15 +1,15 @@
 """Lists that the device makes from a plan, interpreted: the compiler's, and an order in which nothing blocks."""
 
 import random
-import types
 
 import pytest
 import torch
 
 from uniep.config import MoEConfig
 from uniep.kernels import lists as tasks
+from uniep.kernels.arguments import Rows
 from uniep.launch import mega as launch_mega
-from uniep.launch.staged import Rows
+from uniep.launch.driver import Bundle
 from uniep.layout import backward_tiles, forward_tiles, steps
 from uniep.routing import build_plan
 from uniep.schedule import Schedule, Tile
@@ -56,19 +56,21 @@ def made_lists(plan, cfg, schedule, rank, *, backward, w13=True, w2=True):
     counts = plan.counts_RE.int()
     count_e = (start.diff() // tile_rows).long()
     num_m = int(count_e.sum())
-    rows = types.SimpleNamespace(**dict.fromkeys(Rows._fields))
-    rows.start_e1, rows.rows_e = start, counts[:, rank * local : (rank + 1) * local].sum(0, dtype=torch.int32)
-    rows.expert_M = torch.arange(local, dtype=torch.int32).repeat_interleave(count_e)
-    rows.expert_M = torch.cat([rows.expert_M, torch.zeros(1, dtype=torch.int32)])
-    rows.totals = torch.tensor([num_m * tile_rows, num_m], dtype=torch.int32)
+    expert_M = torch.arange(local, dtype=torch.int32).repeat_interleave(count_e)
+    tables = dict.fromkeys(Rows._fields) | {
+        "start_e1": start, "rows_e": counts[:, rank * local : (rank + 1) * local].sum(0, dtype=torch.int32),
+        "expert_M": torch.cat([expert_M, torch.zeros(1, dtype=torch.int32)]),
+        "totals": torch.tensor([num_m * tile_rows, num_m], dtype=torch.int32),
+    }  # fmt: skip
     tiles = backward_tiles(cfg, schedule, w13=w13, w2=w2) if backward else forward_tiles(cfg, schedule)
-    lists = launch_mega.Lists.empty(num_m + 2, local, tiles, torch.device("cpu"), backward=backward)
+    made = launch_mega.TaskLists.empty(num_m + 2, local, tiles, torch.device("cpu"), backward=backward)
+    lists = made.lists
     lists.matrix.fill_(-1)
-    launch_mega.launch_lists(counts, rows, lists, schedule, rank, 1, backward=backward)
+    launch_mega.launch_lists(counts, Bundle(Rows(**tables)), made, schedule, rank, 1, backward=backward)
     num_tasks = num_m * (tiles[0] + tiles[1]) + local * (tiles[2] + tiles[3])
-    need = lists.counters[launch_mega.COUNTERS + 2 * num_m :][:local].tolist()
-    assert lists.counters[: launch_mega.COUNTERS + 2 * num_m].tolist() == [
-        num_tasks if word == tasks.TASKS.value else 0 for word in range(launch_mega.COUNTERS + 2 * num_m)
+    need = lists.counters[tasks.COUNTERS.value + 2 * num_m :][:local].tolist()
+    assert lists.counters[: tasks.COUNTERS.value + 2 * num_m].tolist() == [
+        num_tasks if word == tasks.TASKS.value else 0 for word in range(tasks.COUNTERS.value + 2 * num_m)
     ]
     return lists.matrix[:num_tasks], lists.vector[: num_m * (tiles[0] + 1)], need
 

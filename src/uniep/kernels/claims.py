@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from uniep.kernels.arguments import Lists, Offsets, Rows, Wire
 from uniep.kernels.gemm import count_tile
 from uniep.kernels.lists import COUNTERS, MADE, PUSH, PUSHED
 from uniep.kernels.ptx import load_acquire, nanoseconds
@@ -46,45 +47,32 @@ def count_pushes(send_count_ptr, rank, CHUNK: tl.constexpr, NUM_RANKS: tl.conste
 
 
 @triton.jit
-def push(
-    x_ptr,
-    send_token_ptr,
-    send_count_ptr,
-    receive_table_ptr,
-    flag_table_ptr,
-    arrived_offset,
-    call,
-    num_tokens,
-    rank,
-    place,
-    D: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    PUSH_ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-):
+def push(x_ptr, rows: Rows, wire: Wire, arrived_offset, call, num_tokens, rank, place, SENDING: tl.constexpr):
     """The chunk at this place: the next rank's first."""
+    NUM_RANKS: tl.constexpr = SENDING.NUM_RANKS
     peer = (rank + 1) % NUM_RANKS
     chunk = place
     for step in tl.static_range(1, NUM_RANKS - 1):
         ahead = (rank + step) % NUM_RANKS
-        chunks = tl.cdiv(tl.load(send_count_ptr + ahead), CHUNK)
+        chunks = tl.cdiv(tl.load(rows.send_count_R + ahead), SENDING.CHUNK)
         behind = (peer == ahead) & (chunk >= chunks)
         chunk = tl.where(behind, chunk - chunks, chunk)
         peer = tl.where(behind, (rank + step + 1) % NUM_RANKS, peer)
-    count = tl.load(send_count_ptr + peer)
-    push_chunk(
-        x_ptr, send_token_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, call, num_tokens, rank, peer, chunk,
-        count, D, PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK,
-    )  # fmt: skip
+    count = tl.load(rows.send_count_R + peer)
+    push_chunk(x_ptr, rows, wire, arrived_offset, call, num_tokens, rank, peer, chunk, count, SENDING)
 
 
 @triton.jit
-def record_task(trace_ptr, place, claimed_ns, started_ns, ENABLED: tl.constexpr):
-    """One row of a trace: place, program, claimed, started, ended."""
-    if ENABLED:
-        row_ptr = trace_ptr + place.to(tl.int64) * 5
+def now_if(records_ptr):
+    """The time, if tasks are recorded."""
+    return nanoseconds() if records_ptr is not None else 0
+
+
+@triton.jit
+def record_task(records_ptr, place, claimed_ns, started_ns):
+    """One row of a trace, if there is one: place, program, claimed, started, ended."""
+    if records_ptr is not None:
+        row_ptr = records_ptr + place.to(tl.int64) * 5
         tl.debug_barrier()
         tl.store(row_ptr, place.to(tl.int64))
         tl.store(row_ptr + 1, tl.program_id(0).to(tl.int64))
@@ -96,61 +84,46 @@ def record_task(trace_ptr, place, claimed_ns, started_ns, ENABLED: tl.constexpr)
 @triton.jit
 def push_first(
     x_ptr,
-    send_token_ptr,
-    send_count_ptr,
-    receive_table_ptr,
-    flag_table_ptr,
-    arrived_offset,
-    finished_offset,
-    call,
-    counters_ptr,
-    status_ptr,
+    rows: Rows,
+    wire: Wire,
+    offsets: Offsets,
+    lists: Lists,
     num_tokens,
     rank,
     arrival,
     push_programs,
-    trace_ptr,
-    D: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    PUSH_ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    TRACE: tl.constexpr,
+    SENDING: tl.constexpr,
 ):
     """The programs that have arrived first push chunks until none is left."""
+    call = tl.load(wire.call)
     if arrival < push_programs:
-        num_pushes = count_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+        num_pushes = count_pushes(rows.send_count_R, rank, SENDING.CHUNK, SENDING.NUM_RANKS)
         pushed = (arrival == 0).to(tl.int32)
-        skips = failed(status_ptr)
-        place = tl.atomic_add(counters_ptr + PUSH, 1, sem="relaxed")
+        skips = failed(wire.status)
+        place = tl.atomic_add(lists.counters + PUSH, 1, sem="relaxed")
         while place < num_pushes:
-            claimed_ns = nanoseconds() if TRACE else 0
+            claimed_ns = now_if(lists.vector_records)
             if not skips:
-                push(
-                    x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, call,
-                    num_tokens, rank, place, D, PUSH_D, PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS,
-                )  # fmt: skip
-            record_task(trace_ptr, place, claimed_ns, claimed_ns, TRACE)
+                push(x_ptr, rows, wire, offsets.arrived, call, num_tokens, rank, place, SENDING)
+            record_task(lists.vector_records, place, claimed_ns, claimed_ns)
             pushed += 1
-            place = tl.atomic_add(counters_ptr + PUSH, 1, sem="relaxed")
+            place = tl.atomic_add(lists.counters + PUSH, 1, sem="relaxed")
         if pushed > 0:
             signal_when_all(
-                flag_table_ptr, finished_offset + rank, call, counters_ptr + PUSHED, pushed, num_pushes + 1,
-                status_ptr, NUM_RANKS,
-            )  # fmt: skip
+                wire, offsets.finished + rank, call, lists.counters + PUSHED, pushed, num_pushes + 1, SENDING.NUM_RANKS
+            )
 
 
 @triton.jit
 def wait_for_peers(
-    flags_ptr, call_ptr, rank, deadline_ns, status_ptr, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr, OWN: tl.constexpr
+    flags_ptr, wire: Wire, rank, deadline_ns, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr, OWN: tl.constexpr
 ):
     """Wait for the flag of every other rank, and of this one if OWN."""
     ranks = every_rank(NUM_RANKS)
     flags = flags_ptr + ranks
     if not OWN:
         flags = flags_ptr + tl.where(ranks == rank, (rank + 1) % NUM_RANKS, ranks)
-    wait_for(flags, ranks, tl.load(call_ptr), deadline_ns, status_ptr, STAGE)
+    wait_for(flags, ranks, tl.load(wire.call), deadline_ns, wire.status, STAGE)
 
 
 @triton.jit
@@ -162,18 +135,17 @@ def keep(
     kept_block,
     rank,
     place,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     KEPT: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
+    SENDING: tl.constexpr,
 ):
     """Copy the KEPT tokens at this place out of the receive buffer: sources ascending, kept_block tokens of each at most."""
+    D: tl.constexpr = SENDING.WIDTH
+    OTHERS: tl.constexpr = SENDING.NUM_RANKS - 1
     source = 0
     first = place * KEPT
     passed = 0
-    for block in tl.static_range(NUM_RANKS - 1):
+    for block in tl.static_range(OTHERS):
         count = tl.load(counts_ptr + tl.where(rank <= block, block + 1, block) * stride)
         ahead = passed + tl.cdiv(count, KEPT)
         if block == 0:
@@ -185,10 +157,10 @@ def keep(
         passed = ahead
     for r in range(0, KEPT, ROWS):
         index = first + r + tl.arange(0, ROWS)
-        slot = (source * RECEIVE_BLOCK + index).to(tl.int64)
+        slot = (source * SENDING.RECEIVE_BLOCK + index).to(tl.int64)
         kept = (source * kept_block + index).to(tl.int64)
-        for d in range(0, D, BLOCK_D):
-            column = d + tl.arange(0, BLOCK_D)
+        for d in range(0, D, SENDING.PUSH_D):
+            column = d + tl.arange(0, SENDING.PUSH_D)
             mask = (index < tl.minimum(source_count, kept_block))[:, None] & (column < D)[None, :]
             value = tl.load(receive_ptr + slot[:, None] * D + column[None, :], mask=mask)
             tl.store(kept_ptr + kept[:, None] * D + column[None, :], value, mask=mask)

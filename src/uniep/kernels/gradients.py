@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.activation import activate, gate_gradient, up_gradient
+from uniep.kernels.arguments import Activation, Rows
 from uniep.kernels.gemm import halves, tile_coordinates
 from uniep.kernels.ptx import after_previous, narrow
 from uniep.kernels.sync import STAGE_RAW, WIDE, deadline, wait_for
@@ -28,13 +29,8 @@ def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def activation_gradient_item(
-    raw_ptr,
-    gate_ptr,
-    up_ptr,
+    made: Activation,
     weight_ptr,
-    dh_ptr,
-    act_ptr,
-    groups_ptr,
     row,
     block,
     F: tl.constexpr,
@@ -44,41 +40,35 @@ def activation_gradient_item(
     WEIGHTED: tl.constexpr,
 ):
     """What `activation_gradient_kernel` does with these rows (int64) and this block of columns."""
-    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    dtype: tl.constexpr = made.gate_NF.dtype.element_ty
     GROUPS: tl.constexpr = (F + 63) // 64
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < F)[None, :]
     at = row[:, None] * F + column[None, :]
-    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    raw = tl.load(raw_ptr + at, mask=inside, other=0.0)
+    gate = tl.load(made.gate_NF + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(made.up_NF + at, mask=inside, other=0.0).to(tl.float32)
+    raw = tl.load(made.raw_NF + at, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + row)[:, None]
     act = activate(gate, up, ACTIVATION)
     if WEIGHTED:
         scored = act
     else:
         scored = narrow(act, dtype).to(tl.float32)
-    tl.store(act_ptr + at, narrow(weight * scored, dtype), mask=inside)
+    tl.store(made.act_NF + at, narrow(weight * scored, dtype), mask=inside)
     d_act = weight * raw
     d_gate = gate_gradient(gate, up, d_act, ACTIVATION)
     at += row[:, None] * F
-    tl.store(dh_ptr + at, narrow(d_gate, dtype), mask=inside)
-    tl.store(dh_ptr + at + F, narrow(up_gradient(gate, d_act, ACTIVATION), dtype), mask=inside)
+    tl.store(made.dh_N2F + at, narrow(d_gate, dtype), mask=inside)
+    tl.store(made.dh_N2F + at + F, narrow(up_gradient(gate, d_act, ACTIVATION), dtype), mask=inside)
     sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
     group = block * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
-    tl.store(groups_ptr + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
+    tl.store(made.groups_NG + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
 
 
 @triton.jit
 def activation_gradient_kernel(
-    raw_ptr,
-    gate_ptr,
-    up_ptr,
-    weight_ptr,
-    totals_ptr,
-    dh_ptr,
-    act_ptr,
-    groups_ptr,
+    made: Activation,
+    rows: Rows,
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -91,26 +81,16 @@ def activation_gradient_kernel(
     A pass of its own, at memory bandwidth: as the GEMM's epilogue it took twice as long (docs/log.md).
     """
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
-    num_rows = tl.load(totals_ptr)
+    num_rows = tl.load(rows.totals)
     for item in range(tl.program_id(0), num_rows // ROWS * BLOCKS, tl.num_programs(0)):
         row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        activation_gradient_item(
-            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, item % BLOCKS, F, ROWS, COLUMNS,
-            ACTIVATION, WEIGHTED,
-        )  # fmt: skip
+        activation_gradient_item(made, rows.weight_N, row, item % BLOCKS, F, ROWS, COLUMNS, ACTIVATION, WEIGHTED)
 
 
 @triton.jit(do_not_specialize=["timeout_ns", "rank"])
 def claimed_activation_gradient_kernel(
-    raw_ptr,
-    gate_ptr,
-    up_ptr,
-    weight_ptr,
-    totals_ptr,
-    dh_ptr,
-    act_ptr,
-    groups_ptr,
-    order_ptr,
+    made: Activation,
+    rows: Rows,
     progress_ptr,
     cursor_ptr,
     status_ptr,
@@ -126,28 +106,25 @@ def claimed_activation_gradient_kernel(
     TILES: tl.constexpr,
 ):
     """As `activation_gradient_kernel`, beside the product that makes raw, which lies in L2 then; the next kernel in the
-    stream after it.  Programs claim ITEM_ROWS rows at a time.
+    stream after it.  Programs claim ITEM_ROWS rows at a time, in the product's order of row tiles.
 
     They come when all programs of the product have started, where these leave room, so that the product will finish
     whatever multiprocessors are taken; the rest of them when its programs end.  They end after it.
-    order (M,): row tiles as the product walks them; progress (M,) counts finished tiles, TILES of each.
+    progress (M,) counts finished tiles, TILES of each row tile.
     """
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     PER_TILE: tl.constexpr = BLOCK_M // ITEM_ROWS
     # Twice the time: whoever makes raw may wait for its peers as long as that.
     deadline_ns = deadline(status_ptr, timeout_ns.to(tl.int64) * 2)
-    num_items = tl.load(totals_ptr + 1) * PER_TILE
+    num_items = tl.load(rows.totals + 1) * PER_TILE
     item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     while item < num_items:
-        m = tl.load(order_ptr + item // PER_TILE)
+        m = tl.load(rows.backward_order_M + item // PER_TILE)
         wait_for(progress_ptr + m + tl.arange(0, WIDE) * 0, rank, TILES, deadline_ns, status_ptr, STAGE_RAW)
         first = m * BLOCK_M + item % PER_TILE * ITEM_ROWS
         for part in range(0, ITEM_ROWS // ROWS * BLOCKS):
             row = (first + part // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-            activation_gradient_item(
-                raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, part % BLOCKS, F, ROWS, COLUMNS,
-                ACTIVATION, WEIGHTED,
-            )  # fmt: skip
+            activation_gradient_item(made, rows.weight_N, row, part % BLOCKS, F, ROWS, COLUMNS, ACTIVATION, WEIGHTED)
         item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     after_previous()
 
@@ -191,25 +168,25 @@ def weight_gradient_tile(
     first_column,
     n,
     HEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATHERED: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One tile of `weight_gradient_kernel`, fp32: column m of `a`, column n of `b` from first_column on.
 
     begin: first row of the expert.  is_lost: the call has failed.
     """
+    BLOCK_M: tl.constexpr = TILE.M
+    BLOCK_N: tl.constexpr = TILE.N
+    BLOCK_K: tl.constexpr = TILE.K
     dtype: tl.constexpr = b_desc.dtype
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if GATHERED:
+    if address_ptr is not None:
         column = (m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
         # Addresses are loaded two steps ahead: their latency under load is longer than one (docs/log.md).
         address = tl.load(address_ptr + begin + tl.arange(0, BLOCK_K))
         next_address = tl.load(address_ptr + begin + BLOCK_K + tl.arange(0, BLOCK_K))
     num_rows = tl.load(rows_ptr + expert)
     for k in range(0, tl.cdiv(num_rows, BLOCK_K)):
-        if GATHERED:
+        if address_ptr is not None:
             base = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)[:, None]
             ptrs = tl.multiple_of(base + column, (1, 16))
             if HEIGHT % BLOCK_M == 0:
@@ -256,9 +233,9 @@ def put_tile(
 
 @triton.jit(do_not_specialize=["first_column"])
 def weight_gradient_kernel(
+    b_desc,
     a_desc,
     address_ptr,
-    b_desc,
     out_desc,
     start_ptr,
     rows_ptr,
@@ -267,30 +244,25 @@ def weight_gradient_kernel(
     LOCAL: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    GATHERED: tl.constexpr,
+    TILE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
     """dW[e] = a[rows of e]^T @ b[rows of e, first_column :]: the whole segment in one accumulator, from zero.
 
-    a_desc: (N, HEIGHT); GATHERED: rows are read where they lie, address (N + 2 * BLOCK_K,) int64 says where.
+    a_desc: (N, HEIGHT), or None: rows are read where they lie, address (N + 2 * TILE.K,) int64 says where.
     b_desc: (N, at least first_column + WIDTH).  out_desc: (e, HEIGHT, WIDTH), or (e, WIDTH, HEIGHT) if TRANSPOSED,
     in the layer's dtype or fp32; ACCUMULATE: what is there plus the finished dW.
     Experts without rows get exact zeros; steps without rows are left out.  After a failed call dW is NaN.
     """
-    NUM_M: tl.constexpr = (HEIGHT + BLOCK_M - 1) // BLOCK_M
-    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    NUM_M: tl.constexpr = (HEIGHT + TILE.M - 1) // TILE.M
+    NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
     for step in tl.range(tl.program_id(0), LOCAL * NUM_M * NUM_N, tl.num_programs(0)):
         expert = step // (NUM_M * NUM_N)
-        m, n = tile_coordinates(step % (NUM_M * NUM_N), NUM_M, NUM_N, GROUP_M)
+        m, n = tile_coordinates(step % (NUM_M * NUM_N), NUM_M, NUM_N, TILE.GROUP_M)
         begin = tl.load(start_ptr + expert)
         is_lost = tl.load(status_ptr) != 0
         acc = weight_gradient_tile(
-            a_desc, address_ptr, b_desc, rows_ptr, begin, is_lost, expert, m, first_column, n, HEIGHT, BLOCK_M,
-            BLOCK_N, BLOCK_K, GATHERED,
-        )  # fmt: skip
-        put_tile(acc, out_desc, expert, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N, TRANSPOSED, ACCUMULATE)
+            a_desc, address_ptr, b_desc, rows_ptr, begin, is_lost, expert, m, first_column, n, HEIGHT, TILE
+        )
+        put_tile(acc, out_desc, expert, m * TILE.M, n * TILE.N, TILE.M, TILE.N, TRANSPOSED, ACCUMULATE)

@@ -10,6 +10,7 @@ Suffixes: L lines (R ranks of T_max tokens), K slots, W return slots of a token,
 import triton
 import triton.language as tl
 
+from uniep.kernels.arguments import GroupRows, Rows, Wire
 from uniep.kernels.gemm import count_tile, row_tile_of_step, store_tile, tile_coordinates
 from uniep.kernels.header import HEADER, header_of
 from uniep.kernels.ptx import after_previous, narrow, next_may_come
@@ -112,98 +113,68 @@ def _store_sums(acc, slot, mask, returns_table_ptr, column, D: tl.constexpr, SLO
 
 
 @triton.jit
-def add_lines(
-    rows_ptr,
-    weight_ptr,
-    row_ptr,
-    slot_ptr,
-    returns_table_ptr,
-    line,
-    is_line,
-    column,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-):
+def add_lines(given: GroupRows, returns_table_ptr, line, is_line, column, LINES: tl.constexpr):
     """Add the rows (N, D) of each group of the given lines, in fp32 from 0, and store each sum into its return slot:
     of these columns (1, BLOCK_D).  Not a loop over all: what the compiler takes out of it fills the registers.
 
-    WEIGHTED: fma with the rows' routing weights.  SLOTS: return slots of a rank.  ONE_GROUP: no line has two groups.
+    With routing weights each row is added by an fma with its own.
     """
-    dtype: tl.constexpr = rows_ptr.dtype.element_ty
+    K: tl.constexpr = LINES.K
+    BLOCK_D: tl.constexpr = LINES.BLOCK_D
+    dtype: tl.constexpr = given.rows_ND.dtype.element_ty
     at = line.to(tl.int64) * K
     acc = tl.zeros((line.shape[0], BLOCK_D), tl.float32)
-    row = tl.load(row_ptr + at, mask=is_line, other=-1)
-    slot = tl.load(slot_ptr + at, mask=row >= 0, other=0)
+    row = tl.load(given.row_LK + at, mask=is_line, other=-1)
+    slot = tl.load(given.slot_LK + at, mask=row >= 0, other=0)
     has_sum = row >= 0
     for p in tl.static_range(K):
         used = row >= 0
-        start = tl.multiple_of(rows_ptr + tl.maximum(row, 0).to(tl.int64) * D, 16)
-        value = tl.load(start[:, None] + column, mask=used[:, None] & (column < D), other=0.0).to(tl.float32)
-        if WEIGHTED:
-            weight = tl.load(weight_ptr + row, mask=used, other=0.0)[:, None]
+        start = tl.multiple_of(given.rows_ND + tl.maximum(row, 0).to(tl.int64) * LINES.D, 16)
+        value = tl.load(start[:, None] + column, mask=used[:, None] & (column < LINES.D), other=0.0).to(tl.float32)
+        if given.weight_N is not None:
+            weight = tl.load(given.weight_N + row, mask=used, other=0.0)[:, None]
             added = tl.fma(value, tl.broadcast_to(weight, value.shape), acc)
         else:
             added = acc + value
         acc = tl.where(used[:, None], added, acc)
         if p + 1 < K:
-            row = tl.load(row_ptr + at + p + 1, mask=is_line, other=-1)
+            row = tl.load(given.row_LK + at + p + 1, mask=is_line, other=-1)
         else:
             row = tl.full(line.shape, -1, tl.int32)
-        if not ONE_GROUP:
-            next_slot = tl.load(slot_ptr + at + p + 1, mask=row >= 0, other=-1)
+        if not LINES.ONE_GROUP:
+            next_slot = tl.load(given.slot_LK + at + p + 1, mask=row >= 0, other=-1)
             is_last = used & (next_slot != slot)
-            _store_sums(acc, slot, is_last, returns_table_ptr, column, D, SLOTS, dtype)
+            _store_sums(acc, slot, is_last, returns_table_ptr, column, LINES.D, LINES.SLOTS, dtype)
             acc = tl.where(is_last[:, None], 0.0, acc)
             slot = next_slot
-    if ONE_GROUP:
-        _store_sums(acc, slot, has_sum, returns_table_ptr, column, D, SLOTS, dtype)
+    if LINES.ONE_GROUP:
+        _store_sums(acc, slot, has_sum, returns_table_ptr, column, LINES.D, LINES.SLOTS, dtype)
 
 
-@triton.jit(do_not_specialize=["num_lines", "first_line", "flag_offset"])
+@triton.jit(do_not_specialize=["num_lines", "first_line", "returned_offset"])
 def group_sum_kernel(
-    rows_ptr,
-    weight_ptr,
-    row_ptr,
-    slot_ptr,
-    returns_table_ptr,
-    flag_table_ptr,
-    flag_offset,
-    call_ptr,
-    ticket_ptr,
-    status_ptr,
+    given: GroupRows,
+    wire: Wire,
+    returned_offset,
     num_lines,
     first_line,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
+    LINES: tl.constexpr,
     NUM_RANKS: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
     SIGNAL: tl.constexpr,
 ):
     """The sums of all lines, from `first_line` on and around, into their return slots; then, if SIGNAL, every rank is
     told that this rank's are there."""
     count = num_lines
     if SIGNAL:
-        count = tl.where(failed(status_ptr), 0, num_lines)  # a late peer may still read what an earlier call returned
-    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    for item in range(tl.program_id(0), tl.cdiv(count, BLOCK_L) * BLOCKS, tl.num_programs(0)):
-        number = item // BLOCKS * BLOCK_L + tl.arange(0, BLOCK_L)
-        column = item % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-        add_lines(
-            rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, (first_line + number) % num_lines,
-            number < num_lines, column, D, K, SLOTS, BLOCK_D, WEIGHTED, ONE_GROUP,
-        )  # fmt: skip
+        count = tl.where(failed(wire.status), 0, num_lines)  # a late peer may still read what an earlier call returned
+    BLOCKS: tl.constexpr = (LINES.D + LINES.BLOCK_D - 1) // LINES.BLOCK_D
+    for item in range(tl.program_id(0), tl.cdiv(count, LINES.BLOCK_L) * BLOCKS, tl.num_programs(0)):
+        number = item // BLOCKS * LINES.BLOCK_L + tl.arange(0, LINES.BLOCK_L)
+        column = item % BLOCKS * LINES.BLOCK_D + tl.arange(0, LINES.BLOCK_D)[None, :]
+        line = (first_line + number) % num_lines
+        add_lines(given, wire.returns_table, line, number < num_lines, column, LINES)
     if SIGNAL:
-        signal_all(
-            flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), status_ptr, NUM_RANKS
-        )
+        signal_all(wire, returned_offset, tl.load(wire.call), wire.return_ticket, tl.num_programs(0), NUM_RANKS)
 
 
 @triton.jit
@@ -261,75 +232,60 @@ def return_order_kernel(
 
 @triton.jit
 def counted_product_kernel(
+    rows: Rows,
+    order_ptr,
     a_desc,
     b_desc,
     out_desc,
-    expert_ptr,
-    totals_ptr,
-    order_ptr,
-    progress_ptr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`; progress (M,) counts the finished tiles
     of each row tile, for the next kernel, which may run beside this one.  b_desc: (e, WIDTH, DEPTH)."""
+    BLOCK_M: tl.constexpr = TILE.M
+    BLOCK_N: tl.constexpr = TILE.N
+    BLOCK_K: tl.constexpr = TILE.K
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     next_may_come()
-    num_m = tl.load(totals_ptr + 1)
+    num_m = tl.load(rows.totals + 1)
     num_steps = num_m * NUM_N
     for step in tl.range(program, num_steps, tl.num_programs(0), flatten=True):
-        position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
+        position, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
         m = tl.load(order_ptr + position)
-        expert = tl.load(expert_ptr + m)
+        expert = tl.load(rows.expert_M + m)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, tl.cdiv(DEPTH, BLOCK_K)):
             a = a_desc.load([m * BLOCK_M, k * BLOCK_K])
             b = b_desc.load([expert, n * BLOCK_N, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
             acc = tl.dot(a, b.T, acc)
         if step > program:
-            before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, NUM_N, GROUP_M)
-            count_tile(progress_ptr, before)
+            before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, NUM_N, TILE.GROUP_M)
+            count_tile(rows.progress_M, before)
         store_tile(acc, out_desc, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N)
     if program < num_steps:
         last = program + (num_steps - 1 - program) // tl.num_programs(0) * tl.num_programs(0)
-        count_tile(progress_ptr, row_tile_of_step(last, num_m, order_ptr, NUM_N, GROUP_M))
+        count_tile(rows.progress_M, row_tile_of_step(last, num_m, order_ptr, NUM_N, TILE.GROUP_M))
 
 
-@triton.jit(do_not_specialize=["num_lines", "first_line", "flag_offset", "timeout_ns", "rank"])
+@triton.jit(do_not_specialize=["num_lines", "first_line", "returned_offset", "timeout_ns", "rank"])
 def claimed_sum_kernel(
-    rows_ptr,
-    weight_ptr,
-    row_ptr,
-    slot_ptr,
-    returns_table_ptr,
-    flag_table_ptr,
-    flag_offset,
-    call_ptr,
-    ticket_ptr,
-    status_ptr,
+    given: GroupRows,
+    wire: Wire,
+    returned_offset,
     num_lines,
     first_line,
     progress_ptr,
     cursor_ptr,
     timeout_ns,
     rank,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    SLOTS: tl.constexpr,
+    LINES: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    KP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILES: tl.constexpr,
     ITEM_L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
 ):
     """As `group_sum_kernel`, beside the product that makes the rows, the next kernel in the stream after it.  Programs claim
     ITEM_L lines at a time, and wait for their tiles.
@@ -338,26 +294,24 @@ def claimed_sum_kernel(
     whatever multiprocessors are taken; the rest of them when its programs end.  They end after it.
     TILES: of a row tile of BLOCK_M rows.
     """
-    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    deadline_ns = deadline(status_ptr, timeout_ns)
-    num_items = tl.where(failed(status_ptr), 0, tl.cdiv(num_lines, ITEM_L))
+    BLOCKS: tl.constexpr = (LINES.D + LINES.BLOCK_D - 1) // LINES.BLOCK_D
+    deadline_ns = deadline(wire.status, timeout_ns)
+    num_items = tl.where(failed(wire.status), 0, tl.cdiv(num_lines, ITEM_L))
     item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     while item < num_items:
         all_lines = item * ITEM_L + tl.arange(0, ITEM_L)
         slot = tl.arange(0, KP)[None, :]
-        at = ((first_line + all_lines) % num_lines).to(tl.int64)[:, None] * K + slot
-        row = tl.load(row_ptr + at, mask=(all_lines < num_lines)[:, None] & (slot < K), other=-1)
+        at = ((first_line + all_lines) % num_lines).to(tl.int64)[:, None] * LINES.K + slot
+        row = tl.load(given.row_LK + at, mask=(all_lines < num_lines)[:, None] & (slot < LINES.K), other=-1)
         highest = tl.max(row)
         if highest >= 0:
             tile = tl.where(row >= 0, row, highest) // BLOCK_M
-            wait_for(progress_ptr + tile, rank, TILES, deadline_ns, status_ptr, STAGE_SUM)
-        for part in range(0, tl.cdiv(tl.minimum(num_lines - item * ITEM_L, ITEM_L), BLOCK_L) * BLOCKS):
-            number = item * ITEM_L + part // BLOCKS * BLOCK_L + tl.arange(0, BLOCK_L)
-            column = part % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-            add_lines(
-                rows_ptr, weight_ptr, row_ptr, slot_ptr, returns_table_ptr, (first_line + number) % num_lines,
-                number < num_lines, column, D, K, SLOTS, BLOCK_D, WEIGHTED, ONE_GROUP,
-            )  # fmt: skip
+            wait_for(progress_ptr + tile, rank, TILES, deadline_ns, wire.status, STAGE_SUM)
+        for part in range(0, tl.cdiv(tl.minimum(num_lines - item * ITEM_L, ITEM_L), LINES.BLOCK_L) * BLOCKS):
+            number = item * ITEM_L + part // BLOCKS * LINES.BLOCK_L + tl.arange(0, LINES.BLOCK_L)
+            column = part % BLOCKS * LINES.BLOCK_D + tl.arange(0, LINES.BLOCK_D)[None, :]
+            line = (first_line + number) % num_lines
+            add_lines(given, wire.returns_table, line, number < num_lines, column, LINES)
         item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     after_previous()
-    signal_all(flag_table_ptr, flag_offset, tl.load(call_ptr), ticket_ptr, tl.num_programs(0), status_ptr, NUM_RANKS)
+    signal_all(wire, returned_offset, tl.load(wire.call), wire.return_ticket, tl.num_programs(0), NUM_RANKS)

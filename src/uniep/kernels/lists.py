@@ -14,6 +14,7 @@ Suffixes: R ranks, M row tiles, e local experts.
 import triton
 import triton.language as tl
 
+from uniep.kernels.arguments import Lists, Rows
 from uniep.kernels.ptx import after_previous, next_may_come
 
 # Operators of the matrix list: the first product, the one that returns rows, the weight gradients.
@@ -144,13 +145,8 @@ def _store_weights(list_ptr, offset, op, expert, TILES: tl.constexpr, TILES_P: t
 @triton.jit(do_not_specialize=["rank"])
 def list_kernel(
     counts_ptr,
-    start_ptr,
-    rows_ptr,
-    expert_ptr,
-    totals_ptr,
-    matrix_ptr,
-    vector_ptr,
-    counters_ptr,
+    table: Rows,
+    lists: Lists,
     rank,
     E: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -181,9 +177,9 @@ def list_kernel(
     expert = tl.arange(0, LOCAL_P)
     source = tl.arange(0, NUM_RANKS)
     inside = expert < LOCAL
-    start = tl.load(start_ptr + expert, mask=inside, other=0)
-    num_tiles = (tl.load(start_ptr + expert + 1, mask=inside, other=0) - start) // BLOCK_M
-    rows = tl.load(rows_ptr + expert, mask=inside, other=0)
+    start = tl.load(table.start_e1 + expert, mask=inside, other=0)
+    num_tiles = (tl.load(table.start_e1 + expert + 1, mask=inside, other=0) - start) // BLOCK_M
+    rows = tl.load(table.rows_e + expert, mask=inside, other=0)
     early = num_tiles
     if LOCAL_FIRST:
         at = counts_ptr + source[:, None] * E + rank * LOCAL + expert[None, :]
@@ -194,22 +190,22 @@ def list_kernel(
         first = (ahead + BLOCK_M - 1) // BLOCK_M
         last = tl.where(ahead + own == rows, used, (ahead + own) // BLOCK_M)
         early = tl.maximum(last - first, 0) + num_tiles - used  # tiles of own rows only, and of pad rows only
-    num_m = tl.load(totals_ptr + 1)
-    progress_ptr = counters_ptr + COUNTERS
+    num_m = tl.load(table.totals + 1)
+    progress_ptr = lists.counters + COUNTERS
     program = tl.program_id(0)
     if program == 0:
         word = tl.arange(0, COUNTERS)
         num_tasks = num_m * (TILES0 + TILES1) + LOCAL * (TILES2 + TILES3)
-        tl.store(counters_ptr + word, tl.where(word == TASKS, num_tasks, 0))
+        tl.store(lists.counters + word, tl.where(word == TASKS, num_tasks, 0))
     for item in range(program, num_m + LOCAL, tl.num_programs(0)):
         if item < num_m:
             m = item
-            e = tl.load(expert_ptr + m)
+            e = tl.load(table.expert_M + m)
             tl.store(progress_ptr + m, 0)
             tl.store(progress_ptr + num_m + m, 0)
-            first_m = tl.load(start_ptr + e) // BLOCK_M
-            tiles = tl.load(start_ptr + e + 1) // BLOCK_M - first_m
-            num_rows = tl.load(rows_ptr + e)
+            first_m = tl.load(table.start_e1 + e) // BLOCK_M
+            tiles = tl.load(table.start_e1 + e + 1) // BLOCK_M - first_m
+            num_rows = tl.load(table.rows_e + e)
             end_R = tl.cumsum(tl.load(counts_ptr + source * E + rank * LOCAL + e), 0)
             i = m - first_m
             one = tl.full((1,), 0, tl.int32) + i
@@ -245,18 +241,18 @@ def list_kernel(
             offset = _before(
                 of_first, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
             )
-            _store_tiles(matrix_ptr, offset, FIRST, e, m, before0, same0, own0, TILES0, TILES_P)
+            _store_tiles(lists.matrix, offset, FIRST, e, m, before0, same0, own0, TILES0, TILES_P)
             offset = _before(
                 of_return, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
             )
-            _store_tiles(matrix_ptr, offset, RETURN, e, m, before1, same1, own1, TILES1, TILES_P)
+            _store_tiles(lists.matrix, offset, RETURN, e, m, before1, same1, own1, TILES1, TILES_P)
             if BACKWARD:
                 of_first = _stretch(e * 0, late + e * 0, e, LOCAL, CHUNK_EXPERTS, False)
                 of_return = _stretch(e * 0 + 1, e * 0, e, LOCAL, CHUNK_EXPERTS, False)
                 offset = _before(of_first, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
-                _store_tiles(vector_ptr, offset, ACTIVATION_GRADIENT, e, m, before0, same0, own0, TILES0, TILES_P)
+                _store_tiles(lists.vector, offset, ACTIVATION_GRADIENT, e, m, before0, same0, own0, TILES0, TILES_P)
                 offset = _before(of_return, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
-                _store_tiles(vector_ptr, offset, DWEIGHTS, e, m, before1, same1, own1, 1, TILES_P)
+                _store_tiles(lists.vector, offset, DWEIGHTS, e, m, before1, same1, own1, 1, TILES_P)
         elif BACKWARD:
             e = item - num_m
             if TILES2 > 0:
@@ -264,13 +260,13 @@ def list_kernel(
                     _stretch(e * 0 + DOWN_WEIGHTS, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
                     TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
                 )  # fmt: skip
-                _store_weights(matrix_ptr, offset, DOWN_WEIGHTS, e, TILES2, TILES_P)
+                _store_weights(lists.matrix, offset, DOWN_WEIGHTS, e, TILES2, TILES_P)
             if TILES3 > 0:
                 offset = _before(
                     _stretch(e * 0 + GATE_UP_WEIGHTS, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
                     TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
                 )  # fmt: skip
-                _store_weights(matrix_ptr, offset, GATE_UP_WEIGHTS, e, TILES3, TILES_P)
+                _store_weights(lists.matrix, offset, GATE_UP_WEIGHTS, e, TILES3, TILES_P)
             # Before its returning tiles: the activation gradients of its chunk, and what is ahead of those; before those
             # of the last chunk, and without chunks: all.
             need = num_m * (TILES0 + 1)

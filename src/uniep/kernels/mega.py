@@ -12,6 +12,19 @@ Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
 import triton
 import triton.language as tl
 
+from uniep.kernels.arguments import (
+    Activation,
+    Addresses,
+    Counted,
+    GateUpBlocks,
+    Kept,
+    Lists,
+    Offsets,
+    Rows,
+    Sums,
+    Tokens,
+    Wire,
+)
 from uniep.kernels.claims import (
     claim,
     claimed,
@@ -20,6 +33,7 @@ from uniep.kernels.claims import (
     count_pushes,
     has_all,
     keep,
+    now_if,
     push_first,
     record_task,
     wait_for_peers,
@@ -40,10 +54,7 @@ from uniep.kernels.lists import (
     TASKS,
     VECTOR,
 )
-from uniep.kernels.ptx import (
-    block_loads_follow,
-    nanoseconds,
-)
+from uniep.kernels.ptx import block_loads_follow
 from uniep.kernels.rows import row_pointers, wait_for_rows
 from uniep.kernels.sync import (
     STAGE_ACTIVATED,
@@ -60,6 +71,8 @@ from uniep.kernels.sync import (
 )
 from uniep.kernels.transfer import combine_item, return_dweights
 
+KEEP_ROWS = tl.constexpr(8)  # received tokens that a program copies at once
+
 
 @triton.jit(
     do_not_specialize=[
@@ -68,218 +81,168 @@ from uniep.kernels.transfer import combine_item, return_dweights
     ]
 )  # fmt: skip
 def forward_kernel(
-    x_ptr,
-    receive_ptr,
-    source_ptr,
-    weight_ptr,
-    return_ptr,
-    expert_ptr,
-    totals_ptr,
-    list_ptr,
-    counters_ptr,
-    arrived_ptr,
-    finished_ptr,
-    returned_ptr,
-    call_ptr,
-    status_ptr,
+    tokens: Tokens,
+    rows: Rows,
+    wire: Wire,
+    lists: Lists,
+    kept: Kept,
+    sums: Sums,
     timeout_ns,
     rank,
-    send_token_ptr,
-    send_count_ptr,
-    receive_table_ptr,
-    returns_table_ptr,
-    flag_table_ptr,
     arrived_offset,
     finished_offset,
     returned_offset,
     num_tokens,
     push_programs,
     sum_tokens,
-    kept_ptr,
-    kept_count_ptr,
     kept_parity,
     kept_stride,
     kept_block,
-    returns_ptr,
-    ids_ptr,
-    weights_ptr,
-    out_ptr,
-    matrix_trace_ptr,
-    vector_trace_ptr,
     w13_desc,
     gate_desc,
     up_desc,
     made_desc,
     act_desc,
     w2_desc,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N1: tl.constexpr,
-    BLOCK_K1: tl.constexpr,
-    BLOCK_N2: tl.constexpr,
-    BLOCK_K2: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEPT: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    PUSH_ROWS: tl.constexpr,
-    FUSED: tl.constexpr,
-    SAVE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    UP_FIRST: tl.constexpr,
-    THREADS: tl.constexpr,
-    TRACE: tl.constexpr,
+    LAYER: tl.constexpr,
+    TILE: tl.constexpr,
+    DOWN_TILE: tl.constexpr,
+    DOWN: tl.constexpr,
+    SENDING: tl.constexpr,
+    WAY: tl.constexpr,
 ):
     """Everything of a forward behind its plan: push, gate and up, down, the copy of what was received, sums.
 
-    made_desc, act_desc: the activation (N, F) in blocks as it is stored and as it is multiplied.  FUSED: peers send tokens,
-    and this rank does where CHUNK > 0.  SAVE: h (gate_desc, up_desc) and what was received,
-    kept_block tokens of each source at most.  kept_count: tokens that each source has sent, kept_stride words apart, those
-    of odd calls kept_parity words behind those of even ones.  Other arguments as in kernels/gemm.py and
-    kernels/transfer.py.
+    made_desc, act_desc: the activation (N, F) in blocks as it is stored and as it is multiplied.  gate_desc, up_desc: of h,
+    None if it is not saved.  FUSED: peers send tokens, and this rank does where CHUNK > 0.
+    kept: of what was received kept_block tokens of each source at most, or None; the counts of sources are kept_stride words
+    apart, those of odd calls kept_parity words behind those of even ones.  DOWN: the product that returns rows.  Other
+    arguments as in kernels/gemm.py and kernels/transfer.py.
     """
-    NUM_N1: tl.constexpr = (F + BLOCK_N1 // 2 - 1) // (BLOCK_N1 // 2)
-    NUM_N2: tl.constexpr = (D + BLOCK_N2 - 1) // BLOCK_N2
-    PUSHES: tl.constexpr = FUSED and CHUNK > 0
-    arrival = tl.atomic_add(counters_ptr + ARRIVED, 1, sem="relaxed")
-    deadline_ns = deadline(status_ptr, timeout_ns)
-    num_m = tl.load(totals_ptr + 1)
+    NUM_N1: tl.constexpr = (LAYER.F + TILE.N // 2 - 1) // (TILE.N // 2)
+    NUM_N2: tl.constexpr = (LAYER.D + DOWN_TILE.N - 1) // DOWN_TILE.N
+    NUM_RANKS: tl.constexpr = SENDING.NUM_RANKS
+    PUSHES: tl.constexpr = WAY.FUSED and SENDING.CHUNK > 0
+    blocks = GateUpBlocks(None, w13_desc, gate_desc, up_desc, made_desc)
+    offsets = Offsets(arrived_offset, finished_offset, returned_offset)
+    arrival = tl.atomic_add(lists.counters + ARRIVED, 1, sem="relaxed")
+    deadline_ns = deadline(wire.status, timeout_ns)
+    num_m = tl.load(rows.totals + 1)
     num_first = num_m * NUM_N1
-    num_matrix = tl.load(counters_ptr + TASKS)
+    num_matrix = tl.load(lists.counters + TASKS)
     num_kept = 0
-    kept_count_ptr += (tl.load(call_ptr) & 1) * kept_parity
+    SAVE: tl.constexpr = kept.tokens is not None
     if SAVE:
-        num_kept = count_kept(kept_count_ptr, kept_stride, rank, KEPT, NUM_RANKS)
+        kept_count_ptr = kept.count + (tl.load(wire.call) & 1) * kept_parity
+        num_kept = count_kept(kept_count_ptr, kept_stride, rank, WAY.KEPT, NUM_RANKS)
     num_pushes = 0  # of a trace, whose rows they come first in
     if PUSHES:
-        push_first(
-            x_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
-            tl.load(call_ptr), counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
-            PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
-        )  # fmt: skip
-        if TRACE:
-            num_pushes = count_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+        push_first(tokens.local, rows, wire, offsets, lists, num_tokens, rank, arrival, push_programs, SENDING)
+        if lists.vector_records is not None:
+            num_pushes = count_pushes(rows.send_count_R, rank, SENDING.CHUNK, NUM_RANKS)
     before_sums = num_kept
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
-    progress_ptr = counters_ptr + COUNTERS
+    progress_ptr = lists.counters + COUNTERS
     all_here = 0
     all_made = 0
     back = 0  # 1: all results have returned; 2: the call has failed
     made = 0  # tiles of the first product that are not in MADE yet, the last of them, of row tile `stored`, not counted
     stored = 0
     unsent = (arrival == 0).to(tl.int32)  # of RETURNED
-    place = tl.atomic_add(counters_ptr + MATRIX, 1, sem="relaxed")
-    vector_place = tl.atomic_add(counters_ptr + VECTOR, 1, sem="relaxed")
+    place = tl.atomic_add(lists.counters + MATRIX, 1, sem="relaxed")
+    vector_place = tl.atomic_add(lists.counters + VECTOR, 1, sem="relaxed")
     while (place < num_matrix) | (vector_place < num_vector):
-        claimed_ns = nanoseconds() if TRACE else 0
+        claimed_ns = now_if(lists.matrix_records)
         is_matrix = place < num_matrix
-        word = tl.load(list_ptr + place, mask=is_matrix, other=-1)
+        word = tl.load(lists.matrix + place, mask=is_matrix, other=-1)
         is_first = is_matrix & ((word >> 56) == FIRST)
         if (made > 0) & (not is_first):
-            count_made(counters_ptr, stored, made)
+            count_made(lists.counters, stored, made)
             made = 0
         if is_matrix:
-            answer = claim(counters_ptr + MATRIX, THREADS)
+            answer = claim(lists.counters + MATRIX, WAY.THREADS)
             m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
             n = (word & 0xFFFF).to(tl.int32)
-            row = m * BLOCK_M
+            row = m * TILE.M
             if is_first:
                 expert = ((word >> 40) & 0xFFFF).to(tl.int32)
-                if WEIGHTED:
-                    weight = tl.load(weight_ptr + row + tl.arange(0, BLOCK_M))
+                if LAYER.WEIGHTED:
+                    weight = tl.load(rows.weight_N + row + tl.arange(0, TILE.M))
                 else:
-                    weight = weight_ptr
-                source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
-                if FUSED:
-                    all_here = wait_for_rows(
-                        source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, BLOCK_M,
-                        NUM_RANKS, CHUNK, RECEIVE_BLOCK,
-                    )  # fmt: skip
-                started_ns = nanoseconds() if TRACE else 0
-                a_ptrs = row_pointers(source, x_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K1)[None, :]
-                gate_up_tile(
-                    a_ptrs, made_desc, w13_desc, gate_desc, up_desc, made_desc, weight, row, expert, n, progress_ptr,
-                    made, stored, D, BLOCK_M, BLOCK_N1, BLOCK_K1, True, SAVE, ACTIVATION, WEIGHTED, UP_FIRST,
-                    True,
-                )  # fmt: skip
+                    weight = None
+                source = tl.load(rows.source_N + row + tl.arange(0, TILE.M))
+                if WAY.FUSED:
+                    all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
+                started_ns = now_if(lists.matrix_records)
+                first_ptrs = row_pointers(source, tokens.local, tokens.received, LAYER.D)
+                a_ptrs = first_ptrs[:, None] + tl.arange(0, TILE.K)[None, :]
+                counted = Counted(progress_ptr, made, stored)
+                gate_up_tile(a_ptrs, blocks, weight, row, expert, n, counted, LAYER, TILE, WAY.UP_FIRST)
                 stored = m + 0
                 made += 1
-                record_task(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
+                record_task(lists.matrix_records, place, claimed_ns, started_ns)
             else:
                 if all_made == 0:
-                    all_made = has_all(counters_ptr + MADE, num_first).to(tl.int32)
+                    all_made = has_all(lists.counters + MADE, num_first).to(tl.int32)
                     if all_made == 0:
                         lanes = tl.zeros((WIDE,), tl.int32)
                         wait_for(
-                            progress_ptr + m + lanes, lanes + rank, NUM_N1, deadline_ns + timeout_ns, status_ptr,
+                            progress_ptr + m + lanes, lanes + rank, NUM_N1, deadline_ns + timeout_ns, wire.status,
                             STAGE_ROWS,
                         )  # fmt: skip
                     block_loads_follow()
-                started_ns = nanoseconds() if TRACE else 0
-                product_tile(
-                    act_desc, w2_desc, made_desc, expert_ptr, return_ptr, returns_table_ptr, status_ptr, m, n, F, D,
-                    SLOTS, 1, True, False, BLOCK_M, BLOCK_N2, BLOCK_K2, True, True,
-                )  # fmt: skip
+                started_ns = now_if(lists.matrix_records)
+                product_tile(act_desc, w2_desc, made_desc, rows, wire, m, n, DOWN, DOWN_TILE, True)
                 unsent += 1
-                record_task(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
-            place = claimed(answer, THREADS)
+                record_task(lists.matrix_records, place, claimed_ns, started_ns)
+            place = claimed(answer, WAY.THREADS)
         else:
             if unsent > 0:
                 signal_when_all(
-                    flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_m * NUM_N2 + 1,
-                    status_ptr, NUM_RANKS,
-                )  # fmt: skip
+                    wire,
+                    returned_offset,
+                    tl.load(wire.call),
+                    lists.counters + RETURNED,
+                    unsent,
+                    num_m * NUM_N2 + 1,
+                    NUM_RANKS,
+                )
                 unsent = 0
-            answer = claim(counters_ptr + VECTOR, THREADS)
+            answer = claim(lists.counters + VECTOR, WAY.THREADS)
             started_ns = claimed_ns
             if vector_place < before_sums:
                 if SAVE and NUM_RANKS > 1:
-                    if FUSED:
+                    if WAY.FUSED:
                         if all_here == 0:
-                            wait_for_peers(
-                                finished_ptr, call_ptr, rank, deadline_ns, status_ptr, NUM_RANKS, STAGE_DISPATCH, False
-                            )
+                            wait_for_peers(wire.finished, wire, rank, deadline_ns, NUM_RANKS, STAGE_DISPATCH, False)
                             all_here = 1
-                    started_ns = nanoseconds() if TRACE else 0
+                    started_ns = now_if(lists.matrix_records)
                     keep(
-                        receive_ptr, kept_ptr, kept_count_ptr, kept_stride, kept_block, rank, vector_place, D, PUSH_D,
-                        8, KEPT, RECEIVE_BLOCK, NUM_RANKS,
+                        tokens.received, kept.tokens, kept_count_ptr, kept_stride, kept_block, rank, vector_place, KEEP_ROWS,
+                        WAY.KEPT, SENDING,
                     )  # fmt: skip
             else:
                 if back == 0:
-                    wait_for_peers(
-                        returned_ptr, call_ptr, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE,
-                        True,
-                    )  # fmt: skip
-                    back = tl.where(failed(status_ptr), 2, 1)
+                    wait_for_peers(wire.returned, wire, rank, deadline_ns + timeout_ns, NUM_RANKS, STAGE_COMBINE, True)
+                    back = tl.where(failed(wire.status), 2, 1)
                     if back == 2:
-                        pass_on(status_ptr)
-                started_ns = nanoseconds() if TRACE else 0
+                        pass_on(wire.status)
+                started_ns = now_if(lists.matrix_records)
                 first = (vector_place - before_sums) * sum_tokens
-                blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-                for item in range(first * blocks, tl.minimum(first + sum_tokens, num_tokens) * blocks):
-                    token = (item // blocks).to(tl.int64)
-                    column = item % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-                    combine_item(
-                        returns_ptr, ids_ptr, weights_ptr, out_ptr, back == 2, token, column, D, K, BLOCK_D,
-                        not WEIGHTED,
-                    )  # fmt: skip
-            record_task(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
-            vector_place = claimed(answer, THREADS)
+                COLUMNS: tl.constexpr = (LAYER.D + WAY.BLOCK_D - 1) // WAY.BLOCK_D
+                for item in range(first * COLUMNS, tl.minimum(first + sum_tokens, num_tokens) * COLUMNS):
+                    token = (item // COLUMNS).to(tl.int64)
+                    column = item % COLUMNS * WAY.BLOCK_D + tl.arange(0, WAY.BLOCK_D)
+                    combine_item(sums, back == 2, token, column, LAYER.D, LAYER.K, WAY.BLOCK_D)
+            record_task(lists.vector_records, num_pushes + vector_place, claimed_ns, started_ns)
+            vector_place = claimed(answer, WAY.THREADS)
     # What a program owes that found nothing to do behind its products.
     if made > 0:
-        count_made(counters_ptr, stored, made)
+        count_made(lists.counters, stored, made)
     if unsent > 0:
         signal_when_all(
-            flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_m * NUM_N2 + 1, status_ptr,
-            NUM_RANKS,
-        )  # fmt: skip
+            wire, returned_offset, tl.load(wire.call), lists.counters + RETURNED, unsent, num_m * NUM_N2 + 1, NUM_RANKS
+        )
 
 
 @triton.jit(
@@ -289,52 +252,21 @@ def forward_kernel(
     ]
 )  # fmt: skip
 def backward_kernel(
-    dy_ptr,
-    receive_ptr,
-    source_ptr,
-    weight_ptr,
-    return_ptr,
-    expert_ptr,
-    start_ptr,
-    rows_ptr,
-    totals_ptr,
-    matrix_ptr,
-    vector_ptr,
-    counters_ptr,
-    arrived_ptr,
-    finished_ptr,
-    returned_ptr,
-    call_ptr,
-    status_ptr,
+    tokens: Tokens,
+    rows: Rows,
+    wire: Wire,
+    lists: Lists,
+    through: Activation,
+    addresses: Addresses,
+    sums: Sums,
     timeout_ns,
     rank,
-    send_token_ptr,
-    send_count_ptr,
-    receive_table_ptr,
-    returns_table_ptr,
-    dweights_table_ptr,
-    flag_table_ptr,
     arrived_offset,
     finished_offset,
     returned_offset,
     num_tokens,
     push_programs,
     sum_tokens,
-    raw_ptr,
-    gate_ptr,
-    up_ptr,
-    dh_ptr,
-    act_ptr,
-    groups_ptr,
-    x_address_ptr,
-    dy_address_ptr,
-    returns_ptr,
-    dweights_ptr,
-    ids_ptr,
-    dx_ptr,
-    out_dweights_ptr,
-    matrix_trace_ptr,
-    vector_trace_ptr,
     w2_desc,
     raw_desc,
     dh_desc,
@@ -344,63 +276,44 @@ def backward_kernel(
     dw2_desc,
     dw_gate_desc,
     dw_up_desc,
-    D: tl.constexpr,
-    F: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WEIGHT_M: tl.constexpr,
-    WEIGHT_N: tl.constexpr,
-    WEIGHT_K: tl.constexpr,
-    ITEM_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    PUSH_ROWS: tl.constexpr,
-    CHUNK_EXPERTS: tl.constexpr,
-    FUSED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    UP_FIRST: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    COLLECTS: tl.constexpr,
-    THREADS: tl.constexpr,
-    TRACE: tl.constexpr,
+    LAYER: tl.constexpr,
+    TILE: tl.constexpr,
+    WEIGHT_TILE: tl.constexpr,
+    RETURNING: tl.constexpr,
+    SENDING: tl.constexpr,
+    WAY: tl.constexpr,
 ):
     """Everything of a backward behind its entry: push of dO, both data gradients around that of the activation, d(weight),
     weight gradients, sums.
 
-    Descriptors: what is multiplied, raw in blocks as it is stored, dh and act as rows that weight gradients contract, and
-    dW.  COLLECTS: d(weight) of this rank is needed.  Other arguments as in kernels/gemm.py and kernels/transfer.py.
+    tokens: of dO.  Descriptors: what is multiplied, raw in blocks as it is stored, dh and act as rows that weight gradients
+    contract, and dW.  RETURNING: the product that returns rows.  Other
+    arguments as in kernels/gemm.py and kernels/transfer.py.
     """
-    NUM_F: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    NUM_D: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    WEIGHT_D: tl.constexpr = (D + WEIGHT_M - 1) // WEIGHT_M
-    WEIGHT_F: tl.constexpr = (F + WEIGHT_N - 1) // WEIGHT_N
+    D: tl.constexpr = LAYER.D
+    F: tl.constexpr = LAYER.F
+    ACTIVATION: tl.constexpr = LAYER.ACTIVATION
+    NUM_F: tl.constexpr = (F + TILE.N - 1) // TILE.N
+    NUM_D: tl.constexpr = (D + TILE.N - 1) // TILE.N
+    WEIGHT_D: tl.constexpr = (D + WEIGHT_TILE.M - 1) // WEIGHT_TILE.M
+    WEIGHT_F: tl.constexpr = (F + WEIGHT_TILE.N - 1) // WEIGHT_TILE.N
     GROUPS: tl.constexpr = (F + 63) // 64
-    PUSHES: tl.constexpr = FUSED and CHUNK > 0
-    arrival = tl.atomic_add(counters_ptr + ARRIVED, 1, sem="relaxed")
-    deadline_ns = deadline(status_ptr, timeout_ns)
-    num_m = tl.load(totals_ptr + 1)
-    num_matrix = tl.load(counters_ptr + TASKS)
+    NUM_RANKS: tl.constexpr = SENDING.NUM_RANKS
+    PUSHES: tl.constexpr = WAY.FUSED and SENDING.CHUNK > 0
+    offsets = Offsets(arrived_offset, finished_offset, returned_offset)
+    arrival = tl.atomic_add(lists.counters + ARRIVED, 1, sem="relaxed")
+    deadline_ns = deadline(wire.status, timeout_ns)
+    num_m = tl.load(rows.totals + 1)
+    num_matrix = tl.load(lists.counters + TASKS)
     num_pushes = 0  # of a trace, whose rows they come first in
     if PUSHES:
-        push_first(
-            dy_ptr, send_token_ptr, send_count_ptr, receive_table_ptr, flag_table_ptr, arrived_offset, finished_offset,
-            tl.load(call_ptr), counters_ptr, status_ptr, num_tokens, rank, arrival, push_programs, vector_trace_ptr, D, PUSH_D,
-            PUSH_ROWS, CHUNK, RECEIVE_BLOCK, NUM_RANKS, TRACE,
-        )  # fmt: skip
-        if TRACE:
-            num_pushes = count_pushes(send_count_ptr, rank, CHUNK, NUM_RANKS)
+        push_first(tokens.local, rows, wire, offsets, lists, num_tokens, rank, arrival, push_programs, SENDING)
+        if lists.vector_records is not None:
+            num_pushes = count_pushes(rows.send_count_R, rank, SENDING.CHUNK, NUM_RANKS)
     before_sums = num_m * (NUM_F + 1)
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
     num_returns = num_m * (NUM_D + 1) + 1  # rows, d(weight), and one
-    progress_ptr = counters_ptr + COUNTERS
+    progress_ptr = lists.counters + COUNTERS
     activated_ptr = progress_ptr + num_m
     need_ptr = activated_ptr + num_m
     all_here = 0
@@ -410,60 +323,55 @@ def backward_kernel(
     made = 0
     stored = 0
     unsent = (arrival == 0).to(tl.int32)
-    place = tl.atomic_add(counters_ptr + MATRIX, 1, sem="relaxed")
-    vector_place = tl.atomic_add(counters_ptr + VECTOR, 1, sem="relaxed")
+    place = tl.atomic_add(lists.counters + MATRIX, 1, sem="relaxed")
+    vector_place = tl.atomic_add(lists.counters + VECTOR, 1, sem="relaxed")
     while (place < num_matrix) | (vector_place < num_vector):
-        claimed_ns = nanoseconds() if TRACE else 0
+        claimed_ns = now_if(lists.matrix_records)
         is_matrix = place < num_matrix
-        word = tl.load(matrix_ptr + place, mask=is_matrix, other=0)
+        word = tl.load(lists.matrix + place, mask=is_matrix, other=0)
         op = (word >> 56).to(tl.int32)
         expert = ((word >> 40) & 0xFFFF).to(tl.int32)
         # The first product of a chunk needs what those that return before it needed; without chunks nothing.
         of_expert = expert
-        if CHUNK_EXPERTS > 0:
-            of_expert = tl.where(op == FIRST, expert - 2 * CHUNK_EXPERTS, expert)
+        if WAY.CHUNK_EXPERTS > 0:
+            of_expert = tl.where(op == FIRST, expert - 2 * WAY.CHUNK_EXPERTS, expert)
         else:
             of_expert = tl.where(op == FIRST, -1, expert)
         need = tl.load(need_ptr + of_expert, mask=is_matrix & (of_expert >= 0), other=0)
         if is_matrix:
             is_matrix = vector_place >= need
         if (made > 0) & ((not is_matrix) | (op != FIRST)):
-            count_made(counters_ptr, stored, made)
+            count_made(lists.counters, stored, made)
             made = 0
         owes = (unsent > 0) & tl.where(is_matrix, op >= DOWN_WEIGHTS, vector_place >= before_sums)
         if owes:
             signal_when_all(
-                flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_returns, status_ptr,
-                NUM_RANKS,
-            )  # fmt: skip
+                wire, returned_offset, tl.load(wire.call), lists.counters + RETURNED, unsent, num_returns, NUM_RANKS
+            )
             unsent = 0
         started_ns = claimed_ns
         if is_matrix:
-            answer = claim(counters_ptr + MATRIX, THREADS)
+            answer = claim(lists.counters + MATRIX, WAY.THREADS)
             if op == FIRST:
                 m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
                 n = (word & 0xFFFF).to(tl.int32)
-                source = tl.load(source_ptr + m * BLOCK_M + tl.arange(0, BLOCK_M))
-                if FUSED:
-                    all_here = wait_for_rows(
-                        source, all_here, arrived_ptr, finished_ptr, call_ptr, deadline_ns, status_ptr, rank, BLOCK_M,
-                        NUM_RANKS, CHUNK, RECEIVE_BLOCK,
-                    )  # fmt: skip
-                started_ns = nanoseconds() if TRACE else 0
-                a_ptrs = row_pointers(source, dy_ptr, receive_ptr, D)[:, None] + tl.arange(0, BLOCK_K)[None, :]
-                gathered_product_tile(
-                    a_ptrs, w2_desc, raw_desc, m * BLOCK_M, expert, n, progress_ptr, made, stored, D, BLOCK_M, BLOCK_N,
-                    BLOCK_K, True,
-                )  # fmt: skip
+                source = tl.load(rows.source_N + m * TILE.M + tl.arange(0, TILE.M))
+                if WAY.FUSED:
+                    all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
+                started_ns = now_if(lists.matrix_records)
+                first_ptrs = row_pointers(source, tokens.local, tokens.received, D)
+                a_ptrs = first_ptrs[:, None] + tl.arange(0, TILE.K)[None, :]
+                counted = Counted(progress_ptr, made, stored)
+                gathered_product_tile(a_ptrs, w2_desc, raw_desc, m * TILE.M, expert, n, counted, D, TILE)
                 stored = m + 0
                 made += 1
             else:
-                begin = tl.load(start_ptr + expert)
+                begin = tl.load(rows.start_e1 + expert)
                 if all_activated == 0:
-                    all_activated = has_all(counters_ptr + ACTIVATED, num_m * NUM_F).to(tl.int32)
+                    all_activated = has_all(lists.counters + ACTIVATED, num_m * NUM_F).to(tl.int32)
                     if all_activated == 0:
-                        first_m = begin // BLOCK_M
-                        num_awaited = tl.load(start_ptr + expert + 1) // BLOCK_M - first_m
+                        first_m = begin // TILE.M
+                        num_awaited = tl.load(rows.start_e1 + expert + 1) // TILE.M - first_m
                         if op == RETURN:
                             first_m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
                             num_awaited = num_awaited * 0 + 1
@@ -471,118 +379,126 @@ def backward_kernel(
                             lanes = tl.minimum(i + tl.arange(0, WIDE), num_awaited - 1)
                             wait_for(
                                 activated_ptr + first_m + lanes, lanes * 0 + rank, NUM_F, deadline_ns + timeout_ns,
-                                status_ptr, STAGE_ACTIVATED,
+                                wire.status, STAGE_ACTIVATED,
                             )  # fmt: skip
                     block_loads_follow()
-                started_ns = nanoseconds() if TRACE else 0
+                started_ns = now_if(lists.matrix_records)
                 if op == RETURN:
                     m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
                     n = (word & 0xFFFF).to(tl.int32)
-                    product_tile(
-                        dh_desc, w13_desc, dh_desc, expert_ptr, return_ptr, returns_table_ptr, status_ptr, m, n, F, D,
-                        SLOTS, 2, False, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K, True, True,
-                    )  # fmt: skip
+                    product_tile(dh_desc, w13_desc, dh_desc, rows, wire, m, n, RETURNING, TILE, True)
                     unsent += 1
                 else:
-                    is_lost = tl.load(status_ptr, volatile=True) != 0
+                    is_lost = tl.load(wire.status, volatile=True) != 0
                     tile = (word & 0xFFFFFFFF).to(tl.int32)
                     if op == DOWN_WEIGHTS:
                         m = tile // WEIGHT_F
                         n = tile % WEIGHT_F
                         acc = weight_gradient_tile(
-                            act_rows_desc, dy_address_ptr, act_rows_desc, rows_ptr, begin, is_lost, expert, m, 0, n, D,
-                            WEIGHT_M, WEIGHT_N, WEIGHT_K, True,
-                        )  # fmt: skip
+                            None,
+                            addresses.dy_N,
+                            act_rows_desc,
+                            rows.rows_e,
+                            begin,
+                            is_lost,
+                            expert,
+                            m,
+                            0,
+                            n,
+                            D,
+                            WEIGHT_TILE,
+                        )
                         put_tile(
-                            acc, dw2_desc, expert, m * WEIGHT_M, n * WEIGHT_N, WEIGHT_M, WEIGHT_N, False, ACCUMULATE
+                            acc,
+                            dw2_desc,
+                            expert,
+                            m * WEIGHT_TILE.M,
+                            n * WEIGHT_TILE.N,
+                            WEIGHT_TILE.M,
+                            WEIGHT_TILE.N,
+                            False,
+                            WAY.ACCUMULATE,
                         )
                     else:
                         part = tile // (WEIGHT_F * WEIGHT_D)
                         m = tile % WEIGHT_D
                         n = tile // WEIGHT_D % WEIGHT_F
                         acc = weight_gradient_tile(
-                            dh_rows_desc, x_address_ptr, dh_rows_desc, rows_ptr, begin, is_lost, expert, m, part * F, n,
-                            D, WEIGHT_M, WEIGHT_N, WEIGHT_K, True,
+                            None, addresses.x_N, dh_rows_desc, rows.rows_e, begin, is_lost, expert, m, part * F, n, D,
+                            WEIGHT_TILE,
                         )  # fmt: skip
                         if part == 0:
                             put_tile(
-                                acc, dw_gate_desc, expert, m * WEIGHT_M, n * WEIGHT_N, WEIGHT_M, WEIGHT_N, True,
-                                ACCUMULATE,
+                                acc, dw_gate_desc, expert, m * WEIGHT_TILE.M, n * WEIGHT_TILE.N, WEIGHT_TILE.M, WEIGHT_TILE.N,
+                                True, WAY.ACCUMULATE,
                             )  # fmt: skip
                         else:
                             put_tile(
-                                acc, dw_up_desc, expert, m * WEIGHT_M, n * WEIGHT_N, WEIGHT_M, WEIGHT_N, True,
-                                ACCUMULATE,
+                                acc, dw_up_desc, expert, m * WEIGHT_TILE.M, n * WEIGHT_TILE.N, WEIGHT_TILE.M, WEIGHT_TILE.N,
+                                True, WAY.ACCUMULATE,
                             )  # fmt: skip
-            record_task(matrix_trace_ptr, place, claimed_ns, started_ns, TRACE)
-            place = claimed(answer, THREADS)
+            record_task(lists.matrix_records, place, claimed_ns, started_ns)
+            place = claimed(answer, WAY.THREADS)
         else:
-            answer = claim(counters_ptr + VECTOR, THREADS)
+            answer = claim(lists.counters + VECTOR, WAY.THREADS)
             if vector_place < before_sums:
-                word = tl.load(vector_ptr + vector_place)
+                word = tl.load(lists.vector + vector_place)
                 m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
                 n = (word & 0xFFFF).to(tl.int32)
                 lanes = tl.zeros((WIDE,), tl.int32)
                 if (word >> 56) == ACTIVATION_GRADIENT:
                     if all_made == 0:
-                        all_made = has_all(counters_ptr + MADE, num_m * NUM_F).to(tl.int32)
+                        all_made = has_all(lists.counters + MADE, num_m * NUM_F).to(tl.int32)
                         if all_made == 0:
                             wait_for(
-                                progress_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
+                                progress_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, wire.status,
                                 STAGE_RAW,
                             )  # fmt: skip
-                    started_ns = nanoseconds() if TRACE else 0
-                    for first in range(0, BLOCK_M, ITEM_ROWS):
-                        row = (m * BLOCK_M + first + tl.arange(0, ITEM_ROWS)).to(tl.int64)
+                    started_ns = now_if(lists.matrix_records)
+                    for first in range(0, TILE.M, WAY.ITEM_ROWS):
+                        row = (m * TILE.M + first + tl.arange(0, WAY.ITEM_ROWS)).to(tl.int64)
                         activation_gradient_item(
-                            raw_ptr, gate_ptr, up_ptr, weight_ptr, dh_ptr, act_ptr, groups_ptr, row, n, F, ITEM_ROWS,
-                            BLOCK_N, ACTIVATION, WEIGHTED,
-                        )  # fmt: skip
+                            through, rows.weight_N, row, n, F, WAY.ITEM_ROWS, TILE.N, ACTIVATION, LAYER.WEIGHTED
+                        )
                     block_loads_follow()  # of what was stored here, by whoever counts on it
                     tl.atomic_add(activated_ptr + m, 1, sem="release", scope="gpu")
-                    tl.atomic_add(counters_ptr + ACTIVATED, 1, sem="release", scope="gpu")
+                    tl.atomic_add(lists.counters + ACTIVATED, 1, sem="release", scope="gpu")
                 else:
                     if all_activated == 0:
                         wait_for(
-                            activated_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, status_ptr,
+                            activated_ptr + m + lanes, lanes + rank, NUM_F, deadline_ns + timeout_ns, wire.status,
                             STAGE_ACTIVATED,
                         )  # fmt: skip
-                    started_ns = nanoseconds() if TRACE else 0
-                    return_dweights(
-                        groups_ptr, return_ptr, dweights_table_ptr, status_ptr, m * BLOCK_M + tl.arange(0, BLOCK_M), GROUPS,
-                        SLOTS,
-                    )  # fmt: skip
+                    started_ns = now_if(lists.matrix_records)
+                    row = m * TILE.M + tl.arange(0, TILE.M)
+                    return_dweights(through.groups_NG, rows, wire, row, GROUPS, LAYER.SLOTS)
                     unsent += 1
             else:
                 if back == 0:
-                    wait_for_peers(
-                        returned_ptr, call_ptr, rank, deadline_ns + timeout_ns, status_ptr, NUM_RANKS, STAGE_COMBINE,
-                        True,
-                    )  # fmt: skip
-                    back = tl.where(failed(status_ptr), 2, 1)
+                    wait_for_peers(wire.returned, wire, rank, deadline_ns + timeout_ns, NUM_RANKS, STAGE_COMBINE, True)
+                    back = tl.where(failed(wire.status), 2, 1)
                     if back == 2:
-                        pass_on(status_ptr)
-                started_ns = nanoseconds() if TRACE else 0
+                        pass_on(wire.status)
+                started_ns = now_if(lists.matrix_records)
                 begin = (vector_place - before_sums) * sum_tokens
                 end = tl.minimum(begin + sum_tokens, num_tokens)
-                blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-                for item in range(begin * blocks, end * blocks):
-                    token = (item // blocks).to(tl.int64)
-                    column = item % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-                    combine_item(returns_ptr, ids_ptr, ids_ptr, dx_ptr, back == 2, token, column, D, K, BLOCK_D, False)
-                if COLLECTS:
+                COLUMNS: tl.constexpr = (D + WAY.BLOCK_D - 1) // WAY.BLOCK_D
+                for item in range(begin * COLUMNS, end * COLUMNS):
+                    token = (item // COLUMNS).to(tl.int64)
+                    column = item % COLUMNS * WAY.BLOCK_D + tl.arange(0, WAY.BLOCK_D)
+                    combine_item(sums, back == 2, token, column, D, LAYER.K, WAY.BLOCK_D)
+                if sums.dweights_TK is not None:
                     for token in range(begin, end):
-                        slot = token * K + tl.arange(0, KP)
-                        inside = tl.arange(0, KP) < K
-                        used = tl.load(ids_ptr + slot, mask=inside, other=-1) >= 0
-                        value = tl.load(dweights_ptr + slot, mask=used, other=0.0)
-                        tl.store(out_dweights_ptr + slot, tl.where(back == 2, float("nan"), value), mask=inside)
-            record_task(vector_trace_ptr, num_pushes + vector_place, claimed_ns, started_ns, TRACE)
-            vector_place = claimed(answer, THREADS)
+                        slot = token * LAYER.K + tl.arange(0, LAYER.KP)
+                        inside = tl.arange(0, LAYER.KP) < LAYER.K
+                        used = tl.load(sums.ids_TK + slot, mask=inside, other=-1) >= 0
+                        value = tl.load(sums.dweights_S + slot, mask=used, other=0.0)
+                        tl.store(sums.dweights_TK + slot, tl.where(back == 2, float("nan"), value), mask=inside)
+            record_task(lists.vector_records, num_pushes + vector_place, claimed_ns, started_ns)
+            vector_place = claimed(answer, WAY.THREADS)
     if made > 0:
-        count_made(counters_ptr, stored, made)
+        count_made(lists.counters, stored, made)
     if unsent > 0:
         signal_when_all(
-            flag_table_ptr, returned_offset, tl.load(call_ptr), counters_ptr + RETURNED, unsent, num_returns,
-            status_ptr, NUM_RANKS,
-        )  # fmt: skip
+            wire, returned_offset, tl.load(wire.call), lists.counters + RETURNED, unsent, num_returns, NUM_RANKS
+        )

@@ -21,6 +21,7 @@ Suffixes: R ranks, E experts, e local experts, B blocks (R * blocks per rank), M
 import triton
 import triton.language as tl
 
+from uniep.kernels.arguments import Rows
 from uniep.kernels.header import (
     CAPACITY,
     DIGEST_WORDS,
@@ -75,6 +76,8 @@ LONGEST_TASK_NS = tl.constexpr(200_000_000)  # much longer than a tile takes tha
     ]
 )  # fmt: skip
 def exchange_kernel(
+    call_ptr,
+    ticket_ptr,
     ids_ptr,
     weights_ptr,
     refusal_ptr,
@@ -90,23 +93,21 @@ def exchange_kernel(
     exchange_table_ptr,
     flag_table_ptr,
     entered_offset,
-    call_ptr,
-    ticket_ptr,
     rank,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    REFUSE: tl.constexpr,
 ):
     """Enter call `*call_ptr + 1`: publish this rank's header, ids and weights, then count the call.
 
     call: its number, then the number of calls with ids so far.  forward: with ids, takes the number of this call; without,
     the call whose plan this one uses.  digests: int32 words, if has_digests.
-    REFUSE: publish instead that this rank's inputs are bad; refusal: HEADER words, of which those from ERROR on go into the
-    header.
+    ids, weights: or None, an entry alone.  refusal: or None; publish instead that this rank's inputs are bad: HEADER words,
+    of which those from ERROR on go into the header.
     """
+    HAS_IDS: tl.constexpr = ids_ptr is not None
+    REFUSE: tl.constexpr = refusal_ptr is not None
     after_previous()
     next_may_come()
     call = tl.load(call_ptr) + 1
@@ -310,20 +311,20 @@ def _count_chunk(
     status_ptr,
     rank,
     item,
-    E: tl.constexpr,
     EP: tl.constexpr,
-    LOCAL: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    PLAN: tl.constexpr,
 ):
     """One column of the histogram."""
+    E: tl.constexpr = PLAN.E
+    LOCAL: tl.constexpr = PLAN.LOCAL
+    K: tl.constexpr = PLAN.K
+    KP: tl.constexpr = PLAN.KP
+    NUM_RANKS: tl.constexpr = PLAN.NUM_RANKS
+    CHUNKS: tl.constexpr = PLAN.CHUNKS
+    BLOCK_T: tl.constexpr = PLAN.BLOCK_T
     TOTAL: tl.constexpr = NUM_RANKS * CHUNKS
     source = item // CHUNKS
-    base = header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS)
+    base = header_of(exchange_ptr, call, source, PLAN.SLOTS, NUM_RANKS)
     begin, end = _chunk(tl.load(base + TOKENS), item % CHUNKS, CHUNKS, BLOCK_T)
     if tl.load(base + OPERATION) == IS_REFUSED:
         record(status_ptr, REFUSED, source, 0, call, 0)
@@ -360,26 +361,16 @@ def histogram_kernel(
     call_ptr,
     status_ptr,
     rank,
-    E: tl.constexpr,
     EP: tl.constexpr,
-    LOCAL: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    PLAN: tl.constexpr,
 ):
     """histogram (E + 1 + R, C): rows 0..E-1 slots per expert; row E tokens that this rank receives;
     row E+1+d tokens that this rank sends to d (chunks of this rank only)."""
     after_previous()
     next_may_come()
     call = tl.load(call_ptr)
-    for item in range(tl.program_id(0), NUM_RANKS * CHUNKS, tl.num_programs(0)):
-        _count_chunk(
-            exchange_ptr, histogram_ptr, call, status_ptr, rank, item, E, EP, LOCAL, K, KP, SLOTS, NUM_RANKS, CHUNKS,
-            BLOCK_T,
-        )  # fmt: skip
+    for item in range(tl.program_id(0), PLAN.NUM_RANKS * PLAN.CHUNKS, tl.num_programs(0)):
+        _count_chunk(exchange_ptr, histogram_ptr, call, status_ptr, rank, item, EP, PLAN)
 
 
 @triton.jit
@@ -467,16 +458,8 @@ def _store_order(order_ptr, leads, num_tiles, first, last, expert, tile, i, exis
 def tiles_kernel(
     exchange_ptr,
     counts_ptr,
-    send_count_ptr,
     recv_count_ptr,
-    start_ptr,
-    rows_ptr,
-    expert_ptr,
-    order_ptr,
-    backward_order_ptr,
-    progress_ptr,
-    cursor_ptr,
-    totals_ptr,
+    table: Rows,
     host_ptr,
     call_ptr,
     status_ptr,
@@ -541,13 +524,13 @@ def tiles_kernel(
                 available = tl.sum(tl.where(source == first_over, capacity_R, 0))
                 record(status_ptr, TOO_MANY_ROWS, first_over, 0, needed, available)
         if not fits:
-            tl.store(send_count_ptr + source, tl.zeros((NUM_RANKS,), tl.int32))
-        tl.store(start_ptr + local, tl.where(fits, start, 0), mask=local < LOCAL)
-        tl.store(rows_ptr + local, tl.where(fits, rows, 0), mask=local < LOCAL)
-        tl.store(start_ptr + LOCAL, tl.where(fits, total, 0))
-        tl.store(cursor_ptr, 0)
-        tl.store(totals_ptr, tl.where(fits, total, 0))
-        tl.store(totals_ptr + 1, tl.where(fits, total // BLOCK_M, 0))
+            tl.store(table.send_count_R + source, tl.zeros((NUM_RANKS,), tl.int32))
+        tl.store(table.start_e1 + local, tl.where(fits, start, 0), mask=local < LOCAL)
+        tl.store(table.rows_e + local, tl.where(fits, rows, 0), mask=local < LOCAL)
+        tl.store(table.start_e1 + LOCAL, tl.where(fits, total, 0))
+        tl.store(table.cursor, 0)
+        tl.store(table.totals, tl.where(fits, total, 0))
+        tl.store(table.totals + 1, tl.where(fits, total // BLOCK_M, 0))
 
     # Tiles [first, last) of a segment hold this rank's rows only: from the tile after the last foreign row
     # in front, to the tile before the first foreign row behind (pad rows are local).
@@ -560,10 +543,10 @@ def tiles_kernel(
         exists = tile < num_m
         expert = segment_of((start + padded) // BLOCK_M, tile, LOCAL_P)
         i = tile - tl.gather(start // BLOCK_M, expert, 0)
-        tl.store(expert_ptr + tile, expert, mask=exists)
-        tl.store(progress_ptr + tile, tl.zeros((TILES,), tl.int32), mask=exists)
-        _store_order(order_ptr, local < lead, num_tiles, first, last, expert, tile, i, exists)
-        _store_order(backward_order_ptr, local < backward_lead, num_tiles, first, last, expert, tile, i, exists)
+        tl.store(table.expert_M + tile, expert, mask=exists)
+        tl.store(table.progress_M + tile, tl.zeros((TILES,), tl.int32), mask=exists)
+        _store_order(table.order_M, local < lead, num_tiles, first, last, expert, tile, i, exists)
+        _store_order(table.backward_order_M, local < backward_lead, num_tiles, first, last, expert, tile, i, exists)
     if HOST:
         if program == 0:
             sent_R = tl.load(recv_count_ptr + source) if DEDUP else tl.where(source == rank, 0, tl.load(header))
@@ -594,29 +577,26 @@ def _slots_before(local, BINS: tl.constexpr):
 def _place_chunk(
     exchange_ptr,
     histogram_ptr,
-    start_ptr,
-    source_ptr,
-    return_ptr,
-    weight_ptr,
-    send_token_ptr,
+    table: Rows,
     call,
     rank,
     num_tokens,
     have_rows,
     item,
-    E: tl.constexpr,
-    LOCAL: tl.constexpr,
     BINS: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     RECEIVE_BLOCK: tl.constexpr,
     DEDUP: tl.constexpr,
+    PLAN: tl.constexpr,
 ):
     """Rows of the slots of one chunk, and, of this rank's own, its part of the send lists."""
+    E: tl.constexpr = PLAN.E
+    LOCAL: tl.constexpr = PLAN.LOCAL
+    K: tl.constexpr = PLAN.K
+    KP: tl.constexpr = PLAN.KP
+    SLOTS: tl.constexpr = PLAN.SLOTS
+    NUM_RANKS: tl.constexpr = PLAN.NUM_RANKS
+    CHUNKS: tl.constexpr = PLAN.CHUNKS
+    BLOCK_T: tl.constexpr = PLAN.BLOCK_T
     TOTAL: tl.constexpr = NUM_RANKS * CHUNKS
     ENTRIES: tl.constexpr = BLOCK_T * KP
     source = item // CHUNKS
@@ -625,7 +605,7 @@ def _place_chunk(
     expert = tl.arange(0, BINS)
     peer = tl.arange(0, NUM_RANKS)
     # The next free row of each expert, receive slot, and place in the list to each rank.
-    free = tl.load(start_ptr + expert, mask=expert < LOCAL, other=0)
+    free = tl.load(table.start_e1 + expert, mask=expert < LOCAL, other=0)
     free += tl.load(histogram_ptr + (rank * LOCAL + expert) * TOTAL + item, mask=expert < LOCAL, other=0)
     listed = tl.load(histogram_ptr + E * TOTAL + item)
     sent = tl.load(histogram_ptr + (E + 1 + peer) * TOTAL + item)
@@ -639,7 +619,7 @@ def _place_chunk(
             value = token
             wanted = tl.where((peer == rank)[None, :], 0, _wanted_by(ids, LOCAL, NUM_RANKS))
             at = sent[None, :] + tl.cumsum(wanted, 0) - wanted
-            list_ptr = send_token_ptr + peer.to(tl.int64) * num_tokens
+            list_ptr = table.send_token_RT + peer.to(tl.int64) * num_tokens
             tl.store(list_ptr[None, :] + at, tl.broadcast_to(token[:, None], at.shape), mask=wanted != 0)
             sent += tl.sum(wanted, 0)
         else:
@@ -656,59 +636,37 @@ def _place_chunk(
             entry = (first + index // KP) * K + index % KP
             weight = tl.load(base + HEADER + SLOTS + entry, mask=is_row, other=0).to(tl.float32, bitcast=True)
             where = tl.reshape(tl.broadcast_to(value[:, None], (BLOCK_T, KP)), (ENTRIES,))
-            tl.store(source_ptr + row, where, mask=is_row)
-            tl.store(return_ptr + row, source * SLOTS + entry, mask=is_row)
-            tl.store(weight_ptr + row, weight, mask=is_row)
+            tl.store(table.source_N + row, where, mask=is_row)
+            tl.store(table.return_N + row, source * SLOTS + entry, mask=is_row)
+            tl.store(table.weight_N + row, weight, mask=is_row)
             unused = tl.sum((local < 0).to(tl.int32))
             free += tl.histogram(tl.maximum(local, 0), BINS) - tl.where(expert == 0, unused, 0)
 
 
 @triton.jit
-def _pad_segment(
-    start_ptr,
-    rows_ptr,
-    source_ptr,
-    return_ptr,
-    weight_ptr,
-    expert,
-    ZERO_ROW: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+def _pad_segment(table: Rows, expert, ZERO_ROW: tl.constexpr, ALIGN: tl.constexpr):
     """The rows of an expert behind its last one."""
-    begin = tl.load(start_ptr + expert) + tl.load(rows_ptr + expert)
+    begin = tl.load(table.start_e1 + expert) + tl.load(table.rows_e + expert)
     row = begin + tl.arange(0, ALIGN)
-    mask = row < tl.load(start_ptr + expert + 1)
-    tl.store(source_ptr + row, tl.full((ALIGN,), ZERO_ROW, tl.int32), mask=mask)
-    tl.store(return_ptr + row, tl.full((ALIGN,), -1, tl.int32), mask=mask)
-    tl.store(weight_ptr + row, tl.zeros((ALIGN,), tl.float32), mask=mask)
+    mask = row < tl.load(table.start_e1 + expert + 1)
+    tl.store(table.source_N + row, tl.full((ALIGN,), ZERO_ROW, tl.int32), mask=mask)
+    tl.store(table.return_N + row, tl.full((ALIGN,), -1, tl.int32), mask=mask)
+    tl.store(table.weight_N + row, tl.zeros((ALIGN,), tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
 def place_kernel(
     exchange_ptr,
     histogram_ptr,
-    start_ptr,
-    rows_ptr,
-    totals_ptr,
-    source_ptr,
-    return_ptr,
-    weight_ptr,
-    send_token_ptr,
+    table: Rows,
     call_ptr,
     rank,
     num_tokens,
-    E: tl.constexpr,
-    LOCAL: tl.constexpr,
     BINS: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     RECEIVE_BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
     DEDUP: tl.constexpr,
+    PLAN: tl.constexpr,
 ):
     """Rows and send lists: items 0..C-1 place the slots of a chunk; C..C+e-1 fill pad rows.
 
@@ -718,16 +676,23 @@ def place_kernel(
     after_previous()
     next_may_come()
     call = tl.load(call_ptr)
-    have_rows = tl.load(totals_ptr) > 0
-    for item in range(tl.program_id(0), NUM_RANKS * CHUNKS + LOCAL, tl.num_programs(0)):
-        if item < NUM_RANKS * CHUNKS:
+    have_rows = tl.load(table.totals) > 0
+    COLUMNS: tl.constexpr = PLAN.NUM_RANKS * PLAN.CHUNKS
+    for item in range(tl.program_id(0), COLUMNS + PLAN.LOCAL, tl.num_programs(0)):
+        if item < COLUMNS:
             _place_chunk(
-                exchange_ptr, histogram_ptr, start_ptr, source_ptr, return_ptr, weight_ptr, send_token_ptr, call, rank,
-                num_tokens, have_rows, item, E, LOCAL, BINS, K, KP, SLOTS, NUM_RANKS, CHUNKS, BLOCK_T, RECEIVE_BLOCK,
+                exchange_ptr,
+                histogram_ptr,
+                table,
+                call,
+                rank,
+                num_tokens,
+                have_rows,
+                item,
+                BINS,
+                RECEIVE_BLOCK,
                 DEDUP,
-            )  # fmt: skip
+                PLAN,
+            )
         elif have_rows:
-            _pad_segment(
-                start_ptr, rows_ptr, source_ptr, return_ptr, weight_ptr, item - NUM_RANKS * CHUNKS,
-                -(NUM_RANKS - 1) * RECEIVE_BLOCK - 1, ALIGN,
-            )  # fmt: skip
+            _pad_segment(table, item - COLUMNS, -(PLAN.NUM_RANKS - 1) * RECEIVE_BLOCK - 1, ALIGN)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from uniep.kernels.arguments import Wire
 from uniep.kernels.ptx import load_acquire
 from uniep.kernels.sync import STAGE_DISPATCH, WIDE, every_rank, wait_for
 
@@ -18,42 +19,26 @@ def row_pointers(source, local_ptr, receive_ptr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def wait_for_rows(
-    source,
-    all_here,
-    arrived_ptr,
-    finished_ptr,
-    call_ptr,
-    deadline_ns,
-    status_ptr,
-    rank,
-    ROWS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RECEIVE_BLOCK: tl.constexpr,
-):
-    """Wait for what `source` (ROWS,) needs of other ranks; returns 1 once everything has arrived.
-
-    CHUNK: tokens under one `arrived` flag; 0: a source's tokens arrive under its `finished` flag alone.
-    """
+def wait_for_rows(source, all_here, wire: Wire, deadline_ns, rank, ROWS: tl.constexpr, SENDING: tl.constexpr):
+    """Wait for what `source` (ROWS,) needs of other ranks; returns 1 once everything has arrived."""
     if all_here == 0:
         REPEAT: tl.constexpr = (WIDE + ROWS - 1) // ROWS
         slot = tl.broadcast_to((-source - 1)[:, None], (ROWS, REPEAT))
-        remote = (slot >= 0) & (slot < (NUM_RANKS - 1) * RECEIVE_BLOCK)
+        remote = (slot >= 0) & (slot < (SENDING.NUM_RANKS - 1) * SENDING.RECEIVE_BLOCK)
         if tl.max(remote.to(tl.int32)) != 0:
-            call = tl.load(call_ptr)
-            ranks = every_rank(NUM_RANKS)
-            missing = (load_acquire(finished_ptr + ranks) - call < 0) & (ranks != rank)
+            call = tl.load(wire.call)
+            ranks = every_rank(SENDING.NUM_RANKS)
+            missing = (load_acquire(wire.finished + ranks) - call < 0) & (ranks != rank)
             if tl.max(missing.to(tl.int32)) == 0:
                 all_here = 1
             else:
-                peer = slot // RECEIVE_BLOCK
+                peer = slot // SENDING.RECEIVE_BLOCK
                 peer += (peer >= rank).to(tl.int32)
-                if CHUNK > 0:
-                    flags = arrived_ptr + slot // CHUNK
+                if SENDING.CHUNK > 0:
+                    flags = wire.arrived + slot // SENDING.CHUNK
                 else:
-                    flags = finished_ptr + peer
-                wait_for(tl.where(remote, flags, call_ptr), peer, call, deadline_ns, status_ptr, STAGE_DISPATCH)
+                    flags = wire.finished + peer
+                wait_for(tl.where(remote, flags, wire.call), peer, call, deadline_ns, wire.status, STAGE_DISPATCH)
     return all_here
 
 

@@ -15,6 +15,7 @@ reads results here looks at this one word.  What lies where: header.py.
 import triton
 import triton.language as tl
 
+from uniep.kernels.arguments import Wire
 from uniep.kernels.header import (
     LOST_CALL,
     LOST_WORDS,
@@ -125,18 +126,18 @@ def failed(status_ptr):
 
 
 @triton.jit
-def signal_when_all(flag_table_ptr, offset, call, counter_ptr, number, total, status_ptr, NUM_RANKS: tl.constexpr):
+def signal_when_all(wire: Wire, offset, call, counter_ptr, number, total, NUM_RANKS: tl.constexpr):
     """Count `number` tasks of this program as done; who completes `total` signals as in `signal_all`."""
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, number, sem="acq_rel", scope="sys")
-    if (before + number == total) & (not failed(status_ptr)):
+    if (before + number == total) & (not failed(wire.status)):
         for rank in range(NUM_RANKS):
-            flags = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int32))
+            flags = tl.load(wire.flag_table + rank).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(flags + offset, call, sem="release", scope="sys")
 
 
 @triton.jit
-def signal_all(flag_table_ptr, offset, call, ticket_ptr, num_programs, status_ptr, NUM_RANKS: tl.constexpr):
+def signal_all(wire: Wire, offset, call, ticket_ptr, num_programs, NUM_RANKS: tl.constexpr):
     """The last of `num_programs` programs stores `call` into flag `offset` of every rank, unless this rank has failed:
     a peer that comes late must not take what was never sent for a result.
 
@@ -147,7 +148,7 @@ def signal_all(flag_table_ptr, offset, call, ticket_ptr, num_programs, status_pt
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="sys")
     if ticket == num_programs - 1:
         tl.store(ticket_ptr, 0)
-    if (ticket == num_programs - 1) & (not failed(status_ptr)):
+    if (ticket == num_programs - 1) & (not failed(wire.status)):
         for rank in range(NUM_RANKS):
-            flags = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int32))
+            flags = tl.load(wire.flag_table + rank).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(flags + offset, call, sem="release", scope="sys")

@@ -2,8 +2,9 @@
 
 Triton's own launch looks at every argument anew: its type, its alignment, its tensor map.  That takes 40 to 90 us here,
 several times a call.  What it finds is the same every time, so `launch` lets Triton compile and launch once for each
-kernel, constants and types, and from then on hands the arguments to the driver itself.  Where that cannot work (the
-interpreter, no GPU, a kernel whose parameters are not as expected, misaligned memory) Triton launches.
+kernel, constants and types, and from then on hands the arguments to the driver itself; at a bundle that many launches
+take it looks once.  Where that cannot work (the interpreter, no GPU, a kernel whose parameters are not as expected,
+misaligned memory) Triton launches.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import math
 import re
 import struct
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,16 +33,15 @@ _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b[^,\[\])]
 
 
 class Part(NamedTuple):
-    """A contiguous part of a contiguous tensor, `offset` bytes from its start: for kernels what a view is, made in a
-    tenth of the time."""
+    """A contiguous part of a contiguous tensor: for kernels what a view is, made in a tenth of the time."""
 
     base: Tensor
-    offset: int
+    address: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def data_ptr(self) -> int:
-        return self.base.data_ptr() + self.offset
+        return self.address
 
     def get_device(self) -> int:
         return self.base.get_device()
@@ -55,14 +55,16 @@ def tensor(memory: Memory) -> Tensor:
     if isinstance(memory, Tensor):
         return memory
     size = math.prod(memory.shape) * memory.dtype.itemsize
-    own = memory.base.view(-1).view(torch.uint8)[memory.offset : memory.offset + size]
+    offset = memory.address - memory.base.data_ptr()
+    own = memory.base.view(-1).view(torch.uint8)[offset : offset + size]
     return own.view(memory.dtype).view(memory.shape)
 
 
 def unbind(whole: Tensor) -> list[Part]:
     """A contiguous tensor along its first dimension."""
     dtype, shape, step = whole.dtype, whole.shape[1:], whole.stride(0) * whole.dtype.itemsize
-    return [Part(whole, index * step, dtype, shape) for index in range(whole.shape[0])]
+    first = whole.data_ptr()
+    return [Part(whole, first + index * step, dtype, shape) for index in range(whole.shape[0])]
 
 
 class Block(NamedTuple):
@@ -74,9 +76,33 @@ class Block(NamedTuple):
     block: tuple[int, ...]
 
 
-def launch(
-    kernel: Any, programs: int, args: Sequence[Memory | int | Block], constants: dict[str, Any], **options: Any
-) -> None:
+T = TypeVar("T", bound=tuple[Any, ...])
+
+
+class Bundle(Generic[T]):
+    """A NamedTuple of memory, looked at once, for many launches.  fields: see `uniep.kernels.arguments`.
+
+    kind: a number that bundles of the same types share.
+    """
+
+    __slots__ = ("addresses", "bits", "device", "fields", "kind")
+
+    def __init__(self, fields: T) -> None:
+        self.fields = fields
+        self.device: int = next(f for f in fields if f is not None).get_device()
+        self.addresses: list[int] = []
+        kinds: list[Any] = []
+        self.bits = _look(fields, self.addresses, kinds, [])
+        self.kind = _bundle_kinds.setdefault(tuple(kinds), len(_bundle_kinds))
+
+
+_bundle_kinds: dict[tuple[Any, ...], int] = {}
+
+Argument = Memory | int | Block | Bundle[Any] | tuple[Any, ...] | None
+"""Of a kernel.  A tuple: a bundle for this launch.  None: not used; there is no parameter for it."""
+
+
+def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict[str, Any], **options: Any) -> None:
     """Run `programs` programs of a kernel.  args: its run-time parameters, in order; integers not specialized.
 
     options: of Triton, such as num_warps.
@@ -84,34 +110,81 @@ def launch(
     values: list[Any] = []  # of the parameters; a Block's first one, its tensor map, comes later
     kinds: list[Any] = []  # what the code depends on
     blocks: list[tuple[int, Block]] = []
-    misaligned = 0
-    for a in args:
-        if type(a) is int:
-            values.append(a)
-            kinds.append(a >> 31 > 0)
-        elif type(a) is Block:
-            blocks.append((len(values), a))
-            values.append(None)
-            values += a.shape
-            values += a.strides
-            kinds.append(a.base.dtype)
-        else:
-            address = a.data_ptr()  # type: ignore[union-attr]
-            misaligned |= address
-            values.append(address)
-            kinds.append(a.dtype)  # type: ignore[union-attr]
-    first = args[0]
-    device = (first.base if type(first) is Block else first).get_device()  # type: ignore[union-attr]
+    misaligned = _look(args, values, kinds, blocks) & 15
+    device = _device(args[0])
     key = (kernel.fn, device, *kinds, *constants.values(), *options.values())
     known = _known.get(key)
-    if known is not None and not misaligned & 15:
+    if known is not None and not misaligned:
         known.run(programs, values, blocks)
         return
-    given = [_triton_descriptor(a) if type(a) is Block else tensor(a) if type(a) is Part else a for a in args]
-    compiled = kernel[(programs,)](*given, **constants, **options)
-    if key not in _known and not misaligned & 15:
+    compiled = kernel[(programs,)](*map(_for_triton, args), **constants, **options)
+    if key not in _known and not misaligned:
         sizes = parameter_sizes(kernel, compiled, args) if device >= 0 else None
         _known[key] = _Compiled(compiled, args, device, sizes) if sizes else None
+
+
+def _look(args: Sequence[Argument], values: list[Any], kinds: list[Any], blocks: list[tuple[int, Block]]) -> int:
+    """Append what the arguments become.  Returns all bits that are set in an address."""
+    bits = 0
+    for a in args:
+        kind = type(a)
+        if kind is Tensor:
+            address = a.data_ptr()  # type: ignore[union-attr]
+            bits |= address
+            values.append(address)
+            kinds.append(a.dtype)  # type: ignore[union-attr]
+        elif kind is int:
+            values.append(a)
+            kinds.append(a >> 31 > 0)  # type: ignore[operator]
+        elif kind is Part:
+            bits |= a.address  # type: ignore[union-attr]
+            values.append(a.address)  # type: ignore[union-attr]
+            kinds.append(a.dtype)  # type: ignore[union-attr]
+        elif kind is Bundle:
+            values += a.addresses  # type: ignore[union-attr]
+            kinds.append(a.kind)  # type: ignore[union-attr]
+            bits |= a.bits  # type: ignore[union-attr]
+        elif a is None:
+            kinds.append(None)
+        elif kind is Block:
+            blocks.append((len(values), a))  # type: ignore[arg-type]
+            values.append(None)
+            values += a.shape  # type: ignore[union-attr]
+            values += a.strides  # type: ignore[union-attr]
+            kinds.append(a.base.dtype)  # type: ignore[union-attr]
+        else:  # a bundle, or a subclass of Tensor
+            inside = a if isinstance(a, tuple) else (a.as_subclass(Tensor),)
+            bits |= _look(inside, values, kinds, blocks)
+    return bits
+
+
+def _device(first: Any) -> int:
+    """Of the memory of a launch, by its first argument."""
+    while isinstance(first, tuple) and type(first) is not Part:
+        first = first[0]  # of a bundle its first field, of a Block its base
+    return first.device if type(first) is Bundle else first.get_device()
+
+
+def _leaves(args: Sequence[Argument]) -> Iterator[Any]:
+    """All parameters of a launch, bundles taken apart."""
+    for a in args:
+        if isinstance(a, Bundle):
+            yield from _leaves(a.fields)
+        elif isinstance(a, tuple) and not isinstance(a, Block | Part):
+            yield from _leaves(a)
+        elif a is not None:
+            yield a
+
+
+def _for_triton(a: Any) -> Any:
+    """An argument as Triton's own launch takes it."""
+    if isinstance(a, Block):
+        return _triton_descriptor(a)
+    if isinstance(a, Part):
+        return tensor(a)
+    if isinstance(a, Bundle):
+        a = a.fields
+    return type(a)(*map(_for_triton, a)) if isinstance(a, tuple) else a
 
 
 def copy(target: Tensor, source: Tensor, stream: Any) -> None:
@@ -125,15 +198,18 @@ def copy(target: Tensor, source: Tensor, stream: Any) -> None:
         raise RuntimeError(f"cuMemcpyDtoDAsync of {source.nbytes} bytes failed with CUDA error {code}")
 
 
-def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Memory | int | Block]) -> list[int] | None:
+def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Argument]) -> list[int] | None:
     """Bytes of each parameter of the code; None where they are not what `args` become, and Triton has to launch.
 
-    Integers must not be specialized: the code would hold for the first call's values only.
+    Integers must not be specialized, nor be in a bundle, where they always are: the code would hold for the first
+    call's values.
     """
     entry = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
     sizes = [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(entry)]
     at, fits = 0, compiled.metadata.global_scratch_size == compiled.metadata.profile_scratch_size == 0
-    for a, parameter in zip(args, kernel.params, strict=False):
+    fits = fits and all(p.do_not_specialize for a, p in zip(args, kernel.params, strict=False) if isinstance(a, int))
+    fits = fits and not any(isinstance(a, int) for a in _leaves([a for a in args if not isinstance(a, int)]))
+    for a in _leaves(args):
         if isinstance(a, Block):
             rank = len(a.shape)
             want = [_MAP_BYTES, *[4] * rank, *[8] * rank]
@@ -141,7 +217,6 @@ def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Memory | int | Bl
             want = [8]
         else:
             want = sizes[at : at + 1]
-            fits = fits and parameter.do_not_specialize
         fits = fits and sizes[at : at + len(want)] == want
         at += len(want)
     if not fits or sizes[at:] != [8, 8]:  # Triton's two scratch pointers
@@ -153,14 +228,14 @@ def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Memory | int | Bl
 class _Compiled:
     """One compiled kernel and the memory of its parameters."""
 
-    def __init__(self, compiled: Any, args: Sequence[Memory | int | Block], device: int, sizes: list[int]) -> None:
+    def __init__(self, compiled: Any, args: Sequence[Argument], device: int, sizes: list[int]) -> None:
         self.compiled, self.device = compiled, device  # keeps the code loaded
         self.function, self.shared = compiled.function, compiled.metadata.shared
         self.threads = 32 * compiled.metadata.num_warps
         facts = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         self.map_facts: dict[int, Any] = {}  # by the place of the map among the parameters
         place = 0
-        for a in args:
+        for a in _leaves(args):
             if type(a) is Block:
                 self.map_facts[place] = next(facts)
                 place += 2 * len(a.shape)

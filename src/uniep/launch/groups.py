@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from uniep.config import MoEConfig
+from uniep.kernels.arguments import GroupRows, Lines, Rows
 from uniep.kernels.groups import (
     claimed_sum_kernel,
     counted_product_kernel,
@@ -18,8 +20,16 @@ from uniep.kernels.groups import (
     parts_kernel,
     return_order_kernel,
 )
-from uniep.launch.driver import Memory, launch
-from uniep.launch.staged import Peers, Rows, options, rows_block, stored_columns, w2_block
+from uniep.launch.driver import Bundle, Memory, launch
+from uniep.launch.staged import (
+    BESIDE_PROGRAMS,
+    Peers,
+    options,
+    rows_block,
+    stored_columns,
+    tile_shape,
+    w2_block,
+)
 from uniep.layout import hopper_parts_arrays, plan_words, power_of_2
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
@@ -28,7 +38,7 @@ LINES_AT_ONCE = 4  # of a program
 
 
 @dataclasses.dataclass(frozen=True)
-class Lines:
+class LineTables:
     """Which rows are added: views of one int32 tensor, which a backward needs again.
 
     row_LK, slot_LK: see kernels/groups.py.  used_TW: 0 for return slots in use, -1 for others; T the most
@@ -42,7 +52,7 @@ class Lines:
     cursor: Tensor
 
     @classmethod
-    def of(cls, flat: Tensor, cfg: MoEConfig, ep_size: int) -> Lines:
+    def of(cls, flat: Tensor, cfg: MoEConfig, ep_size: int) -> LineTables:
         """The views of a tensor with the words of `hopper_parts_arrays`."""
         arrays = hopper_parts_arrays(cfg, ep_size)
         parts = flat.split(plan_words(arrays))
@@ -52,7 +62,7 @@ class Lines:
 
 
 def launch_parts(
-    exchange: Tensor, rows: Rows, lines: Lines, call: Tensor, rank: int, num_ranks: int, num_tokens: int,
+    exchange: Tensor, rows: Rows, lines: LineTables, call: Tensor, rank: int, num_ranks: int, num_tokens: int,
     cfg: MoEConfig, multiprocessors: int,
 ) -> None:  # fmt: skip
     """Fill the tables of lines, whose rows are all -1 before.  exchange: every rank's ids, as the plan reads them."""
@@ -73,8 +83,7 @@ def launch_parts(
     )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Sums:
+class GroupSums(NamedTuple):
     """What is added, and where to: rows (N, D), with their routing weights or None; tables of lines; return slots.
 
     one_group: no line has rows of two groups.
@@ -87,22 +96,17 @@ class Sums:
     slots: int
     one_group: bool
 
-    def arguments(self, peers: Peers) -> tuple[Memory | int, ...]:
+    def arguments(self, peers: Peers) -> tuple[Any, ...]:
         """The lines of the next rank come first."""
         num_lines = self.row_LK.shape[0]
         first_line = (peers.rank + 1) % peers.num_ranks * (num_lines // peers.num_ranks)
-        weight_N = self.weight_N if self.weight_N is not None else self.rows_ND
-        return (
-            self.rows_ND, weight_N, self.row_LK, self.slot_LK, peers.returns_table, peers.flag_table,
-            peers.returned_offset, peers.call, peers.return_ticket, peers.status, num_lines, first_line,
-        )  # fmt: skip
+        given = GroupRows(self.rows_ND, self.weight_N, self.row_LK, self.slot_LK)
+        return given, peers.wire, peers.returned_offset, num_lines, first_line
 
-    def constants(self, peers: Peers) -> dict[str, int | bool]:
-        return {
-            "D": self.rows_ND.shape[1], "K": self.row_LK.shape[1], "SLOTS": self.slots, "NUM_RANKS": peers.num_ranks,
-            "BLOCK_L": LINES_AT_ONCE, "BLOCK_D": self._block, "WEIGHTED": self.weight_N is not None,
-            "ONE_GROUP": self.one_group,
-        }  # fmt: skip
+    def constants(self, peers: Peers) -> dict[str, Any]:
+        width, top_k = self.rows_ND.shape[1], self.row_LK.shape[1]
+        lines = Lines(width, top_k, self.slots, LINES_AT_ONCE, self._block, self.one_group)
+        return {"LINES": lines, "NUM_RANKS": peers.num_ranks}
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -113,10 +117,10 @@ class Sums:
         return min(power_of_2(self.rows_ND.shape[1]), 1024)
 
 
-def launch_group_sum(sums: Sums, peers: Peers, multiprocessors: int, *, signal: bool) -> None:
+def launch_group_sum(sums: GroupSums, peers: Peers, multiprocessors: int, *, signal: bool) -> None:
     """The sums of all lines into their return slots; then, if `signal`, the `returned` flags."""
     constants = {**sums.constants(peers), "SIGNAL": signal}
-    launch(group_sum_kernel, multiprocessors * 6, sums.arguments(peers), constants, **sums.options)
+    launch(group_sum_kernel, multiprocessors * BESIDE_PROGRAMS, sums.arguments(peers), constants, **sums.options)
 
 
 def launch_return_order(counts_RE: Memory, rows: Rows, rank: int, tile_rows: int, order_M: Tensor) -> None:
@@ -134,7 +138,7 @@ def launch_return_order(counts_RE: Memory, rows: Rows, rank: int, tile_rows: int
 
 
 def launch_counted_down(
-    act_NF: Tensor, rows: Rows, order_M: Tensor, experts: ExpertWeights, tile: Tile, multiprocessors: int,
+    act_NF: Tensor, rows: Bundle[Rows], order_M: Tensor, experts: ExpertWeights, tile: Tile, multiprocessors: int,
     out_ND: Tensor,
 ) -> None:  # fmt: skip
     """out (N, D) = act @ W2^T in the order of `order`, counting finished tiles for sums that run beside, next."""
@@ -142,33 +146,26 @@ def launch_counted_down(
         counted_product_kernel,
         multiprocessors * tile.programs_per_sm,
         (
-            rows_block(act_NF, tile.rows, tile.depth), w2_block(experts, 1, tile.columns, tile.depth),
-            rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)), rows.expert_M, rows.totals, order_M,
-            rows.progress_M,
+            rows, order_M, rows_block(act_NF, tile.rows, tile.depth), w2_block(experts, 1, tile.columns, tile.depth),
+            rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)),
         ),
-        {
-            "DEPTH": act_NF.shape[1], "WIDTH": out_ND.shape[1], "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
-            "BLOCK_K": tile.depth, "GROUP_M": tile.group_rows,
-        },
+        {"DEPTH": act_NF.shape[1], "WIDTH": out_ND.shape[1], "TILE": tile_shape(tile)},
         **options(tile),
     )  # fmt: skip
 
 
 def launch_claimed_sum(
-    sums: Sums, rows: Rows, lines: Lines, peers: Peers, tile: Tile, multiprocessors: int
+    sums: GroupSums, rows: Rows, lines: LineTables, peers: Peers, tile: Tile, multiprocessors: int
 ) -> None:  # fmt: skip
     """The sums of all lines, beside the `launch_counted_down` right before it."""
-    constants = sums.constants(peers)
     top_k = power_of_2(sums.row_LK.shape[1])
     launch(
         claimed_sum_kernel,
-        multiprocessors * 6,
-        (
-            *sums.arguments(peers), rows.progress_M, lines.cursor, peers.timeout_ns, peers.rank,
-        ),
+        multiprocessors * BESIDE_PROGRAMS,
+        (*sums.arguments(peers), rows.progress_M, lines.cursor, peers.timeout_ns, peers.rank),
         {
-            **constants, "KP": top_k, "BLOCK_M": tile.rows, "TILES": -(-sums.rows_ND.shape[1] // tile.columns),
-            "ITEM_L": max(4 * LINES_AT_ONCE, 64 // top_k),
+            **sums.constants(peers), "KP": top_k, "BLOCK_M": tile.rows,
+            "TILES": -(-sums.rows_ND.shape[1] // tile.columns), "ITEM_L": max(4 * LINES_AT_ONCE, 64 // top_k),
         },
         **sums.options, maxnreg=96 if sums.one_group else 128,  # left to itself, ptxas spills to use fewer
     )  # fmt: skip

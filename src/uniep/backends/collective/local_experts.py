@@ -19,20 +19,14 @@ from torch import Tensor
 from uniep.backends import torch_tiles as cpu_tiles
 from uniep.backends.base import MainGrads, Needs
 from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.kernels.arguments import Activation, Rows, Sums, Tokens
+from uniep.launch.driver import Bundle, unbind
 from uniep.limits import why_not
 from uniep.numerics import combine_parts, combine_slots
 from uniep.routing import RoutingPlan
 from uniep.schedule import Schedule, Tile
 from uniep.taskflow.graph import Block
 from uniep.weights import ExpertWeights
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """What rows read: own tokens (T, D), and those received from others by source rank, a zero row behind (M+1, D)."""
-
-    local_TD: Tensor
-    received_MD: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,17 +111,17 @@ class TorchExperts:
     def _shared(self, tokens: Tokens, routed: Routed) -> list[cpu_tiles.Shared]:
         """By rank; only this rank's is written."""
         num_rows = routed.plan.num_rows
-        results_ND = tokens.local_TD.new_empty(num_rows, self.cfg.hidden)
+        results_ND = tokens.local.new_empty(num_rows, self.cfg.hidden)
         dweights_N = torch.empty(num_rows, dtype=torch.float32)
-        return [cpu_tiles.Shared(tokens.received_MD, results_ND, dweights_N)] * (self.rank + 1)
+        return [cpu_tiles.Shared(tokens.received, results_ND, dweights_N)] * (self.rank + 1)
 
     def forward(
         self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
     ) -> tuple[Tensor, Tensor | None]:
-        rows, shared, x_TD = self._rows(routed), self._shared(tokens, routed), tokens.local_TD
+        rows, shared, x_TD = self._rows(routed), self._shared(tokens, routed), tokens.local
         nothing = torch.empty(0, self.cfg.top_k)
         bodies = cpu_tiles.Forward(rows, shared, x_TD, nothing, nothing, experts, keep=False)
-        bodies.x_rows = cpu_tiles.Gather(x_TD, tokens.received_MD, rows, compact=True)
+        bodies.x_rows = cpu_tiles.Gather(x_TD, tokens.received, rows, compact=True)
         for block in _segments(routed.plan, self.cfg.ffn):
             bodies.gemm1(block)
         for block in _segments(routed.plan, self.cfg.hidden):
@@ -140,10 +134,10 @@ class TorchExperts:
     ) -> RowGradients:  # fmt: skip
         cfg, plan = self.cfg, routed.plan
         rows, shared = self._rows(routed), self._shared(dy, routed)
-        x_rows = cpu_tiles.Gather(x.local_TD, x.received_MD, rows, compact=True)
+        x_rows = cpu_tiles.Gather(x.local, x.received, rows, compact=True)
         no_ids = torch.empty(0, cfg.top_k)
-        bodies = cpu_tiles.Backward(rows, shared, dy.local_TD, no_ids, experts, h_NF, x_rows, main_grads)
-        bodies.dy_rows = cpu_tiles.Gather(dy.local_TD, dy.received_MD, rows, compact=True)
+        bodies = cpu_tiles.Backward(rows, shared, dy.local, no_ids, experts, h_NF, x_rows, main_grads)
+        bodies.dy_rows = cpu_tiles.Gather(dy.local, dy.received, rows, compact=True)
         for block in _segments(plan, cfg.ffn):
             bodies.dgrad2(block)
             if needs.weights:
@@ -180,7 +174,12 @@ class KernelExperts:
         self.launch = launch
         self.cfg, self.rank, self.schedule = cfg, rank, schedule
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.alone = launch.Peers.alone(torch.zeros(4, dtype=torch.int32, device=device))
+        self._zero = torch.zeros(4, dtype=torch.int32, device=device)
+        self.alone = self._alone()
+
+    def _alone(self, **tables: Tensor) -> Any:
+        """No peers.  tables: of addresses, where a kernel stores by them."""
+        return self.launch.Peers.alone(self._zero, **tables)
 
     def _rows(self, routed: Routed, tile: Tile) -> Any:
         """Tables for kernels with tiles of `tile.rows`; rows of other ranks as compact receive slots."""
@@ -192,44 +191,45 @@ class KernelExperts:
         remote_N = torch.where(used_N, -slot_N - 1, -zero_row - 1)
         starts, num_tiles = plan.expert_start_e1, plan.num_rows // tile.rows
         local = starts.shape[0] - 1
-        return self.launch.Rows(
-            source_N=torch.where(used_N & (source_N >= 0), source_N, remote_N).int(),
-            return_N=plan.row_return_N,
-            weight_N=routed.weight_N,
-            start_e1=starts,
-            rows_e=plan.counts_RE[:, self.rank * local : (self.rank + 1) * local].sum(0).int(),
-            expert_M=torch.repeat_interleave(starts.diff() // tile.rows, output_size=num_tiles).int(),
-            order_M=torch.arange(num_tiles, dtype=torch.int32, device=device),
-            backward_order_M=plan.counts_RE,  # of gathering kernels, which are not used here
-            progress_M=plan.counts_RE,  # of one launch after the other; not counted
-            cursor=plan.counts_RE,
-            send_token_RT=plan.send_token_RT,
-            send_count_R=plan.send_count_R,
-            totals=torch.tensor([plan.num_rows, num_tiles], dtype=torch.int32, device=device),
+        return Bundle(
+            Rows(
+                source_N=torch.where(used_N & (source_N >= 0), source_N, remote_N).int(),
+                return_N=plan.row_return_N,
+                weight_N=routed.weight_N,
+                start_e1=starts,
+                rows_e=plan.counts_RE[:, self.rank * local : (self.rank + 1) * local].sum(0).int(),
+                expert_M=torch.repeat_interleave(starts.diff() // tile.rows, output_size=num_tiles).int(),
+                order_M=torch.arange(num_tiles, dtype=torch.int32, device=device),
+                # Of kernels that gather, count or send, which are not used here.
+                backward_order_M=None,
+                progress_M=None,
+                cursor=None,
+                send_token_RT=None,
+                send_count_R=None,
+                totals=torch.tensor([plan.num_rows, num_tiles], dtype=torch.int32, device=device),
+            )
         )
 
     def _expand(self, tokens: Tokens, rows: Any, tile: Tile) -> Tensor:
         """(N, D): every row's input."""
-        out_ND = tokens.local_TD.new_empty(rows.source_N.shape[0], self.cfg.hidden)
-        self.launch.launch_expand(tokens.local_TD, tokens.received_MD, rows, self.alone, tile.rows, self.sms, out_ND)
+        out_ND = tokens.local.new_empty(rows.fields.source_N.shape[0], self.cfg.hidden)
+        self.launch.launch_expand(tokens, rows, self.alone, tile.rows, self.sms, out_ND)
         return out_ND
 
     def forward(
         self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
     ) -> tuple[Tensor, Tensor | None]:
-        cfg, s, x_TD, num_rows = self.cfg, self.schedule, tokens.local_TD, routed.plan.num_rows
+        cfg, s, x_TD, num_rows = self.cfg, self.schedule, tokens.local, routed.plan.num_rows
         h_2NF = x_TD.new_empty(2, num_rows, cfg.ffn) if save else None
         act_NF = x_TD.new_empty(num_rows, cfg.ffn)
         out_ND = x_TD.new_empty(num_rows, cfg.hidden)
         if num_rows:  # a descriptor needs memory
             experts, rows = _stacked(experts), self._rows(routed, s.gemm1)
             x_ND = self._expand(tokens, rows, s.gemm1)
-            self.launch.launch_gate_up(
-                x_TD, tokens.received_MD, x_ND, rows, experts, self.alone, cfg, s.gemm1, self.sms, h_2NF, act_NF
-            )
+            self.launch.launch_gate_up(tokens, x_ND, rows, experts, self.alone, cfg, s.gemm1, self.sms, h_2NF, act_NF)
             rows = self._rows(routed, s.gemm2)
             self.launch.launch_down(
-                act_NF, rows, experts, self.alone, s.gemm2, self.sms, out_ND, slots=1, scatter=False
+                act_NF, rows, experts, self.alone, cfg, s.gemm2, self.sms, out_ND, slots=1, scatter=False
             )
         return out_ND, h_2NF.view(num_rows, 2 * cfg.ffn) if h_2NF is not None else None
 
@@ -237,7 +237,7 @@ class KernelExperts:
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
         main_grads: MainGrads | None = None,
     ) -> RowGradients:  # fmt: skip
-        cfg, tile, plan, dy_TD = self.cfg, self.schedule.gemm2, routed.plan, dy.local_TD
+        cfg, tile, plan, dy_TD = self.cfg, self.schedule.gemm2, routed.plan, dy.local
         num_rows = plan.num_rows
         dx_ND = dy_TD.new_empty(num_rows, cfg.hidden)
         weights_N = torch.empty(num_rows, dtype=torch.float32, device=dy_TD.device)
@@ -255,15 +255,14 @@ class KernelExperts:
             self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, raw_NF)
             dh_N2F, act_NF = dy_TD.new_empty(num_rows, 2, cfg.ffn), dy_TD.new_empty(num_rows, cfg.ffn)
             groups_NG = raw_NF.new_empty(num_rows, -(-cfg.ffn // COLUMN_GROUP))
-            self.launch.launch_activation_gradient(
-                raw_NF, h_NF.view(2, num_rows, cfg.ffn), rows, cfg, self.sms, dh_N2F, act_NF, groups_NG
-            )
+            made = Activation(raw_NF, *unbind(h_NF.view(2, num_rows, cfg.ffn)), dh_N2F, act_NF, groups_NG)
+            self.launch.launch_activation_gradient(made, rows, cfg, self.sms)
             dh_NH = dh_N2F.view(num_rows, -1)
             if needs.weights:
                 weights_N = self._dweights(groups_NG, plan, rows)
             if needs.x:
                 self.launch.launch_gate_up_gradient(
-                    dh_NH, rows, stacked, self.alone, tile, self.sms, dx_ND, slots=1, scatter=False
+                    dh_NH, rows, stacked, self.alone, cfg, tile, self.sms, dx_ND, slots=1, scatter=False
                 )
             if needs.w2:
                 self._weight_gradients(dy_ND, act_NF, 0, grads.w2, rows, transposed=False, accumulate=accumulate)
@@ -286,41 +285,41 @@ class KernelExperts:
         num_ranks, slots = plan.counts_RE.shape[0], self.cfg.max_tokens_per_rank * self.cfg.top_k
         found = groups_NG.new_empty(num_ranks * slots)
         table = found.data_ptr() + torch.arange(num_ranks, device=found.device) * (slots * found.element_size())
-        self.launch.launch_dweights(groups_NG, rows, table, self.alone.status, slots, self.sms)
+        self.launch.launch_dweights(groups_NG, rows, self._alone(dweights_table=table), slots, self.sms)
         return found[plan.row_return_N.clamp(min=0)]
 
     def _weight_gradients(
         self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], rows: Any, **how: bool
     ) -> None:
         """out: one tensor for all experts, or one per expert; see `launch_weight_gradient`."""
-        tile, local = self.schedule.weight_gradient, rows.rows_e.shape[0]
+        tile, of = self.schedule.weight_gradient, rows.fields
         if out[0].dim() > 2:
             width = (a_NH if how["transposed"] else b_NW).shape[1]
-            parts = [(out[0].view(local, -1, width), rows.start_e1, rows.rows_e)]
+            parts = [(out[0].view(of.rows_e.shape[0], -1, width), of.start_e1, of.rows_e)]
         else:  # clones are aligned
             parts = [
-                (dw[None], rows.start_e1[e : e + 1].clone(), rows.rows_e[e : e + 1].clone()) for e, dw in enumerate(out)
+                (dw[None], of.start_e1[e : e + 1].clone(), of.rows_e[e : e + 1].clone()) for e, dw in enumerate(out)
             ]
         for dw_eHW, start, count in parts:
             self.launch.launch_weight_gradient(
-                a_NH, b_NW, first_column, dw_eHW, start, count, self.alone.status, tile, self.sms, **how
+                a_NH, b_NW, first_column, dw_eHW, start, count, self._zero, tile, self.sms, **how
             )
 
     def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
-        from uniep.launch.groups import Sums, launch_group_sum
+        from uniep.launch.groups import GroupSums, launch_group_sum
 
         num_parts, device = len(row_PK), rows_ND.device
         out_PD = rows_ND.new_empty(num_parts, rows_ND.shape[1])
         if num_parts:
             here = torch.full((1,), out_PD.data_ptr(), dtype=torch.int64, device=device)
             number_PK = torch.arange(num_parts, dtype=torch.int32, device=device)[:, None].expand(row_PK.shape)
-            sums = Sums(rows_ND, weight_N, row_PK.int(), number_PK.contiguous(), num_parts, one_group=True)
-            launch_group_sum(sums, dataclasses.replace(self.alone, returns_table=here), self.sms, signal=False)
+            sums = GroupSums(rows_ND, weight_N, row_PK.int(), number_PK.contiguous(), num_parts, one_group=True)
+            launch_group_sum(sums, self._alone(returns_table=here), self.sms, signal=False)
         return out_PD
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)
-        self.launch.launch_combine(returns_TKD, ids_TK, weights_TK, self.alone, self.sms, out_TD)
+        self.launch.launch_combine(Sums(returns_TKD, ids_TK, weights_TK, out_TD), self.alone, self.sms)
         return out_TD
 
 

@@ -24,7 +24,8 @@ from uniep.backends.hopper import mega as hopper_mega
 from uniep.backends.hopper.arena import WAY_OUT, Arena
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
-from uniep.launch.driver import copy, unbind
+from uniep.kernels.arguments import Activation, Addresses, Dispatch, Sums, Tokens, Wire
+from uniep.launch.driver import Bundle, copy, unbind
 from uniep.layout import hopper_arrays, kept_shape, pack
 from uniep.limits import group_limit, why_not
 from uniep.memory import plan_memory
@@ -35,7 +36,7 @@ from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from uniep.backends.hopper.planner import DevicePlan
-    from uniep.launch.groups import Lines, Sums
+    from uniep.launch.groups import GroupSums, LineTables
     from uniep.launch.staged import Peers
     from uniep.taskflow.trace import Span
     from uniep.workspace import Workspace
@@ -271,14 +272,14 @@ class HopperBackend:
         from uniep.launch import staged as launch
 
         cfg, device, x_TD, schedule = self.cfg, self.device, inputs.x_TD, self.schedule
-        num_tokens, receive = x_TD.shape[0], self.arena.views["receive"]
+        num_tokens, x = x_TD.shape[0], Tokens(x_TD, self.arena.views["receive"])
         send_all = functools.partial(self._send_all, x_TD) if self._copying else None
         plan = self.planner.plan(
             inputs.ids_TK, inputs.weights_TK, self._leads(num_tokens), send_all,
             operation="forward" if save else "forward without gradients", layer=inputs.layer,
         )  # fmt: skip
         self.mark("plan")
-        rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
+        num_rows, peers = plan.num_rows, self._peers()
         act_NF = torch.empty(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
         h_2NF = torch.empty(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
         self._dispatch(x_TD, plan, peers)
@@ -289,8 +290,8 @@ class HopperBackend:
         if pipelined:
             self._fork(self.side)
         launch.launch_gate_up(
-            x_TD, receive, x_ND, rows, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_2NF, act_NF,
-            count_tiles=pipelined, **self._dispatching(num_tokens, schedule.gemm1, x_ND),
+            x, x_ND, plan.bundle, inputs.experts, peers, cfg, schedule.gemm1, self.sms - down_sms, h_2NF, act_NF,
+            self._dispatching(num_tokens, schedule.gemm1, x_ND), count_tiles=pipelined,
         )  # fmt: skip
         self.mark("gate_up")
         kept = x_ND if x_ND is not None or not save else self._keep(num_tokens)
@@ -304,13 +305,13 @@ class HopperBackend:
             down(self.sms - down_sms, results_ND, beside=beside)
             self._join()
         elif plan.lines is not None and schedule.group_sum == "beside":
-            sums = self._sums(results_ND, plan.lines, plan, weighted=weighted)
+            sums = self._group_sums(results_ND, plan.lines, plan, weighted=weighted)
             self._down_and_sums(act_NF, plan.lines, plan, peers, inputs.experts, sums)
         else:
             self._return_rows(launch.launch_down, act_NF, plan, peers, inputs.experts, self.sms, results_ND)
         y_TD = torch.empty_like(x_TD)
         if plan.lines is not None and schedule.group_sum == "after":
-            sums = self._sums(results_ND, plan.lines, plan, weighted=weighted)
+            sums = self._group_sums(results_ND, plan.lines, plan, weighted=weighted)
             launch_groups.launch_group_sum(sums, peers, self.sms, signal=True)
             self.mark("group_sum")
         self.planner.wait("returned")
@@ -370,28 +371,29 @@ class HopperBackend:
         x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
         *of_plan, h_2NF, kept = saved
         plan = self.planner.restore(ids_TK.shape[0], of_plan)
-        rows, num_rows, peers = plan.rows, plan.num_rows, self._peers()
-        receive = self.arena.views["receive"]
+        num_rows, peers, receive = plan.num_rows, self._peers(), self.arena.views["receive"]
         address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
-        where_x = x_TD, receive[:-1] if self.schedule.received == "again" else kept
+        addresses = Addresses(*unbind(address_2N))
+        x = Tokens(x_TD, receive[:-1] if self.schedule.received == "again" else kept)
 
         claims = None
         if self.schedule.is_beside(dy_TD.shape[0]):
-            claims = torch.empty(2, -(-rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
+            claims = torch.empty(2, -(-plan.rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
 
         def meanwhile() -> None:
             if claims is not None:
                 claims.zero_()
             if needs.w13 or needs.w2:
-                launch.launch_row_addresses(where_x, (dy_TD, receive), rows, self.num_ranks, self.sms, address_2N)
+                dy = Tokens(dy_TD, receive)
+                launch.launch_row_addresses(x, dy, plan.bundle, self.num_ranks, self.sms, addresses)
 
         self._enter_planned("backward", dy_TD, plan, inputs.layer, meanwhile)
         self._dispatch(dy_TD, plan, peers)
-        dh_N2F, act_NF, groups_NG = self._through_activation(dy_TD, h_2NF, plan, peers, experts, claims)
-        launch.launch_dweights(groups_NG, rows, self._table("dweights"), self.planner.status, self.slots, self.sms)
+        through = self._through_activation(dy_TD, h_2NF, plan, peers, experts, claims)
+        launch.launch_dweights(through.groups_NG, plan.bundle, peers, self.slots, self.sms)
 
         # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
-        dh_NH = dh_N2F.view(num_rows, 2 * cfg.ffn)
+        dh_NH = through.dh_N2F.view(num_rows, 2 * cfg.ffn)
         results_ND = self._results(plan)  # kept until the other stream has joined
         self._return_rows(launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, self.sms, results_ND)
         dx_TD = torch.empty_like(dy_TD)
@@ -399,7 +401,7 @@ class HopperBackend:
         self._fork(self.side)  # the sums are memory-bound, what is beside them not
         with torch.cuda.stream(self.side):
             if plan.lines is not None:
-                sums = self._sums(results_ND, plan.lines, plan, weighted=False)
+                sums = self._group_sums(results_ND, plan.lines, plan, weighted=False)
                 launch_groups.launch_group_sum(sums, peers, self.sms, signal=True)
             self.planner.wait("returned")
             self._combine(ids_TK, None, plan, peers, dx_TD)
@@ -408,7 +410,7 @@ class HopperBackend:
                     self.arena.views["dweights"], ids_TK, self.planner.status, self.sms, dweights_TK
                 )
         dw13, dw2 = self._weight_gradients(
-            address_2N, where_x, act_NF, dh_NH, experts, plan, needs, main_grads, inputs.layer
+            addresses, x, through.act_NF, dh_NH, experts, plan, needs, main_grads, inputs.layer
         )
         self._join()
         self.mark("combine")
@@ -419,38 +421,39 @@ class HopperBackend:
     def _through_activation(
         self, dy_TD: Tensor, h_2NF: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights,
         claims: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """dO back through W2 and the activation: dh (N, 2, F), the activation that dW2 contracts (N, F), and sums for
-        d(weight) (N, G).  claims: zero, two rows of a word or more for each row tile, to do both at once; or None."""
+    ) -> Activation:  # fmt: skip
+        """dO back through W2 and the activation.  claims: zero, two rows of a word or more for each row tile, to do
+        both at once; or None."""
         from uniep.launch import staged as launch
 
-        cfg, rows, schedule, num_rows = self.cfg, plan.rows, self.schedule, plan.num_rows
+        cfg, rows, schedule, num_rows = self.cfg, plan.bundle, self.schedule, plan.num_rows
         num_tokens, tile = dy_TD.shape[0], schedule.gemm2
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
-        raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=self.device)
-        dh_N2F, act_NF = torch.empty(num_rows, 2, cfg.ffn, **like), torch.empty(num_rows, cfg.ffn, **like)
-        groups_NG = torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), dtype=torch.float32, device=self.device)
-        made = dh_N2F, act_NF, groups_NG
+        made = Activation(
+            torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=self.device),
+            *unbind(h_2NF),
+            dh_N2F=torch.empty(num_rows, 2, cfg.ffn, **like),
+            act_NF=torch.empty(num_rows, cfg.ffn, **like),
+            groups_NG=torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), dtype=torch.float32, device=self.device),
+        )
         progress_M, cursor = unbind(claims) if claims is not None else (None, None)
         launch.launch_gathered_down_gradient(
-            dy_TD, self.arena.views["receive"], rows, experts, peers, tile, self.sms, raw_NF,
-            progress_M=progress_M, **self._dispatching(num_tokens, tile),
+            Tokens(dy_TD, self.arena.views["receive"]), rows, experts, peers, tile, self.sms, made.raw_NF,
+            self._dispatching(num_tokens, tile), progress_M,
         )  # fmt: skip
         if progress_M is not None and cursor is not None:
-            launch.launch_claimed_activation_gradient(
-                raw_NF, h_2NF, rows, peers, cfg, tile, self.sms, progress_M, cursor, *made
-            )
+            launch.launch_claimed_activation_gradient(made, rows, peers, cfg, tile, self.sms, progress_M, cursor)
         else:
             self.mark("down_gradient")
-            launch.launch_activation_gradient(raw_NF, h_2NF, rows, cfg, self.sms, *made)
+            launch.launch_activation_gradient(made, rows, cfg, self.sms)
         self.mark("activation_gradient")
         return made
 
     def _weight_gradients(
-        self, address_2N: Tensor, x: tuple[Tensor, Tensor], act_NF: Tensor, dh_NH: Tensor, experts: ExpertWeights,
+        self, addresses: Addresses, x: Tokens, act_NF: Tensor, dh_NH: Tensor, experts: ExpertWeights,
         plan: DevicePlan, needs: Needs, main_grads: MainGrads | None, layer: LayerTag,
     ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:  # fmt: skip
-        """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.  address_2N: of the rows of x and dO.
+        """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.
         x: tokens (T, D) and where the received ones are, or will be."""
         from uniep.launch import staged as launch
 
@@ -459,18 +462,17 @@ class HopperBackend:
         accumulate = main_grads is not None and main_grads.accumulate
         fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         dw13 = dw2 = None
-        x_address_N, dy_address_N = unbind(address_2N)
         if needs.w2:
             dw2 = main_grads.w2 if main_grads else (fresh(experts.w2[0]),)
             launch.launch_weight_gradient(
-                dy_address_N, act_NF, 0, dw2[0], *how, transposed=False, accumulate=accumulate
+                addresses.dy_N, act_NF, 0, dw2[0], *how, transposed=False, accumulate=accumulate
             )
             self.mark("weight_gradient")
         if self.schedule.received == "again":
-            self._dispatch_again(x[0], plan, layer)
+            self._dispatch_again(x.local, plan, layer)
         if needs.w13:
             dw13 = main_grads.w13 if main_grads else tuple(fresh(w) for w in experts.w13)
-            x_N = x[1] if self.schedule.operand == "expanded" else x_address_N
+            x_N = x.received if self.schedule.operand == "expanded" else addresses.x_N
             for part, dw in enumerate(dw13):  # w1 and w3, or both in one
                 dw_eHD = dw.view(local, -1, self.cfg.hidden)
                 launch.launch_weight_gradient(
@@ -517,23 +519,27 @@ class HopperBackend:
         from uniep.launch.staged import Peers
 
         arena, planner = self.arena, self.planner
-        made = self._known_peers[self._stay_local, chunk] = Peers(
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            call=planner.call,
+        wire = Wire(
             status=planner.status,
-            timeout_ns=planner.timeout_ns,
+            call=planner.call,
             arrived=arena.flag_view("arrived"),
             finished=arena.flag_view("finished"),
             returned=arena.flag_view("returned"),
             receive_table=arena.tables["receive"],
             returns_table=self._table("returns"),
+            dweights_table=self._table("dweights"),
             flag_table=arena.tables["flags"],
+            push_ticket=self.push_ticket,
+            return_ticket=self.return_ticket,
+        )
+        made = self._known_peers[self._stay_local, chunk] = Peers(
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            wire=Bundle(wire),
+            timeout_ns=planner.timeout_ns,
             arrived_offset=arena.flag_offset("arrived"),
             finished_offset=arena.flag_offset("finished"),
             returned_offset=arena.flag_offset("returned") + self.rank,
-            push_ticket=self.push_ticket,
-            return_ticket=self.return_ticket,
             chunk=chunk,
             receive_block=self.cfg.receive_block,
         )
@@ -577,7 +583,7 @@ class HopperBackend:
         from uniep.launch.staged import launch_push_tokens
 
         if not self._copying:
-            launch_push_tokens(x_TD, plan.rows, peers, self.sms)
+            launch_push_tokens(x_TD, plan.bundle, peers, self.sms)
         self.planner.wait("finished")
         self.mark("dispatch")
 
@@ -595,10 +601,8 @@ class HopperBackend:
 
         rows_ND = torch.empty(plan.num_rows, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
         pushing = 2 * self.schedule.push_programs if self._fused and not self._copying else 0
-        launch_expand(
-            x_TD, self.arena.views["receive"], plan.rows, peers, self.schedule.gemm1.rows, self.sms, rows_ND,
-            fused=self._fused, push_programs=pushing,
-        )  # fmt: skip
+        tokens, tile_rows = Tokens(x_TD, self.arena.views["receive"]), self.schedule.gemm1.rows
+        launch_expand(tokens, plan.bundle, peers, tile_rows, self.sms, rows_ND, Dispatch(self._fused, pushing))
         self.mark("expand")
         return rows_ND
 
@@ -618,22 +622,22 @@ class HopperBackend:
 
         serial, tile = self.schedule.overlap == "serial", self.schedule.gemm2
         scatter = not serial and plan.lines is None
-        product(a, plan.rows, experts, peers, tile, sms, out_ND, slots=self.slots, scatter=scatter, **how)
+        product(a, plan.bundle, experts, peers, self.cfg, tile, sms, out_ND, slots=self.slots, scatter=scatter, **how)
         self.mark("return")
         if serial and plan.lines is None:
-            launch_push_rows(out_ND, plan.rows, peers, self.slots, self.sms)
+            launch_push_rows(out_ND, plan.bundle, peers, self.slots, self.sms)
             self.mark("push_rows")
 
-    def _sums(self, results_ND: Tensor, lines: Lines, plan: DevicePlan, *, weighted: bool) -> Sums:
+    def _group_sums(self, results_ND: Tensor, lines: LineTables, plan: DevicePlan, *, weighted: bool) -> GroupSums:
         """What combine groups add to what.  weighted: rows by their routing weight."""
-        from uniep.launch.groups import Sums
+        from uniep.launch.groups import GroupSums
 
         weight_N = plan.rows.weight_N if weighted else None
         one_group = self.cfg.combine_groups == self.num_ranks
-        return Sums(results_ND, weight_N, lines.row_LK, lines.slot_LK, lines.used_TW.numel(), one_group)
+        return GroupSums(results_ND, weight_N, lines.row_LK, lines.slot_LK, lines.used_TW.numel(), one_group)
 
     def _down_and_sums(
-        self, act_NF: Tensor, lines: Lines, plan: DevicePlan, peers: Peers, experts: ExpertWeights, sums: Sums
+        self, act_NF: Tensor, lines: LineTables, plan: DevicePlan, peers: Peers, experts: ExpertWeights, sums: GroupSums
     ) -> None:
         """The down product, its rows added by groups beside it as their tiles are done."""
         from uniep.launch import groups as launch_groups
@@ -641,7 +645,7 @@ class HopperBackend:
         tile, rows = self.schedule.gemm2, plan.rows
         order_M = torch.empty(rows.order_M.shape, dtype=torch.int32, device=self.device)
         launch_groups.launch_return_order(plan.counts_RE, rows, self.rank, tile.rows, order_M)
-        launch_groups.launch_counted_down(act_NF, rows, order_M, experts, tile, self.sms, sums.rows_ND)
+        launch_groups.launch_counted_down(act_NF, plan.bundle, order_M, experts, tile, self.sms, sums.rows_ND)
         launch_groups.launch_claimed_sum(sums, rows, lines, peers, tile, self.sms)
         self.mark("group_sum")
 
@@ -653,18 +657,14 @@ class HopperBackend:
 
         if plan.lines is not None:
             ids_TK, weights_TK = plan.lines.used_TW[: out_TD.shape[0]], None
-        launch_combine(self.arena.views["returns"], ids_TK, weights_TK, peers, self.sms, out_TD)
+        launch_combine(Sums(self.arena.views["returns"], ids_TK, weights_TK, out_TD), peers, self.sms)
 
-    def _dispatching(self, num_tokens: int, tile: Tile, expanded: Tensor | None = None) -> dict[str, Any]:
+    def _dispatching(self, num_tokens: int, tile: Tile, expanded: Tensor | None = None) -> Dispatch:
         """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""
         waits = self._fused and expanded is None
         if not waits or self._copying:
-            return {"fused": waits, "push_programs": 0, "push_rounds": 0}
-        return {
-            "fused": True,
-            "push_programs": self.schedule.push_programs,
-            "push_rounds": self._push_rounds(num_tokens, tile),
-        }
+            return Dispatch(waits)
+        return Dispatch(True, self.schedule.push_programs, self._push_rounds(num_tokens, tile))
 
     def _push_us(self, num_tokens: int) -> float:
         """How long pushing this rank's tokens takes beside a GEMM, for balanced routing."""

@@ -194,20 +194,18 @@ class Calls:
             self._digests_of = wrapped(self.calls_made + 1) or 1
         self.calls_made = wrapped(self.calls_made + 1)
         self.is_inside, self._has_ids = True, ids_TK is not None
-        nothing = self.call
         launch(
             exchange_kernel,
             EXCHANGE_PROGRAMS,
             (
-                ids_TK if ids_TK is not None else nothing, weights_TK if weights_TK is not None else nothing,
-                refusal if refusal is not None else nothing,
-                digests.view(torch.int32) if digests is not None else nothing,
-                forward if forward is not None else nothing, num_tokens, self.allocate, _NUMBER_OF[operation],
+                self.call, self.ticket, ids_TK, weights_TK, refusal,
+                # That there are digests is no constant, since the code for it would come late: any memory serves.
+                digests.view(torch.int32) if digests is not None else self.call,
+                forward, num_tokens, self.allocate, _NUMBER_OF[operation],
                 layer.number, wrapped(layer.draw), wrapped(layer.draw >> 32), int(digests is not None),
-                self.arena.tables["exchange"], self.arena.tables["flags"], self.arena.flag_offset("entered"), self.call,
-                self.ticket, self.rank,
+                self.arena.tables["exchange"], self.arena.tables["flags"], self.arena.flag_offset("entered"), self.rank,
             ),
-            self._entry_constants | {"HAS_IDS": ids_TK is not None, "REFUSE": refusal is not None},
+            self._entry_constants,
             num_warps=4, maxnreg=64,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs, aligned
 from uniep.backends.hopper.trace import Records, exchanged_ids, lead_host, spans
 from uniep.config import COLUMN_GROUP, ROW_ALIGN
+from uniep.kernels.arguments import Activation, Addresses, Dispatch, Sums, Tokens
+from uniep.launch.driver import unbind
 from uniep.layout import backward_tiles, forward_tiles
 from uniep.weights import ExpertWeights
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from uniep.backends.hopper.backend import HopperBackend
     from uniep.backends.hopper.planner import DevicePlan
     from uniep.launch.driver import Memory
-    from uniep.launch.mega import Lists
+    from uniep.launch.mega import TaskLists
 
 
 def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -37,19 +39,23 @@ def forward(backend: HopperBackend, inputs: Inputs, save: bool) -> tuple[Tensor,
         inputs.ids_TK, inputs.weights_TK, send_all=(lambda: backend._send_all(x_TD)) if copying else None,
         entered_ns=entered_ns, operation="forward" if save else "forward without gradients", layer=inputs.layer,
     )  # fmt: skip
-    rows, num_rows = plan.rows, plan.num_rows
+    num_rows = plan.num_rows
     lists = _lists(backend, plan, forward_tiles(cfg, schedule), backward=False)
     backend.mark("plan")
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": backend.device}
     act_NF = torch.empty(num_rows, cfg.ffn, **like)
     h_2NF = torch.empty(2, num_rows, cfg.ffn, **like) if save else None
-    receive = backend.arena.views["receive"]
-    kept = launch_mega.Kept(backend.room_to_keep(x_TD.shape[0]), *_sent(backend, plan.recv_count_R)) if save else None
-    sums = launch_mega.Sums(backend.arena.views["returns"], inputs.ids_TK, torch.empty_like(x_TD))
+    x = Tokens(x_TD, backend.arena.views["receive"])
+    kept = launch_mega.Room(backend.room_to_keep(x_TD.shape[0]), *_sent(backend, plan.recv_count_R)) if save else None
+    made = launch_mega.Made(act_NF, h_2NF, kept)
+    weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
+    sums = Sums(backend.arena.views["returns"], inputs.ids_TK, weights_TK, torch.empty_like(x_TD))
     records = Records.empty(backend, lists) if tracing else None
+    if records is not None:
+        lists = lists.recorded(*records.buffers)
     launch_mega.launch_forward(
-        x_TD, receive, rows, lists, inputs.experts, backend._peers(), cfg, schedule, backend.sms, h_2NF, act_NF, kept,
-        inputs.weights_TK, sums, **_dispatching(backend), trace=records.buffers if records else None,
+        x, plan.bundle, lists, inputs.experts, backend._peers(), cfg, schedule, backend.sms, made, sums,
+        _dispatch(backend),
     )  # fmt: skip
     backend._join()
     if records is not None and backend.trace is not None:
@@ -75,38 +81,37 @@ def backward(
     x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
     *of_plan, h_2NF, kept = saved
     plan = backend.planner.restore(ids_TK.shape[0], of_plan)
-    rows, num_rows = plan.rows, plan.num_rows
-    receive = backend.arena.views["receive"]
-    address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
+    num_rows, dy = plan.num_rows, Tokens(dy_TD, backend.arena.views["receive"])
+    addresses = Addresses(*unbind(torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)))
 
     def find_rows() -> None:
         if needs.w13 or needs.w2:
-            where_x, where_dy = (x_TD, kept), (dy_TD, receive)
-            launch.launch_row_addresses(where_x, where_dy, rows, backend.num_ranks, backend.sms, address_2N)
+            launch.launch_row_addresses(Tokens(x_TD, kept), dy, plan.bundle, backend.num_ranks, backend.sms, addresses)
 
     backend._enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
     tiles = backward_tiles(cfg, schedule, w13=needs.w13, w2=needs.w2)
     lists = _lists(backend, plan, tiles, backward=True)
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    made = launch_mega.Gradients(
-        raw_NF=torch.empty(num_rows, cfg.ffn, **fp32),
-        h_2NF=h_2NF,
+    through = Activation(
+        torch.empty(num_rows, cfg.ffn, **fp32),
+        *unbind(h_2NF),
         dh_N2F=torch.empty(num_rows, 2, cfg.ffn, **like),
         act_NF=torch.empty(num_rows, cfg.ffn, **like),
         groups_NG=torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), **fp32),
-        address_2N=address_2N,
-        dweights_S=backend.arena.views["dweights"],
-        dweights_table=backend._table("dweights"),
-        dweights_TK=torch.empty(ids_TK.shape, **fp32) if needs.weights else None,
     )
     dw = _weight_gradients(backend, experts, needs, main_grads)
-    sums = launch_mega.Sums(backend.arena.views["returns"], ids_TK, torch.empty_like(dy_TD))
+    accumulate = main_grads is not None and main_grads.accumulate
+    made = launch_mega.Gradients(through, addresses, dw, accumulate)
+    views = backend.arena.views
+    dweights_TK = torch.empty(ids_TK.shape, **fp32) if needs.weights else None
+    sums = Sums(views["returns"], ids_TK, None, torch.empty_like(dy_TD), views["dweights"], dweights_TK)
     records = Records.empty(backend, lists) if backend.trace is not None else None
+    if records is not None:
+        lists = lists.recorded(*records.buffers)
     launch_mega.launch_backward(
-        dy_TD, receive, rows, lists, experts, backend._peers(), cfg, schedule, backend.sms, made, dw, sums,
-        accumulate=main_grads is not None and main_grads.accumulate, **_dispatching(backend),
-        trace=records.buffers if records else None,
+        dy, plan.bundle, lists, experts, backend._peers(), cfg, schedule, backend.sms, made, sums,
+        _dispatch(backend),
     )  # fmt: skip
     backend._join()
     if records is not None and backend.trace is not None:
@@ -116,7 +121,7 @@ def backward(
     given = main_grads is None
     return ExpertGradients(
         sums.out_TD if needs.x else None,
-        made.dweights_TK,
+        dweights_TK,
         dw.w13 if given and needs.w13 else None,
         dw.w2 if given and needs.w2 else None,
     )
@@ -139,14 +144,14 @@ def _weight_gradients(
     return ExpertWeights(dw13, dw2, experts.layout)
 
 
-def _lists(backend: HopperBackend, plan: DevicePlan, tiles: tuple[int, int, int, int], *, backward: bool) -> Lists:
+def _lists(backend: HopperBackend, plan: DevicePlan, tiles: tuple[int, int, int, int], *, backward: bool) -> TaskLists:
     """The tasks of a direction, made on the device."""
     from uniep.launch import mega as launch_mega
 
     schedule = backend.schedule
     most = plan.num_rows // schedule.gemm1.rows
-    lists = launch_mega.Lists.empty(most, backend.planner.local, tiles, backend.device, backward=backward)
-    launch_mega.launch_lists(plan.counts_RE, plan.rows, lists, schedule, backend.rank, backend.sms, backward=backward)
+    lists = launch_mega.TaskLists.empty(most, backend.planner.local, tiles, backend.device, backward=backward)
+    launch_mega.launch_lists(plan.counts_RE, plan.bundle, lists, schedule, backend.rank, backend.sms, backward=backward)
     return lists
 
 
@@ -158,7 +163,6 @@ def _sent(backend: HopperBackend, recv_count_R: Memory) -> tuple[Memory, int, in
     return exchange, exchange.stride(0), exchange.stride(1)
 
 
-def _dispatching(backend: HopperBackend) -> dict[str, Any]:
-    """Whether tokens are waited for, and how many programs push this rank's."""
+def _dispatch(backend: HopperBackend) -> Dispatch:
     fused = backend._fused
-    return {"fused": fused, "push_programs": backend.schedule.push_programs if fused else 0}
+    return Dispatch(fused, backend.schedule.push_programs if fused else 0)

@@ -19,9 +19,9 @@ from uniep.backends.hopper.arena import Arena
 from uniep.backends.hopper.calls import GAVE_UP, Calls
 from uniep.config import ROW_ALIGN
 from uniep.errors import PeerTimeoutError
-from uniep.launch.driver import Memory, Part, launch, tensor, unbind
-from uniep.launch.groups import Lines, launch_parts
-from uniep.launch.staged import Rows
+from uniep.kernels.arguments import PlanShape, Rows
+from uniep.launch.driver import Bundle, Memory, Part, launch, tensor, unbind
+from uniep.launch.groups import LineTables, launch_parts
 from uniep.layout import (
     FIRST_TOKENS,
     hopper_histogram,
@@ -66,13 +66,15 @@ class DevicePlan:
     slot and routing weight of every row.  lines: with combine groups, which rows are added; one more allocation.
     """
 
-    def __init__(self, layout: HeadLayout, head: Tensor, rows_3N: Tensor, lines: Lines | None = None) -> None:
+    def __init__(self, layout: HeadLayout, head: Tensor, rows_3N: Tensor, lines: LineTables | None = None) -> None:
         self.head, self.rows_3N, self.lines = head, rows_3N, lines
-        part = {name: Part(head, offset, torch.int32, shape) for name, (offset, shape) in layout.arrays.items()}
+        first, int32 = head.data_ptr(), torch.int32
+        part = {name: Part(head, first + offset, int32, shape) for name, (offset, shape) in layout.arrays.items()}
         self.counts_RE, self.recv_count_R = part.pop("counts_RE"), part.pop("recv_count_R")
         self.forward: Memory = part.pop("forward")
         source_N, return_N, weight_N = unbind(rows_3N)
         self.rows = Rows(source_N, return_N, weight_N._replace(dtype=torch.float32), **part)
+        self.bundle = Bundle(self.rows)
 
     @property
     def num_rows(self) -> int:
@@ -104,27 +106,24 @@ class Planner(Calls):
         cfg, ranks, local = self.cfg, self.num_ranks, self.local
         block_t, chunks = plan_blocks(cfg, ranks)
         of_rows: dict[str, Any] = {"E": cfg.num_experts, "NUM_RANKS": ranks}
-        of_slots = of_rows | {
-            "LOCAL": local, "K": cfg.top_k, "KP": power_of_2(cfg.top_k), "SLOTS": self.slots, "CHUNKS": chunks,
-            "BLOCK_T": block_t,
-        }  # fmt: skip
+        shape = PlanShape(cfg.num_experts, local, cfg.top_k, power_of_2(cfg.top_k), self.slots, ranks, chunks, block_t)
         return PlanConstants(
-            of_slots | {"EP": max(power_of_2(cfg.num_experts), 16)},
+            {"EP": max(power_of_2(cfg.num_experts), 16), "PLAN": shape},
             of_rows | {"CHUNKS": chunks},
             of_rows | {
                 "SLOTS": self.slots, "LOCAL": local, "LOCAL_P": power_of_2(local), "BLOCK_M": self.tile_rows,
                 "ALIGN": ROW_ALIGN, "TILES": TILES_AT_ONCE, "HOST": cfg.max_rows is None, "DEDUP": dedup,
             },
-            of_slots | {
+            {
                 "BINS": max(power_of_2(local), 16), "RECEIVE_BLOCK": cfg.receive_block, "ALIGN": ROW_ALIGN,
-                "DEDUP": dedup,
+                "DEDUP": dedup, "PLAN": shape,
             },
         )  # fmt: skip
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
         head, rows_3N, *flat = saved
-        lines = Lines.of(flat[0], self.cfg, self.num_ranks) if flat else None
+        lines = LineTables.of(flat[0], self.cfg, self.num_ranks) if flat else None
         return DevicePlan(self._layout(num_tokens, rows_3N.shape[1]), head, rows_3N, lines)
 
     def _arrays(self, num_tokens: int | SymInt, tiles: int | SymInt) -> dict[str, Any]:
@@ -200,9 +199,8 @@ class Planner(Calls):
             tiles_kernel,
             min(-(-tiles // TILES_AT_ONCE), 16),
             (
-                exchange, plan.counts_RE, rows.send_count_R, plan.recv_count_R, rows.start_e1, rows.rows_e,
-                rows.expert_M, rows.order_M, rows.backward_order_M, rows.progress_M, rows.cursor, rows.totals,
-                self._host_totals, self.call, self.status, self.rank, *leads,
+                exchange, plan.counts_RE, plan.recv_count_R, plan.bundle, self._host_totals, self.call, self.status,
+                self.rank, *leads,
             ),
             constants.tiles,
             num_warps=4,
@@ -210,15 +208,12 @@ class Planner(Calls):
         launch(
             place_kernel,
             min(columns + self.local, most_programs),
-            (
-                exchange, histogram, rows.start_e1, rows.rows_e, rows.totals, rows.source_N, rows.return_N,
-                rows.weight_N, rows.send_token_RT, self.call, self.rank, num_tokens,
-            ),
+            (exchange, histogram, plan.bundle, self.call, self.rank, num_tokens),
             constants.place,
             num_warps=4, maxnreg=96,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
         if cfg.combine_groups is not None:
-            lines = Lines.of(torch.full((self._parts_words,), -1, **int32), cfg, ranks)
+            lines = LineTables.of(torch.full((self._parts_words,), -1, **int32), cfg, ranks)
             launch_parts(exchange, rows, lines, self.call, self.rank, ranks, num_tokens, cfg, self.sms)
             plan.lines = lines
         return plan

@@ -21,7 +21,7 @@ from uniep.taskflow.trace import Span, device_spans
 if TYPE_CHECKING:
     from uniep.backends.hopper.backend import HopperBackend
     from uniep.backends.hopper.planner import DevicePlan
-    from uniep.launch.mega import Lists
+    from uniep.launch.mega import TaskLists
 
 HEAD_START_CYCLES = 8_000_000  # about 4 ms at boost clock
 
@@ -35,9 +35,12 @@ class Records:
     vector: Tensor
 
     @classmethod
-    def empty(cls, backend: HopperBackend, lists: Lists) -> Records:
+    def empty(cls, backend: HopperBackend, lists: TaskLists) -> Records:
         chunks = num_chunks(backend.cfg, backend.schedule)
-        places = len(lists.matrix), len(lists.vector) + 2 * backend.num_ranks * chunks + backend.cfg.max_tokens_per_rank
+        places = (
+            len(lists.lists.matrix),
+            len(lists.lists.vector) + 2 * backend.num_ranks * chunks + backend.cfg.max_tokens_per_rank,
+        )
         return cls(*(torch.full((n, 5), -1, dtype=torch.int64, device=backend.device) for n in places))
 
     @property
@@ -54,9 +57,11 @@ def lead_host(backend: HopperBackend) -> None:
 
 def exchanged_ids(backend: HopperBackend) -> list[Tensor]:
     """The routing ids of all ranks in the forward under way, on the CPU."""
+    from uniep.kernels.header import TOKENS
+
     top_k, found = backend.cfg.top_k, []
     for words in backend.arena.views["exchange"][backend.planner.calls_made & 1].cpu():
-        count = int(words[0]) * top_k
+        count = int(words[TOKENS.value]) * top_k
         found.append(words[EXCHANGE_HEADER : EXCHANGE_HEADER + count].view(-1, top_k).clone())
     return found
 
