@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import types
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from uniep.backends.base import Inputs
 from uniep.backends.hopper.planner import Planner
 from uniep.config import ROW_ALIGN, MoEConfig, align_rows
 from uniep.errors import CapacityError, DTypeError, InputError, PeerTimeoutError
-from uniep.launch.driver import tensor
+from uniep.kernels.arguments import Addresses, Rows, Tokens
+from uniep.launch.driver import Bundle, tensor
 from uniep.launch.staged import launch_row_addresses
 from uniep.layout import hopper_histogram, plan_blocks
 from uniep.memory import plan_memory
@@ -230,9 +230,10 @@ def test_addresses_of_kept_tokens(block):
     x, dy = (torch.full((10, cfg.hidden), -value, dtype=cfg.dtype) for value in (1.0, 2.0))
     slot = torch.tensor([0, 5, 127, slots, slots + 99, 2 * slots, 2 * slots + 127, 3 * slots])  # the last of pad rows
     source = torch.cat([-slot - 1, torch.tensor([3, 9])]).int()
-    rows = types.SimpleNamespace(source_N=source, totals=torch.tensor([len(source), 1], dtype=torch.int32))
+    totals = torch.tensor([len(source), 1], dtype=torch.int32)
+    rows = Bundle(Rows(**dict.fromkeys(Rows._fields) | {"source_N": source, "totals": totals}))
     found = torch.empty(2, 16, dtype=torch.int64)
-    launch_row_addresses((x, kept), (dy, receive), rows, 4, 1, found)
+    launch_row_addresses(Tokens(x, kept), Tokens(dy, receive), rows, 4, 1, Addresses(*found))
 
     def read(address: int, *of: torch.Tensor) -> float:
         (memory,) = (t for t in of if t.data_ptr() <= address < t.data_ptr() + t.nbytes)

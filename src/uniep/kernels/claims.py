@@ -15,7 +15,7 @@ from uniep.kernels.transfer import push_chunk
 def claim(counter_ptr, THREADS: tl.constexpr):
     """Begin to claim the next place of a list: one thread asks.  The answer is used when it has come."""
     thread = tl.arange(0, THREADS)
-    return tl.atomic_add(counter_ptr + thread * 0, 1, mask=thread == 0, sem="relaxed")
+    return tl.atomic_add(counter_ptr + tl.zeros_like(thread), 1, mask=thread == 0, sem="relaxed")
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from uniep.kernels.activation import activate
 from uniep.kernels.arguments import Counted, GateUpBlocks, Offsets, Rows, Tokens, Wire
 from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come
-from uniep.kernels.rows import load_rows, row_pointers, wait_for_rows
+from uniep.kernels.rows import load_rows, num_row_tiles, row_pointers, wait_for_rows
 from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
 
@@ -87,6 +87,65 @@ def halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def weights_step(b_desc, expert, half, n, depth, B: tl.constexpr, TILE: tl.constexpr):
+    """The block (TILE.K, TILE.N) of an expert's weights from row `depth` of B on, columns n.
+
+    B: how they lie.  "gate_up": (e, 2, F, D), half of the columns from each half.  "transposed": (e, WIDTH, DEPTH).
+    "plain": (e, DEPTH, WIDTH).  "halves": (e, HALVES, DEPTH, WIDTH), of which `half` is meant.
+    """
+    if B == "gate_up":
+        return b_desc.load([expert, 0, n * (TILE.N // 2), depth]).reshape(TILE.N, TILE.K).T
+    elif B == "transposed":
+        return b_desc.load([expert, n * TILE.N, depth]).reshape(TILE.N, TILE.K).T
+    elif B == "plain":
+        return b_desc.load([expert, depth, n * TILE.N]).reshape(TILE.K, TILE.N)
+    else:
+        tl.static_assert(B == "halves")
+        return b_desc.load([expert, half, depth, n * TILE.N]).reshape(TILE.K, TILE.N)
+
+
+@triton.jit
+def product_of_rows(
+    a_ptrs,
+    a_desc,
+    b_desc,
+    m,
+    expert,
+    n,
+    DEPTH: tl.constexpr,
+    HALVES: tl.constexpr,
+    B: tl.constexpr,
+    UP_FIRST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A tile of A @ B in fp32, k ascending: the loop over k of all products of rows.
+
+    A: (N, DEPTH), gathered (a_ptrs: first step of its rows) or row tile m of a_desc; with HALVES > 0 (N, HALVES * DEPTH).
+    UP_FIRST turns the halves of B.  B: see `weights_step`.
+    With HALVES = 1 k is divided as with 2, and the row is found inside the loop: code that was timed.
+    """
+    BLOCK_M: tl.constexpr = TILE.M
+    BLOCK_N: tl.constexpr = TILE.N
+    STEPS: tl.constexpr = (DEPTH + TILE.K - 1) // TILE.K
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, STEPS if HALVES == 0 else HALVES * STEPS):
+        if HALVES > 0:
+            half = k // STEPS
+            depth = k % STEPS * TILE.K
+            a = a_desc.load([m * BLOCK_M, half * DEPTH + depth])
+            part = 1 - half if UP_FIRST else half
+        else:
+            if a_ptrs is not None:
+                a = load_rows(a_ptrs, k, DEPTH, TILE.K)
+            else:
+                a = a_desc.load([m * BLOCK_M, k * TILE.K])
+            depth = k * TILE.K
+            part = 0
+        acc = tl.dot(a, weights_step(b_desc, expert, part, n, depth, B, TILE), acc)
+    return acc
+
+
+@triton.jit
 def count_before(counted: Counted):
     """Count the tile that this program stored in its turn before: a turn late, so that nobody waits for stores that are
     under way."""
@@ -100,6 +159,7 @@ def gate_up_tile(
     a_ptrs,
     blocks: GateUpBlocks,
     weight,
+    m,
     row,
     expert,
     n,
@@ -109,23 +169,14 @@ def gate_up_tile(
     UP_FIRST: tl.constexpr,
 ):
     """One tile of `gate_up_kernel`.  a_ptrs: first step of gathered rows, or None.  weight: of the rows, if WEIGHTED.
+    row: the first of row tile m.
 
     counted: the tile that is counted meanwhile, or None.
     """
-    BLOCK_M: tl.constexpr = TILE.M
-    BLOCK_N: tl.constexpr = TILE.N
-    BLOCK_K: tl.constexpr = TILE.K
     dtype: tl.constexpr = blocks.act.dtype
-    HALF: tl.constexpr = BLOCK_N // 2
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, tl.cdiv(LAYER.D, BLOCK_K)):
-        if a_ptrs is not None:
-            a = load_rows(a_ptrs, k, LAYER.D, BLOCK_K)
-        else:
-            a = blocks.rows.load([row, k * BLOCK_K])
-        b = blocks.w13.load([expert, 0, n * HALF, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
-        acc = tl.dot(a, b.T, acc)
-    gate, up = halves(acc, BLOCK_M, BLOCK_N)
+    HALF: tl.constexpr = TILE.N // 2
+    acc = product_of_rows(a_ptrs, blocks.rows, blocks.w13, m, expert, n, LAYER.D, 0, "gate_up", False, TILE)
+    gate, up = halves(acc, TILE.M, TILE.N)
     if UP_FIRST:
         up, gate = gate, up
     gate_16 = narrow(gate, dtype)
@@ -190,7 +241,7 @@ def gate_up_kernel(
         if program < push_programs:
             offsets = Offsets(arrived_offset, finished_offset, None)
             push_tokens(tokens.local, rows, wire, offsets, num_tokens, rank, program, push_programs, SENDING)
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     num_steps = num_m * NUM_N
     deadline_ns = deadline(wire.status, timeout_ns)
     alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
@@ -229,7 +280,7 @@ def gate_up_kernel(
             next_m, next_expert, next_n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
             next_rows = next_m * TILE.M + tl.arange(0, TILE.M)
             next_source = tl.load(rows.source_N + next_rows, mask=step < num_steps, other=0)
-        gate_up_tile(a_ptrs, blocks, weight, row, expert, n, counted, LAYER, TILE, UP_FIRST)
+        gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, UP_FIRST)
         if AHEAD:
             m = next_m
             expert = next_expert
@@ -243,19 +294,12 @@ def gate_up_kernel(
 
 @triton.jit
 def gathered_product_tile(
-    a_ptrs, b_desc, out_desc, row, expert, n, counted: Counted, D: tl.constexpr, TILE: tl.constexpr
+    a_ptrs, b_desc, out_desc, m, expert, n, counted: Counted, D: tl.constexpr, TILE: tl.constexpr
 ):
     """One tile of a product of gathered rows.  a_ptrs: their first step.  counted: as in `gate_up_tile`."""
-    BLOCK_M: tl.constexpr = TILE.M
-    BLOCK_N: tl.constexpr = TILE.N
-    BLOCK_K: tl.constexpr = TILE.K
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, tl.cdiv(D, BLOCK_K)):
-        a = load_rows(a_ptrs, k, D, BLOCK_K)
-        b = b_desc.load([expert, k * BLOCK_K, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
-        acc = tl.dot(a, b, acc)
+    acc = product_of_rows(a_ptrs, None, b_desc, m, expert, n, D, 0, "plain", False, TILE)
     count_before(counted)
-    store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+    store_tile(acc, out_desc, m * TILE.M, n * TILE.N, TILE.M, TILE.N)
 
 
 @triton.jit(
@@ -295,7 +339,7 @@ def gathered_product_kernel(
         if program < push_programs:
             offsets = Offsets(arrived_offset, finished_offset, None)
             push_tokens(tokens.local, rows, wire, offsets, num_tokens, rank, program, push_programs, SENDING)
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     deadline_ns = deadline(wire.status, timeout_ns)
     alone, shared, count = turns(num_m * NUM_N, program, push_programs, push_rounds)
     all_here = 0
@@ -317,7 +361,7 @@ def gathered_product_kernel(
             counted = Counted(progress_ptr, turn, before)
         else:
             counted = None
-        gathered_product_tile(a_ptrs, b_desc, out_desc, row, expert, n, counted, D, TILE)
+        gathered_product_tile(a_ptrs, b_desc, out_desc, m, expert, n, counted, D, TILE)
     if progress_ptr is not None:
         if count > 0:
             last = step_of_turn(count - 1, alone, shared, program, push_programs)
@@ -348,25 +392,15 @@ def product_tile(
     """One tile of `product_kernel`.  CHECKED (and SCATTER): nothing is stored once this call has failed."""
     BLOCK_M: tl.constexpr = TILE.M
     BLOCK_N: tl.constexpr = TILE.N
-    BLOCK_K: tl.constexpr = TILE.K
     dtype: tl.constexpr = out_desc.dtype
     WIDTH: tl.constexpr = PRODUCT.WIDTH
-    STEPS: tl.constexpr = (PRODUCT.DEPTH + BLOCK_K - 1) // BLOCK_K
     HALF: tl.constexpr = BLOCK_N // 2
+    B: tl.constexpr = "transposed" if PRODUCT.TRANSPOSED else "halves"
     expert = tl.load(rows.expert_M + m)
     row = m * BLOCK_M
     if CHECKED:
         is_lost = tl.load(wire.status, volatile=True) != 0
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, PRODUCT.HALVES * STEPS):
-        half = k // STEPS
-        depth = k % STEPS * BLOCK_K
-        a = a_desc.load([row, half * PRODUCT.DEPTH + depth])
-        if PRODUCT.TRANSPOSED:
-            acc = tl.dot(a, b_desc.load([expert, n * BLOCK_N, depth]).reshape(BLOCK_N, BLOCK_K).T, acc)
-        else:
-            part = 1 - half if PRODUCT.UP_FIRST else half
-            acc = tl.dot(a, b_desc.load([expert, part, depth, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N), acc)
+    acc = product_of_rows(None, a_desc, b_desc, m, expert, n, PRODUCT.DEPTH, PRODUCT.HALVES, B, PRODUCT.UP_FIRST, TILE)
     if PRODUCT.SCATTER:
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         slot = tl.load(rows.return_N + row + tl.arange(0, BLOCK_M))
@@ -416,7 +450,7 @@ def product_kernel(
     TILES_BEFORE finished tiles for each of them.
     """
     NUM_N: tl.constexpr = (PRODUCT.WIDTH + TILE.N - 1) // TILE.N
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     if PRODUCT.SCATTER:
         num_m = tl.where(failed(wire.status), 0, num_m)  # a late peer may still read what an earlier call returned
     if TILES_BEFORE == 0:

@@ -10,6 +10,7 @@ from uniep.kernels.activation import activate, gate_gradient, up_gradient
 from uniep.kernels.arguments import Activation, Rows
 from uniep.kernels.gemm import halves, tile_coordinates
 from uniep.kernels.ptx import after_previous, narrow
+from uniep.kernels.rows import num_row_tiles
 from uniep.kernels.sync import STAGE_RAW, WIDE, deadline, wait_for
 
 
@@ -116,11 +117,11 @@ def claimed_activation_gradient_kernel(
     PER_TILE: tl.constexpr = BLOCK_M // ITEM_ROWS
     # Twice the time: whoever makes raw may wait for its peers as long as that.
     deadline_ns = deadline(status_ptr, timeout_ns.to(tl.int64) * 2)
-    num_items = tl.load(rows.totals + 1) * PER_TILE
+    num_items = num_row_tiles(rows) * PER_TILE
     item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     while item < num_items:
         m = tl.load(rows.backward_order_M + item // PER_TILE)
-        wait_for(progress_ptr + m + tl.arange(0, WIDE) * 0, rank, TILES, deadline_ns, status_ptr, STAGE_RAW)
+        wait_for(progress_ptr + m + tl.zeros((WIDE,), tl.int32), rank, TILES, deadline_ns, status_ptr, STAGE_RAW)
         first = m * BLOCK_M + item % PER_TILE * ITEM_ROWS
         for part in range(0, ITEM_ROWS // ROWS * BLOCKS):
             row = (first + part // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)

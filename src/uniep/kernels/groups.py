@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.arguments import GroupRows, Rows, Wire
-from uniep.kernels.gemm import count_tile, row_tile_of_step, store_tile, tile_coordinates
+from uniep.kernels.gemm import count_tile, product_of_rows, row_tile_of_step, store_tile, tile_coordinates
 from uniep.kernels.header import HEADER, header_of
 from uniep.kernels.ptx import after_previous, narrow, next_may_come
+from uniep.kernels.rows import num_row_tiles
 from uniep.kernels.sync import STAGE_SUM, deadline, failed, signal_all, wait_for
 
 NO_GROUP = tl.constexpr(2**30)  # of unused slots, behind all others
@@ -35,7 +36,7 @@ def _slot_groups(
 def _groups_below(group, limit, K: tl.constexpr, KP: tl.constexpr):
     """How many different groups below `limit` (tokens,) each token has."""
     slot = tl.arange(0, KP)[None, :]
-    count = limit * 0
+    count = tl.zeros_like(limit)
     for k in range(K):
         other = tl.sum(tl.where(slot == k, group, 0), 1)
         seen = tl.max(((group == other[:, None]) & (slot < k)).to(tl.int32), 1)
@@ -97,9 +98,9 @@ def parts_kernel(
     for first in range(tl.program_id(0) * ROWS, num_tokens, tl.num_programs(0) * ROWS):
         token = first + tl.arange(0, ROWS)
         group = _slot_groups(
-            exchange_ptr, call, rank + token * 0, token, token < num_tokens, K, KP, SLOTS, NUM_RANKS, GROUP
+            exchange_ptr, call, rank + tl.zeros_like(token), token, token < num_tokens, K, KP, SLOTS, NUM_RANKS, GROUP
         )
-        count = _groups_below(group, token * 0 + NO_GROUP, K, KP)
+        count = _groups_below(group, tl.full(token.shape, NO_GROUP, tl.int32), K, KP)
         mask = (token < num_tokens)[:, None] & (slot < W)
         tl.store(used_ptr + token[:, None] * W + slot, tl.where(slot < count[:, None], 0, -1), mask=mask)
 
@@ -243,27 +244,20 @@ def counted_product_kernel(
 ):
     """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`; progress (M,) counts the finished tiles
     of each row tile, for the next kernel, which may run beside this one.  b_desc: (e, WIDTH, DEPTH)."""
-    BLOCK_M: tl.constexpr = TILE.M
-    BLOCK_N: tl.constexpr = TILE.N
-    BLOCK_K: tl.constexpr = TILE.K
-    NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
     program = tl.program_id(0)
     next_may_come()
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     num_steps = num_m * NUM_N
     for step in tl.range(program, num_steps, tl.num_programs(0), flatten=True):
         position, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
         m = tl.load(order_ptr + position)
         expert = tl.load(rows.expert_M + m)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, tl.cdiv(DEPTH, BLOCK_K)):
-            a = a_desc.load([m * BLOCK_M, k * BLOCK_K])
-            b = b_desc.load([expert, n * BLOCK_N, k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
-            acc = tl.dot(a, b.T, acc)
+        acc = product_of_rows(None, a_desc, b_desc, m, expert, n, DEPTH, 0, "transposed", False, TILE)
         if step > program:
             before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, NUM_N, TILE.GROUP_M)
             count_tile(rows.progress_M, before)
-        store_tile(acc, out_desc, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N)
+        store_tile(acc, out_desc, m * TILE.M, n * TILE.N, TILE.M, TILE.N)
     if program < num_steps:
         last = program + (num_steps - 1 - program) // tl.num_programs(0) * tl.num_programs(0)
         count_tile(rows.progress_M, row_tile_of_step(last, num_m, order_ptr, NUM_N, TILE.GROUP_M))

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from uniep.kernels.arguments import Lists, Rows
 from uniep.kernels.ptx import after_previous, next_may_come
+from uniep.kernels.rows import num_row_tiles
 
 # Operators of the matrix list: the first product, the one that returns rows, the weight gradients.
 FIRST = tl.constexpr(0)
@@ -44,6 +45,32 @@ STEP = tl.constexpr(1 << 27)  # of a key, above all row tiles
 @triton.jit
 def _packed(op, expert, m, n):
     return (((expert + op * 65536).to(tl.int64) << 24) + m << 16) + n
+
+
+@triton.jit
+def task_op(word):
+    return word >> 56
+
+
+@triton.jit
+def task_expert(word):
+    return ((word >> 40) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def task_m(word):
+    return ((word >> 16) & 0xFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def task_n(word):
+    return (word & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def task_tile(word):
+    """Of a weight gradient: m and n together."""
+    return (word & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -83,7 +110,7 @@ def _before(
     INTERLEAVED: tl.constexpr,
 ):
     """Tasks of all stretches before `key`.  expert: all of this rank (and more), with their row tiles."""
-    zero = expert * 0
+    zero = tl.zeros_like(expert)
     first = _stretch(zero, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
     late = _stretch(zero, zero + 1, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
     back = _stretch(zero + 1, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
@@ -115,8 +142,8 @@ def _tile_key(tile, end_R, source, rows, rank, NUM_RANKS: tl.constexpr, ROTATED:
         arrives = tl.where(used, arrives, 0)
         returns = tl.where(used, (of_first - rank - 1 + NUM_RANKS) % NUM_RANKS, NUM_RANKS)
     else:
-        arrives = late * 0
-        returns = late * 0
+        arrives = tl.zeros_like(late)
+        returns = tl.zeros_like(late)
     return late, arrives, returns
 
 
@@ -190,7 +217,7 @@ def list_kernel(
         first = (ahead + BLOCK_M - 1) // BLOCK_M
         last = tl.where(ahead + own == rows, used, (ahead + own) // BLOCK_M)
         early = tl.maximum(last - first, 0) + num_tiles - used  # tiles of own rows only, and of pad rows only
-    num_m = tl.load(table.totals + 1)
+    num_m = num_row_tiles(table)
     progress_ptr = lists.counters + COUNTERS
     program = tl.program_id(0)
     if program == 0:
@@ -201,6 +228,7 @@ def list_kernel(
         if item < num_m:
             m = item
             e = tl.load(table.expert_M + m)
+            zero = tl.zeros_like(e)
             tl.store(progress_ptr + m, 0)
             tl.store(progress_ptr + num_m + m, 0)
             first_m = tl.load(table.start_e1 + e) // BLOCK_M
@@ -215,12 +243,12 @@ def list_kernel(
             late = tl.max(own_late) if LOCAL_FIRST else 0
             key0 = tl.max(own_arrives) * STEP + i // GROUP0
             key1 = tl.max(own_returns) * STEP + i // GROUP1
-            before0 = i * 0
-            same0 = i * 0
-            own0 = i * 0
-            before1 = i * 0
-            same1 = i * 0
-            own1 = i * 0
+            before0 = tl.zeros_like(i)
+            same0 = tl.zeros_like(i)
+            own0 = tl.zeros_like(i)
+            before1 = tl.zeros_like(i)
+            same1 = tl.zeros_like(i)
+            own1 = tl.zeros_like(i)
             for j in range(0, tiles, 64):
                 tile = j + tl.arange(0, 64)
                 is_late, arrives, returns = _tile_key(tile, end_R, source, num_rows, rank, NUM_RANKS, ROTATED, BLOCK_M)
@@ -236,8 +264,8 @@ def list_kernel(
                 before1 += _count_if(exists & (key < key1))
                 same1 += _count_if(exists & (key == key1))
                 own1 += _count_if(exists & (key == key1) & (tile < i))
-            of_first = _stretch(e * 0, late + e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
-            of_return = _stretch(e * 0 + 1, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
+            of_first = _stretch(zero, late + zero, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
+            of_return = _stretch(zero + 1, zero, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
             offset = _before(
                 of_first, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
             )
@@ -247,23 +275,24 @@ def list_kernel(
             )
             _store_tiles(lists.matrix, offset, RETURN, e, m, before1, same1, own1, TILES1, TILES_P)
             if BACKWARD:
-                of_first = _stretch(e * 0, late + e * 0, e, LOCAL, CHUNK_EXPERTS, False)
-                of_return = _stretch(e * 0 + 1, e * 0, e, LOCAL, CHUNK_EXPERTS, False)
+                of_first = _stretch(zero, late + zero, e, LOCAL, CHUNK_EXPERTS, False)
+                of_return = _stretch(zero + 1, zero, e, LOCAL, CHUNK_EXPERTS, False)
                 offset = _before(of_first, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
                 _store_tiles(lists.vector, offset, ACTIVATION_GRADIENT, e, m, before0, same0, own0, TILES0, TILES_P)
                 offset = _before(of_return, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
                 _store_tiles(lists.vector, offset, DWEIGHTS, e, m, before1, same1, own1, 1, TILES_P)
         elif BACKWARD:
             e = item - num_m
+            zero = tl.zeros_like(e)
             if TILES2 > 0:
                 offset = _before(
-                    _stretch(e * 0 + DOWN_WEIGHTS, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
+                    _stretch(zero + DOWN_WEIGHTS, zero, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
                     TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
                 )  # fmt: skip
                 _store_weights(lists.matrix, offset, DOWN_WEIGHTS, e, TILES2, TILES_P)
             if TILES3 > 0:
                 offset = _before(
-                    _stretch(e * 0 + GATE_UP_WEIGHTS, e * 0, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
+                    _stretch(zero + GATE_UP_WEIGHTS, zero, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
                     TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
                 )  # fmt: skip
                 _store_weights(lists.matrix, offset, GATE_UP_WEIGHTS, e, TILES3, TILES_P)

@@ -53,9 +53,14 @@ from uniep.kernels.lists import (
     RETURNED,
     TASKS,
     VECTOR,
+    task_expert,
+    task_m,
+    task_n,
+    task_op,
+    task_tile,
 )
 from uniep.kernels.ptx import block_loads_follow
-from uniep.kernels.rows import row_pointers, wait_for_rows
+from uniep.kernels.rows import num_row_tiles, row_pointers, wait_for_rows
 from uniep.kernels.sync import (
     STAGE_ACTIVATED,
     STAGE_COMBINE,
@@ -127,7 +132,7 @@ def forward_kernel(
     offsets = Offsets(arrived_offset, finished_offset, returned_offset)
     arrival = tl.atomic_add(lists.counters + ARRIVED, 1, sem="relaxed")
     deadline_ns = deadline(wire.status, timeout_ns)
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     num_first = num_m * NUM_N1
     num_matrix = tl.load(lists.counters + TASKS)
     num_kept = 0
@@ -155,17 +160,17 @@ def forward_kernel(
         claimed_ns = now_if(lists.matrix_records)
         is_matrix = place < num_matrix
         word = tl.load(lists.matrix + place, mask=is_matrix, other=-1)
-        is_first = is_matrix & ((word >> 56) == FIRST)
+        is_first = is_matrix & (task_op(word) == FIRST)
         if (made > 0) & (not is_first):
             count_made(lists.counters, stored, made)
             made = 0
         if is_matrix:
             answer = claim(lists.counters + MATRIX, WAY.THREADS)
-            m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
-            n = (word & 0xFFFF).to(tl.int32)
+            m = task_m(word)
+            n = task_n(word)
             row = m * TILE.M
             if is_first:
-                expert = ((word >> 40) & 0xFFFF).to(tl.int32)
+                expert = task_expert(word)
                 if LAYER.WEIGHTED:
                     weight = tl.load(rows.weight_N + row + tl.arange(0, TILE.M))
                 else:
@@ -177,8 +182,8 @@ def forward_kernel(
                 first_ptrs = row_pointers(source, tokens.local, tokens.received, LAYER.D)
                 a_ptrs = first_ptrs[:, None] + tl.arange(0, TILE.K)[None, :]
                 counted = Counted(progress_ptr, made, stored)
-                gate_up_tile(a_ptrs, blocks, weight, row, expert, n, counted, LAYER, TILE, WAY.UP_FIRST)
-                stored = m + 0
+                gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, WAY.UP_FIRST)
+                stored = m
                 made += 1
                 record_task(lists.matrix_records, place, claimed_ns, started_ns)
             else:
@@ -303,7 +308,7 @@ def backward_kernel(
     offsets = Offsets(arrived_offset, finished_offset, returned_offset)
     arrival = tl.atomic_add(lists.counters + ARRIVED, 1, sem="relaxed")
     deadline_ns = deadline(wire.status, timeout_ns)
-    num_m = tl.load(rows.totals + 1)
+    num_m = num_row_tiles(rows)
     num_matrix = tl.load(lists.counters + TASKS)
     num_pushes = 0  # of a trace, whose rows they come first in
     if PUSHES:
@@ -329,8 +334,8 @@ def backward_kernel(
         claimed_ns = now_if(lists.matrix_records)
         is_matrix = place < num_matrix
         word = tl.load(lists.matrix + place, mask=is_matrix, other=0)
-        op = (word >> 56).to(tl.int32)
-        expert = ((word >> 40) & 0xFFFF).to(tl.int32)
+        op = task_op(word).to(tl.int32)
+        expert = task_expert(word)
         # The first product of a chunk needs what those that return before it needed; without chunks nothing.
         of_expert = expert
         if WAY.CHUNK_EXPERTS > 0:
@@ -353,8 +358,8 @@ def backward_kernel(
         if is_matrix:
             answer = claim(lists.counters + MATRIX, WAY.THREADS)
             if op == FIRST:
-                m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
-                n = (word & 0xFFFF).to(tl.int32)
+                m = task_m(word)
+                n = task_n(word)
                 source = tl.load(rows.source_N + m * TILE.M + tl.arange(0, TILE.M))
                 if WAY.FUSED:
                     all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
@@ -362,8 +367,8 @@ def backward_kernel(
                 first_ptrs = row_pointers(source, tokens.local, tokens.received, D)
                 a_ptrs = first_ptrs[:, None] + tl.arange(0, TILE.K)[None, :]
                 counted = Counted(progress_ptr, made, stored)
-                gathered_product_tile(a_ptrs, w2_desc, raw_desc, m * TILE.M, expert, n, counted, D, TILE)
-                stored = m + 0
+                gathered_product_tile(a_ptrs, w2_desc, raw_desc, m, expert, n, counted, D, TILE)
+                stored = m
                 made += 1
             else:
                 begin = tl.load(rows.start_e1 + expert)
@@ -373,24 +378,24 @@ def backward_kernel(
                         first_m = begin // TILE.M
                         num_awaited = tl.load(rows.start_e1 + expert + 1) // TILE.M - first_m
                         if op == RETURN:
-                            first_m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
-                            num_awaited = num_awaited * 0 + 1
+                            first_m = task_m(word)
+                            num_awaited = tl.full((), 1, tl.int32)
                         for i in range(0, num_awaited, WIDE):
                             lanes = tl.minimum(i + tl.arange(0, WIDE), num_awaited - 1)
                             wait_for(
-                                activated_ptr + first_m + lanes, lanes * 0 + rank, NUM_F, deadline_ns + timeout_ns,
+                                activated_ptr + first_m + lanes, tl.zeros_like(lanes) + rank, NUM_F, deadline_ns + timeout_ns,
                                 wire.status, STAGE_ACTIVATED,
                             )  # fmt: skip
                     block_loads_follow()
                 started_ns = now_if(lists.matrix_records)
                 if op == RETURN:
-                    m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
-                    n = (word & 0xFFFF).to(tl.int32)
+                    m = task_m(word)
+                    n = task_n(word)
                     product_tile(dh_desc, w13_desc, dh_desc, rows, wire, m, n, RETURNING, TILE, True)
                     unsent += 1
                 else:
                     is_lost = tl.load(wire.status, volatile=True) != 0
-                    tile = (word & 0xFFFFFFFF).to(tl.int32)
+                    tile = task_tile(word)
                     if op == DOWN_WEIGHTS:
                         m = tile // WEIGHT_F
                         n = tile % WEIGHT_F
@@ -443,10 +448,10 @@ def backward_kernel(
             answer = claim(lists.counters + VECTOR, WAY.THREADS)
             if vector_place < before_sums:
                 word = tl.load(lists.vector + vector_place)
-                m = ((word >> 16) & 0xFFFFFF).to(tl.int32)
-                n = (word & 0xFFFF).to(tl.int32)
+                m = task_m(word)
+                n = task_n(word)
                 lanes = tl.zeros((WIDE,), tl.int32)
-                if (word >> 56) == ACTIVATION_GRADIENT:
+                if task_op(word) == ACTIVATION_GRADIENT:
                     if all_made == 0:
                         all_made = has_all(lists.counters + MADE, num_m * NUM_F).to(tl.int32)
                         if all_made == 0:

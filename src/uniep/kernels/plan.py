@@ -203,7 +203,7 @@ def _judge(exchange_ptr, call, status_ptr, rank, SLOTS: tl.constexpr, NUM_RANKS:
         digests = host_refusal(host_ptr, NUM_RANKS) + HEADER
         word = tl.arange(0, HOST_DIGEST_WORDS)
         for source in tl.static_range(NUM_RANKS):
-            of_source = header_of(exchange_ptr, call, rank * 0 + source, SLOTS, NUM_RANKS)
+            of_source = header_of(exchange_ptr, call, tl.full((), source, tl.int32), SLOTS, NUM_RANKS)
             words = tl.load(of_source + HAS_DIGESTS + word)
             tl.store(digests + 1 + source * HOST_DIGEST_WORDS + word, words)
         tl.debug_barrier()
@@ -332,7 +332,7 @@ def _count_chunk(
     peer = tl.arange(0, NUM_RANKS)
     counts = tl.zeros((EP,), tl.int32)
     sent = tl.zeros((NUM_RANKS,), tl.int32)
-    received = item * 0
+    received = tl.zeros_like(item)
     for first in range(begin, end, BLOCK_T):
         ids = _block_ids(base, first, end, K, KP, BLOCK_T)
         bad = (ids >= E) | (ids < -1)
@@ -426,7 +426,7 @@ def scan_kernel(
 def segment_of(end, tile, SEGMENTS: tl.constexpr):
     """The segment that holds each tile.  end (SEGMENTS,): its last tile and one; a power of two of them, ascending; some
     may be empty."""
-    segment = tile * 0
+    segment = tl.zeros_like(tile)
     for level in tl.static_range(1, 16):
         if (SEGMENTS >> level) > 0:
             behind = segment + (SEGMENTS >> level)
@@ -507,8 +507,8 @@ def tiles_kernel(
     # Every rank finds every rank's overflow, so that all act alike.
     header = header_of(exchange_ptr, call, source, SLOTS, NUM_RANKS)
     capacity_R = tl.load(header + CAPACITY)
-    rows_R = source * 0
-    padded_R = source * 0
+    rows_R = tl.zeros_like(source)
+    padded_R = tl.zeros_like(source)
     for peer in tl.static_range(NUM_RANKS):
         peer_at = counts_ptr + source[:, None] * E + peer * LOCAL + local[None, :]
         peer_rows = tl.sum(tl.load(peer_at, mask=(local < LOCAL)[None, :], other=0), 0)

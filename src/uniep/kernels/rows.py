@@ -3,9 +3,14 @@
 import triton
 import triton.language as tl
 
-from uniep.kernels.arguments import Wire
+from uniep.kernels.arguments import Rows, Wire
 from uniep.kernels.ptx import load_acquire
 from uniep.kernels.sync import STAGE_DISPATCH, WIDE, every_rank, wait_for
+
+
+@triton.jit
+def num_row_tiles(rows: Rows):
+    return tl.load(rows.totals + 1)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from uniep.kernels.arguments import Addresses, Offsets, Rows, Sums, Tokens, Wire
 from uniep.kernels.ptx import narrow
-from uniep.kernels.rows import row_pointers, wait_for_rows
+from uniep.kernels.rows import num_row_tiles, row_pointers, wait_for_rows
 from uniep.kernels.sync import deadline, failed, pass_on, signal_all
 
 
@@ -159,7 +159,7 @@ def expand_kernel(
             push_tokens(tokens.local, rows, wire, offsets, num_tokens, rank, program, push_programs, SENDING)
     deadline_ns = deadline(wire.status, timeout_ns)
     PER_TILE: tl.constexpr = BLOCK_M // ROWS
-    num_items = tl.load(rows.totals + 1) * PER_TILE
+    num_items = num_row_tiles(rows) * PER_TILE
     all_here = 0
     begin = program - push_programs
     if begin < 0:  # a program that has pushed helps from the end of its round

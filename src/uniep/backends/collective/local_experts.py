@@ -255,7 +255,8 @@ class KernelExperts:
             self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, raw_NF)
             dh_N2F, act_NF = dy_TD.new_empty(num_rows, 2, cfg.ffn), dy_TD.new_empty(num_rows, cfg.ffn)
             groups_NG = raw_NF.new_empty(num_rows, -(-cfg.ffn // COLUMN_GROUP))
-            made = Activation(raw_NF, *unbind(h_NF.view(2, num_rows, cfg.ffn)), dh_N2F, act_NF, groups_NG)
+            gate_NF, up_NF = unbind(h_NF.view(2, num_rows, cfg.ffn))
+            made = Activation(raw_NF, gate_NF, up_NF, dh_N2F, act_NF, groups_NG)
             self.launch.launch_activation_gradient(made, rows, cfg, self.sms)
             dh_NH = dh_N2F.view(num_rows, -1)
             if needs.weights:

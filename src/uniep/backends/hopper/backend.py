@@ -429,9 +429,11 @@ class HopperBackend:
         cfg, rows, schedule, num_rows = self.cfg, plan.bundle, self.schedule, plan.num_rows
         num_tokens, tile = dy_TD.shape[0], schedule.gemm2
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
+        gate_NF, up_NF = unbind(h_2NF)
         made = Activation(
             torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=self.device),
-            *unbind(h_2NF),
+            gate_NF,
+            up_NF,
             dh_N2F=torch.empty(num_rows, 2, cfg.ffn, **like),
             act_NF=torch.empty(num_rows, cfg.ffn, **like),
             groups_NG=torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), dtype=torch.float32, device=self.device),
