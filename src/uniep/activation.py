@@ -1,10 +1,10 @@
 """The activations between the two GEMMs, by the names that `MoEConfig.activation` takes, as PyTorch functions.
 
-An activation is its `Activation` here and its functions in kernels/activation.py, which Triton compiles; nothing else
-tells one from another (docs/numerics.md says how to add one).
+An activation is defined by its `Activation` here and by its functions in kernels/activation.py, which Triton compiles.
+No other code depends on which one it is (docs/numerics.md says how to add one).
 
-Callers pass contiguous fp32 tiles whose width is a multiple of COLUMN_GROUP: PyTorch's vectorised sigmoid uses another
-code path for a ragged tail, whose bits differ.
+Callers pass contiguous fp32 tiles whose width is a multiple of COLUMN_GROUP.  For a ragged tail PyTorch's vectorised
+sigmoid uses another code path, and the bits differ.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.nn import functional
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """One activation, of two inputs if `gated`: gate and up.
+    """One activation.  If `gated`, it has two inputs: gate and up.
 
-    forward: of the inputs, fp32 in and out.  backward: the gradients of the inputs, from these and the activation's
-    gradient, fp32.  plain: what a PyTorch user writes: differentiable, in the dtype of the inputs.
+    forward: inputs to activation, fp32 in and out.  backward: inputs and the activation's gradient to the gradients of
+    the inputs, fp32.  plain: what a PyTorch user writes: differentiable, in the dtype of the inputs.
     """
 
     name: str
@@ -45,7 +45,7 @@ def _swiglu_backward(gate: Tensor, up: Tensor, d_act: Tensor) -> tuple[Tensor, T
 
 
 def _cdf(x: Tensor) -> Tensor:
-    """Of the normal distribution, by erfc: 1 + erf(x) has no digits left where x is far below 0."""
+    """The cumulative distribution function of the normal distribution, by erfc: 1 + erf(x) cancels far below 0."""
     return 0.5 * torch.erfc(x * -math.sqrt(0.5))
 
 
@@ -71,7 +71,7 @@ def _geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
 def _geglu_tanh_backward(gate: Tensor, up: Tensor, d_act: Tensor) -> tuple[Tensor, Tensor]:
     square = gate * gate
     z = gate * (TANH_LINEAR + TANH_CUBIC * square)
-    sigmoid, rest = torch.sigmoid(z), torch.sigmoid(-z)  # 1 - sigmoid loses digits that the slope magnifies
+    sigmoid, rest = torch.sigmoid(z), torch.sigmoid(-z)  # 1 - sigmoid would lose digits, which the slope magnifies
     slope = TANH_LINEAR + 3 * TANH_CUBIC * square
     return d_act * up * (sigmoid * (1 + gate * rest * slope)), d_act * (gate * sigmoid)
 

@@ -35,20 +35,20 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class MoEConfig:
     """Shape and numerics of one MoE layer (identical on every rank of the expert-parallel group).
 
-    hidden: D, width of a token.  ffn: F, width of one expert.  num_experts: E, over all ranks.
+    hidden: D, width of a token.  ffn: F, width of one expert.  num_experts: E, total over all ranks.
     top_k: K, slots per token (ids of -1 leave a slot unused).
     max_tokens_per_rank: largest T any rank passes in one call; T may differ per rank and per call.
     activation: of a row's gate and up, the halves of x W13^T; see `activation.ACTIVATIONS`.
     dtype: of x, the expert parameters and y.  Routing weights are always fp32.
-    weight_at: where the routing weight acts.  "output": on the expert's result, in fp32, on the
-        token's own rank (HF, torchtitan).  "activation": on the activation before the second GEMM
+    weight_at: where the routing weight is applied.  "output": to the expert's result, in fp32, on the
+        token's own rank (HF, torchtitan).  "activation": to the activation before the second GEMM
         (Megatron).  The two round differently.
     combine_groups: None: a token's K results are added in one sum on its own rank.  G: the experts form G contiguous
         groups, and the results of one group are added, and rounded, on the experts' rank: fewer rows travel back.
-        Other roundings, and so another function; the same for every EP size that divides G, refused for others.
-    max_rows: most routed rows (not counting alignment) one rank may receive in one call.  None: rows are allocated by
-        need, with one host read per call.  A number: no host read (CUDA graphs); more rows end in `CapacityError`,
-        never in dropped tokens.
+        Rounds differently, so results differ.  The same for every EP size that divides G; refused for others.
+    max_rows: most routed rows (not counting alignment) one rank may receive in one call.  None: rows are allocated as
+        needed, with one host read per call.  A number: no host read (CUDA graphs); more rows raise `CapacityError`,
+        tokens are never dropped.
 
     Raises ConfigError or UnsupportedError at construction, naming the value and the limit.
     """
@@ -110,9 +110,9 @@ class MoEConfig:
         return self.num_experts // ep_size
 
     def wanted(self, ep_size: int) -> float:
-        """Part of a rank's tokens that some expert of a given other rank wants, for uniform routing."""
+        """Share of a rank's tokens that a given other rank needs, for uniform routing."""
         others, none = self.num_experts - self.experts_per_rank(ep_size), 1.0
-        for slot in range(self.top_k):  # the token's experts, one after the other, all of other ranks
+        for slot in range(self.top_k):  # none: probability that no expert of the token is on that rank
             none *= max(others - slot, 0) / (self.num_experts - slot)
             if none < 1e-18:
                 return 1.0
@@ -140,7 +140,7 @@ class MoEConfig:
 
     @property
     def return_slots(self) -> int:
-        """Rows that come back to a token at most: one for each of its slots, or for each group that it can have."""
+        """Most rows that return to a token: one per slot, or one per combine group that the token can use."""
         return self.top_k if self.combine_groups is None else min(self.top_k, self.combine_groups)
 
     @property
@@ -159,7 +159,7 @@ class MoEConfig:
 
 
 def refused_number(value: object, least: int, most: int = MAX_INDEX) -> str:
-    """Why this is no int from `least` to `most`, beginning with the value; empty if it is one."""
+    """Why `value` is not an int from `least` to `most`, starting with the value; empty if it is one."""
     if not isinstance(value, int) or isinstance(value, bool):
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
@@ -171,13 +171,13 @@ def refused_number(value: object, least: int, most: int = MAX_INDEX) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """All, ascending, in the time of a square root."""
+    """All divisors, ascending, in time proportional to the square root."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _listed(fits: list[int], near: int, most: int = 16) -> str:
-    """`fits`, ascending; of many those around `near`."""
+    """`fits` as text, ascending; if there are many, those around `near`."""
     first = 0
     if len(fits) > most:
         first = min(max(bisect.bisect(fits, near) - most // 2, 0), len(fits) - most)

@@ -1,4 +1,4 @@
-"""What a dimension of a `Schedule` is, and what it is chosen for: declared in `uniep.schedule`, beside its field."""
+"""What a dimension of a `Schedule` is.  Each is declared in `uniep.schedule`, next to its field."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from uniep.config import MAX_INDEX, MoEConfig, refused_number
 
 
 class Measured(NamedTuple):
-    """What defaults and ways follow from: measured on 2x H200 (docs/log.md), and alike for every GPU until it is tuned.
+    """The measured values behind defaults and ways: from 2x H200 (docs/log.md), used for every GPU until it is tuned.
 
     sms: multiprocessors of a GPU.
-    worth_copying: part of the tokens that a peer must want for copy engines to send them all.
-    flop_per_wire_byte: what a grouped GEMM computes while NVLink takes a byte away (726 TFLOP/s, 350 GB/s).
-    worth_pipelining: time that results take on the wire, over the time of the down product, from which they should
-        start under gate_up.
-    pipelined_from: tokens; with fewer, sharing the multiprocessors costs more than the wire.
-    mega_to: tokens; with more, tiles that programs claim cost more than the launches that one kernel saves.
-    push_bytes_per_us: all pushing programs of a rank, beside a GEMM.  copy_bytes_per_us: a copy engine.
-    push_latency_us: of the first tokens.  copy_lead_us: from the entry of all ranks to the first tile.
-    sm_flop_per_us: one multiprocessor in a grouped GEMM.
+    worth_copying: if a peer needs at least this share of the tokens, copy engines send all of them.
+    flop_per_wire_byte: operations of a grouped GEMM while NVLink sends one byte (726 TFLOP/s, 350 GB/s).
+    worth_pipelining: time of results on the wire divided by time of the down product; from this ratio on, results
+        should start during gate_up.
+    pipelined_from: tokens; with fewer, sharing the multiprocessors costs more than it hides.
+    mega_to: tokens; with more, claiming tiles costs more than the launches that one kernel saves.
+    push_bytes_per_us: all pushing programs of a rank together, beside a GEMM.  copy_bytes_per_us: one copy engine.
+    push_latency_us: until the first tokens arrive.  copy_lead_us: from the entry of all ranks to the first tile.
+    sm_flop_per_us: operations of one multiprocessor in a grouped GEMM.
     """
 
     sms: int = 132
@@ -41,7 +41,7 @@ MEASURED = Measured()
 
 
 class Setting(NamedTuple):
-    """What a Schedule is to run: the layer, the ranks, the backend (None: what holds on all), the machine."""
+    """Where a Schedule is to run: the layer, the ranks, the backend (None: what holds on all), the machine."""
 
     cfg: MoEConfig
     ep_size: int = 1
@@ -50,11 +50,11 @@ class Setting(NamedTuple):
 
 
 CPU, GPU, MEGA, COLLECTIVE = "cpu", "hopper", "hopper, mega", "nccl"
-"""Where a value means something: a backend, or a hopper backend whose every call is one kernel for each direction."""
+"""Where a value has an effect: a backend, or the hopper backend if each call is one kernel per direction."""
 
 Scope = Literal["local", "wire"]
 Condition = Callable[["Dimension", Any, Setting], str]
-"""(dimension, Schedule, where) -> why it cannot have its value in this schedule there; "" if it can."""
+"""(dimension, Schedule, setting) -> why the dimension cannot have its value there; "" if it can."""
 
 
 def _always(d: Dimension, schedule: Any, at: Setting) -> str:
@@ -66,13 +66,13 @@ class Dimension:
     """One choice that a Schedule makes.
 
     name: the field, or "gate_up.columns", a field of a Tile.
-    domain: all its values; of a number, those worth a try, ascending.
-    default: of `Schedule()`.  usual: what backends start from instead, or a function of (dimension, setting).
-    backends: where it means something.  only: values that mean something on fewer.
-    scope: "local", it may follow a rank's T, which its peers do not know; "wire", ranks have it alike.
-    condition: see `Condition`.  least, most: of a number.  unit: of a number, behind a space.
+    domain: all its values; for a number, those worth trying, ascending.
+    default: the value in `Schedule()`.  usual: what backends start from instead, or a function of (dimension, setting).
+    backends: those on which it has an effect.  only: values that have an effect on fewer backends.
+    scope: "local", it may depend on a rank's T, which its peers do not know; "wire", it is the same on all ranks.
+    condition: see `Condition`.  least, most: limits of a number.  unit: unit of a number, after a space.
     doc: what it does.  helps: when.  source: where it comes from.
-    shown: values that are in a Schedule's `name`, and how.
+    shown: values that appear in a Schedule's `name`, and as which text.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Dimension:
     shown: Mapping[Any, str] = dataclasses.field(default_factory=dict)
 
     def of(self, schedule: Any) -> Any:
-        """Its value there."""
+        """Its value in `schedule`."""
         outer, _, inner = self.name.partition(".")
         value = getattr(schedule, outer)
         return getattr(value, inner) if inner else value
@@ -104,7 +104,7 @@ class Dimension:
         return dataclasses.replace(schedule, **{outer: new})
 
     def values(self, schedule: Any, backend: str) -> tuple[Any, ...]:
-        """Those of the domain that mean something to a backend; () where none does."""
+        """The values that have an effect on a backend; () if none does."""
         places = {backend} | ({MEGA} if backend == GPU and schedule.overlap == "mega" else set())
         if places.isdisjoint(self.backends):
             return ()
@@ -116,7 +116,7 @@ class Dimension:
         return usual(self, at) if callable(usual) else usual
 
     def refused(self, value: Any) -> str:
-        """Why this is no value of it at all; "" if it is one."""
+        """Why this is not a value of the dimension; "" if it is one."""
         if not isinstance(self.default, int):
             if isinstance(value, str) and value in self.domain:
                 return ""
@@ -131,7 +131,7 @@ def listed(values: tuple[Any, ...], word: str = "or") -> str:
 
 
 def dimension(default: Any, domain: tuple[int, ...] = (), **about: Any) -> Any:
-    """The field of a dimension.  domain: of a number; other domains are the values of its type."""
+    """The dataclass field of a dimension.  domain: only for numbers; other domains are the values of the type."""
     return dataclasses.field(default=default, metadata={"domain": domain, "about": about})
 
 

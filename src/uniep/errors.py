@@ -1,4 +1,4 @@
-"""Every error uniep raises. Each message names the value, the limit, the rank where one matters, and the remedy."""
+"""Every error uniep raises. Each message names the value, the limit, the rank if it matters, and the remedy."""
 
 
 class UniEPError(Exception):
@@ -30,4 +30,4 @@ class PeerTimeoutError(UniEPError):
 
 
 class ClosedError(UniEPError):
-    """The Workspace was closed, or died after an earlier error that the message repeats."""
+    """The Workspace was closed by the caller, or by an earlier error that the message repeats."""

@@ -1,7 +1,7 @@
-"""The layout of what peers write into, and the sizes of plans, lists and rows.
+"""The layout of the memory that peers write into, and the sizes of plans, lists and rows.
 
-Pure arithmetic.  What peers write into is allocated once and bounded whatever the routing (`cpu_arrays`,
-`hopper_arrays`; the nccl backend has none).  Rows of the experts grow with imbalance.
+Pure arithmetic.  Memory that peers write into is allocated once, with a size that does not depend on the routing
+(`cpu_arrays`, `hopper_arrays`; the nccl backend has none).  Rows of the experts grow with imbalance.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ALIGN_BYTES = 256
 HEADER_WORDS = 32  # int64 words in which a rank of the cpu backend describes a call
 EXCHANGE_HEADER = 256  # int32 words ahead of the ids in an exchange slot of the hopper backend
 STATUS_RECORD = 16  # int32 words in which a rank of the hopper backend notes its failure
-LOST_SLOT = 256  # int32 words in which another rank says why it is gone
-TEXT_BYTES = 4096  # of the text of a refusal or failure
+LOST_SLOT = 256  # int32 words in which another rank writes why it left
+TEXT_BYTES = 4096  # most bytes of the text of a refusal or failure
 
 Arrays = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -39,7 +39,7 @@ class Field(NamedTuple):
 
 
 def pack(arrays: Arrays) -> dict[str, Field]:
-    """Place arrays one behind the other, each at a multiple of ALIGN_BYTES."""
+    """Place arrays one after the other, each at a multiple of ALIGN_BYTES."""
     layout, offset = {}, 0
     for name, (shape, dtype) in arrays.items():
         layout[name] = field = Field(offset, shape, dtype)
@@ -100,7 +100,7 @@ def hopper_arrays(cfg: MoEConfig, ep_size: int, way: Way) -> Arrays:
 
 
 def flag_step(ep_size: int) -> int:
-    """Words from one kind of the hopper backend's flags to the next, which begins at 16 bytes."""
+    """Words from one kind of the hopper backend's flags to the next; each kind is 16-byte aligned."""
     return -(-ep_size // 4) * 4
 
 
@@ -112,7 +112,7 @@ def table_tiles(rows: Any, tile_rows: int) -> Any:
 def hopper_plan_arrays(
     cfg: MoEConfig, ep_size: int, tiles: int | torch.SymInt, tokens: int | torch.SymInt
 ) -> dict[str, Any]:
-    """Shapes of the int32 arrays of a plan that are no array of rows; one allocation, see `plan_words`.  tiles: of
+    """Shapes of a plan's int32 arrays, except those of rows; one allocation, see `plan_words`.  tiles: of
     `table_tiles`."""
     local = cfg.experts_per_rank(ep_size)
     return {
@@ -128,7 +128,7 @@ def hopper_plan_arrays(
         "progress_M": (tiles,),
         "cursor": (1,),
         "totals": (2,),  # padded rows, row tiles
-        "forward": (1,),  # the call that this plan is of
+        "forward": (1,),  # number of the call that this plan belongs to
     }
 
 
@@ -139,21 +139,21 @@ def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ..
     return {"row_LK": lines, "slot_LK": lines, "used_TW": used, "cursor": (1,)}
 
 
-PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan looks at at once
-PLAN_CHUNKS = 1024  # of the tokens of all ranks, each counted by one program
+PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan reads at once
+PLAN_CHUNKS = 1024  # chunks of the tokens of all ranks, each counted by one program
 TILE_STEP = 64  # tables of row tiles grow by this many, so that there are few sizes
-FIRST_TOKENS = 4096  # per rank, for which a first call has rows at least
+FIRST_TOKENS = 4096  # per rank; a first call allocates rows for at least so many
 
 
 def plan_blocks(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
-    """(Tokens of a block, chunks of the tokens of a rank): a chunk is as many blocks as a call needs it to be."""
+    """(Tokens of a block, chunks of the tokens of a rank).  The number of blocks in a chunk depends on the call."""
     tokens = max(PLAN_ENTRIES // power_of_2(cfg.top_k), 1)
     blocks = steps(cfg.max_tokens_per_rank, tokens)
     return tokens, min(max(PLAN_CHUNKS // ep_size, 1), power_of_2(blocks))
 
 
 def hopper_histogram(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
-    """Shape of the int32 array that a plan counts in: experts and ranks by chunks of the tokens of all ranks."""
+    """Shape of the int32 array for a plan's counts: (experts and ranks) x (chunks of the tokens of all ranks)."""
     return cfg.num_experts + 1 + ep_size, ep_size * plan_blocks(cfg, ep_size)[1]
 
 
@@ -163,12 +163,13 @@ def steps(extent: int, step: int) -> int:
 
 
 def forward_tiles(cfg: MoEConfig, way: Way) -> tuple[int, int, int, int]:
-    """Of one forward in one kernel: columns of tiles of both products, and no tiles of weight gradients."""
+    """Tile counts of a forward in one kernel: columns of tiles of both products; no tiles of weight gradients."""
     return steps(cfg.ffn, way.gate_up.columns // 2), steps(cfg.hidden, way.down.columns), 0, 0
 
 
 def backward_tiles(cfg: MoEConfig, way: Way, *, w13: bool, w2: bool) -> tuple[int, int, int, int]:
-    """Of one backward: columns of down_grad and gate_up_grad; tiles of an expert's dW2 and dW13, if needed."""
+    """Tile counts of a backward: columns of down_grad and gate_up_grad; tiles of an expert's dW2 and dW13, if
+    needed."""
     tile, columns = way.weight_gradient, way.down.columns
     of_expert = steps(cfg.hidden, tile.rows) * steps(cfg.ffn, tile.columns)
     return steps(cfg.ffn, columns), steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13
@@ -181,7 +182,7 @@ def list_words(most: int, local: int, tiles: tuple[int, int, int, int], *, backw
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two that is at least n."""
+    """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -191,13 +192,13 @@ def plan_words(arrays: Mapping[str, Any]) -> list[Any]:
 
 
 def balanced_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> int:
-    """N where every rank has `tokens` tokens and every expert is chosen as often as every other."""
+    """N if every rank has `tokens` tokens and all experts are chosen equally often."""
     local = cfg.experts_per_rank(ep_size)
     return local * align_rows(-(-tokens * cfg.top_k // local))
 
 
 def with_headroom(rows: int) -> int:
-    """Rows to allocate where `rows` were needed: 1/32 more, and never none (descriptors need memory)."""
+    """Rows to allocate if `rows` are needed: 1/32 more, and never zero (descriptors need memory)."""
     return align_rows(rows + rows // 32 + 1)
 
 
@@ -212,9 +213,10 @@ def hopper_rows(cfg: MoEConfig, ep_size: int, tokens: int) -> tuple[int, int]:
 
 
 def kept_block(cfg: MoEConfig, ep_size: int, tokens: int, *, copying: bool) -> int:
-    """Receive slots of each source whose tokens a forward keeps.  tokens: most that one source is expected to send.
+    """Receive slots per source whose tokens a forward keeps.  tokens: most that one source is expected to send.
 
-    With cfg.max_rows nobody may look, so that there is room for all that may come: a token that is pushed has a row.
+    With cfg.max_rows the host may not read counts, so there is room for all tokens that may come: every pushed token
+    has at least one row.
     """
     most = cfg.receive_block
     if cfg.max_rows is not None:
@@ -223,5 +225,5 @@ def kept_block(cfg: MoEConfig, ep_size: int, tokens: int, *, copying: bool) -> i
 
 
 def kept_shape(cfg: MoEConfig, ep_size: int, way: Way, block: int) -> tuple[int, int]:
-    """Of the tokens that a forward keeps, `block` of each source."""
+    """Shape of the tokens that a forward keeps, `block` of each source."""
     return (ep_size - 1) * block if not way.again else 0, cfg.hidden

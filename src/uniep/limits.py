@@ -1,4 +1,4 @@
-"""What the kernels need: one list, for the backend that requires them and the one that can do without."""
+"""What the kernels need: one list, for the backend that requires them and for the one that can run without."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def group_limit(ep_size: int) -> UniEPError | None:
 
 
 def shape_limit(cfg: MoEConfig) -> UniEPError | None:
-    """The same whatever the device."""
+    """The same check without the device."""
     if cfg.dtype == torch.float32:
         return ConfigError("dtype is torch.float32; the kernels compute in bfloat16 or float16 (never TF32)")
     for name, value in (("hidden", cfg.hidden), ("ffn", cfg.ffn)):

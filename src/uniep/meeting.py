@@ -1,12 +1,12 @@
 """Where the ranks of a group meet to make a Workspace: over the store of torch.distributed, without collectives.
 
-A collective waits as long as its group says, hears no Ctrl-C and does not say who is missing.  Here every wait ends
-after timeout_s, or at once where a rank gave up, with the rank and the stage.
+A collective waits until its group's timeout, ignores Ctrl-C and does not say which rank is missing.  Here every wait
+ends after timeout_s, or at once if a rank gave up, with the rank and the stage.
 
-A rank comes with a fresh random number and shows whose numbers it has seen (its `_Hello`).  All have met when all show
-the same numbers: nobody can be taken for one who was here in an earlier attempt or an earlier life of the group,
-whatever is left in the store.  The numbers together name the session, whose keys nobody else knows.  A rank writes its
-own keys only; the last one to leave a session deletes them all.
+Each rank draws a fresh random number and publishes the numbers it has seen (its `_Hello`).  The ranks have met when all
+publish the same numbers.  So leftovers in the store, from an earlier attempt or an earlier group, are never taken for a
+live rank.  The numbers together name the session; no one else knows its keys.  A rank writes only its own keys; the
+last one to leave a session deletes them all.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from uniep import version
 from uniep.errors import ConfigError, PeerTimeoutError, UniEPError
 from uniep.waiting import LOOK_S, SAME_CALLS, Patience
 
-_NOTHING = "-"  # what a key without a value reads as; no value is this
-_LEAVE_S = 2.0  # for telling others, where nobody waits for it
+_NOTHING = "-"  # what a key without a value reads as; never a real value
+_LEAVE_S = 2.0  # for messages to others that no one waits for
 _turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()  # by group
 
 
 class Board:
-    """Keys and values that all ranks see.  A thread asks the store, whose answer may never come: its host may be gone
-    or suspended."""
+    """Keys and values that all ranks see.  A separate thread asks the store, because the answer may never come: the
+    store's host may be gone or suspended."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store = dist.PrefixStore(prefix, store)
@@ -48,13 +48,13 @@ class Board:
         weakref.finalize(self, self._errands.put, None)
 
     def submit(self, errand: Callable[[Any], Any]) -> Future:
-        """`errand(store)`, once those before are done."""
+        """Queue `errand(store)`; it runs after those before it."""
         future, store = Future[Any](), self._store
         self._errands.put((future, lambda: errand(store)))
         return future
 
     def ask(self, errand: Callable[[Any], Any], timeout_s: float) -> Any:
-        """Its result.  Raises PeerTimeoutError where the store does not answer or is gone."""
+        """The errand's result.  Raises PeerTimeoutError if the store does not answer or is gone."""
         future, patience = self.submit(errand), Patience(timeout_s)
         while True:
             with contextlib.suppress(NotYetError):
@@ -84,18 +84,18 @@ def _run_errands(errands: queue.SimpleQueue) -> None:
             future.set_result(errand())
         except BaseException as error:
             future.set_exception(error)
-        del entry, future, errand  # which hold the store
+        del entry, future, errand  # they hold the store
 
 
 def read(store: Any, keys: Sequence[str]) -> list[bytes | None]:
-    """Their values, None where there is none.  `get` would wait for a key that its owner deletes meanwhile."""
+    """The keys' values, None for a missing one.  `get` would block on a key that its owner deletes meanwhile."""
     values = [bytes(store.compare_set(key, _NOTHING, _NOTHING)) for key in keys]
     return [None if value == _NOTHING.encode() else value for value in values]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Hello:
-    """What a rank shows until all have met.  seen: each rank's number; `failure`: why it does not come any more."""
+    """What a rank publishes until all have met.  seen: each rank's number; `failure`: why this rank gave up."""
 
     number: str
     seen: tuple[str | None, ...]
@@ -120,9 +120,9 @@ class _Part:
 class Meeting:
     """The ranks of one group while they make one Workspace: a context manager, collective.
 
-    What leaves it as an exception, of any class, is told to the others: they raise PeerTimeoutError with its text.
+    An exception of any class that leaves the block reaches the others: they raise PeerTimeoutError with its text.
     group: None, or a group of one rank: nobody to meet.  Threads of a process meet one after another in a group.
-    session: its name, the same on every rank and nowhere else; "" before the first exchange and without peers.
+    session: a name that only these ranks have, the same on each; "" before the first exchange and without peers.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -212,7 +212,7 @@ class Meeting:
                 if hello is not None and hello.failure:
                     if number in hello.seen:
                         self._raise_if(hello.failure, rank, stage)
-                    hellos[rank] = None  # of an earlier attempt
+                    hellos[rank] = None  # left by an earlier attempt
             now = tuple(hello.number if hello is not None else None for hello in hellos)
             if now != seen:
                 seen = now
@@ -225,7 +225,7 @@ class Meeting:
         self.session = _session(seen)
 
     def _waiting(self, stage: str) -> Callable[[Sequence[int]], None]:
-        """A function to be called again and again with the ranks that are missing still; each time it waits longer."""
+        """A function to call repeatedly with the ranks that are still missing; each time it waits longer."""
         patience, pause = Patience(self.timeout_s), 5e-4
 
         def wait(missing: Sequence[int]) -> None:
@@ -233,7 +233,7 @@ class Meeting:
             if patience.over():
                 raise PeerTimeoutError(
                     f"rank {self.rank}, creation of a Workspace, stage {stage}: rank {', '.join(map(str, missing))} "
-                    f"did not come within {self.timeout_s:g} s; every rank of the group must make the Workspace; see "
+                    f"did not come within {self.timeout_s:g} s; every rank of the group must make the Workspace; check "
                     "that none has stopped, or raise timeout_s"
                 )
             time.sleep(min(patience.look(), pause))
@@ -248,7 +248,8 @@ class Meeting:
             )
 
     def _leave(self, store: Any, failure: str) -> None:
-        """Withdraw, or leave the failure for those who have seen this rank; the last one out deletes everything."""
+        """Withdraw, or leave the failure for ranks that have seen this one; the last one to leave deletes
+        everything."""
         if self._hello is not None:
             key, seen = self._greeting(self.rank), self._hello.seen
             if failure and any(number for rank, number in enumerate(seen) if rank != self.rank):
@@ -259,7 +260,8 @@ class Meeting:
                 self.session = _session(seen)  # others may be in it already
         if self.session:
             if failure:
-                # Without the value of an exchange that it did not finish: who comes late must not go on alone.
+                # Leaves out the value of an exchange that this rank did not finish: a late rank must not continue
+                # alone.
                 said = dataclasses.replace(self._said, values=self._said.values[: self._done], failure=failure)
                 store.set(self._part(self.rank), said.packed())
             _close_session(store, self.session, self.size, [self._part(rank) for rank in range(self.size)])
@@ -283,26 +285,27 @@ def _session(numbers: Sequence[str | None]) -> str:
 
 
 def _close_session(store: Any, name: str, size: int, keys: Sequence[str]) -> None:
-    """Called by each of `size` ranks when it needs the keys no more: the last one deletes them."""
+    """Called by each of `size` ranks when it no longer needs the keys: the last one deletes them."""
     if store.add(f"{name}/left", 1) == size:
         for key in (*keys, f"{name}/left"):
             store.delete_key(key)
 
 
 class Notices:
-    """What a rank tells the others beside collectives: that it failed, or left after some call."""
+    """What a rank tells the others outside collectives: that it failed, or left after some call."""
 
     def __init__(self, meeting: Meeting) -> None:
-        """Of the session of `meeting`, after it."""
+        """Uses the session of `meeting`, after the meeting has ended."""
         self.rank = meeting.rank
         self._board, self._name = meeting.board, f"{meeting.session}/notices"
-        self._any = f"{self._name}/any"  # is there if any of the others may be
+        self._any = f"{self._name}/any"  # exists if a notice of any rank may exist
         self._keys = [f"{self._name}/{rank}" for rank in range(meeting.size)]
         self._looking: Future | None = None
         self._next = Patience(LOOK_S)
 
     def tell(self, call: int, text: str, *, failed: bool) -> None:
-        """failed: in call `call`.  Else this rank has done its part of all calls up to that one, and makes no more."""
+        """failed: this rank failed in call `call`.  Else it has finished all calls up to that one, and makes no
+        more."""
         board, self._board = self._board, None
         if board is None:
             return
@@ -316,7 +319,8 @@ class Notices:
             board.ask(errand, _LEAVE_S)
 
     def look(self, call: int, *, now: bool = False) -> None:
-        """Raise PeerTimeoutError if a peer will not come to call `call`.  Looks now and then, unless `now`."""
+        """Raise PeerTimeoutError if a peer will not come to call `call`.  Looks only from time to time, unless
+        `now`."""
         if self._board is None:
             return
         notices: Sequence[bytes | None] = ()

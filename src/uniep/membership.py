@@ -1,4 +1,4 @@
-"""What a backend knows of the Workspace that it serves."""
+"""What a backend knows about its Workspace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from uniep.meeting import Meeting
 class Membership:
     """This process in one expert-parallel group.
 
-    group: of `ep_size` ranks, of which this is `rank`; None: EP=1 without a process group.
-    timeout_s: longest wait for a peer, in each stage.  cause: why the Workspace has ended, "" until then.
+    group: process group of `ep_size` ranks, in which this is `rank`; None: EP=1 without a process group.
+    timeout_s: longest wait for a peer, in each stage.  cause: why the Workspace was closed, "" while it is open.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Membership:
         meeting: Meeting,
         end: Callable[[str], None],
     ) -> None:
-        """end: a method of the Workspace, which the membership does not keep alive; it ends it for the cause given."""
+        """end: method of the Workspace that closes it for the given cause.  It does not keep the Workspace alive."""
         self.cfg, self.group, self.rank, self.ep_size = cfg, group, rank, ep_size
         self.device, self.timeout_s = device, timeout_s
         self.cause = ""
@@ -40,7 +40,7 @@ class Membership:
 
     @property
     def meeting(self) -> Meeting:
-        """Of all ranks, while the Workspace is made."""
+        """The meeting of all ranks, while the Workspace is made."""
         assert self._meeting is not None, "a backend meets its peers while its Workspace is made"
         return self._meeting
 
@@ -48,6 +48,7 @@ class Membership:
         self._meeting = None
 
     def fail(self, cause: str) -> None:
-        """End the Workspace after an error that leaves peers' memory in doubt: later calls raise ClosedError."""
+        """Close the Workspace after an error that may have left bad data in peers' memory: later calls raise
+        ClosedError."""
         if (end := self._end()) is not None:
             end(cause)

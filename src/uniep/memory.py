@@ -44,7 +44,7 @@ PARTS = FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = "forward", "activation g
 class Buffer:
     """One allocation of a rank: what it holds and why it has this size.
 
-    during: the parts of a call (`PARTS`) in which a transient one is there; () for all.
+    during: the parts of a call (`PARTS`) in which a transient buffer exists; () for all.
     """
 
     name: str
@@ -70,7 +70,7 @@ class MemoryPlan:
         return sum(b.bytes for b in self.buffers if kind in (None, b.kind))
 
     def peak_bytes(self) -> int:
-        """Most bytes that one forward and its backward add to what is shared."""
+        """Most bytes that one forward and its backward need on top of shared buffers."""
         at_once = (
             sum(b.bytes for b in self.buffers if b.kind == "transient" and (not b.during or part in b.during))
             for part in PARTS
@@ -78,7 +78,7 @@ class MemoryPlan:
         return self.total_bytes("saved") + max(at_once)
 
     def explain(self, only: Kind | None = None) -> str:
-        """A table: one line per buffer, then the totals.  only: of this kind."""
+        """A table: one line per buffer, then the totals.  only: list only buffers of this kind."""
         rows: list[tuple[str, ...]] = [
             (b.kind, b.name, " x ".join(map(str, b.shape)), _dtype(b.dtype), _size(b.bytes), b.why)
             for b in self.buffers
@@ -87,7 +87,9 @@ class MemoryPlan:
         kinds = {kind: why for kind, why in _KINDS.items() if only in (None, kind)}
         rows += [("total", kind, "", "", _size(self.total_bytes(kind)), why) for kind, why in kinds.items()]
         if only is None:
-            rows.append(("peak", "call", "", "", _size(self.peak_bytes()), "saved, and the transient ones that meet"))
+            rows.append(
+                ("peak", "call", "", "", _size(self.peak_bytes()), "saved, and transient buffers alive at once")
+            )
         head = ("kind", "buffer", "shape", "dtype", "size", "why")
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
         lines = [
@@ -142,7 +144,7 @@ def plan_memory(
     schedule: Schedule | None = None,
     tokens: int | None = None,
 ) -> MemoryPlan:
-    """The buffers of one rank: all that peers write into, all that is saved for backward, the large ones of a call.
+    """The buffers of one rank: those that peers write into, those saved for backward, and the large ones of a call.
 
     Needs no GPU and no process group.  backend: "hopper", "cpu" or "nccl".  schedule: default the backend's own.
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
@@ -169,9 +171,9 @@ def plan_memory(
 
 
 def check_room(plan: MemoryPlan, needed: int, free_R: Sequence[int]) -> None:
-    """Raise CapacityError, the same on every rank, unless each rank's GPU has room for what is shared.
+    """Raise CapacityError, the same on every rank, unless each rank's GPU has room for the shared buffers.
 
-    needed: bytes of each rank.  free_R: bytes that are free.  plan: what they are.
+    needed: bytes on each rank.  free_R: free bytes of each rank.  plan: the buffers.
     """
     short = {rank: free for rank, free in enumerate(free_R) if free < needed}
     if short:
@@ -211,7 +213,7 @@ class _Call:
 
     @property
     def parts(self) -> int:
-        """Sums of combine groups: as many leave this rank as come to it."""
+        """Sums of combine groups; with balanced routing as many leave this rank as arrive."""
         groups = self.cfg.combine_groups or 0
         return round(self.tokens * groups * self.cfg.wanted(groups)) if groups else 0
 
@@ -259,7 +261,7 @@ def _hopper(c: _Call) -> list[Buffer]:
         words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
         parts = [Buffer("parts", (words,), _I32, "saved", "which rows combine groups add, and where sums go")]
     in_place = c.way.returns != "epilogue"
-    mega = c.way.mega  # one kernel, for whose time all is there
+    mega = c.way.mega  # one kernel: all buffers exist while it runs
     lists = []
     if mega:
         tiles = backward_tiles(cfg, c.way, w13=True, w2=True)
@@ -291,7 +293,7 @@ def _hopper(c: _Call) -> list[Buffer]:
 
 
 def _nccl(c: _Call) -> list[Buffer]:
-    """With the hopper kernels; without them (other GPUs, CPUs) there are no copies of x and dO by row."""
+    """Assumes the hopper kernels; without them (other GPUs, CPUs) there are no copies of x and dO by row."""
     cfg, ranks, rows, dtype = c.cfg, c.ep_size, c.rows, c.cfg.dtype
     received = 0 if c.way.again else c.received + 1
     plan = ranks * (cfg.num_experts + c.tokens + 2) + c.local + 1

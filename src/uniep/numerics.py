@@ -21,9 +21,10 @@ from uniep.errors import UniEPError
 
 @contextlib.contextmanager
 def fixed_settings() -> Iterator[None]:
-    """What decides bits on the CPU: inside, one intra-op thread (threads split a contraction), and `fp32_products`.
+    """Fixes the settings that decide bits on the CPU: one intra-op thread (more would split a contraction), and
+    `fp32_products`.
 
-    For one thread at a time: others that start inside get one intra-op thread, too."""
+    Use it in one thread at a time: threads that start inside also get one intra-op thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -35,9 +36,9 @@ def fixed_settings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fp32_products() -> Iterator[None]:
-    """fp32 products in fp32, a setting of the process: `torch.set_float32_matmul_precision` may have chosen bf16.
+    """Compute fp32 products in fp32: the process's setting (`torch.set_float32_matmul_precision`) may say bf16.
 
-    Raises UniEPError if another thread changes it meanwhile."""
+    Raises UniEPError if another thread changes the setting meanwhile."""
     _fp32_products.enter()
     try:
         yield
@@ -46,7 +47,7 @@ def fp32_products() -> Iterator[None]:
 
 
 class _Fp32Products:
-    """The process's setting for fp32 products: as it was when the last thread inside has left."""
+    """The process's setting for fp32 products; restored when the last thread leaves."""
 
     def __init__(self) -> None:
         self.lock, self.inside, self.before = threading.Lock(), 0, ""
@@ -74,11 +75,11 @@ class _Fp32Products:
             )
 
     def _put_back(self) -> None:
-        if self.setting.fp32_precision == "ieee":  # else somebody else has chosen meanwhile
+        if self.setting.fp32_precision == "ieee":  # else another thread has changed it meanwhile
             self.setting.fp32_precision = self.before
 
     def _after_fork(self) -> None:
-        """The threads that were inside are the parent's."""
+        """After a fork: the threads that were inside belong to the parent."""
         self.lock = threading.Lock()
         if self.inside:
             self.inside = 0
@@ -89,15 +90,15 @@ _fp32_products = _Fp32Products()
 
 
 def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """a @ b in fp32 -> (M, N).  Bits of an output depend on its row of a and column of b alone.
+    """a @ b in fp32 -> (M, N).  Bits of an output depend only on its row of a and its column of b.
 
-    BLAS picks kernels by shape, leading dimension and alignment, and each sums in its own order.  So every
-    block of 64 x 64 outputs is a call of its own over the whole contraction, on operands made alike: fp32,
+    BLAS picks kernels by shape, leading dimension and alignment, and each kernel sums in its own order.  So every
+    block of 64 x 64 outputs is a separate call over the whole contraction, on operands of the same form: fp32,
     zero-padded to 64, dense, aligned.  Whatever tile a caller computes, its blocks are the same calls.
     Callers start tiles at multiples of 64 and run inside `fixed_settings`, or, as the backends do, inside
     `fp32_products` on threads with one intra-op thread each (`PinnedThreads`).
 
-    On a GPU it is one library call, whose bits depend on the shape, too; callers pass whole segments.
+    On a GPU it is one library call, whose bits also depend on the shape; callers pass whole segments.
     """
     if a_MK.is_cuda:
         return _library_matmul(a_MK, b_KN)
@@ -130,7 +131,8 @@ _ALIGN_BYTES = 64
 
 
 def _operand(block: Tensor, dim: int) -> Tensor:
-    """fp32 copy (or the same, if it is fit) with `dim` padded to _BLOCK, dense in its own major order."""
+    """fp32 copy (or the tensor itself, if it already fits) with `dim` padded to _BLOCK, dense in its own major
+    order."""
     if block.stride(0) == 1 and block.stride(1) > 1:
         return _operand(block.T, 1 - dim).T
     if block.shape[dim] < _BLOCK:
@@ -144,7 +146,7 @@ def _operand(block: Tensor, dim: int) -> Tensor:
 
 
 def widened(x_RF: Tensor) -> Tensor:
-    """Contiguous fp32 copy of x, zero columns behind it up to a multiple of COLUMN_GROUP."""
+    """Contiguous fp32 copy of x, padded with zero columns to a multiple of COLUMN_GROUP."""
     rows, columns = x_RF.shape
     out = torch.zeros(rows, -(-columns // COLUMN_GROUP) * COLUMN_GROUP, dtype=torch.float32)
     out[:, :columns] = x_RF
@@ -175,7 +177,7 @@ def add_ascending(x_RG: Tensor) -> Tensor:
 def combine_slots(slots_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """Sum each token's slots in ascending k, in fp32, skipping slots whose id is -1.
 
-    slots_TKD: (T, K, D) in the layer's dtype; slots that are not used may hold anything.
+    slots_TKD: (T, K, D) in the layer's dtype; unused slots may hold anything.
     weights_TK: (T, K) fp32: `fma(w_k, y_k, acc)`; None: `acc + y_k`.  Returns (T, D) fp32.
     **Order**: k = 0 .. K-1, from 0.  The fma is exact product plus one rounding in fp64, then fp32.
     """
@@ -193,9 +195,9 @@ def combine_slots(slots_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) 
 
 
 def combine_parts(rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
-    """Sum the rows of each part in ascending k: `combine_slots` of the rows that it names.
+    """Sum the rows of each part in ascending k, as `combine_slots` does.
 
-    row_PK: (P, K) as in `routing.Parts`, -1 behind a part's rows.  weight_N: (N,) fp32 or None.  Returns (P, D) fp32.
+    row_PK: (P, K) as in `routing.Parts`, -1 after a part's rows.  weight_N: (N,) fp32 or None.  Returns (P, D) fp32.
     """
     index_PK = row_PK.clamp(min=0)
     return combine_slots(rows_ND[index_PK], row_PK, weight_N[index_PK] if weight_N is not None else None)
@@ -204,7 +206,8 @@ def combine_parts(rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> T
 def combine_grouped(
     slots_TKD: Tensor, group_TK: Tensor, weights_TK: Tensor | None, num_groups: int, dtype: torch.dtype
 ) -> Tensor:
-    """Sum each token's slots by groups of experts: `combine_slots` over one group's, cast to `dtype`; then the groups.
+    """Sum each token's slots by groups of experts: `combine_slots` over one group's slots, cast to `dtype`; then sum
+    groups.
 
     slots_TKD, weights_TK: as for `combine_slots`.  group_TK: (T, K), the group of each slot's expert, -1 for unused
     slots.  Returns (T, D) fp32.

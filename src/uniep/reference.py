@@ -1,7 +1,8 @@
 """The plain PyTorch meaning of the layer: one process, no tiles, no communication.
 
 `forward` and `backward` follow the numerics contract rounding for rounding, so they define what every
-backend computes; `composition` is the mathematics alone, differentiable in any dtype (fp64 for tests).
+backend computes; `composition` has only the formulas, without the roundings, differentiable in any dtype (fp64 for
+tests).
 
 Shape suffixes: T tokens, K slots, D hidden, F ffn, E experts, N rows of one expert.
 """
@@ -65,7 +66,7 @@ def _expert_rows(ids_TK: Tensor, expert: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _aligned(rows: Tensor, count: int) -> Tensor:
-    """`rows` with zero rows behind, `count` in all."""
+    """`rows` padded with zero rows to `count` rows."""
     out = rows.new_zeros(count, rows.shape[1])
     out[: rows.shape[0]] = rows
     return out
@@ -108,7 +109,7 @@ def _activation(x_TD, weights_TK, w13_E2FD, expert, token, slot, count, cfg):
 def backward(
     dy_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_E2FD: Tensor, w2_EDF: Tensor, cfg: MoEConfig
 ) -> Gradients:
-    """Gradients of `forward` for the output gradient `dy_TD` (T, D), in the contract's roundings."""
+    """Gradients of `forward` for the output gradient `dy_TD` (T, D), with the contract's roundings."""
     ffn, activation = cfg.ffn, ACTIVATIONS[cfg.activation]
     slots_TKD = torch.zeros(*ids_TK.shape, cfg.hidden, dtype=cfg.dtype)
     dweights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32)

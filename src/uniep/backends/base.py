@@ -12,18 +12,19 @@ from uniep.errors import UniEPError
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights
 
-MAIN_GRAD = "where a call asks for it: fp32, added or written once; else gradients are returned"
-"""The line of every `report`."""
+MAIN_GRAD = "opt-in per call: the fp32 gradient is added or written once; else gradients are returned"
+"""What every backend's `report` says of main_grad."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTag:
-    """What a call says of the layer that it is of, so that ranks notice when theirs differ.
+    """What a call says about its layer, so that ranks notice if they are in different layers.
 
-    number: the layer's, the same on every rank (`nn.LayerRecord`); 0: not known, and equal to any other.
-    digests: (3,) int64 on the Workspace's device, in some calls: of some of this rank's expert weights when they were
-        last looked at, and now; how often they were looked at before this call since they were made or loaded.
-    draw: 64 bits that this rank's experts were initialised from, the same on every rank; 0: not known.
+    number: the layer's number, the same on every rank (`nn.LayerRecord`); 0: not known, matches every number.
+    digests: (3,) int64 on the Workspace's device, in some calls only: the digest of some of this rank's expert weights
+        at the previous look, the digest now, and the number of looks before this call since the weights were made or
+        loaded.
+    draw: 64 bits from which this rank's experts were initialised, the same on every rank; 0: not known.
     """
 
     number: int = 0
@@ -57,10 +58,10 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class MainGrads:
-    """Where backward leaves the fp32 gradients of experts: in the parameters' layout, contiguous and 16-byte aligned.
+    """Where backward stores the fp32 gradients of experts: in the parameters' layout, contiguous and 16-byte aligned.
 
-    accumulate: each finished gradient is added to what is there; else it replaces it.  Parameters whose gradients are
-    not needed are left out, w13 or w2 as a whole.
+    accumulate: each finished gradient is added to the stored value; else it replaces that value.
+    Parameters whose gradients are not needed are left out, w13 or w2 as a whole.
     """
 
     w13: tuple[Tensor, ...]
@@ -68,7 +69,7 @@ class MainGrads:
     accumulate: bool
 
     def clear(self) -> None:
-        """Zeros for experts without rows, unless gradients are added."""
+        """Write zeros for experts without rows, unless gradients are added."""
         if not self.accumulate:
             for t in (*self.w13, *self.w2):
                 t.zero_()
@@ -87,12 +88,12 @@ class ExpertGradients:
 
 class Backend(Protocol):
     """Executes calls of one Workspace.  route, forward, backward, refuse and prepare are collective: all ranks of
-    the group call them in the same order, idle ranks too."""
+    the group call them in the same order, including ranks without tokens."""
 
     name: str
 
     def route(self, ids_TK: Tensor) -> RoutingPlan:
-        """The plan of this rank for the ids of all ranks.  Raises InputError on every rank."""
+        """This rank's plan, made from the ids of all ranks.  Raises InputError on every rank."""
         ...
 
     def forward(self, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -104,13 +105,14 @@ class Backend(Protocol):
     ) -> ExpertGradients:
         """Gradients of one earlier forward; `saved` is not modified, so it may run twice.
 
-        main_grads: where those of experts go; None: they are returned."""
+        main_grads: where the gradients of experts go; None: they are returned."""
         ...
 
     def refuse(self, error: UniEPError) -> None:
-        """This rank's inputs are bad: tell all ranks, so that each other one raises `error`'s kind and text.
+        """This rank's inputs are bad: tell all ranks, so that every other rank raises an error of the same class and
+        text.
 
-        May raise it here, too, or return; the caller raises then."""
+        On this rank it may raise `error` or return; if it returns, the caller raises."""
         ...
 
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
@@ -135,5 +137,5 @@ class Backend(Protocol):
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """`matrix`, at a multiple of 16 bytes: kernels copy 16 bytes at once."""
+    """`matrix` at an address that is a multiple of 16 bytes: kernels copy 16 bytes at once."""
     return matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()

@@ -1,8 +1,8 @@
-"""Threads that compute with one intra-op thread each, which decides bits on the CPU.
+"""Threads that compute with one intra-op thread each: the number of threads changes bits on the CPU.
 
 torch.set_num_threads sets the number for the calling thread and for all threads that have not computed yet.  So it is
-called once for each thread here, when a Workspace is made, and what other threads will get is put back at once; calls
-leave the settings of the process and of its threads alone.
+called once for each thread here, when a Workspace is made, and the number for other threads is restored at once.
+Calls do not change the settings of the process or of its threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _pinning = threading.Lock()
 
 
 class PinnedThreads:
-    """`count` of them.  They end with this object."""
+    """`count` threads.  They end with this object."""
 
     def __init__(self, count: int) -> None:
         self._jobs: list[queue.SimpleQueue[tuple[_Job, _Job] | None]] = [queue.SimpleQueue() for _ in range(count)]
@@ -39,9 +39,10 @@ class PinnedThreads:
         weakref.finalize(self, _end, self._jobs)
 
     def run(self, jobs: Sequence[_Job], stop: Callable[[BaseException], Any] = lambda interrupt: None) -> None:
-        """Each in a thread of its own; they must not raise.  Returns, or raises an interrupt, when all have ended.
+        """Run each job in a thread of its own; jobs must not raise.  Returns, or raises an interrupt, when all have
+        ended.
 
-        stop: told of an interrupt of the calling thread, to end the jobs early.
+        stop: called with an interrupt of the calling thread, to end the jobs early.
         """
         running = set(range(len(jobs)))
         for number, job in enumerate(jobs):
@@ -54,7 +55,7 @@ class PinnedThreads:
             raise
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """What `function` returns or raises in one of the threads, without autograd."""
+        """Call `function` in one of the threads, without autograd; returns or raises what it does."""
         results: list[_T] = []
         errors: list[BaseException] = []
 
@@ -90,13 +91,13 @@ def _serve(jobs: queue.SimpleQueue, found: queue.SimpleQueue) -> None:
         try:
             job()
         finally:
-            del entry, job  # which hold a call's tensors
+            del entry, job  # they hold a call's tensors
             ended()
             del ended
 
 
 def _pin() -> int:
-    """One intra-op thread from now on, here.  Returns what other threads were to have."""
+    """Use one intra-op thread in this thread from now on.  Returns the number that other threads had."""
     before = torch.get_num_threads()  # also initialises this thread, which would undo what is set before
     torch.set_num_threads(1)
     return before

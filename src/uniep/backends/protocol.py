@@ -1,7 +1,7 @@
 """What ranks tell each other when they enter a call, and what all of them conclude from it.
 
 Every rank judges the same headers, so every rank raises the same error: before any row moves, and with the
-Workspace still usable.  How headers travel is the backend's affair.
+Workspace still usable.  How headers travel is up to the backend.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Header:
     call: int
     operation: int  # index into OPERATIONS
     tokens: int = 0
-    error: int = -1  # of `error_index`: why this rank refuses
+    error: int = -1  # an `error_index`: why this rank refuses
     text_bytes: int = 0
     digest: int = 0  # of this rank's inputs
     fingerprint: int = 0  # backward: of the forward it belongs to
     forwards: int = 0  # forwards that this rank has entered
     needs: int = 0  # backward: `needs_bits`
-    layer: int = 0  # as in `LayerTag`, which these are of
+    layer: int = 0  # this and the fields below: as in `LayerTag`
     draw: int = 0
     before: int = 0  # digests
     now: int = 0
@@ -68,13 +68,13 @@ def tag_words(tag: LayerTag) -> tuple[int, ...]:
 
 
 def needs_bits(needs: Needs | None) -> int:
-    """Wanted gradients as bits: 1 x, 2 weights, 4 w13, 8 w2."""
+    """The wanted gradients as bits: 1 x, 2 weights, 4 w13, 8 w2."""
     wanted = dataclasses.astuple(needs) if needs is not None else ()
     return sum(1 << bit for bit, want in enumerate(wanted) if want)
 
 
 def wanted_anywhere(headers: Sequence[Header]) -> Needs:
-    """What any rank wants.  dx and d(weight) come from all ranks, so all compute them."""
+    """The gradients that at least one rank wants.  dx and d(weight) need work on all ranks, so all compute them."""
     return Needs(*(any(h.needs >> bit & 1 for h in headers) for bit in range(4)))
 
 
@@ -91,7 +91,7 @@ def error_of(index: int) -> type[UniEPError]:
 
 
 def encoded(text: str, most: int = TEXT_BYTES) -> Tensor:
-    """The text in UTF-8, cut after `most` bytes: (bytes,) uint8."""
+    """The text in UTF-8, cut after `most` bytes; (number of bytes,) uint8."""
     return torch.tensor(list(text.encode()[:most]), dtype=torch.uint8)
 
 
@@ -175,9 +175,9 @@ def same_draw(number: int, draws: Sequence[int]) -> None:
 def refuse_copies(number: int, digests: Sequence[Sequence[int]]) -> None:
     """Raise UniEPError if a tool has made experts of two ranks equal, as if they were copies of one parameter.
 
-    digests: `LayerTag.digests` of every rank; an empty one: not taken.  Experts that differed and do not any more were
-    overwritten.  At the first look they may have been initialised alike since (upcycling): there one of the two must
-    still be what it was, so that the other took its values.
+    digests: `LayerTag.digests` of every rank; empty if not taken.  Experts that differed before and are equal now were
+    overwritten.  Before the first look, both may have been initialised alike on purpose (upcycling).  So there it is an
+    error only if one of the two is unchanged: then the other took its values.
     """
     if not all(digests):
         return

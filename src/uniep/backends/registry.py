@@ -1,4 +1,4 @@
-"""The backends by name, each imported on demand: "hopper" needs Triton."""
+"""The backends by name, each imported on demand, because "hopper" needs Triton."""
 
 from __future__ import annotations
 

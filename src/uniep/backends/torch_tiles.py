@@ -74,7 +74,7 @@ class Rows:
 
 
 class Gather:
-    """Rows of the experts out of local tokens and tokens of other ranks; pad rows are zeros."""
+    """Gathers the experts' rows from local tokens and tokens of other ranks; pad rows are zeros."""
 
     def __init__(self, local_TD: Tensor, remote_MD: Tensor, rows: Rows, compact: bool = False) -> None:
         """compact: remote_MD holds the received tokens without gaps instead of the receive buffer."""
@@ -97,14 +97,14 @@ class Gather:
 
 
 def compact_base(plan: RoutingPlan, rank: int) -> Tensor:
-    """Per block of the receive buffer (one per peer, this rank left out): rows before it once gaps are gone."""
+    """Per block of the receive buffer (one per peer, without this rank): number of rows before it without the gaps."""
     counts = plan.recv_count_R.long()
     others = torch.cat([counts[:rank], counts[rank + 1 :], counts.new_zeros(1)])
     return torch.cumsum(others, 0) - others
 
 
 class _Bodies:
-    """What both directions share: dispatch and the one-sided return of rows or of their sums.
+    """What forward and backward share: dispatch and the one-sided return of rows or of their sums.
 
     weight_results: the sums multiply each row by its routing weight.
     """
@@ -125,7 +125,7 @@ class _Bodies:
         self.shared[block.group].receive[start : start + tokens.shape[0]] = self.send_TD[tokens]
 
     def _write(self, block: Block, value: Tensor, name: str) -> None:
-        """Write value's rows into the slots they return to, in array `name` of their rank."""
+        """Write the rows of `value` into the slots they return to, in array `name` of their token's rank."""
         target = self.rows.target_N[block.row0 : block.row1]
         slot = self.rows.slot_N[block.row0 : block.row1]
         for rank in torch.unique(target).tolist():
@@ -136,7 +136,7 @@ class _Bodies:
                 part.index_copy_(0, slot[pick], value[pick])
 
     def _return(self, block: Block, value: Tensor) -> None:
-        """A tile of results, or of dX: to the slots of its rows, or, with combine groups, to where they are added."""
+        """Store a tile of results, or of dX: in the slots of its rows or, with combine groups, where they are added."""
         value = value.to(self.cfg.dtype)
         if self.rows.parts is None:
             self._write(block, value, "returns")
@@ -155,7 +155,7 @@ class _Bodies:
         """Add the slots of tokens row0..row1."""
         tokens, width = slice(block.row0, block.row1), self.cfg.return_slots
         slots = self.shared[self.rank].returns[block.row0 * width : block.row1 * width].unflatten(0, (-1, width))
-        if self.rows.parts is not None:  # their rows are weighted
+        if self.rows.parts is not None:  # the rows of parts are weighted already
             total = combine_slots(slots, token_groups(self.ids_TK[tokens], self.cfg), None)
         else:
             total = combine_slots(slots, self.ids_TK[tokens], weights_TK[tokens] if weights_TK is not None else None)
@@ -163,7 +163,7 @@ class _Bodies:
 
 
 class Dispatch(_Bodies):
-    """Tokens to the ranks of their experts, and a compact copy of those received."""
+    """Sends tokens to the ranks of their experts, and makes a compact copy of the received ones."""
 
     def __init__(self, rows: Rows, shared: list[Shared], send_TD: Tensor, ids_TK: Tensor, keep: bool) -> None:
         super().__init__(rows, shared, send_TD, ids_TK)
@@ -234,7 +234,7 @@ class Forward(Dispatch):
 class Backward(_Bodies):
     """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for gate_up_wgrad.  separate: as in `Forward`.
 
-    gradients: of experts, in the layer's dtype, or `main_grads`."""
+    gradients: those of the experts, in the layer's dtype, or `main_grads`."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Backward(_Bodies):
             main_grads.clear()
 
     def down_grad(self, block: Block) -> None:
-        """Through the second GEMM, and the activation unless that is a task of its own."""
+        """Gradient through the second GEMM, and through the activation unless that is a task of its own."""
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
         raw = matmul(self.dy_rows(rows), self.experts.down(block.group)[:, columns])
         if self.raw_NF is None:
@@ -325,7 +325,7 @@ class Backward(_Bodies):
                 self._put(half[first - base : last - base, columns], out[first - block.row0 : last - block.row0])
 
     def _put(self, target: Tensor, value: Tensor) -> None:
-        """A finished fp32 block of a weight gradient to where it belongs."""
+        """Store a finished fp32 block of a weight gradient."""
         if self.accumulate:
             target += value
         else:

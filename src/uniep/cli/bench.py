@@ -22,13 +22,13 @@ def bench(
     context: typer.Context,
     ranks: Annotated[int, typer.Option(help="Processes, one per GPU; 0: one for each GPU of this machine.", min=0)] = 0,
     strategy: Annotated[
-        str, typer.Option(help=f"Time these as implementations: all, or of {', '.join(STRATEGIES)} (docs/tuner.md).")
+        str, typer.Option(help=f"Named strategies to time: all, or some of {', '.join(STRATEGIES)} (docs/tuner.md).")
     ] = "",
 ) -> None:
     """Time uniep and its peers on one MoE layer, interleaved, on the GPUs of this machine.
 
     Everything else on the command line goes to benchmarks/moe.py: uniep bench --shapes qwen3-30b --tokens 4096,8192.
-    Its own options are listed by: uniep bench -- --help
+    To list the options of that script: uniep bench -- --help
     """
     if not HARNESS.exists():
         typer.echo(f"{HARNESS} does not exist: benchmarks are not part of the installed package; run this in a clone")

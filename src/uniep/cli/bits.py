@@ -29,7 +29,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def merge(of_rank: Iterable[Digests]) -> Digests:
-    """All ranks' digests in one.  A part on which two ranks disagree gets a digest that equals nothing."""
+    """The digests of all ranks in one dictionary.  If two ranks disagree on a part, its digest equals no other."""
     merged: Digests = {}
     for rank, digests in enumerate(of_rank):
         for part, value in digests.items():
@@ -39,7 +39,7 @@ def merge(of_rank: Iterable[Digests]) -> Digests:
 
 
 def differences(run: Digests, reference: Digests) -> list[Part]:
-    """Parts whose digests differ or that only one of the two has, in the reference's order."""
+    """Parts whose digests differ, or that only one run has, in the reference's order."""
     parts = dict.fromkeys([*reference, *run])
     return [part for part in parts if run.get(part) != reference.get(part)]
 

@@ -34,7 +34,7 @@ def demo(
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks of the training run: 1, 2 or 4.")] = 2,
     proof_ep: Annotated[str, typer.Option(help="EP sizes that the proof compares, each 1, 2 or 4.")] = "1,2,4",
     proof_steps: Annotated[int, typer.Option(help="Optimizer steps of each of the proof's runs.", min=1)] = 3,
-    dtype: Annotated[DType, typer.Option(help="In which the experts compute.")] = DType.bf16,
+    dtype: Annotated[DType, typer.Option(help="dtype of expert computation.")] = DType.bf16,
     out: Annotated[Path, typer.Option(help="Folder for loss.png and timeline.png.")] = Path("out"),
 ) -> None:
     """Train a small MoE language model, then prove its bits.
@@ -111,7 +111,7 @@ def _train(
                 history.append(float(trainer.step(_batch(text, cfg, step))))
                 advance(step, history[-1], tokens / (time.perf_counter() - start))
         speed = f"{tokens * steps / (time.perf_counter() - begin):,.0f} tokens/s"
-        # Every rank evaluates equally often: the layer is collective in evaluation too.
+        # Every rank evaluates the same number of times: the layer is collective in evaluation too.
         unseen = [trainer.evaluate(_batch(text, cfg, step, held_out=True)) for step in range(HELD_OUT_BATCHES)]
         held_out = float(sum(unseen)) / HELD_OUT_BATCHES
         recorded = []

@@ -25,9 +25,9 @@ FAILS = "auto fails"
 
 ENVIRONMENT = {
     "UNIEP_BACKEND": "backend of Workspaces made with backend='auto'",
-    "UNIEP_TIMEOUT_S": "seconds until a peer that does not come raises PeerTimeoutError",
-    "UNIEP_TUNE": "off, cached or online: what Workspaces without a Schedule run with; not set, cached",
-    "UNIEP_TUNE_DIR": "where uniep tune writes, and Workspaces look first",
+    "UNIEP_TIMEOUT_S": "seconds to wait for a peer before PeerTimeoutError",
+    "UNIEP_TUNE": "off, cached or online: how Workspaces without a Schedule get one; default: cached",
+    "UNIEP_TUNE_DIR": "where uniep tune writes tables and Workspaces look first",
     "OMP_NUM_THREADS": "PyTorch's threads per rank; torchrun sets 1",
     "CUDA_VISIBLE_DEVICES": "GPUs that processes see; a different mask per rank prevents peer access",
     "PYTORCH_ALLOC_CONF": "PyTorch's allocators; replaces PYTORCH_CUDA_ALLOC_CONF",
@@ -36,7 +36,7 @@ ENVIRONMENT = {
 
 
 def doctor() -> None:
-    """Show what this machine can run, and which backend `auto` takes and why.
+    """Show what this machine can run, which backend `auto` takes, and why.
 
     The exit status is 1 if that backend cannot run.
     """
@@ -121,7 +121,7 @@ def _tuning() -> Rows:
 
 
 def _backend() -> list[tuple[str, str]]:
-    """What a Workspace made right here, for one rank, would do."""
+    """What a Workspace made in this process, for one rank, would do."""
     cfg = uniep.MoEConfig(hidden=128, ffn=128, num_experts=2, top_k=1, max_tokens_per_rank=128)
     try:
         with uniep.Workspace(cfg) as workspace:

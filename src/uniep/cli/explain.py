@@ -1,4 +1,4 @@
-"""`uniep explain`: which Schedule a call has on a card, and why, without that card."""
+"""`uniep explain`: which Schedule a call gets on a card, and why.  The card itself is not needed."""
 
 from __future__ import annotations
 
@@ -22,23 +22,29 @@ from uniep.tuner.model import cards, load_card
 
 def explain(
     shape: Annotated[
-        str, typer.Option(help=f"{', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
+        str, typer.Option(help=f"Shape of the layer: {', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
     ] = "qwen3-30b",
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 2,
-    tokens: Annotated[int, typer.Option(help="Tokens of each rank.", min=1)] = 8192,
-    card: Annotated[str, typer.Option(help=f"{', '.join(cards())}, or the path of a card file.")] = "h200",
-    backend: Annotated[str, typer.Option(help="hopper, or cpu with a card file of this machine's.")] = "hopper",
+    tokens: Annotated[int, typer.Option(help="Tokens per rank.", min=1)] = 8192,
+    card: Annotated[
+        str, typer.Option(help=f"Card to choose for: {', '.join(cards())}, or the path of a card file.")
+    ] = "h200",
+    backend: Annotated[str, typer.Option(help="Backend: hopper, or cpu with a card file of this machine.")] = "hopper",
     dtype: Dtype = DType.bf16,
-    combine_groups: Annotated[int | None, typer.Option(help="As in MoEConfig.", min=1)] = None,
+    combine_groups: Annotated[int | None, typer.Option(help="MoEConfig.combine_groups.", min=1)] = None,
     results: Annotated[
         list[Path] | None, typer.Option(help="Result file of benchmarks/moe.py with measurements; may be repeated.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all of it there.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw what strategies and dimensions cost.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the cost of strategies and dimensions into this file.")
+    ] = None,
 ) -> None:
-    """Say which Schedule a call has on a card, what it takes, who came second, and which dimension matters most.
+    """Show which Schedule a call gets on a card, its time, the runner-up, and the dimension that matters most.
 
-    The choice is that of a table, if one serves, else of the model; docs/tuner.md says how far off the model is.
+    The choice comes from a tuned table if one fits, else from the model; docs/tuner.md gives the model's error.
     """
     torch.set_num_threads(1)
     console = Console(highlight=False)
@@ -97,8 +103,8 @@ def _print(console: Console, document: dict[str, Any]) -> None:
 
 
 def _draw(document: dict[str, Any], path: Path) -> None:
-    """Left: predicted time of the choice and of named strategies, what was measured as dots.  Right: what the dearest
-    value of each dimension costs."""
+    """Left: predicted time of the choice and of named strategies, with measurements as dots.  Right: the cost of the
+    slowest value of each dimension."""
     from uniep.cli.pictures import figure_style
 
     plt = figure_style()
@@ -113,7 +119,7 @@ def _draw(document: dict[str, Any], path: Path) -> None:
     left.set_xlabel("ms, predicted; dots: measured" if dots else "ms, predicted")
     costs = [(name, max(of["costs"].values())) for name, of in document["dimensions"].items()][::-1]
     right.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color="#e8590c")
-    right.set_xlabel("%, by the dearest value, all else as chosen")
+    right.set_xlabel("%, with the slowest value, all else as chosen")
     figure.suptitle(
         f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens a rank, forward + backward on "
         f"{document['card']}"

@@ -1,4 +1,4 @@
-"""Ranks for commands that need them: torchrun's if there are some, else torchrun started here.
+"""Ranks for commands that need several: those of torchrun if there are some, else torchrun is started here.
 
 Numbers that commands compare must not depend on how many threads PyTorch uses inside an operator, so
 every rank uses one.
@@ -25,7 +25,7 @@ from rich.console import Console
 from uniep.errors import ConfigError
 from uniep.workspace import choose_backend, choose_timeout
 
-# Ctrl-C reaches every process of a terminal: ranks end without a word, and who started them speaks.
+# Ctrl-C reaches every process of a terminal: ranks end silently, and the process that started them prints.
 _RANK = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -36,7 +36,7 @@ app(prog_name="uniep")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """All ranks of a command.  `console` prints on rank 0 only; `control` is a gloo group of everybody."""
+    """All ranks of a command.  `console` prints on rank 0 only; `control` is a gloo group of all ranks."""
 
     rank: int
     size: int
@@ -59,13 +59,13 @@ class World:
         values: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(values, value, group=self.control)
-        except RuntimeError as error:  # a peer is gone; it has printed why, and only that is worth reading
+        except RuntimeError as error:  # a peer is gone; it has printed the reason, and more text would hide it
             raise typer.Exit(1) from error
         return values
 
 
 def backend() -> str:
-    """Name of the backend that ranks will take.  Raises what each of them would raise, before there are any."""
+    """Name of the backend that ranks will use.  Raises what each rank would raise, before any rank is started."""
     choose_timeout(None)
     return choose_backend("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -73,7 +73,7 @@ def backend() -> str:
 def under_torchrun() -> bool:
     """Whether this process is a rank that torchrun started.
 
-    Raises ConfigError where the environment says so, but not which rank of how many, or not where the others are.
+    Raises ConfigError if the environment says so but lacks the rank, the number of ranks or their address.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
@@ -92,7 +92,7 @@ _AS_A_RANK = (
 
 
 def _number(name: str, least: int, most: int, needed: bool = True) -> int:
-    """That the environment has under this name."""
+    """The number in the environment variable of this name."""
     value = os.environ.get(name)
     if value is None:
         if not needed:
@@ -104,30 +104,30 @@ def _number(name: str, least: int, most: int, needed: bool = True) -> int:
 
 
 def most_ranks(wanted: int) -> int:
-    """`wanted`, or the number of GPUs where there are GPUs and fewer of them: one rank per GPU."""
+    """`wanted`, or the number of GPUs if that is smaller and not 0: one rank per GPU."""
     return min(wanted, torch.cuda.device_count()) if torch.cuda.is_available() else wanted
 
 
 def run_again(num_ranks: int) -> NoReturn:
-    """Run this very command line as `num_ranks` torchrun processes and exit with their status."""
+    """Run this command line as `num_ranks` torchrun processes and exit with their status."""
     torchrun(num_ranks, ["--no-python", sys.executable, "-u", "-c", _RANK, *sys.argv[1:]])
 
 
 def torchrun(num_ranks: int, command: Sequence[str]) -> NoReturn:
-    """Run torchrun on this machine alone and exit with its status; it says nothing but which rank a signal killed."""
+    """Run torchrun on this machine only and exit with its status; prints nothing but which rank a signal killed."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A rank that fails has printed why; torchrun's own account of it would only push that off the screen.
+    # A rank that fails has printed why; torchrun's own report would only push that off the screen.
     logging.disable(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="uniep-") as logs:
         local = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}", f"--log-dir={logs}"]
         try:
             run.main([*local, *command])
         except ChildFailedError as error:
-            # The others end with SIGTERM, torchrun's, or because this rank is gone.
+            # The others end by torchrun's SIGTERM, or because this rank is gone.
             for rank, failure in error.failures.items():
                 if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                     typer.echo(f"rank {rank} died by signal {-failure.exitcode} ({failure.signal_name()})", err=True)
@@ -140,7 +140,7 @@ def torchrun(num_ranks: int, command: Sequence[str]) -> NoReturn:
 
 
 def _only_deterministic_operators() -> None:
-    """On GPUs some of PyTorch's own operators (attention's backward, for one) add in the order of a race."""
+    """On GPUs some of PyTorch's own operators (such as attention's backward) add in an order that varies."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def ranks(cpu: bool = False) -> Iterator[World]:
     # Ranks outside a small group wait for the others as long as a whole training run takes.
     patience = datetime.timedelta(hours=2)
     try:
-        # Those that never come are missed after the time that a Workspace waits, too.
+        # Ranks that never come are reported after the same time that a Workspace waits.
         store, rank, size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=choose_timeout(None))))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=patience

@@ -23,22 +23,22 @@ def memory(
     num_experts: NumExperts = 128,
     top_k: TopK = 8,
     tokens: Annotated[
-        int, typer.Option(help="Most tokens one rank passes in one call.", min=1, rich_help_panel="Shape")
+        int,
+        typer.Option(help="Largest number of tokens that one rank passes in one call.", min=1, rich_help_panel="Shape"),
     ] = 8192,
     dtype: Dtype = DType.bf16,
     weight_at: Weight = WeightAt.output,
     combine_groups: Groups = None,
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 8,
-    backend: Annotated[BackendName, typer.Option(help="Whose buffers.")] = BackendName.hopper,
+    backend: Annotated[BackendName, typer.Option(help="Backend whose buffers to list.")] = BackendName.hopper,
     max_rows: Annotated[
         int | None,
-        typer.Option(help="Bound on routed rows per rank (no host read); default: allocated by need.", min=1),
+        typer.Option(help="Limit of routed rows per rank (no host read); default: allocated as needed.", min=1),
     ] = None,
 ) -> None:
     """Print the buffers of one rank, with their bytes and what they are for.
 
-    Allocates nothing. Rows of experts are those of balanced routing; on the hopper backend --max-rows gives their
-    number.
+    Allocates nothing. The number of expert rows assumes balanced routing; on the hopper backend --max-rows sets it.
     """
     cfg = uniep.MoEConfig(
         hidden=hidden,

@@ -30,7 +30,7 @@ import uniep
 NUM_SHARDS = 4
 VOCABULARY = 256
 BALANCE = 0.02
-"""Weight of the routers' imbalance beside the cross entropy."""
+"""Weight of the routers' imbalance in the loss, next to the cross entropy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def _shrink(self, cfg: ModelConfig) -> None:
-        """Residual branches start small, by depth (GPT-2), and logits near uniform: fast early learning."""
+        """Residual branches start small, scaled by depth (GPT-2); logits start near uniform: fast early learning."""
         self.embedding.weight.mul_(0.5)
         self.embedding_before.weight.mul_(0.5)
         self.head.weight.mul_(0.3)
@@ -116,15 +116,15 @@ class Model(nn.Module):
         return self.embedding(tokens_BS) + self.embedding_before(before_BS) + self.position
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of which each rank holds its own experts' part."""
+        """Expert parameters: each rank holds those of its own experts."""
         return {name: p for name, p in self.named_parameters() if ".experts." in name}
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of which each rank holds all."""
+        """Dense parameters: each rank holds all of them."""
         return {name: p for name, p in self.named_parameters() if ".experts." not in name}
 
     def twin(self) -> Model:
-        """This model for one shard: the same memory, but own gradients of the dense parameters."""
+        """This model for one shard: it shares memory, but has its own gradients of the dense parameters."""
         shared: dict[int, object] = {id(self.workspace): self.workspace}
         shared |= {id(p): p for p in self.expert_parameters().values()}
         shared |= {id(p): nn.Parameter(p.detach()) for p in self.dense_parameters().values()}
@@ -202,13 +202,13 @@ class Trainer:
         self.twins = [self.model.twin() for _ in self.shards]
         self.dense = self.model.dense_parameters()
         self.experts = self.model.expert_parameters()
-        # One parameter at a time: how a fused loop cuts a list of parameters would depend on the EP size.
+        # One parameter at a time: a fused loop would split the list in a way that depends on the EP size.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, betas=(0.9, 0.95), foreach=False)
         self.logits: list[Tensor] = []
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, the other ranks' experts included."""
+        """Number of parameters of the whole model, including the other ranks' experts."""
         experts = sum(p.numel() for p in self.experts.values()) * self.workspace.ep_size
         return experts + sum(p.numel() for p in self.dense.values())
 
@@ -234,12 +234,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batch: list[Tensor]) -> Tensor:
-        """The global mean loss.  Collective like `step`: every rank calls it equally often."""
+        """The global mean loss.  Collective like `step`: every rank calls it the same number of times."""
         loss = self._run(batch)[2]
         return add_in_shard_order([[value] for value in loss], self.workspace.group)[0]
 
     def experts_of(self, layer: int) -> uniep.nn.Experts:
-        """The experts that run for all of this rank's shards."""
+        """The `Experts` modules, which run for all of this rank's shards."""
         block = self.twins[0].blocks[layer]
         assert isinstance(block, Block)
         return block.moe.experts

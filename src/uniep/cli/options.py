@@ -31,21 +31,23 @@ class WeightAt(enum.StrEnum):
     activation = "activation"
 
 
-Hidden = Annotated[int, typer.Option(help="Width of a token.", min=1, rich_help_panel="Shape")]
-Ffn = Annotated[int, typer.Option(help="Width of one expert.", min=1, rich_help_panel="Shape")]
+Hidden = Annotated[int, typer.Option(help="Width of a token (D).", min=1, rich_help_panel="Shape")]
+Ffn = Annotated[int, typer.Option(help="Width of one expert (F).", min=1, rich_help_panel="Shape")]
 NumExperts = Annotated[int, typer.Option("--experts", help="Experts over all ranks.", min=1, rich_help_panel="Shape")]
 TopK = Annotated[int, typer.Option(help="Experts per token.", min=1, rich_help_panel="Shape")]
 Tokens = Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")]
-Dtype = Annotated[DType, typer.Option(help="Of tokens, expert parameters and results.", rich_help_panel="Shape")]
-Seed = Annotated[int, typer.Option(help="Of the random tokens, routing and weights.", min=0, max=2**32 - 1)]
+Dtype = Annotated[DType, typer.Option(help="dtype of tokens, parameters and results.", rich_help_panel="Shape")]
+Seed = Annotated[int, typer.Option(help="Random seed for tokens, routing and weights.", min=0, max=2**32 - 1)]
 Weight = Annotated[
     WeightAt,
-    typer.Option(help="Where the routing weight acts: on the expert's output, or on its activation (Megatron)."),
+    typer.Option(help="Where the routing weight is applied: to the expert's output, or to its activation (Megatron)."),
 ]
-Activation = Annotated[str, typer.Option(help=f"Between the experts' two products: {', '.join(ACTIVATIONS)}.")]
+Activation = Annotated[str, typer.Option(help=f"Activation between the experts' two GEMMs: {', '.join(ACTIVATIONS)}.")]
 Groups = Annotated[
     int | None,
-    typer.Option("--combine-groups", help="Groups of experts whose results are added before they return.", min=1),
+    typer.Option(
+        "--combine-groups", help="Number of expert groups; results of a group are added before they return.", min=1
+    ),
 ]
 
 
@@ -61,7 +63,7 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def check_folder(out: Path) -> None:
-    """Make it.  Raises ConfigError, before the work rather than after it, where files cannot be written."""
+    """Make the folder.  Raises ConfigError now, before any work is done, if files cannot be written there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()

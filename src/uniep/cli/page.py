@@ -23,12 +23,12 @@ _MEANING = {
 
 
 def write_page(spans: Sequence[Span], about: Mapping[str, str], path: Path) -> None:
-    """about: lines under the title, by name."""
+    """about: lines under the title, {name: text}."""
     found = shares(spans)
     lines = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in about.items())
     sections = "".join(_section(phase, [s for s in found if s.phase == phase]) for phase in phases_of(spans))
     key = "".join(f'<span><i style="background:{color}"></i>{_MEANING[part]}</span>' for part, color in PARTS.items())
-    # Inside <script> a browser looks for tags, also in strings.
+    # Inside <script> a browser looks for tags even in strings.
     data = json.dumps(_data(spans), separators=(",", ":")).replace("<", "\\u003c")
     parts = {"ABOUT": lines, "KEY": key, "SECTIONS": sections, "DATA": data}
     page = re.sub("@(ABOUT|KEY|SECTIONS|DATA)@", lambda found: parts[found[1]], _PAGE)

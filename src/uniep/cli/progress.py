@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress(console: Console, what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar while it lasts; call what it gives after each step."""
+    """Show a bar inside the `with` block; call the yielded function after each step."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)

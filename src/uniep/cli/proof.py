@@ -24,10 +24,10 @@ TILE_ORDERS: tuple[Literal["natural", "local-first"], ...] = ("natural", "local-
 
 
 def schedules(backend: str) -> list[uniep.Schedule]:
-    """serial and fused, each in natural and local-first tile order, and where there are copy engines tokens that they
-    send, pipelined, and one kernel for each direction, as far as `backend` knows them.
+    """The schedules to compare, as far as `backend` supports them.
 
-    The first is the oracle.
+    serial and fused, each in natural and local-first tile order.  On GPUs also: tokens sent by copy engines, pipelined,
+    and one kernel for each direction.  The first is the reference.
     """
     default = DEFAULT_SCHEDULES[backend]
     known = known_fields(backend)
@@ -62,7 +62,7 @@ def prove(
         for number, (ep_size, schedule) in enumerate(runs, 1):
             what = f"proof {number} of {len(runs)}: EP={ep_size} {schedule.name}"
             status.update(what)
-            if not world.console.is_terminal:  # which shows no status
+            if not world.console.is_terminal:  # no status line there
                 world.console.print(what)
             mine: Digests = {}
             if world.rank < ep_size:

@@ -1,10 +1,9 @@
-"""`uniep verify --rl`: a policy that is sampled has the bits of the same policy in training.
+"""`uniep verify --rl`: a policy gives the same bits when it is sampled and when it is trained.
 
-The demo's language model, whose every operator is batch-invariant here: a token's result depends on its own sequence
-alone.  It is *sampled* at one EP size, one position of all its sequences at a time, with a cache of keys and values: a
-call of the MoE layer has as many tokens as the rank has sequences.  It is *trained* at another EP size, all positions
-together, activations saved or computed again, the routing its own or the sampler's.
-
+The model is the demo's language model.  Here all its operators are batch-invariant: a token's result depends only on
+its own sequence.  It is *sampled* at one EP size, one position of all its sequences at a time, with a cache of keys and
+values: a call of the MoE layer has as many tokens as the rank has sequences.  It is *trained* at another EP size, all
+positions together, with activations saved or recomputed, and with its own routing or the sampler's.
     products   `uniep.nn.linear`, also for the scores and values of attention: over all CONTEXT positions, zeros for
                those that are not there yet
     sums       RMS norm, softmax: adjacent pairs, rows padded by zeros to a power of two (`row_sum`)
@@ -60,7 +59,7 @@ class Cache:
         self.values: Tensor | None = None
 
     def extended(self, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-        """All of them, with these behind."""
+        """Append these; returns all keys and values."""
         if self.keys is not None and self.values is not None:
             k_BHSD, v_BHSD = torch.cat([self.keys, k_BHSD], 2), torch.cat([self.values, v_BHSD], 2)
         self.keys, self.values = k_BHSD, v_BHSD
@@ -95,7 +94,7 @@ def _attend(block: Block, x_BSD: Tensor, cache: Cache) -> Tensor:
 
 
 def logits(model: Model, tokens_BS: Tensor, start: int, caches: list[Cache], recompute: bool = False) -> Tensor:
-    """(B, S - start, V): of the positions from `start` on, behind those in the caches."""
+    """Logits (B, S - start, V) of the positions from `start` on; earlier ones are in the caches."""
     before_BS = F.pad(tokens_BS[:, :-1], (1, 0))
     x = model.embedding(tokens_BS[:, start:]) + model.embedding_before(before_BS[:, start:])
     x = x + model.position[start : tokens_BS.shape[1]]
@@ -114,7 +113,7 @@ def log_probabilities(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """(B, S) fp32."""
     rows = logits_BSV.flatten(0, 1)
     count = len(rows)
-    rows = F.pad(rows, (0, 0, 0, -count % ROWS))  # as the router's: no ragged tail
+    rows = F.pad(rows, (0, 0, 0, -count % ROWS))  # as in the router: no ragged tail
     highest = rows.detach().amax(-1, keepdim=True)
     log_sum = torch.log(row_sum(torch.exp(rows - highest)))[:, None] + highest
     return (rows - log_sum)[:count].gather(1, targets_BS.reshape(-1, 1)).view(targets_BS.shape)
@@ -131,7 +130,7 @@ class Rollout:
 
 @torch.no_grad()
 def sample(model: Model, prompts_BS: Tensor, noise_BCV: Tensor) -> Rollout:
-    """Continue the prompts by the highest of logits + noise, a position at a time."""
+    """Continue the prompts with the argmax of logits + noise, one position at a time."""
     tokens_BS, found = prompts_BS[:, :1], []
     caches = [Cache() for _ in model.blocks]
     with record_routing(model) as record:
@@ -173,7 +172,7 @@ def _model(cfg: uniep.MoEConfig, workspace: uniep.Workspace, seed: int) -> Model
 
 
 def _digests(first: int, tokens_BS: Tensor, log_probs_BC: Tensor, record: RoutingRecord) -> Digests:
-    """Per sequence; `first` is the number of the first."""
+    """Digests per sequence; `first` is the number of the first sequence."""
     found: Digests = {}
     choice = torch.stack([ids.view(len(tokens_BS), -1) for ids in record.ids.values()], 1)
     for n, parts in enumerate(zip(tokens_BS, log_probs_BC, choice, strict=True)):
@@ -182,7 +181,7 @@ def _digests(first: int, tokens_BS: Tensor, log_probs_BC: Tensor, record: Routin
 
 
 def _gradients(model: Model) -> Digests:
-    """Per layer and expert."""
+    """Digests per layer and expert."""
     found: Digests = {}
     for name, parameter in model.expert_parameters().items():
         assert parameter.grad is not None
@@ -224,7 +223,7 @@ def compare(
         sampled = Rollout(
             torch.cat([part.tokens for part in parts]), torch.cat([part.log_probs for part in parts]), record
         )
-    assert sampled is not None  # the last one: EP=1 is always among the sizes
+    assert sampled is not None  # at least EP=1 has run
     for size, group in groups.items():
         for replay, recompute in ((False, False), (True, False), (True, True)):
             mine, gradients = {}, {}

@@ -1,4 +1,4 @@
-"""`uniep simulate`: how long a layer takes on a machine that need not be here."""
+"""`uniep simulate`: predict how long a layer takes on some machine, without that machine."""
 
 from __future__ import annotations
 
@@ -26,43 +26,51 @@ _STRATEGIES = "\n\n".join(f"- `{s.name}`: {s.about}" for s in STRATEGIES.values(
 
 def simulate(
     machine: Annotated[
-        str, typer.Option(help=f"{', '.join(machines())}, or the path of a TOML file.", rich_help_panel="Machine")
+        str,
+        typer.Option(help=f"Machine: {', '.join(machines())}, or the path of a TOML file.", rich_help_panel="Machine"),
     ] = "h200-node",
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="KEY=NUMBER of the machine, such as link_gbps=225; may be repeated.",
+            help="Change one value of the machine: KEY=NUMBER, such as link_gbps=225; may be repeated.",
             rich_help_panel="Machine",
         ),
     ] = None,
     shape: Annotated[
         str,
-        typer.Option(help=f"{', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).", rich_help_panel="Layer"),
+        typer.Option(
+            help=f"Shape: {', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).", rich_help_panel="Layer"
+        ),
     ] = "qwen3-30b",
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1, rich_help_panel="Layer")] = 8,
-    tokens: Annotated[int, typer.Option(help="Tokens of each rank.", min=1, rich_help_panel="Layer")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens per rank.", min=1, rich_help_panel="Layer")] = 4096,
     routing: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(ROUTINGS)}; balanced is simulated on one rank that stands for all.",
+            help=f"Routing: {', '.join(ROUTINGS)}; balanced simulates one rank that stands for all.",
             rich_help_panel="Layer",
         ),
     ] = "balanced",
-    direction: Annotated[str, typer.Option(help="fwd or bwd.", rich_help_panel="Layer")] = "fwd",
+    direction: Annotated[str, typer.Option(help="Direction: fwd or bwd.", rich_help_panel="Layer")] = "fwd",
     combine_groups: Annotated[
         int | None,
         typer.Option(
-            help="Groups of experts whose results are added before they return (uniep's schedules).",
+            help="Number of expert groups; results of a group are added before they return (uniep's schedules).",
             min=1,
             rich_help_panel="Layer",
         ),
     ] = None,
     schedule: Annotated[
-        str, typer.Option(help=f"Names, comma-separated: {', '.join(STRATEGIES)}.", rich_help_panel="Schedules")
+        str,
+        typer.Option(
+            help=f"Schedules to simulate, comma-separated: {', '.join(STRATEGIES)}.", rich_help_panel="Schedules"
+        ),
     ] = "serialized,deepep,taskflow",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows there.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw what workers did, a lane per schedule and class.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file as JSON.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw what workers did into this file, one lane per schedule and class.")
+    ] = None,
     a3: Annotated[
         bool, typer.Option("--a3", help="Reproduce HyperParallel-MoE's table on Ascend A3: fit, predict, controls.")
     ] = False,
@@ -72,9 +80,9 @@ def simulate(
 ) -> None:
     """Predict how long one layer takes on a machine: no GPU, no processes.
 
-    A schedule is compiled to tile tasks with events, its tasks are put into the workers' queues, and the queues run
-    against the machine's memory, links and network, which tasks share. docs/simulator.md says what is modelled, how far
-    predictions were from measurements, and what the schedules are.
+    A schedule is compiled to tile tasks with events. The tasks are put into the workers' queues, and the queues run on
+    a model of the machine, whose memory, links and network the tasks share. docs/simulator.md says what is modelled,
+    how far predictions were from measurements, and what the schedules are.
     """
     torch.set_num_threads(1)  # many small tensors
     console = Console(highlight=False)

@@ -22,7 +22,7 @@ STEPS = 600
 
 
 def draw_lanes(ran: Mapping[str, Simulated], title: str, path: Path) -> None:
-    """One panel per schedule; in it a lane per class of workers, filled as far as they are busy, by operator."""
+    """One panel per schedule, one lane per class of workers; its filled height is the busy share, by operator."""
     plt = figure_style()
     until = max(made.makespan_ns for made in ran.values())
     figure, panels = plt.subplots(

@@ -1,4 +1,4 @@
-"""Who computed or moved what, when, inside one layer: recorded from the CPU executor, drawn as a timeline."""
+"""Which worker did what, and when, inside one layer: recorded from the CPU executor, drawn as a timeline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from uniep.taskflow.trace import PHASES, Span, lanes_of
 
 @contextlib.contextmanager
 def recording(experts: Experts) -> Iterator[list[Span]]:
-    """Record the tasks of this one layer, forward and backward; into a list.
+    """Record the tasks of this one layer, forward and backward, in the yielded list.
 
-    It stays empty on backends other than the CPU's.
+    The list stays empty on backends other than cpu.
     """
     backend, spans = experts.workspace.backend, list[Span]()
     if not isinstance(backend, CpuBackend):
@@ -46,7 +46,7 @@ def recording(experts: Experts) -> Iterator[list[Span]]:
 
 
 def fastest(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
-    """Of several recordings (all ranks' tasks of one step), the one that other work of the machine disturbed least."""
+    """The recording (all ranks' tasks of one step) that other work of the machine disturbed least."""
 
     def duration(spans: Sequence[Span]) -> int:
         of_phase = [[s for s in spans if s.phase == phase] for phase in PHASES]
@@ -93,7 +93,7 @@ def kind_of(span: Span) -> str:
 
 
 def kinds_of(spans: Iterable[Span]) -> dict[str, Kind]:
-    """The kinds that occur, the layer's own first and in its order."""
+    """The kinds that occur: first the layer's own, in the layer's order."""
     found = dict.fromkeys(kind_of(s) for s in spans if s.op != GATE)
     others = {name: Kind(_MORE[i % len(_MORE)], name) for i, name in enumerate(n for n in found if n not in KINDS)}
     return {name: kind for name, kind in {**KINDS, **others}.items() if name in found}

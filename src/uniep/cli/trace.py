@@ -29,8 +29,8 @@ WARM_UP, RECORDED = 2, 6
 
 def trace(
     out: Annotated[Path, typer.Option(help="Folder for trace.json and timeline.html.")] = Path("out"),
-    ep: Annotated[int, typer.Option(help="Expert-parallel ranks: processes of this machine.", min=1)] = 2,
-    gpus: Annotated[bool, typer.Option("--gpus", help="On GPUs, a rank each, with overlap=mega.")] = False,
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks, as processes of this machine.", min=1)] = 2,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Record on GPUs, one rank each, with overlap=mega.")] = False,
     hidden: Hidden = 512,
     ffn: Ffn = 256,
     num_experts: NumExperts = 16,
@@ -46,10 +46,10 @@ def trace(
     ] = "",
     predict: Annotated[
         bool,
-        typer.Option("--predict", help="Beside what was recorded, what the simulator says of the same tasks."),
+        typer.Option("--predict", help="Also show the simulator's prediction for the same tasks."),
     ] = False,
     machine: Annotated[
-        str, typer.Option(help="Of --predict with --gpus: a name or a file of uniep simulate.")
+        str, typer.Option(help="Machine for --predict with --gpus: a name or a file, as for uniep simulate.")
     ] = "h200-node",
     seed: Seed = 0,
 ) -> None:
@@ -57,8 +57,8 @@ def trace(
 
     Writes trace.json, which ui.perfetto.dev and chrome://tracing load, and timeline.html, which any browser shows.
     Both say how the workers of each class spent their time: busy, waiting for their own rank, waiting for peers
-    (exposed communication), idle. The fastest of several steps is kept. With --predict both also have the simulated
-    tasks, behind the recorded ones.
+    (exposed communication), idle. The fastest of several steps is kept. With --predict both also show the simulated
+    tasks, after the recorded ones.
     """
     cfg = uniep.MoEConfig(
         hidden=hidden, ffn=ffn, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=tokens, dtype=dtype.torch
@@ -108,7 +108,7 @@ def trace(
 
 
 def _record(problem: Problem, schedule: uniep.Schedule, world: World, backend: str) -> list[Span]:
-    """Spans of all ranks, of the step that other work of the machine disturbed least."""
+    """Spans of all ranks, in the step that other work of the machine disturbed least."""
     steps = []
     group = None
     if world.size > 1:

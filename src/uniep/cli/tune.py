@@ -31,28 +31,32 @@ from uniep.tuner.model import Card, Load, card_text, cards, load_card
 from uniep.tuner.space import points
 
 FIRST = 8
-"""Points of the model's that optuna begins with."""
+"""Number of the model's best points that optuna starts with."""
 
 SAMPLERS = ("optuna", "model", "random")
 
 
 def tune(
     shape: Annotated[
-        str, typer.Option(help=f"{', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
+        str, typer.Option(help=f"Shape of the layer: {', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
     ] = "qwen3-30b",
-    ep: Annotated[int, typer.Option(help="Ranks, each a process of this machine.", min=1)] = 2,
-    tokens: Annotated[int, typer.Option(help="Tokens of each rank; timed and kept for its bucket.", min=1)] = 4096,
-    backend: Annotated[str, typer.Option(help="hopper, nccl or cpu; auto: hopper where there are GPUs.")] = "auto",
+    ep: Annotated[int, typer.Option(help="Ranks, as processes of this machine.", min=1)] = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens per rank; the result is kept for their bucket.", min=1)] = 4096,
+    backend: Annotated[
+        str, typer.Option(help="Backend: hopper, nccl or cpu; auto: hopper if there are GPUs.")
+    ] = "auto",
     dtype: Dtype = DType.bf16,
-    combine_groups: Annotated[int | None, typer.Option(help="As in MoEConfig.", min=1)] = None,
-    budget_s: Annotated[float, typer.Option(help="Seconds of timing.", min=0)] = 300.0,
-    candidate_s: Annotated[float, typer.Option(help="Longest for one question to a candidate.", min=1)] = 120.0,
+    combine_groups: Annotated[int | None, typer.Option(help="MoEConfig.combine_groups.", min=1)] = None,
+    budget_s: Annotated[float, typer.Option(help="Seconds to spend on timing.", min=0)] = 300.0,
+    candidate_s: Annotated[
+        float, typer.Option(help="Seconds after which a candidate is dropped as too slow.", min=1)
+    ] = 120.0,
     sampler: Annotated[
-        str, typer.Option(help="optuna (needs uniep[tune]); model: the fastest by the model first; random.")
+        str, typer.Option(help="Search: optuna (needs uniep[tune]); model: fastest predicted first; random.")
     ] = "optuna",
-    card: Annotated[str | None, typer.Option(help="Card of the model; this machine's, if there is one.")] = None,
+    card: Annotated[str | None, typer.Option(help="Card that the model assumes; default: this machine's.")] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this card's constants for the model instead; under a minute.")
+        bool, typer.Option("--calibrate", help="Instead measure this card's constants for the model; under a minute.")
     ] = False,
     machine: Annotated[
         str | None, typer.Option(help="With --calibrate: the machine file that describes this card.")
@@ -60,8 +64,9 @@ def tune(
 ) -> None:
     """Find the fastest Schedule of a layer on this machine, and keep it for Workspaces of this card.
 
-    Candidates run in child processes of all ranks. One that faults, takes too long or changes a bit is dropped with the
-    reason. A search that was ended goes on where it was. Tables and trials lie in UNIEP_TUNE_DIR, or the user's cache.
+    Candidates run in child processes of all ranks. A candidate that crashes, takes too long or changes a bit is
+    dropped, with the reason. An interrupted search resumes where it stopped. Tables and trials are in UNIEP_TUNE_DIR,
+    or in the user's cache.
     """
     console = Console(highlight=False)
     backend = _backend(backend)
@@ -149,7 +154,7 @@ def _entry(result: Result, job: Job) -> dict[str, object]:
 
 
 def _commit() -> str:
-    """Of the clone that this runs in; the version where there is none."""
+    """The commit of the clone that this runs in; the version if there is no clone."""
     try:
         made = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True

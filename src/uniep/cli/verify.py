@@ -41,11 +41,11 @@ from uniep.schedule import is_valid
 
 QUANTITIES = ("y", "dx", "dweights", "dw13", "dw2")
 WORST_RATIO = 2.0
-"""Largest error against the precise result, relative to that of the PyTorch composition in the same dtype."""
+"""Largest allowed error against the precise result, relative to the error of the PyTorch composition in that dtype."""
 FEW = 64
-"""Values, or activations behind them, that are too few for their error to be more than luck."""
+"""With fewer values than this, or fewer activations behind them, an error is mostly luck."""
 ORDERS = 8
-"""In which PyTorch's sums are tried where one of its errors is small."""
+"""Number of orders in which PyTorch's sums are tried where one of its errors is small."""
 
 
 def verify(
@@ -58,7 +58,7 @@ def verify(
     activation: Activation = "swiglu",
     weight_at: Weight = WeightAt.output,
     combine_groups: Groups = None,
-    ep: Annotated[str, typer.Option(help="EP sizes to compare; EP=1 is always among them.")] = "1,2,4",
+    ep: Annotated[str, typer.Option(help="EP sizes to compare; EP=1 is always included.")] = "1,2,4",
     seed: Seed = 0,
     rl: Annotated[
         bool,
@@ -73,9 +73,9 @@ def verify(
     fp32 layers) must be at most twice that of a plain PyTorch composition in the layer's dtype. The exit
     status is 1 if anything differs or is less accurate.
 
-    With --rl: a small language model of that shape samples sequences at each EP size, a position at a time,
-    and is trained on them at each, all positions together; every bit of the tokens' log-probabilities, of the
-    routing and of the expert gradients must be the same.
+    With --rl: a small language model of that shape samples sequences at each EP size, one position at a time.
+    Then it is trained on them at each EP size, all positions together. Every bit of the tokens' log-probabilities,
+    the routing and the expert gradients must be the same.
     """
     sizes = sorted({1, *numbers(ep, "--ep")})
     cfg = uniep.MoEConfig(
@@ -120,11 +120,11 @@ def verify(
 
 
 def _problem(cfg: uniep.MoEConfig, tokens: int, num_shards: int, seed: int, world: World) -> Problem:
-    """Raises ConfigError, on every rank and on rank 0 with the reason, where one has no memory for it."""
+    """Raises ConfigError on every rank, with the reason on rank 0, if one rank runs out of memory."""
     problem, reason = None, ""
     try:
         problem = Problem(cfg, tokens, num_shards, seed)
-    except (RuntimeError, MemoryError) as error:  # torch has no error of its own for the memory of a CPU
+    except (RuntimeError, MemoryError) as error:  # torch has no error class for CPU memory
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     reasons = [theirs for theirs in world.gather(reason) if theirs]
     if reasons and world.rank > 0:
@@ -146,7 +146,7 @@ class Results:
     tensors: dict[str, Tensor]
 
     def digests(self) -> Digests:
-        """Per shard and per expert, so that they compare across EP sizes."""
+        """Digests per shard and per expert, so that EP sizes can be compared."""
         out: Digests = {}
         for name, tensor in self.tensors.items():
             if name in ("dw13", "dw2"):
@@ -160,7 +160,7 @@ class Results:
 class Problem:
     """One global batch: x and dy (T, D), ids and weights (T, K), and all experts' parameters.
 
-    num_shards: every EP size divides it, so that a rank's tokens are whole shards whatever the EP size.
+    num_shards: a multiple of every EP size, so that a rank's tokens are always whole shards.
     The routing is uneven, and one slot in 32 is unused.
     """
 
@@ -177,7 +177,7 @@ class Problem:
         self.ids = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 1 / 32, -1)
         self.w13 = (normal(cfg.num_experts, 2 * cfg.ffn, cfg.hidden) * cfg.hidden**-0.5).to(cfg.dtype)
         self.w2 = (normal(cfg.num_experts, cfg.hidden, cfg.ffn) * cfg.ffn**-0.5).to(cfg.dtype)
-        self.back: dict[str, tuple[Any, ...]] = {}  # where `in_another_order` put what
+        self.back: dict[str, tuple[Any, ...]] = {}  # where `in_another_order` put each part
         self.num_shards = num_shards
         self.shard_sizes = [len(part) for part in torch.arange(tokens).tensor_split(num_shards)]
 
@@ -200,7 +200,7 @@ class Problem:
         return Results(shards, sizes, experts, dict(zip(QUANTITIES, (y.detach(), *grads), strict=True)))
 
     def composition(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same mathematics by plain PyTorch operators and autograd, in `dtype`."""
+        """The same formulas with plain PyTorch operators and autograd, in `dtype`."""
         x, w13, w2 = (t.to(dtype, copy=True).requires_grad_() for t in (self.x, self.w13, self.w2))
         weights = self.weights.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
         y = composition(x, self.ids, weights, w13, w2, self.cfg.weight_at, self.cfg.activation)
@@ -209,9 +209,9 @@ class Problem:
         return {name: tensor[self.back[name]] if self.back else tensor for name, tensor in found.items()}
 
     def in_another_order(self, number: int) -> Problem:
-        """The same with tokens and columns among zeros that fill tiles, 0: ahead of these, else shuffled with them.
+        """The same problem, with tokens and columns padded by zeros to full tiles.  0: zeros last; else shuffled.
 
-        PyTorch takes other kernels for one column or one row than for many, whose partial sums differ.
+        For one column or row PyTorch uses other kernels than for many, and their partial sums differ.
         """
         cfg, draw = self.cfg, torch.Generator().manual_seed(number)
         tile, experts = COLUMN_GROUP, cfg.num_experts
@@ -269,11 +269,12 @@ def _compare(
 
 
 def _largest_ratio(problem: Problem, world: World, results: dict[str, Tensor]) -> float:
-    """Print both errors against a more precise run.  Returns the largest, relative to PyTorch's; infinite if one is not
-    a number.
+    """Print both errors against a more precise run.  Returns the largest ratio of our error to PyTorch's; infinite if
+    one is NaN.
 
-    PyTorch's error may be small by luck, or because it has a kernel of its own for narrow shapes: where ours is larger
-    than allowed, PyTorch's is the largest of several orders of its sums.  Of fewer than `FEW` values none is judged.
+    PyTorch's error may be small by luck, or because it has a special kernel for narrow shapes.  Where ours is larger
+    than allowed, PyTorch's error is taken as the largest over several orders of its sums.  Fewer than `FEW` values are
+    not judged.
     """
     precise_dtype = torch.float64 if problem.cfg.dtype == torch.float32 else torch.float32
     precise = problem.composition(precise_dtype)

@@ -1,4 +1,4 @@
-"""What the adapters share: Workspaces made on demand, and the answer to which layers uniep runs and why not others."""
+"""What the adapters share: Workspaces made on demand, and the status of layers: whether uniep runs them, or why not."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Workspaces:
 
     @property
     def workspaces(self) -> list[Workspace]:
-        """All that are open."""
+        """All open Workspaces."""
         return [workspace for made in self._made.values() for workspace in made]
 
     def free(self) -> None:
-        """Close all Workspaces: before `destroy_process_group`, or to have the memory back.  Not collective.
+        """Close all Workspaces: before `destroy_process_group`, or to free their memory.  Not collective.
 
-        Graphs that wait for their backward are lost.  Later calls make new Workspaces, all ranks together.
+        Graphs whose backward has not run are lost.  Later calls make new Workspaces, on all ranks together.
         """
         for workspace in self.workspaces:
             workspace.close()
@@ -73,10 +73,11 @@ class Workspaces:
         """`uniep.moe` in the parameters' dtype, or autocast's; y in x's.  Collective over `group`, None for one rank.
 
         num_local: e, the number of experts in w13 and w2.
-        agreed: what all ranks of the group must have in common; calls of each kind have a Workspace of their own.
-            Ranks that differ in it when they make one are told so; later they wait for each other until the timeout.
+        agreed: what must be the same on all ranks of the group; calls with other values use another Workspace.
+            Ranks that differ in it raise an error when they make a Workspace; later they wait for each other until the
+            timeout.
         layer: as for `uniep.moe`.
-        error: of this rank, before the call: raised on all instead of it.
+        error: an error of this rank before the call; all ranks raise it instead of running the call.
         """
         device = x_TD.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -101,10 +102,11 @@ class Workspaces:
         return y.to(x_TD.dtype)
 
     def _workspace(self, shape: MoEConfig, group: Any, x_TD: Tensor, agreed: str) -> Workspace:
-        """The newest of its kind.  Without a given max_tokens_per_rank it is one that takes every rank's tokens.
+        """The newest Workspace of its kind.  If max_tokens_per_rank is not given, it is large enough for every rank's
+        tokens.
 
-        Smaller ones stay open, because graphs may go back through them; sizes at least double, so that all of them
-        together are smaller than the newest.
+        Smaller ones stay open, because backwards may still need them.  Sizes at least double, so all smaller ones
+        together take less memory than the newest.
         """
         made = self._made.setdefault((group, x_TD.device, shape, agreed), [])
         if self.max_tokens_per_rank is not None:
@@ -131,7 +133,7 @@ class Workspaces:
 
 @dataclasses.dataclass(frozen=True)
 class LayerStatus:
-    """One MoE layer.  how: what runs it.  why: why that is not uniep; empty if it is."""
+    """One MoE layer.  how: what runs it.  why: why uniep does not run it; empty if it does."""
 
     name: str
     how: str
@@ -145,9 +147,9 @@ class LayerStatus:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """All MoE layers that a `status` function was asked for, also those that uniep does not reach.
+    """All MoE layers that a `status` function found, including those that uniep does not reach.
 
-    layers: one `LayerStatus` each, in the model's order; iterating and len() are theirs.  str() is a table.
+    layers: one `LayerStatus` each, in the model's order; iteration and len() go over them.  str() is a table.
     """
 
     layers: tuple[LayerStatus, ...]
@@ -159,7 +161,7 @@ class Status:
         return len(self.layers)
 
     def require_all(self) -> Status:
-        """Itself, so that a training script fails where it would otherwise run without uniep.
+        """Returns itself if uniep runs all layers, so that a training script cannot silently run without uniep.
 
         Raises UnsupportedError, with the name and reason of each layer that uniep does not run.
         """
@@ -169,7 +171,7 @@ class Status:
 
     @property
     def num_active(self) -> int:
-        """How many of them uniep runs."""
+        """Number of layers that uniep runs."""
         return sum(layer.active for layer in self.layers)
 
     def __str__(self) -> str:
@@ -194,11 +196,11 @@ def status_of(
     describe: Callable[[Any], tuple[str, str]],
     others: str,
 ) -> Status:
-    """`describe` (how, why) of the modules that `is_layer`, and of other MoE layers, with names like `pattern`.
+    """Status of all MoE layers whose names match `pattern`: `describe` gives (how, why) of those that `is_layer`.
 
     others: why uniep does not run other modules that hold routed experts.
-    models: one, or the parts of one; names of several begin with their number.  Names are as if torch.compile and
-        checkpoint_wrapper were not there.
+    models: one model, or its parts; with several parts, names begin with the part's number.  Names leave out
+    torch.compile and checkpoint_wrapper.
 
     Raises ConfigError if there are none.
     """

@@ -9,9 +9,9 @@
     print(hf.status(model))
 
 The model keeps its modules and parameters (gate_up_proj (e, 2F, D), gate rows first, and down_proj (e, D, F)), so
-checkpoints, optimizers and FSDP2 see what they saw before; uniep reads the parameters where they lie.  Routing stays
-the model's own.  What uniep would compute differently is refused with UnsupportedError, never approximated; so is
-experts_implementation="uniep" for models that do not look at it.  `status` says which layers those are.
+checkpoints, optimizers and FSDP2 see no change; uniep reads the parameters in place.  Routing stays the model's own.
+Anything that uniep would compute differently raises UnsupportedError; nothing is approximated.  So does
+experts_implementation="uniep" for models that ignore it.  `status` shows which layers those are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEEDED = "5.23"
 _MARK = "_uniep_ep_size"
 """Attribute of experts modules that exchange tokens through uniep."""
 _ERROR = "_uniep_error"
-"""Attribute of those whose router has failed before their call."""
+"""Attribute of experts modules whose router failed before their call."""
 
 ACTIVATION_OF = {
     **dict.fromkeys(("SiLU", "SiLUActivation", "silu"), "swiglu"),
@@ -51,7 +51,7 @@ ACTIVATION_OF = {
         ("GELU(tanh)", "GELUTanh", "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"), "geglu_tanh"
     ),
 }
-"""Of experts, by the label of what their gate goes through."""
+"""The activation of experts, by the label of the gate's function."""
 
 
 _UNREACHED = "its class is not made with transformers' use_experts_implementation"
@@ -95,7 +95,7 @@ class _OneDevice:
 
     def __call__(self, experts: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         _refuse(experts)
-        if getattr(experts, "_is_expert_parallel", False):  # transformers marks slots of other devices by larger ids
+        if getattr(experts, "_is_expert_parallel", False):  # transformers marks slots of other devices with larger ids
             ids_TK = ids_TK.masked_fill(ids_TK >= experts.gate_up_proj.shape[0], -1)
         return self.registration.run(experts, None, x_TD, ids_TK, weights_TK)
 
@@ -113,7 +113,8 @@ class _ExpertParallel:
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if self.tp_mesh.size() == 1:
             return self.registration.run(self.experts, self.group, x_TD, ids_TK, weights_TK, layer=self.record)
-        # Ranks of a tensor-parallel group hold the same tokens: each sends a slice, and all get all results.
+        # Ranks of a tensor-parallel group hold the same tokens: each rank sends a slice, then all ranks gather all
+        # results.
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         whole, sliced = [Replicate()], [Shard(0)]
@@ -136,10 +137,11 @@ def register(
     """Make "uniep" known to transformers, as experts_implementation and as ep_implementation.
 
     max_tokens_per_rank: most tokens a rank passes to a layer in one call.  None: Workspaces grow with the calls, and
-        with expert parallelism every call asks all ranks for their number of tokens first, which the host waits for.
+        with expert parallelism every call first exchanges the numbers of tokens of all ranks, and the host waits for
+        it.
     max_rows, backend, schedule, timeout_s: as for `MoEConfig` and `Workspace`.
     Returns the Registration that owns the Workspaces; they are freed by its `free`, or at exit.
-    Called again, it counts for models loaded from then on, and for all models on one device.
+    A second call applies to models loaded after it, and to all models on one device.
 
     Raises UnsupportedError where transformers is missing or older than 5.23.
     """
@@ -167,11 +169,11 @@ def status(model: nn.Module, pattern: str = "*") -> Status:
 
 
 def hook_routing(model: nn.Module) -> RoutingHooks:
-    """Let `uniep.nn.record_routing` and `replay_routing` work on the model's routers, until `remove` of what it gives.
+    """Make `uniep.nn.record_routing` and `replay_routing` work on the model's routers, until the result's `remove()`.
 
-    For routers that are modules of their own and choose by `torch.topk` of (T, E) scores, as those of Qwen3-MoE,
-    Mixtral, OLMoE and DeepSeek-V3; whoever runs the experts.  Records have the routers' names.  Not while
-    compiled as one graph; a replay reads its ids on the host.
+    Works for routers that are separate modules and choose by `torch.topk` of (T, E) scores, such as those of Qwen3-MoE,
+    Mixtral, OLMoE and DeepSeek-V3, whatever runs the experts.  Records use the routers' names.  Does not work in a
+    model compiled as one graph.  A replay reads its ids on the host.
     Raises UnsupportedError, naming the layer, if one has no such router.
     """
     found = [
@@ -187,7 +189,7 @@ def hook_routing(model: nn.Module) -> RoutingHooks:
         def fail(error: UniEPError, experts: nn.Module = experts) -> None:
             if not getattr(experts, _MARK, 0):
                 raise error
-            experts.__dict__[_ERROR] = error  # the call of uniep tells the other ranks
+            experts.__dict__[_ERROR] = error  # uniep's call passes it on to the other ranks
 
         hook(router, num_experts, fail, hooks)
     return hooks
@@ -195,9 +197,10 @@ def hook_routing(model: nn.Module) -> RoutingHooks:
 
 @functools.cache
 def _watch_models() -> None:
-    """Refuse experts_implementation="uniep" where models are made, and where it is set, that would not look at it.
+    """Make models that would ignore experts_implementation="uniep" refuse it, when they are made and when it is set.
 
-    transformers takes any registered name for any model, and asks nobody: these are two methods of its base class.
+    transformers accepts any registered name for any model without a check.  So this wraps two methods of its base
+    class.
     """
     from transformers import PreTrainedModel
 
@@ -230,7 +233,7 @@ def _watch_models() -> None:
 
 
 def _refuse_unreached(model: Any, asked: Callable[[Any], bool]) -> None:
-    """Raise UnsupportedError where a model is asked for uniep, by its config, and has MoE layers that ignore it."""
+    """Raise UnsupportedError if the config asks for uniep but some MoE layers of the model would ignore it."""
     configs = {name: m.config for name, m in model.named_modules() if hasattr(m, "set_experts_implementation")}
     if not any(map(asked, configs.values())):
         return
@@ -248,7 +251,7 @@ def _refuse_unreached(model: Any, asked: Callable[[Any], bool]) -> None:
 
 
 def _layer(experts: Any) -> tuple[str, str]:
-    """How it runs, and why not through uniep."""
+    """How the layer runs, and why not through uniep."""
     if ep_size := getattr(experts, _MARK, 0):
         return f"uniep, expert parallel over {ep_size} ranks", ""
     if reason := _refused(experts):
@@ -269,7 +272,7 @@ def _layer(experts: Any) -> tuple[str, str]:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Experts that transformers lets others run."""
+    """Experts modules whose implementation transformers can replace."""
     return hasattr(module, "is_concatenated")
 
 
@@ -287,7 +290,7 @@ def _name(experts: Any) -> str:
 
 
 def _refused(experts: Any) -> str:
-    """Why uniep would not compute what these experts compute; empty if it would."""
+    """Why uniep cannot compute what these experts compute; empty if it can."""
     if not _is_experts(experts):
         return _UNREACHED
     wanted = {
@@ -313,7 +316,7 @@ def _refused(experts: Any) -> str:
 
 
 def _label(experts: Any) -> str:
-    """What the gate goes through."""
+    """Label of the gate's activation function."""
     function = getattr(experts, "act_fn", None)
     name = getattr(function, "__name__", type(function).__name__)
     return f"{name}(tanh)" if getattr(function, "approximate", "none") == "tanh" else name

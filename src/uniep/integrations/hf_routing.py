@@ -1,8 +1,8 @@
-"""Record and replay of routing in transformers' models: their routers choose by `torch.topk`, which is asked here.
+"""Record and replay of routing in transformers' models: their routers choose by `torch.topk`, which is intercepted.
 
 A router of transformers computes scores of all E experts, takes the K largest of a (T, E) tensor by `torch.topk`, and
-makes weights of these ids.  `hook_routing` lets `uniep.nn.record_routing` see the ids and `uniep.nn.replay_routing`
-put others in their place; what the router makes of them, weights and gradients, is its own code's.
+computes weights for these ids.  `hook_routing` lets `uniep.nn.record_routing` see the ids and `uniep.nn.replay_routing`
+replace them.  The router's own code then computes weights and gradients from them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from uniep.nn.replay import Tape
 
 
 class _Choice(TorchFunctionMode):
-    """While a router runs: its choice is the tape's, if that has one, and the tape gets to see it.
+    """Active while a router runs: the tape's choice, if it has one, replaces the router's, and the tape sees the
+    choice.
 
-    fail: takes errors, which other ranks are to be told, too.
+    fail: called with an error, so that it also reaches the other ranks.
     """
 
     def __init__(self, tape: Tape, x_TD: Tensor, num_experts: int, fail: Callable[[UniEPError], None]) -> None:
@@ -53,7 +54,7 @@ class _Choice(TorchFunctionMode):
 
 
 class RoutingHooks:
-    """What `hook_routing` made; `remove` takes it away."""
+    """The hooks that `hook_routing` made; `remove` removes them."""
 
     def __init__(self) -> None:
         self.handles: list[Any] = []

@@ -6,11 +6,11 @@
     model = GPTModel(config, spec, ...)
     print(status(model))
 
-Token dispatchers are a closed list in Megatron, so the seam is the layer's spec: `use_uniep` puts `UniEPMoELayer` in
-the place of `MoELayer`.  Router, auxiliary losses, shared experts, process groups, parameters, their names in
+Token dispatchers are a closed list in Megatron, so uniep plugs in at the layer's spec: `use_uniep` replaces `MoELayer`
+by `UniEPMoELayer`.  Router, auxiliary losses, shared experts, process groups, parameters, their names in
 checkpoints and their attributes stay Megatron's; dispatch, experts and combine are one call of uniep.  Routing weights
-multiply the activation before the second GEMM (weight_at="activation"), as Megatron's do.  What uniep would compute
-differently or not at all is refused with UnsupportedError, naming the flag.
+multiply the activation before the second GEMM (weight_at="activation"), as Megatron's do.  Anything that uniep
+would compute differently or not at all raises UnsupportedError, naming the flag.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from uniep.integrations.common import LayerStatus, Status, Workspaces, free_of, 
 from uniep.nn.record import LayerRecord
 
 NEEDED = (0, 19)
-"""First version whose specs and layer have these seams."""
+"""First version whose specs and layer have these hooks."""
 
 try:
     import megatron.core
@@ -89,7 +89,7 @@ FORBIDDEN = {
     "recompute_modules": ({"moe_act"}, "recompute 'moe' or whole layers"),
     "offload_modules": ({"expert_fc1", "moe_act", "fused_group_mlp"}, "nothing inside a layer can be offloaded"),
 }
-"""Flag that lists modules -> (those that uniep would leave alone, the remedy)."""
+"""Flag that lists modules -> (modules for which uniep would ignore the flag, the remedy)."""
 
 ACTIVATION_OF = {F.silu: "swiglu", F.gelu: "geglu", fast_gelu: "geglu_tanh"}
 """By `activation_func`."""
@@ -131,13 +131,13 @@ class UniEPMoELayer(MoELayer):
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         up, down = _linears(self.experts)
         for linear in {id(linear): linear for linear, _ in (*up, *down)}.values():
-            for hook in linear._forward_pre_hooks.values():  # in which DDP waits for gathered parameters
+            for hook in linear._forward_pre_hooks.values():  # DDP waits for gathered parameters in them
                 hook(linear, (x_TD,))
         w13, w2 = (_tensors(places) for places in (up, down))
         reverse, last = False, self.num_local_experts - 1
         if not self._takes_lists(x_TD):
             w13, w2, reverse = _one_tensor_each(w13, w2, self.main_grad)
-        if reverse:  # the bits depend on no numbering of a rank's experts
+        if reverse:  # bits do not depend on the order of a rank's experts
             local = ids_TK % (last + 1)
             ids_TK = torch.where(ids_TK < 0, ids_TK, ids_TK - local + last - local)
         y_TD = self.workspaces.moe(
@@ -168,13 +168,13 @@ def use_uniep(
     schedule: Any = None,
     timeout_s: float | None = None,
 ) -> Any:
-    """`spec` with uniep in its MoE layers; the one given stays as it is.
+    """A copy of `spec` with uniep in its MoE layers.
 
-    spec: of a layer, a block, a hybrid stack, a multi-token prediction block: whatever contains MoELayer.
+    spec: a layer, a block, a hybrid stack, a multi-token prediction block: anything that contains MoELayer.
     max_tokens_per_rank: most tokens a rank passes to a layer in one call, sequence length * micro batch / (tensor *
-        context parallel size).  None: Workspaces grow with the calls, and every call asks all ranks for their number
-        of tokens first, which the host waits for.
-    main_grad: whether backward adds fp32 gradients of experts to param.main_grad itself.  None: as
+        context parallel size).  None: Workspaces grow with the calls, and every call first exchanges the numbers
+        of tokens of all ranks, and the host waits for it.
+    main_grad: whether backward adds fp32 gradients of experts to param.main_grad itself.  None: what
         config.gradient_accumulation_fusion says.  False: Megatron's hook adds param.grad, rounded to its dtype.
     max_rows, backend, schedule, timeout_s: as for `MoEConfig` and `Workspace`.
     Workspaces are shared by the layers of the spec and freed by `free(model)`, or at exit.
@@ -215,7 +215,7 @@ def free(model: nn.Module | Sequence[nn.Module]) -> None:
 
 
 def _layer(layer: Any) -> tuple[str, str]:
-    """How it runs, and why not through uniep."""
+    """How the layer runs, and why not through uniep."""
     if isinstance(layer, UniEPMoELayer):
         return f"uniep, expert parallel over {layer.ep_group.size()} ranks", ""
     if type(layer) is MoELayer:
@@ -225,7 +225,7 @@ def _layer(layer: Any) -> tuple[str, str]:
 
 
 class _Replacement:
-    """A function of specs.  count: of replaced layers; others: names of MoE layers that were not."""
+    """A function of specs.  count: number of replaced layers; others: names of MoE layers that were not replaced."""
 
     def __init__(self, keywords: dict[str, Any]) -> None:
         self.keywords = keywords
@@ -312,7 +312,7 @@ Places = list[tuple[Any, str]]
 
 
 def _linears(experts: Any) -> tuple[Places, Places]:
-    """Of fc1 and fc2, where each expert's weight is found: SequentialMLP or TEGroupedMLP.
+    """Where each expert's weight is found, for fc1 and fc2, in SequentialMLP or TEGroupedMLP.
 
     Raises UnsupportedError for other experts, and for parameters that uniep would leave without gradients.
     """
@@ -341,7 +341,7 @@ def _linears(experts: Any) -> tuple[Places, Places]:
 
 
 def _parametrized(module: nn.Module) -> Iterable[nn.Parameter]:
-    """Parameters that reach the weights by way of torch.nn.utils.parametrize."""
+    """Parameters from which torch.nn.utils.parametrize computes the weights."""
     for name, parameter in module.named_parameters():
         if "parametrizations." in name:
             yield parameter
@@ -357,9 +357,9 @@ def _tensors(places: Places) -> Any:
 
 
 class _Together(torch.autograd.Function):
-    """Tensors at equal distances in one memory as the one tensor (e, ...) that they are, in the order of that memory.
+    """Tensors at equal distances in one storage, viewed as one tensor (e, ...), in the order of that storage.
 
-    added: whether backward finds their gradients in main_grad already; their hooks are told so.
+    added: whether backward has already added their gradients to main_grad; their hooks are told so.
     """
 
     @staticmethod
@@ -377,13 +377,13 @@ class _Together(torch.autograd.Function):
 def _one_tensor_each(w13: list[Tensor], w2: list[Tensor], main_grad: bool) -> tuple[Tensor, Tensor, bool]:
     """w13 and w2 as (e, ...) and whether experts come in reverse order, as they lie in the buffers of Megatron's DDP.
 
-    Without a copy where the parts lie at equal distances.  Parts that each have a memory of their own move into a
-    common one, once; others that lie in no such order are stacked by each call.
+    No copy is made if the parts lie at equal distances.  Parts with a storage each move into a common one, once.
+    Parts in any other layout are stacked in each call.
     """
     both = (w13, w2)
     added = [main_grad and torch.is_grad_enabled() and any(t.requires_grad for t in parts) for parts in both]
     grads: list[list[Any]] = [[getattr(t, "main_grad", None) for t in parts] for parts in both]
-    # Whether this call has a backward or not: parameters that move once must lie as later calls need them.
+    # Even if this call has no backward: parameters move only once, so they must lie as later calls need them.
     decide = [found for found in grads if main_grad and all(isinstance(g, Tensor) for g in found)] or both
     steps = [_distance(parts) for parts in decide]
     reverse = all(step is not None and step < 0 for step in steps)
@@ -417,7 +417,7 @@ def _ordered(parts: Sequence[Tensor], reverse: bool) -> list[Tensor]:
 
 
 def _distance(parts: Sequence[Any]) -> int | None:
-    """Elements from each part to the next if it is the same and they share a memory; below 0 in reverse order."""
+    """Distance in elements from each part to the next, if it is constant in one storage; negative in reverse order."""
     if not all(isinstance(t, Tensor) and t.is_contiguous() for t in parts):
         return None
     first, offsets = parts[0], [int(t.storage_offset()) for t in parts]

@@ -1,7 +1,7 @@
-"""Modules of any model that hold routed experts, whatever they are called: so that no MoE layer goes unmentioned.
+"""Finds the modules of any model that hold routed experts, whatever their names, so that no MoE layer is missed.
 
-Judged by what such modules are: one tensor with a slice for each expert, or a list with a module for each.  How many
-experts there are, attributes of the module or of the one around it tell; where none does, its name must.
+Such a module has a tensor with one slice per expert, or a list with one module per expert.  The number of experts comes
+from attributes of the module or of its parent.  If there is none, the module's name decides.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import nn
 __all__ = ["routed_experts"]
 
 OTHER_COUNTS = ("per_tok", "shared", "size", "dim", "group", "active", "top")
-"""In names of attributes that count something else of experts."""
+"""Words in attribute names that count something else about experts."""
 
 DENSE = "shared"
-"""In names of experts that every token goes to."""
+"""Words in names of experts that every token goes to."""
 
 
 def routed_experts(model: nn.Module, known: Callable[[nn.Module], bool] = lambda module: False) -> dict[str, nn.Module]:
     """Name -> module that holds the routed experts of one MoE layer, or, where several do, the module around them.
 
-    known: whether a module is one; nothing inside it is looked for.
+    known: whether a module is a known one; nothing inside it is searched.
     """
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules())
@@ -60,7 +60,7 @@ def _holds_experts(name: str, module: nn.Module, around: nn.Module) -> bool:
         alike = len(children) > 1 and len({type(child) for child in children}) == 1
         are_networks = alike and len(list(children[0].parameters())) > 1
         return are_networks and (named or len(children) in near)
-    if isinstance(module, nn.Embedding):  # a table of vectors that are experts
+    if isinstance(module, nn.Embedding):  # a table whose vectors are experts
         return module.num_embeddings in near
     if type(module).__module__.startswith("torch.nn.modules"):
         return False
@@ -79,7 +79,7 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _numbers(owner: nn.Module) -> Iterator[int]:
-    """Numbers of routed experts that attributes tell."""
+    """Numbers of routed experts given by attributes."""
     for name, value in vars(owner).items():
         if type(value) is int and value > 1 and "experts" in name and not any(word in name for word in OTHER_COUNTS):
             yield value

@@ -5,8 +5,8 @@
         uniep.integrations.torchtitan.selective_ac
 
 Router, load balancing, shared experts, parameters (w1, w3 (e, F, D) and w2 (e, D, F)), sharding and FSDP2 stay
-torchtitan's; dispatch, experts and combine are one call of uniep over the "ep" mesh.  As torchtitan's grouped GEMM,
-it computes in bfloat16.  What uniep would compute differently is refused with UnsupportedError.
+torchtitan's; dispatch, experts and combine are one call of uniep over the "ep" mesh.  Like torchtitan's grouped GEMM,
+it computes in bfloat16.  Anything that uniep would compute differently raises UnsupportedError.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIGNATURES = (
     ("x_TD", "topk_scores_TK", "topk_expert_ids_TK", "num_local_tokens_per_expert_E"),
     ("x_BLD", "topk_scores_BLK", "topk_expert_ids_BLK", "num_local_tokens_per_expert_E"),
 )
-"""Of RoutedExperts.forward, which torchtitan's sharding goes by: after 0.3, and in 0.3."""
+"""Signatures of RoutedExperts.forward, on which torchtitan's sharding depends: after 0.3, and in 0.3."""
 
 _signature = tuple(inspect.signature(RoutedExperts.forward).parameters)[1:]
 if _signature not in SIGNATURES:
@@ -51,11 +51,12 @@ if _signature not in SIGNATURES:
 
 
 class UniEPRoutedExperts(RoutedExperts):
-    """RoutedExperts with uniep in the place of dispatch, grouped GEMMs and combine.
+    """RoutedExperts in which uniep replaces dispatch, grouped GEMMs and combine.
 
-    Config: as stock, and max_tokens_per_rank, max_rows, backend, timeout_s as for `MoEConfig` and `Workspace`.
-    max_tokens_per_rank None: Workspaces grow with the calls, and every call asks all ranks for their number of tokens
-    first, which the host waits for.
+    Config: the original fields, and max_tokens_per_rank, max_rows, backend, timeout_s as for `MoEConfig` and
+        `Workspace`.
+    max_tokens_per_rank None: Workspaces grow with the calls, and every call first exchanges the numbers of tokens of
+    all ranks, and the host waits for it.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -82,7 +83,7 @@ class UniEPRoutedExperts(RoutedExperts):
         if isinstance(self.inner_experts, FSDPModule):
             raise UnsupportedError(
                 "inner_experts are an FSDP unit of their own, whose parameters are gathered when that is called, and "
-                "uniep calls it not; leave them to the unit of their block, as torchtitan does"
+                "uniep does not call it; leave them to the unit of their block, as torchtitan does"
             )
         if w1.shape[1] != self.ffn:
             raise UnsupportedError(
@@ -141,7 +142,7 @@ class UniEPSelectiveAC(SelectiveAC):
 def routed_experts(cfg: Any, **options: Any) -> Any:
     """Override: uniep in every MoE layer.  options: fields of `UniEPRoutedExperts.Config`.
 
-    Raises UnsupportedError for experts and dispatchers that uniep would not replace one for one.
+    Raises UnsupportedError for experts and dispatchers that uniep cannot replace exactly.
     """
     if reason := _refused(_owner(cfg.inner_experts), _owner(cfg.token_dispatcher)):
         raise UnsupportedError(f"uniep cannot run these routed experts: {reason}")
@@ -173,14 +174,14 @@ def free(model: nn.Module | Sequence[nn.Module]) -> None:
 
 @functools.cache
 def _workspaces(max_tokens_per_rank: int | None, max_rows: int | None, backend: str, timeout_s: float | None) -> Any:
-    """One for all layers of the same options: torchtitan builds each from its own config."""
+    """One object for all layers with the same options: torchtitan builds each layer from its own config."""
     made = Workspaces(max_tokens_per_rank, max_rows, {"backend": backend, "timeout_s": timeout_s})
     atexit.register(made.free)
     return made
 
 
 def _layer(layer: Any) -> tuple[str, str]:
-    """How it runs, and why not through uniep."""
+    """How the layer runs, and why not through uniep."""
     if isinstance(layer, UniEPRoutedExperts):
         mesh = getattr(layer.token_dispatcher, "ep_mesh", None)
         return f"uniep, expert parallel over {1 if mesh is None else mesh.size()} ranks", ""
@@ -197,7 +198,7 @@ def _owner(config: Any) -> type:
 
 
 def _refused(experts: type, dispatcher: type) -> str:
-    """Why uniep would not compute what these compute; empty if it would."""
+    """Why uniep cannot compute what these experts compute; empty if it can."""
     if dispatcher not in (LocalTokenDispatcher, AllToAllTokenDispatcher):
         return (
             f"token_dispatcher is a {dispatcher.__name__}, whose own settings uniep would ignore; use comm_backend "

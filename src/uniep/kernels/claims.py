@@ -32,7 +32,7 @@ def has_all(counter_ptr, total):
 
 @triton.jit
 def count_made(counters_ptr, stored, made):
-    """Count the tiles of the first product that this program has stored last: one of row tile `stored`, `made` in all."""
+    """Publish `made` finished tiles of the first product; the last is of row tile `stored`."""
     count_tile(counters_ptr + COUNTERS, stored)
     tl.atomic_add(counters_ptr + MADE, made, sem="release", scope="gpu")
 

@@ -109,8 +109,8 @@ def claimed_activation_gradient_kernel(
     """As `activation_gradient_kernel`, beside the product that makes raw, which lies in L2 then; the next kernel in the
     stream after it.  Programs claim ITEM_ROWS rows at a time, in the product's order of row tiles.
 
-    They come when all programs of the product have started, where these leave room, so that the product will finish
-    whatever multiprocessors are taken; the rest of them when its programs end.  They end after it.
+    They start once every product program is resident, in leftover registers, so that the product can always finish.
+    The rest start when its programs end.  They end after it.
     progress (M,) counts finished tiles, TILES of each row tile.
     """
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS

@@ -284,8 +284,8 @@ def claimed_sum_kernel(
     """As `group_sum_kernel`, beside the product that makes the rows, the next kernel in the stream after it.  Programs claim
     ITEM_L lines at a time, and wait for their tiles.
 
-    They come when all programs of the product have started, where these leave room, so that the product will finish
-    whatever multiprocessors are taken; the rest of them when its programs end.  They end after it.
+    They start once every product program is resident, in leftover registers, so that the product can always finish.
+    The rest start when its programs end.  They end after it.
     TILES: of a row tile of BLOCK_M rows.
     """
     BLOCKS: tl.constexpr = (LINES.D + LINES.BLOCK_D - 1) // LINES.BLOCK_D

@@ -241,7 +241,7 @@ def forward_kernel(
                     combine_item(sums, back == 2, token, column, LAYER.D, LAYER.K, WAY.BLOCK_D)
             record_task(lists.vector_records, num_pushes + vector_place, claimed_ns, started_ns)
             vector_place = claimed(answer, WAY.THREADS)
-    # What a program owes that found nothing to do behind its products.
+    # Flush counts this program has not published.
     if made > 0:
         count_made(lists.counters, stored, made)
     if unsent > 0:

@@ -27,7 +27,7 @@ if INTERPRETED:
 
     @triton.jit
     def next_may_come():
-        """Let programs of the kernel after this one take what this one leaves free; they wait in `after_previous`."""
+        """Allow the next kernel to launch early (programmatic dependent launch); it waits in `after_previous`."""
 
     @triton.jit
     def block_stores_complete():
@@ -122,7 +122,7 @@ else:
 
     @triton.jit
     def next_may_come():
-        """Let programs of the kernel after this one take what this one leaves free; they wait in `after_previous`."""
+        """Allow the next kernel to launch early (programmatic dependent launch); it waits in `after_previous`."""
         _statement("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
     @triton.jit

@@ -51,11 +51,10 @@ from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
 
 MAX_STRIDE_BYTES = 2**40  # of a Hopper tensor map
-PUSH_ROWS = 16  # tokens that a program moves at once
-GEMM_PUSH_ROWS = 32  # the same in a GEMM, whose programs have more threads and registers
-# Programs of a multiprocessor, for kernels at memory bandwidth: more than are resident only where their warps are few.
-EXPAND_WARPS = 24
-BESIDE_PROGRAMS = 6  # as many as registers are left for beside a product
+PUSH_ROWS = 16  # tokens that a pushing program moves at once
+GEMM_PUSH_ROWS = 32  # the same in a GEMM, whose first programs push
+EXPAND_WARPS = 24  # of a multiprocessor
+BESIDE_PROGRAMS = 6  # of a multiprocessor, for what runs beside a product; most come when it ends (docs/log.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +321,7 @@ def launch_activation_gradient(made: Activation, rows: Bundle[Rows], cfg: MoECon
     """dh (N, 2, F), the activation that dW2 contracts (N, F), and the column-group sums of d(weight) (N, G)."""
     launch(
         activation_gradient_kernel,
-        multiprocessors * 8,
+        multiprocessors * 8,  # 32 warps: memory-bound
         (made, rows),
         {
             "F": cfg.ffn, "ROWS": 16, "COLUMNS": 256, "ACTIVATION": cfg.activation,
@@ -436,7 +435,7 @@ def launch_combine(sums: Sums, peers: Peers, multiprocessors: int) -> None:
     block = min(power_of_2(width), 1024)
     launch(
         combine_kernel,
-        multiprocessors * 16,
+        multiprocessors * 16,  # all warps that fit, for 1024 columns
         (sums, peers.wire, num_tokens),
         {"D": width, "K": top_k, "BLOCK_D": block},
         num_warps=max(block // 256, 1), enable_fp_fusion=False,

@@ -1,8 +1,8 @@
 """What `torch.utils.flop_counter.FlopCounterMode` counts for the operators behind `uniep.moe`.
 
-GEMMs only, as PyTorch counts its own operators, and those of this rank's tokens, wherever their experts are: over all
-ranks this is what all of them compute, without the padding of segments.  A rank whose experts are chosen more often
-than others' computes more than is counted here, and the others less.
+Like PyTorch for its own operators, it counts GEMMs only.  It counts those of this rank's tokens, wherever their experts
+are.  The sum over all ranks is what all of them compute, without the padding of segments.  A rank whose experts are
+chosen more often than others' computes more than is counted here, and the others less.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["looked_at", "register"]
 
 
 def looked_at() -> bool:
-    """Whether a mode looks at operators, such as a counter, which then knows the formulas."""
+    """Whether a mode, such as a counter, sees operators; if so, it knows the formulas afterwards."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
     register()
@@ -28,9 +28,9 @@ def looked_at() -> bool:
 
 
 def register() -> None:
-    """Give the formulas to PyTorch's counter, if it is loaded, and to the counters that are at work.
+    """Register the formulas with PyTorch's counter, if it is loaded, and with active counters.
 
-    Loading it loads Triton, so that is left to those who count.
+    Loading the counter loads Triton, so this function does not load it.
     """
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:
@@ -46,13 +46,14 @@ def register() -> None:
         operators.linear_bwd: _linear_backward,
     }
     module.flop_registry.update(formulas)
-    for mode in _get_current_dispatch_mode_stack():  # a counter has a copy of what was registered when it was made
+    for mode in _get_current_dispatch_mode_stack():  # a counter copies the registered formulas when it is made
         if isinstance(counter := getattr(mode, "counter", None), module.FlopCounterMode):
             counter.flop_registry.update(formulas)
 
 
 def _gemms(count: int, ids_TK: Tensor, w2: Sequence[Tensor]) -> int:
-    """FLOPs of `count` GEMMs between D and F for every slot in use; ids that cannot be read (fake tensors) are."""
+    """FLOPs of `count` GEMMs between D and F for every used slot; if ids cannot be read (fake tensors), for every
+    slot."""
     used = ids_TK.numel() if is_fake(ids_TK) or ids_TK.is_meta else int((ids_TK >= 0).sum())
     hidden, ffn = w2[0].shape[-2:]
     return count * 2 * used * hidden * ffn

@@ -37,9 +37,9 @@ def moe(
     main_grad: MainGrad | None = None,
     layer: LayerRecord | None = None,
 ) -> Tensor:
-    """Send tokens to their experts, run the experts, bring back the weighted sum.  Differentiable.
+    """Send tokens to their experts, run the experts, return the weighted sum.  Differentiable.
 
-    Collective over the Workspace's group: every rank calls it equally often, with T=0 if it is idle.
+    Collective over the Workspace's group: every rank calls it the same number of times, with T=0 if it has no tokens.
 
     x_TD: (T, D) in cfg.dtype; T may differ per rank and per call, up to cfg.max_tokens_per_rank.
     ids_TK: (T, K) int8 to int64 or uint8, global expert ids; -1 leaves a slot unused; repeats in a row both count.
@@ -47,16 +47,16 @@ def moe(
     w13: this rank's e experts: (e, 2F, D) gate rows first, (e, 2, F, D), a pair (w1, w3) of (e, F, D), or a
         list of e tensors (2F, D); never concatenated.
     w2: (e, D, F) or a list of e tensors (D, F).
-    main_grad: None, or where gradients of expert parameters go.  Each of them that requires a gradient has an attribute
-        main_grad then, fp32 and of its shape.  Backward adds its finished fp32 gradient ("accumulate") or writes it
-        there ("overwrite"), not rounded to cfg.dtype; it sets the parameter's grad_added_to_main_grad to True and
-        returns zeros as its gradient, so that hooks run (Megatron's protocol).  The zeros share one element: a hook
-        must not write into them.  Every backward through the call does so, also `torch.autograd.grad` for x alone.
-        A main_grad that several parameters share, such as one given twice, can only be added to.  On GPUs the
-        first such backward compiles kernels that `prepare` did not.
-    layer: which layer this is, made once and passed in every call of it.  Ranks that are in different layers, in a
-        forward, a recomputed one or a backward, or whose experts a tool has made equal, are then told so instead of
-        computing something else.  None: it is known by its w13 where that is an nn.Parameter.
+    main_grad: None, "accumulate" or "overwrite".  If given, each expert parameter that requires a gradient must have an
+        attribute main_grad, fp32 and of its shape.  Backward adds the finished fp32 gradient to it ("accumulate") or
+        writes it there ("overwrite"), without rounding to cfg.dtype.  It sets the parameter's grad_added_to_main_grad
+        to True and returns zeros as its gradient, so that hooks run (Megatron's protocol).  The zeros share one
+        element: a hook must not write into them.  Every backward through the call does this, even
+        `torch.autograd.grad` for x alone.  If several parameters share a main_grad, such as one given twice, only
+        "accumulate" works.  On GPUs the first such backward compiles kernels that `prepare` did not.
+    layer: identifies this layer; made once and passed in every call of it.  Then ranks raise an error, instead of
+        computing something else, if they are in different layers (in a forward, a recomputation or a backward) or if a
+        tool has made their experts equal.  None: the layer is identified by w13 if that is an nn.Parameter.
     Returns y (T, D), fresh memory.  Under torch.autocast the floating inputs are cast to cfg.dtype.
 
     Gradients: x, weights (fp32) and the expert parameters, in their own layout and dtype; experts and
@@ -104,7 +104,7 @@ def moe(
         parameters,
         main_grads,
         main_grad == "accumulate",
-        # Fake tensors take no real one beside them.
+        # Fake tensors cannot be mixed with real ones.
         layer.key if layer is not None and not isinstance(x_TD, FakeTensor) else None,
     )
 
@@ -161,15 +161,15 @@ def _main_grads(
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """What autocast does: to floating tensors, or lists of them."""
+    """Casts floating tensors, or lists of them, as autocast does."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    return [_cast(t, dtype) for t in value]  # a ParameterList of the results would cut them off from their parameters
+    return [_cast(t, dtype) for t in value]  # a ParameterList of the results would detach them from their parameters
 
 
 def _are_ordinary(values: Sequence[Any], workspace: Workspace) -> bool:
-    """Whether all are as in most calls, so that no check of tensors by name need look: dense tensors of the Workspace's
-    kind of device, which autograd can keep.  A sixth of the time of those checks."""
+    """Whether all tensors are as in most calls, so that the detailed checks can be skipped: dense, on the Workspace's
+    type of device, and usable by autograd.  Takes a sixth of the time of those checks."""
     if torch.compiler.is_compiling():
         return False
     kind = workspace.device.type
@@ -197,7 +197,7 @@ def check_dense(**named: Any) -> None:
 
 
 def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:
-    """All but the number of tokens, which torch.compile may not know: the operator itself checks that."""
+    """Checks all but the number of tokens, which torch.compile may not know: the operator itself checks that."""
     cfg = workspace.cfg
     if x_TD.dim() != 2 or x_TD.shape[1] != cfg.hidden:
         raise ConfigError(f"x has shape {tuple(x_TD.shape)}; it must be (T, hidden={cfg.hidden})")
@@ -217,7 +217,7 @@ def _check_ids(ids_TK: Tensor, workspace: Workspace) -> None:
 
 
 def check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) -> None:
-    """One tensor elsewhere would take the whole call elsewhere: "meta" to shapes without values."""
+    """One tensor on another device would dispatch the whole call there: "meta" would give shapes without values."""
     for name, tensors in named.items():
         for t in tensors:
             if t.device.type != workspace.device.type:
@@ -226,7 +226,7 @@ def check_devices(named: Mapping[str, Sequence[Tensor]], workspace: Workspace) -
 
 
 def _refuse_inference_tensors(named: Mapping[str, Sequence[Tensor]]) -> None:
-    """Autograd cannot keep them, and would say so only after the call."""
+    """Autograd cannot save inference tensors, and would raise only after the call."""
     if torch.compiler.is_compiling():
         return
     for name, tensors in named.items():
@@ -238,7 +238,7 @@ def _refuse_inference_tensors(named: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def _refuse_forward_mode(named: Mapping[str, Sequence[Tensor]]) -> None:
-    """Custom operators drop tangents without a word."""
+    """Custom operators silently drop tangents."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     for name, tensors in named.items():

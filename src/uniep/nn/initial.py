@@ -1,4 +1,4 @@
-"""What parameters are initialised from: one seed for a layer's parts, a random stream of its own for each."""
+"""Initialisation of parameters: one seed per layer, and a separate random stream for each of its parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROUTER, SHARED = STREAMS - 1, STREAMS - 2
 
 
 class Seed:
-    """What a router and its experts are initialised from: a given seed, or one draw for each reset of all."""
+    """The seed of a router and its experts: a given one, or one draw for each reset of all of them."""
 
     def __init__(self, given: int | None) -> None:
         self.given = given
@@ -31,10 +31,10 @@ class Seed:
 
 
 def generator(seed: int, stream: int) -> torch.Generator:
-    """Of one stream: no two layers, experts or routers have the same."""
+    """The generator of one stream: no two layers, experts or routers share one."""
     return torch.Generator().manual_seed((seed * STREAMS + stream) % 2**64)
 
 
 def normal(shape: torch.Size, draw: torch.Generator) -> Tensor:
-    """Normal with std 1/sqrt(fan-in); the same values whatever the default dtype and device."""
+    """Normal with std 1/sqrt(fan-in); values do not depend on the default dtype and device."""
     return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu") * shape[1] ** -0.5

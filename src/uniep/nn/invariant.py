@@ -1,7 +1,7 @@
 """Dense operators whose rows do not depend on each other: `linear`, `activate`, `add`.
 
-A row of a result, or of the gradient of a row, has the same bits whatever rows are beside it, on whichever rank, and
-in however many of them.  Eager mode and inductor run the same operators.  All arithmetic is fp32, never TF32; `cast`
+The bits of a row of a result, or of a row of a gradient, do not depend on the other rows, on their number or on the
+rank.  Eager mode and inductor run the same operators.  All arithmetic is fp32, never TF32; `cast`
 rounds to the dtype of x.
 
     linear     y = cast(x W^T)          dx = cast(dy W)      dW = cast(sum over tokens of dy^T x)
@@ -30,21 +30,21 @@ from uniep.nn import flops
 from uniep.numerics import fixed_settings, matmul, widened
 
 TOKEN_BLOCK = 128
-"""Tokens whose products are one sum of the matrix library."""
+"""Tokens whose products are added in one call of the matrix library."""
 ROWS = 64
-"""Rows that are computed together: elementwise loops of PyTorch may have another code path for a ragged tail."""
+"""Rows that are computed together: PyTorch's elementwise loops may use another code path for a ragged tail."""
 
 
 def settings(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """What decides bits on the device of x; the products here run inside."""
+    """The settings that decide bits on the device of x; the products here run inside this context."""
     return fixed_settings() if x.device.type == "cpu" else contextlib.nullcontext()
 
 
 def row_products(a_TK: Tensor, b_KN: Tensor) -> Tensor:
     """a @ b in fp32 -> (T, N).  Bits of a row depend on that row and on b alone.
 
-    On the CPU by blocks of 64 x 64 results (`numerics.matmul`); elsewhere each TOKEN_BLOCK rows, zeros behind the last,
-    are one call of the library in fp32, which is the same call for all of them.
+    On the CPU it runs in blocks of 64 x 64 results (`numerics.matmul`).  On other devices each TOKEN_BLOCK rows, the
+    last padded with zeros, are one fp32 call of the library, and all calls have the same shape.
     """
     if a_TK.device.type == "cpu":
         return matmul(a_TK, b_KN)
@@ -61,9 +61,9 @@ def row_products(a_TK: Tensor, b_KN: Tensor) -> Tensor:
 def token_sums(a_TM: Tensor, b_TN: Tensor) -> Tensor:
     """a^T b in fp32 -> (M, N): the sum over tokens of their outer products.
 
-    **Order**: each TOKEN_BLOCK tokens, the last block with what is left, are one sum of the matrix library; blocks are
-    added by adjacent pairs, ((b0+b1)+(b2+b3))+... .  So ranks that have TOKEN_BLOCK * 2^n tokens each have the branches
-    of one tree, which `add_by_pairs` completes: the same bits at every number of ranks that is a power of two.
+    **Order**: each TOKEN_BLOCK tokens are one sum of the matrix library; the last block holds the rest.  Blocks are
+    added by adjacent pairs, ((b0+b1)+(b2+b3))+... .  So if every rank has TOKEN_BLOCK * 2^n tokens, each rank computes
+    a branch of one tree, and `add_by_pairs` completes it: the same bits for every power of two of ranks.
     """
     sums: list[tuple[int, Tensor]] = []  # (level, sum of 2^level blocks), levels descending
     for start in range(0, a_TM.shape[0], TOKEN_BLOCK):
@@ -158,7 +158,7 @@ def linear(x: Tensor, weight_ND: Tensor) -> Tensor:
 
 
 def _halves(h_T2F: Tensor) -> list[Tensor]:
-    """gate and up in fp32, zeros behind their columns up to whole groups."""
+    """gate and up in fp32, columns padded with zeros to whole groups."""
     halves = h_T2F.float().chunk(2, 1)
     if h_T2F.device.type == "cpu":
         return [widened(half) for half in halves]
@@ -230,7 +230,7 @@ _add.register_autograd(lambda ctx, dy: (dy, dy))
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """cast(a + b) of two tensors of one shape and dtype: one rounding, also where a compiler would keep fp32."""
+    """cast(a + b) of two tensors of one shape and dtype: one rounding, even where a compiler would keep fp32."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ConfigError(f"a is {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype}; they must be alike")
     return _add(a, b)

@@ -1,4 +1,4 @@
-"""Numbers of a device that the host reads when they are there, without waiting for the device."""
+"""Numbers from a device that the host reads once they have arrived, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class LateReads:
-    """A queue of small tensors.  `read` gives those that have arrived: all on the CPU, a call or two later on a GPU."""
+    """A queue of small tensors.  `read` returns those that have arrived: at once on the CPU, some calls later on a
+    GPU."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
@@ -25,7 +26,7 @@ class LateReads:
         self._waiting.append((host, event))
 
     def read(self) -> list:
-        """Those that have arrived, oldest first, as numbers or lists."""
+        """The tensors that have arrived, oldest first, as numbers or lists."""
         found = []
         while self._waiting and ((event := self._waiting[0][1]) is None or event.query()):
             found.append(self._waiting.popleft()[0].tolist())

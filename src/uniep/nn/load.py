@@ -1,7 +1,7 @@
-"""Load and health of MoE layers: how many slots went to which expert and rank, what that costs, what was dropped.
+"""Load of MoE layers: how many slots went to which expert and rank, what the imbalance costs, what was dropped.
 
 Counting is a few operators on the device, without a host read; `LoadMonitor.read` adds up all ranks in one exchange of
-integers.  uniep drops nothing: `dropped` is what a router's capacity left out.
+integers.  uniep itself drops nothing: `dropped` counts slots that a router's capacity left out.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _monitors: weakref.WeakSet[LoadMonitor] = weakref.WeakSet()
 class Load:
     """One layer since the last read, all ranks together.
 
-    experts, ranks: slots of each.  calls: forwards of a rank.  unused: slots with id -1, `dropped` by a capacity among
-    them.
+    experts, ranks: slots of each.  calls: forwards of one rank.  unused: slots with id -1, including those `dropped`
+    by a capacity.
     """
 
     experts: tuple[int, ...]
@@ -46,22 +46,22 @@ class Load:
 
     @property
     def expert_imbalance(self) -> float:
-        """Slots of the fullest expert, in means; 1 is even."""
+        """Slots of the fullest expert divided by the mean; 1 is even."""
         return _imbalance(self.experts)
 
     @property
     def rank_imbalance(self) -> float:
-        """Slots of the fullest rank, in means; 1 is even."""
+        """Slots of the fullest rank divided by the mean; 1 is even."""
         return _imbalance(self.ranks)
 
     @property
     def cost(self) -> float:
-        """The share of the experts' time in which ranks wait for the fullest: 1 - 1 / rank_imbalance, if time goes by
-        slots and the load of all calls is like that of each."""
+        """Share of the experts' time in which ranks wait for the fullest one: 1 - 1 / rank_imbalance.  Assumes that
+        time is proportional to slots, and that every call has the same imbalance."""
         return 1 - 1 / self.rank_imbalance
 
     def scalars(self) -> dict[str, float]:
-        """For a logger."""
+        """The numbers as a dictionary, for a logger."""
         return {
             "expert_imbalance": self.expert_imbalance,
             "rank_imbalance": self.rank_imbalance,
@@ -84,11 +84,11 @@ def _imbalance(counts: tuple[int, ...]) -> float:
 class LoadMonitor:
     """Counts the calls of every `uniep.nn.Experts` of a model, until `close`.
 
-    model: whose experts have names in it; all share one EP group.
+    model: the model that contains the experts; all of them share one EP group.
     warn_above: `read` warns of layers whose `Load.cost` is more than this share; None: never.
-    on_read: called with {name: Load} by every `read` that has some: a hook for loggers.
+    on_read: called with {name: Load} by every `read` that has results: a hook for loggers.
 
-    Forwards that activation checkpointing runs again do not count.  The layers may be compiled, but graphs break at the
+    Forwards recomputed by activation checkpointing do not count.  The layers may be compiled, but graphs break at the
     counts.
     """
 
@@ -156,7 +156,7 @@ class LoadMonitor:
     def read(self) -> dict[str, Load]:
         """The load of every layer since the last read.  Collective over the EP group.
 
-        Nobody waits for a device: on GPUs these are numbers of an earlier read, at first none.
+        It does not wait for a device: on GPUs the numbers are those of an earlier read, and at first there are none.
         """
         device = self._workspace.device
         rows = [self._of(name, device).clone() for name in self._names]
@@ -218,8 +218,8 @@ class LoadMonitor:
 
 
 def report(workspace: Workspace) -> dict[str, str]:
-    """Which backend and which features are active, and why the others are not; and the load of layers of this Workspace
-    that a `uniep.nn.LoadMonitor` has last read."""
+    """Which backend and which features are active, and why the others are not.  Also the load of this Workspace's
+    layers, as last read by a `uniep.nn.LoadMonitor`."""
     lines = report_workspace(workspace)
     for monitor in _monitors:
         for name, load in monitor.last.items():

@@ -1,4 +1,4 @@
-"""`Experts` (parameters and the expert-parallel call) and `MoE` (a router in front, shared experts beside)."""
+"""`Experts` (parameters and the expert-parallel call) and `MoE` (router, experts and optional shared experts)."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Experts(nn.Module):
     Their global expert ids are `first_expert .. first_expert + e - 1`.  Initialised per global expert id from the seed,
     so the whole model is the same at every EP size.
 
-    workspace: shared with other layers of the same configuration; or `group` and `device` to make an own one.
-    seed: None: one number drawn from torch's default generator, as other layers draw theirs, so seed that alike on all
-        ranks (torch.manual_seed); ranks that drew different numbers are told so by the first call.
+    workspace: shared with other layers of the same configuration; or pass `group` and `device` to make a new one.
+    seed: None: one number drawn from torch's default generator, as in other layers.  So seed that generator alike on
+        all ranks (torch.manual_seed); if ranks drew different numbers, the first call raises an error.
     main_grad: as for `uniep.moe`; an attribute, which may be set later.
-    expert_dims: an attribute, {name: dim}; for each parameter or buffer in here the dimension along which this rank's
-        experts lie, or None if all E share it.  What a subclass, parametrization or adapter adds has to be added to it
-        for `uniep.integrations.torch`, which reduces, distributes and saves by it.
+    expert_dims: an attribute, {name: dim}: for each parameter or buffer of this module, the dimension along which this
+        rank's experts lie, or None if all E share it.  Tensors of a subclass, parametrization or adapter must be added
+        to it: `uniep.integrations.torch` reduces, distributes and saves by it.
     Under torch.device("meta") parameters have no memory, and nothing is drawn: `to_empty`, then `reset_parameters`.
-    A deep copy shares the Workspace.  The state says which rank's experts it holds, and another rank's is refused; one
-    of all experts is loaded at any EP size.
+    A deep copy shares the Workspace.  A state_dict names the rank whose experts it holds; loading another rank's
+    raises. A state of all experts loads at any EP size.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Experts(nn.Module):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Normal with std 1/sqrt(fan-in), each expert from its own generator.
 
-        seed: None: the one that the layer was made with, or else a new draw; a router's reset and that of its experts
-            share one, whichever comes first.  Parameters on the meta device stay as they are.
+        seed: None: the seed that the layer was made with, or else a new draw; the resets of a router and of its experts
+            share one draw, in either order.  Parameters on the meta device stay as they are.
         """
         w13, w2 = self._local()
         if w13.is_meta or w2.is_meta:
@@ -104,13 +104,14 @@ class Experts(nn.Module):
     # --- states, copies ---
 
     def get_extra_state(self) -> Tensor:
-        """[rank, EP size] of the experts in this state, or [0, 1] of all: small numbers, which any dtype holds."""
+        """[rank, EP size] of the experts in this state, or [0, 1] for all experts: numbers small enough for any
+        dtype."""
         everything = self._holds_all() or is_full_state_taken()
         numbers = (0, 1) if everything else (self.workspace.rank, self.workspace.ep_size)
         return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing: `_load_from_state_dict` has looked at it."""
+        """Does nothing: `_load_from_state_dict` has checked it."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -136,7 +137,7 @@ class Experts(nn.Module):
             self._made()
 
     def _refuse_state(self, found: Any, prefix: str) -> None:
-        """Raise ConfigError for a state of another rank's experts.  found: what `get_extra_state` gave, or anything."""
+        """Raise ConfigError for a state of another rank's experts.  found: the saved `get_extra_state`, unchecked."""
         rank, size, e = self.workspace.rank, self.workspace.ep_size, self.num_local
         if self._holds_all() or not isinstance(found, Tensor) or found.shape != (2,):
             return
@@ -156,7 +157,7 @@ class Experts(nn.Module):
         self.record.made(experts, self.cfg.dtype, self.workspace.rank, draw)
 
     def _is_whole(self, w13: Tensor) -> bool:
-        """Whether it is all of this rank's experts, not a shard."""
+        """Whether it holds all of this rank's experts, not a shard."""
         return tuple(w13.shape) == (self.num_local, 2 * self.cfg.ffn, self.cfg.hidden)
 
     def _holds_all(self) -> bool:
@@ -176,7 +177,7 @@ class Experts(nn.Module):
         """w13 and w2 as plain tensors, differentiable."""
         if type(self.w13) is nn.Parameter and type(self.w2) is nn.Parameter:
             return self.w13, self.w2
-        from torch.distributed.tensor import DTensor  # takes half a second, and whoever has one has paid that
+        from torch.distributed.tensor import DTensor  # takes half a second, which a user of DTensors has already spent
 
         w13, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13, self.w2))
         return w13, w2
@@ -189,7 +190,7 @@ class SharedExperts(nn.Module):
     """A dense FFN for every token, the same on every rank.  forward(x_TD) -> (T, D), rows as `uniep.nn.linear`'s.
 
     h = cast(x W13^T); act = cast(f(h)); y = cast(act W2^T), x and weights in cfg.dtype.  w13 (2F, D), gate rows first;
-    w2 (D, F).  Parameters are those of a dense layer: data parallelism reduces their gradients.
+    w2 (D, F).  Its parameters are dense ones: data parallelism reduces their gradients.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class SharedExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """As `Experts.reset_parameters`, from a stream of its own."""
+        """As `Experts.reset_parameters`, but from a separate random stream."""
         if self.w13.is_meta:
             return
         draw = generator(self._seed.take("shared") if seed is None else seed, SHARED)
@@ -230,13 +231,13 @@ class MoE(nn.Module):
     """Router and experts.  forward(x (..., D), token_ids (...), ids (T, K)) -> y (..., D), the last two optional.
 
     router: None: softmax top-k, one parameter `router` (E, D): probabilities = softmax(x W_router^T) in fp32; the top K
-        by value, ties to the lower expert id (a stable sort), so a recomputed forward routes alike; with `renormalize`
-        divided by their sum.  Or a `RouterConfig`: `router` is a `uniep.nn.Router` then (docs/router.md); gradients of
-        its losses come with those of the routing weights, times `Router.loss_scale`.
-    renormalize: of the default router.  With top_k=1 a renormalised weight is always 1 and the router gets no gradient;
-        refused at construction.
+        by value, ties to the lower expert id (a stable sort), so a recomputed forward routes the same; with
+        `renormalize` they are divided by their sum.  Or a `RouterConfig`: `router` is a `uniep.nn.Router` then
+        (docs/router.md); gradients of its losses come with those of the routing weights, times `Router.loss_scale`.
+    renormalize: option of the default router.  With top_k=1 a renormalised weight is always 1 and the router gets no
+        gradient; refused at construction.
     shared_ffn: width of `SharedExperts` for every token, or None.  y = cast(y of the experts + y of these).
-    token_ids: int64, needed for jitter (`Router`).  ids: the choice is given, and only weights are computed; see also
+    token_ids: int64, needed for jitter (`Router`).  ids: a given choice of experts: only weights are computed; see also
         `uniep.nn.replay_routing`.
     """
 
@@ -258,7 +259,7 @@ class MoE(nn.Module):
         super().__init__()
         if router is not None:
             if not renormalize:
-                raise ConfigError("renormalize=False is of the default router; set it in the RouterConfig")
+                raise ConfigError("renormalize=False is an option of the default router; set it in the RouterConfig")
             router.check(cfg.num_experts, cfg.top_k)
         elif renormalize and cfg.top_k == 1:
             raise ConfigError(
@@ -266,7 +267,7 @@ class MoE(nn.Module):
                 "pass renormalize=False"
             )
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed, main_grad=main_grad)
-        self.workspace, self.cfg = self.experts.workspace, cfg  # `experts` may be wrapped, such as in a DDP
+        self.workspace, self.cfg = self.experts.workspace, cfg  # `experts` may get wrapped, for example in DDP
         self.renormalize = renormalize
         self.tape: Tape | None = None
         self._seed = self.experts._seed  # of all
@@ -280,7 +281,8 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """The default router's, as `Experts.reset_parameters`: each module resets its own parameters."""
+        """Reset the default router's weight, as `Experts.reset_parameters`: each module resets only its own
+        parameters."""
         if isinstance(self.router, Router) or self.router.is_meta:
             return
         value = self._seed.take("router") if seed is None else seed
@@ -319,7 +321,7 @@ class MoE(nn.Module):
 
     @_disable_dynamo
     def _forward_eagerly(self, x: Tensor, token_ids: Tensor | None, ids: Tensor | None) -> Tensor:
-        """A tape asks whether a backward runs, which compilers cannot."""
+        """Not compiled: a tape asks whether a backward is running, and compilers cannot trace that."""
         return self._forward(x, token_ids, ids)
 
     def _forward(self, x: Tensor, token_ids: Tensor | None, ids: Tensor | None) -> Tensor:

@@ -1,11 +1,11 @@
 """The custom operators behind `uniep.moe`, and their autograd.
 
 They return fresh tensors, never the Workspace's memory, and carry the ORDERED effect: torch.compile may neither delete
-nor reorder them, because peers wait for every call.  It orders functional operators only; `moe_bwd_main_grad`, which
-writes, is kept in its place by `in_turn` before and after it.
+nor reorder them, because peers wait for every call.  The effect orders functional operators only.
+`moe_bwd_main_grad` writes to its arguments, so `in_turn` before and after it keeps it in order.
 
-Where nobody looks at operators, `call` runs the functions behind them without the dispatcher, which would take a third
-of the host's time.
+If no mode or compiler needs to see the operators, `call` runs their functions without the dispatcher, which would take
+a third of the host's time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["SAVE_OPS", "call", "check_tokens", "moe_forward"]
 
 @told_to_all(lambda named, workspace: workspace)
 def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
-    """Raise ConfigError unless all have one number of tokens, which the Workspace can take."""
+    """Raise ConfigError unless all have the same number of tokens, and the Workspace can take that many."""
     for name, tensor in named.items():
         if tensor.shape[0] != named["ids"].shape[0]:
             raise ConfigError(f"{name} and ids differ in their number of tokens: {len(tensor)} and {len(named['ids'])}")
@@ -43,7 +43,7 @@ def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
 def _layer_of(
     layer: Tensor | None, experts: ExpertWeights, workspace: Workspace
 ) -> tuple[LayerRecord | None, LayerTag]:
-    """The record of a forward, and what it says of the layer.  Errors are told here: compiled calls come directly."""
+    """The layer's record and tag of a forward.  Peers get errors from here, because compiled calls start here."""
     record = find_record(layer, experts.w13[0], workspace)
     return record, record.enter(workspace, experts) if record is not None else UNKNOWN_LAYER
 
@@ -64,8 +64,8 @@ def _forward(
 ) -> list[Tensor]:
     """[y, *saved].  x (T, D), ids (T, K), weights (T, K) fp32, experts as in `ExpertWeights`.
 
-    parameters, main_grads, accumulate: for backward, unless empty.  Where the gradients of those of w13, w2 that need
-    one go, in this order, and the parameters that these are of.
+    parameters, main_grads, accumulate: for backward, unless empty.  main_grads: where gradients go, for those of
+    w13, w2 that need one, in this order; parameters: the parameters they belong to.
     layer: `LayerRecord.key`.
     """
     space, tokens = by_key(workspace), ids.shape[0]
@@ -87,7 +87,7 @@ def _inputs(
     x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], layout: str, space: Workspace,
     layer: Tensor | None,
 ) -> Inputs:  # fmt: skip
-    """Of a backward."""
+    """The inputs of a backward."""
     record = find_record(layer, w13[0], space)
     tag = LayerTag(record.number(space)) if record is not None else UNKNOWN_LAYER
     return Inputs(x, ids, weights, ExpertWeights(tuple(w13), tuple(w2), layout), tag)  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def _gradients_main_grad(
     turn: Tensor,
     layer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dweights), empty where not needed; `MainGrads` are written and the parameters told so."""
+    """(dx, dweights), empty where not needed; writes `MainGrads` and sets the parameters' grad_added_to_main_grad."""
     space = by_key(workspace)
     inputs = _inputs(x, ids, weights, w13, w2, layout, space, layer)
     given = [*main_w13, *main_w2]
@@ -187,7 +187,7 @@ def _(
 
 @torch.library.custom_op("uniep::in_turn", mutates_args=())
 def in_turn(after: Tensor) -> Tensor:
-    """Nothing, (0,): what takes it comes after `after`, in the order of all operators here."""
+    """An empty tensor (0,): an operator that takes it runs after `after`, in the order of all operators here."""
     return after.new_empty(0)
 
 
@@ -208,13 +208,13 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 @told_to_all(lambda ctx, *_, **__: by_key(ctx.workspace))
 def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False) -> tuple:
-    """direct: without the dispatcher, unless somebody looks at the backward alone, as compiled autograd does."""
+    """direct: run without the dispatcher, unless the backward itself is traced, as in compiled autograd."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "this backward runs with create_graph=True, but uniep has no second derivatives, which would be zeros; "
             "call backward or grad without it, or keep the layer out of what is differentiated twice"
         )
-    tensors = ctx.saved_tensors  # once: checkpointing recomputes them for the first who asks
+    tensors = ctx.saved_tensors  # read once: under checkpointing this recomputes them
     direct = direct and not _operators_are_seen(tensors[1:])
     layer, x, ids, weights, *rest = tensors
     a, b = ctx.counts
@@ -235,7 +235,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False)
 
 
 def _of_layer(layer: Tensor | None) -> tuple[None, ...]:
-    """Its gradient, where it was an input: the dispatcher leaves a last argument out that has its default."""
+    """Append its gradient if it was an input: the dispatcher omits a last argument that has its default value."""
     return () if layer is None else (None,)
 
 
@@ -243,7 +243,7 @@ def _backward_main_grad(
     ctx: Any, dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor],
     saved: list[Tensor], layer: Tensor | None, direct: bool,
 ) -> tuple:  # fmt: skip
-    """Zeros in the place of gradients that went elsewhere: hooks of the parameters run, and nothing is added twice."""
+    """Zeros instead of gradients that went to main_grads: the parameters' hooks run, and nothing is added twice."""
     left, wanted = iter(ctx.main_grads), iter(ctx.wanted)
     need_x, need_weights, *need_experts = ctx.needs
     targets: list[list[Tensor]] = []
@@ -252,7 +252,7 @@ def _backward_main_grad(
         into = [next(left) if next(wanted) else None for _ in tensors]
         pairs = list(zip(into, tensors, strict=True))
         dummies.append([None if m is None else t.new_zeros(()).expand(t.shape) for m, t in pairs])
-        # A frozen parameter among others that are not: its gradient is computed and dropped.
+        # If only some parameters are frozen, their gradients are computed and dropped.
         filled = [torch.zeros_like(t, dtype=torch.float32) if m is None else m for m, t in pairs]
         targets.append(filled if needed else [])
     arguments: list[Any] = [
@@ -308,7 +308,8 @@ def call(
 
 
 def _operators_are_seen(tensors: Sequence[Tensor]) -> bool:
-    """By a compiler, a mode such as fake tensors, selective checkpointing or a counter of FLOPs, or a subclass."""
+    """Whether operators are seen: by a compiler, a subclass, or a mode (fake tensors, selective checkpointing,
+    FLOPs)."""
     if torch.compiler.is_compiling():
         return True
     if flops.looked_at():
@@ -321,4 +322,4 @@ for _op in (moe_forward, moe_backward, in_turn):
     _op.register_effect(torch.library.EffectType.ORDERED)
 
 SAVE_OPS = (torch.ops.uniep.moe_fwd.default,)
-"""Pass to selective activation checkpointing as MUST_SAVE, so that the layer is not run again."""
+"""Operators to pass to selective activation checkpointing as MUST_SAVE, so that the layer is not recomputed."""

@@ -1,8 +1,8 @@
-"""What a layer is beside its tensors: which one, from which draw, and whether its experts are still its own.
+"""The identity of a layer: its number, the draw it was initialised from, and whether its experts are still its own.
 
-A `LayerRecord` is a layer's identity in this process.  Operators carry it as a small tensor, `key`: an input of
-compiled graphs whose value nobody guards, so that blocks share one graph.  Across ranks a layer is known by the number
-of the Workspace's forward that it was first in: all ranks count these alike, whatever else they make or copy.
+A `LayerRecord` identifies a layer in this process.  Operators carry it as a small tensor, `key`: an input of compiled
+graphs whose value has no guard, so that blocks share one graph.  Across ranks a layer is identified by the number of
+the Workspace's forward in which it first ran: all ranks count forwards alike, whatever else they make or copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _names = itertools.count(1)
 _by_name: weakref.WeakValueDictionary[int, LayerRecord] = weakref.WeakValueDictionary()
 _of_parameters = WeakIdKeyDictionary()
 
-_SAMPLES = 8  # rows and columns of a matrix that are looked at, at least; up to twice as many
+_SAMPLES = 8  # rows and columns of a matrix that are sampled: at least this many, at most twice as many
 _ODD = 0x9E3779B97F4A7C1
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,33 +34,33 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class LayerRecord:
     """One layer, for `uniep.moe(..., layer=)`.  Make it where the layer is made and keep it there; `Experts` has one.
 
-    module: the `Experts` that it is of, whose wrappers are looked at.
-    A deep copy, or what a pickle gives, is another layer.
+    module: the `Experts` that it belongs to; its wrappers are checked.
+    A deep copy or an unpickled copy is another layer.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
         name = next(_names)
         with _disable_current_modes(), torch.inference_mode(False):
             self.key = torch.tensor(name, device="cpu")
-        self.draw = 0  # what the experts were initialised from, if torch's generator decided it
+        self.draw = 0  # the draw that initialised the experts, if it came from torch's generator
         self._module = None if module is None else weakref.ref(module)
         self._numbers: dict[str, int] = {}  # by Workspace
-        self._before: Tensor | None = None  # digest of the experts when they were last looked at
+        self._before: Tensor | None = None  # digest of the experts at the last look
         self._calls = self._looks = 0  # since they were made or loaded
         self._approved: tuple | None = None
         _by_name[name] = self
 
     def made(self, experts: ExpertWeights | None, dtype: torch.dtype, rank: int, draw: int = 0) -> None:
-        """The experts have new values.  None: they are not here as a whole, and are looked at in the next call."""
+        """The experts have new values.  None: they are not whole here, so the next call looks at them."""
         self.draw, self._calls, self._looks = draw, 0, 0
         self._before = None if experts is None else digest(experts, dtype, rank)
 
     def number(self, workspace: Workspace) -> int:
-        """As of `LayerTag`, of a layer that was called before."""
+        """`LayerTag.number` of a layer that has been called."""
         return self._numbers.get(workspace.key, 0)
 
     def enter(self, workspace: Workspace, experts: ExpertWeights) -> LayerTag:
-        """What a forward says of the layer.  In the calls 1, 2, 4, 8 ... it looks at the experts.
+        """The layer's tag for a forward.  In calls 1, 2, 4, 8 ... it takes digests of the experts.
 
         Raises ConfigError if the module is wrapped as if other ranks had copies of its experts.
         """
@@ -95,7 +95,7 @@ class LayerRecord:
             self._approved = seen
 
     def belongs_to(self, module: nn.Module) -> None:
-        """Of a copied record, whose module is not the original's."""
+        """Set the module of a copied record, which is not the original's."""
         if self._module is None:
             self._module = weakref.ref(module)
 
@@ -109,10 +109,10 @@ class LayerRecord:
 
 
 def find_record(key: Tensor | None, w13: Tensor, workspace: Workspace) -> LayerRecord | None:
-    """The record of a call: that of `key`, or else that of the parameter which w13 is; None: not known.
+    """The record of a call: that of `key`, or else that of the parameter w13; None: not known.
 
-    A parameter that comes after calls of layers that are not known may have been in one of them, as a plain tensor on
-    this rank alone: it stays unknown, rather than getting a number that other ranks' differ from.
+    After calls of unknown layers, a new parameter may have been in one of them as a plain tensor, on this rank only.
+    So it stays unknown, instead of getting a number that differs from other ranks' numbers.
     """
     if key is not None:
         return _by_name.get(int(key))
@@ -128,7 +128,7 @@ def find_record(key: Tensor | None, w13: Tensor, workspace: Workspace) -> LayerR
 
 @torch.no_grad()
 def digest(experts: ExpertWeights, dtype: torch.dtype, rank: int) -> Tensor:
-    """() int64: names some values of every expert, as they are in `dtype`.  NaN is no value: equal to no other rank's.
+    """() int64: digest of some values of every expert, in `dtype`.  With NaN it equals no other rank's digest.
 
     Exact: the same values give the same number everywhere.
     """

@@ -1,10 +1,10 @@
 """Record which experts tokens were sent to, and send them there again: `record_routing`, `replay_routing`.
 
-For reinforcement learning: a policy that was sampled with one routing is trained with the same one, at any EP size, in
-other batches, under activation checkpointing.  Only the choice is replayed; weights come from the router of now, with
-their gradients.  Source: rollout routing replay, arXiv 2510.11370.
+For reinforcement learning: a policy is trained with the routing with which it was sampled, at any EP size, in other
+batches, under activation checkpointing.  Only the choice of experts is replayed; weights come from the current router,
+with their gradients.  Source: rollout routing replay, arXiv 2510.11370.
 
-    with uniep.nn.record_routing(model) as record: ...       # calls of any number of tokens, one behind another
+    with uniep.nn.record_routing(model) as record: ...       # calls of any number of tokens, one after another
     batch = record.gather(group).take(index)                 # the tokens of a micro-batch, in its order
     with uniep.nn.replay_routing(model, batch): loss = ...; loss.backward()
 """
@@ -29,19 +29,19 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class RoutingRecord:
     """The choices of every layer: `ids`, {name of the layer in the model: (N, K) int32}, in the order of its calls.
 
-    A plain value: `RoutingRecord(ids)` makes one of tensors, such as those of an inference engine or a file.
+    A plain value: `RoutingRecord(ids)` makes one from tensors, such as those of an inference engine or a file.
     """
 
     def __init__(self, ids: dict[str, Tensor] | None = None) -> None:
         self._parts: dict[str, list[Tensor]] = {name: [t.detach().to(torch.int32)] for name, t in (ids or {}).items()}
-        self.seen: dict[str, Tensor] = {}  # digests of the inputs that it was replayed for
+        self.seen: dict[str, Tensor] = {}  # digests of the inputs for which it was replayed
 
     @property
     def ids(self) -> dict[str, Tensor]:
         return {name: self.of(name) for name in self._parts}
 
     def of(self, name: str) -> Tensor:
-        """(N, K) int32, of one layer."""
+        """The choices of one layer: (N, K) int32."""
         parts = self._parts[name]
         if len(parts) > 1:
             parts[:] = [torch.cat(parts)]
@@ -51,17 +51,17 @@ class RoutingRecord:
         self._parts.setdefault(name, []).append(ids_TK.detach().to(torch.int32, copy=True))
 
     def take(self, index: Tensor | slice) -> RoutingRecord:
-        """Of these tokens, in this order."""
+        """The record of these tokens, in this order."""
         return RoutingRecord({name: ids[index] for name, ids in self.ids.items()})
 
     def split(self, num_tokens: int | Sequence[int]) -> list[RoutingRecord]:
-        """Consecutive tokens, such as micro-batches: as torch.split."""
+        """Records of consecutive tokens, such as micro-batches, as torch.split."""
         sizes = num_tokens if isinstance(num_tokens, int) else list(num_tokens)
         parts = {name: ids.split(sizes) for name, ids in self.ids.items()}
         return [RoutingRecord(dict(zip(parts, part, strict=True))) for part in zip(*parts.values(), strict=True)]
 
     def gather(self, group: dist.ProcessGroup | None) -> RoutingRecord:
-        """Of all ranks' tokens, in the order of ranks, on every rank.  Collective; on the CPU."""
+        """The record of all ranks' tokens, in rank order, on every rank.  Collective; the result is on the CPU."""
         if group is None:
             return RoutingRecord(self.ids)
         mine = {name: ids.cpu() for name, ids in self.ids.items()}
@@ -71,7 +71,7 @@ class RoutingRecord:
 
     @staticmethod
     def cat(records: Sequence[RoutingRecord]) -> RoutingRecord:
-        """The tokens of one behind those of another; all are of the same layers."""
+        """Concatenates records of the same layers along tokens."""
         names = [list(record._parts) for record in records]
         if any(sorted(other) != sorted(names[0]) for other in names):
             raise ConfigError(f"the records are of different layers ({names}); concatenate those of one model")
@@ -90,10 +90,10 @@ class RoutingRecord:
 
 
 class Tape:
-    """What a layer does beside routing.  This one, behind replays: it refuses forwards of theirs that are run again.
+    """A layer's hook around routing.  This one stays after replays: it refuses to recompute their forwards.
 
-    before: the one that is in its place before and after.  `outstanding`: digests of the inputs of the last forwards
-    that were replayed.
+    before: the tape that was active before, and is again afterwards.  `outstanding`: digests of the inputs of the last
+    replayed forwards.
     """
 
     def __init__(self, before: Tape | None = None) -> None:
@@ -120,28 +120,28 @@ class Tape:
         return None
 
     def keep(self, ids_TK: Tensor) -> Tensor:
-        """What was chosen -> what the call gets."""
+        """The router's choice -> the choice that the call uses."""
         return ids_TK if self._refused is None else torch.where(self._refused, _NO_EXPERT, ids_TK)
 
     def note(self, ids_TK: Tensor) -> None:
-        """For recordings around a replay."""
+        """Passes the choice on to recordings around a replay."""
         if self.before is not None:
             self.before.note(ids_TK)
 
     def remember(self, now: Tensor) -> None:
-        """A forward with these inputs is replayed."""
+        """Note that a forward with these inputs is replayed."""
         if self.outstanding is None:
             self.outstanding = torch.full((_REMEMBERED,), -1, dtype=torch.int64, device=now.device)
         self.outstanding[self._next % _REMEMBERED] = now
         self._next += 1
 
     def forget(self, now: Tensor) -> None:
-        """A forward with these inputs is not."""
+        """Note that a forward with these inputs is not replayed."""
         if self.outstanding is not None:
             self.outstanding = torch.where(self.outstanding == now, -1, self.outstanding)
 
     def is_needed(self) -> bool:
-        """Whether a replay was under it."""
+        """Whether a replay was active below it."""
         return type(self) is not Tape or self.outstanding is not None
 
     def root(self) -> Tape:
@@ -170,7 +170,7 @@ class _Recording(Tape):
 
 
 class _Replaying(Tape):
-    """The choice of one call, forward and run again: `seen` is the digest of its inputs."""
+    """The choice of one call, for its forward and its recomputation: `seen` is the digest of its inputs."""
 
     def __init__(self, name: str, ids_TK: Tensor, seen: dict[str, Tensor], before: Tape) -> None:
         super().__init__(before)
@@ -210,13 +210,13 @@ class _Replaying(Tape):
 
 
 _NO_EXPERT = -2
-"""An id that the call refuses, without a host read here."""
+"""An invalid id, which the call refuses: so no host read is needed here."""
 _REMEMBERED = 64
 _COLUMNS = 64
 
 
 def _digest(x_TD: Tensor) -> Tensor:
-    """() int64: names the bits of the first columns of x."""
+    """() int64: digest of the bits of the first columns of x."""
     values = x_TD.detach()[:, :_COLUMNS].contiguous().view(_INTEGERS[x_TD.element_size()]).flatten().to(torch.int64)
     odd = 2 * torch.arange(len(values), device=values.device) + 1
     return (values * odd * _ODD).sum()
@@ -224,7 +224,7 @@ def _digest(x_TD: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _tapes(tapes: dict[Any, Tape]) -> Iterator[None]:
-    """Of each layer, while this is open."""
+    """Give each layer a tape while the `with` block is open."""
     for layer, tape in tapes.items():
         layer.tape = tape
     try:
@@ -246,9 +246,9 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record the choice of every `uniep.nn.MoE` of the model, on this rank, for as long as this is open.
+    """Record the choice of every `uniep.nn.MoE` of the model, on this rank, while the `with` block is open.
 
-    Forwards that activation checkpointing runs again are not recorded again.  No host read; 4 bytes a slot.
+    Forwards recomputed by activation checkpointing are not recorded again.  No host read; 4 bytes per slot.
     """
     record = RoutingRecord()
     layers = _layers(model)
@@ -260,13 +260,15 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     """Send the tokens of one micro-batch where `record` says: one forward of every layer, and its backward.
 
-    The backward may come later, as in a pipeline: enter this again around it, with the same record object.  A forward
-    that is run again (activation checkpointing) takes the same choice; one that belongs to another micro-batch, or
-    comes when no replay is active, raises ConfigError (on GPUs InputError of the call: no host read here).
+    The backward may come later, as in a pipeline: enter this again around it, with the same record object.  A
+        recomputed
+    forward (activation checkpointing) uses the same choice.  A recomputed forward of another micro-batch, or one while
+    no replay is active, raises ConfigError (on GPUs InputError of the call: no host read here).
 
-    record: of this rank's tokens, in the order of the call; on any device.  At any EP size: ids are global.
-    Raises ConfigError, before anything runs, if it is not of the model's layers; InputError on every rank, in the call,
-    if one rank's has another number of tokens.
+    record: the choices of this rank's tokens, in the order of the call; on any device.  Works at any EP size, since ids
+        are global.
+    Raises ConfigError, before anything runs, if the record is of other layers than the model's; InputError on every
+    rank, in the call, if one rank's record has another number of tokens.
     """
     layers = _layers(model)
     if sorted(layers) != sorted(record._parts):

@@ -1,7 +1,7 @@
 """The router kit: which experts a token goes to, with which weights.  docs/router.md has every formula and order.
 
-A token's logits, choice, weights and gradient row have the same bits whatever tokens, ranks or EP size are beside it;
-the losses have the same bits for the same tokens, however these are split over ranks.  Sources: softmax and aux loss,
+The bits of a token's logits, choice, weights and gradient row do not depend on other tokens, ranks or the EP size.  The
+losses have the same bits for the same tokens, however these are split over ranks.  Sources: softmax and aux loss,
 Switch Transformers (arXiv 2101.03961); z-loss, ST-MoE (2202.08906); selection bias, 2408.15664; groups, DeepSeek-V3
 (2412.19437).
 """
@@ -31,12 +31,12 @@ log = logging.getLogger("uniep")
 
 
 class Routing(NamedTuple):
-    """What a router says.
+    """The results of a router.
 
     ids_TK: int64, highest score (with bias) first; -1 where a slot was dropped.  weights_TK: fp32, differentiable.
-    aux_loss, z_loss: () fp32, differentiable, of the tokens of all ranks, coefficients included: the same on every
-        rank, whose backward gives the part of its own tokens.
-    counts_E: (E,) int64, slots of this rank's tokens, those dropped included.
+    aux_loss, z_loss: () fp32, differentiable, over the tokens of all ranks, coefficients included.  The value is the
+        same on every rank; a rank's backward gives the part of its own tokens.
+    counts_E: (E,) int64, slots of this rank's tokens, including dropped ones.
     dropped: () int64, slots of all ranks that the capacity left out.
     """
 
@@ -61,15 +61,15 @@ def choose_experts(
     group: dist.ProcessGroup | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Routing:
-    """The router as a function.  Collective over `group` if `cfg.exchanges`: then every rank calls it equally often.
+    """The router as a function.  Collective over `group` if `cfg.exchanges`: then every rank calls it the same number
+    of times.
 
     x_TD: (T, D), any floating dtype; T may differ per rank, 0 included.
     weight_ED: (E, D), any floating dtype; logits = x W^T in fp32.  Its gradient is cast once, to its dtype.
     bias_E: (E,) fp32, added for the choice.
     token_ids_T: (T,) int64: jitter, if any, is a function of these and of jitter_seed.  None: no jitter.
-    ids_TK: the choice is given, as in a replay, and only weights are computed; -1 leaves a slot unused, and there is no
-        capacity.
-    group: whose tokens losses and capacity count; None: this rank's.
+    ids_TK: a given choice, as in a replay: only weights are computed; -1 leaves a slot unused, and no capacity applies.
+    group: the ranks whose tokens count for losses and capacity; None: this rank only.
     timeout_s: longest wait for a peer in the exchange on the CPU, before PeerTimeoutError.
 
     Raises ConfigError, DTypeError, InputError; CapacityError on all ranks.  On the CPU, errors of one rank are raised
@@ -99,13 +99,14 @@ def choose_experts(
 
 
 def _group_name(group: dist.ProcessGroup | None, cfg: RouterConfig) -> str:
-    """For the operator: of the group that it has an exchange in, or ""."""
+    """For the operator: name of the group in which it exchanges, or ""."""
     return group.group_name if group is not None and cfg.exchanges and dist.get_world_size(group) > 1 else ""
 
 
 @contextlib.contextmanager
 def _told(weight_ED: Tensor, group: str, timeout_s: float) -> Iterator[Callable[[], None]]:
-    """What is raised inside before the call of what this gives, the other ranks get, too: they are in an exchange."""
+    """An error raised inside, before the yielded function is called, also reaches the other ranks: they are in an
+    exchange."""
     entered = [not group]
     try:
         yield lambda: entered.__setitem__(0, True)
@@ -147,7 +148,8 @@ def _check(
 
 
 def check_given(ids_TK: Tensor, num_tokens: int, top_k: int, num_experts: int) -> None:
-    """Raise InputError unless a choice that is given fits the call; values on the CPU alone, without a host read."""
+    """Raise InputError unless a given choice fits the call; values are checked on the CPU only, so there is no host
+    read."""
     if ids_TK.shape != (num_tokens, top_k):
         raise InputError(
             f"the given choice has shape {tuple(ids_TK.shape)}, but the call has {num_tokens} tokens and top_k={top_k}"
@@ -165,7 +167,7 @@ def check_given(ids_TK: Tensor, num_tokens: int, top_k: int, num_experts: int) -
 
 
 class _Held:
-    """What copies of a module share."""
+    """State that copies of a module share."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -177,16 +179,16 @@ class _Held:
 class Router(nn.Module):
     """A router with its weight (E, D), and its bias (E,) if there is one.  forward(x_TD) -> Routing.
 
-    num_experts, hidden, top_k: as of the layer's MoEConfig, or pass that.  dtype: of the weight.
-    group: whose tokens losses and capacity count: a ProcessGroup, DeviceMesh or a Workspace's; that of data
-        parallelism may be larger; None: this rank's.  Calls are collective over it if `cfg.exchanges`, `update_bias` in
-        any case.
-    loss_scale: an attribute, by which `uniep.nn.MoE` multiplies the gradients of the losses (a gradient scaler's
-        factor, or 1 / number of micro-batches).
-    jitter_seed: an attribute; as it is drawn, the seed of the initialisation.
+    num_experts, hidden, top_k: those of the layer's MoEConfig, or pass the MoEConfig.  dtype: of the weight.
+    group: the ranks whose tokens count for losses and capacity: a ProcessGroup, a DeviceMesh or a Workspace's group;
+        the group of data parallelism may be larger; None: this rank only.  Calls are collective over it if
+        `cfg.exchanges`; `update_bias` always is.
+    loss_scale: an attribute; `uniep.nn.MoE` multiplies the gradients of the losses by it (a gradient scaler's factor,
+        or 1 / number of micro-batches).
+    jitter_seed: an attribute; by default the seed of the initialisation.
 
-    The bias is fp32 whatever the module is cast to, and in the state.  `load`, the slots that this rank has sent to
-    each expert since the last update, is not.
+    The bias stays fp32 whatever the module is cast to, and is part of the state_dict.  `load`, the slots that this rank
+    has sent to each expert since the last update, is not in the state_dict.
     """
 
     bias: Tensor | None
@@ -211,7 +213,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, moe.hidden, dtype=dtype or moe.dtype, device=device))
         bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if self.cfg.selection_bias else None
         self.register_buffer("bias", bias)
-        # No buffer: DistributedDataParallel would make it rank 0's.
+        # Not a buffer: DistributedDataParallel would overwrite it with rank 0's.
         self.load = torch.zeros(moe.num_experts, dtype=torch.int64, device="cpu" if meta else device)
         self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self._dropped = LateReads()
@@ -231,8 +233,8 @@ class Router(nn.Module):
             self.bias.zero_()
 
     def forward(self, x_TD: Tensor, token_ids_T: Tensor | None = None, ids_TK: Tensor | None = None) -> Routing:
-        """token_ids_T: needed for jitter: (T,) int64, no two tokens of a training run alike, such as
-        step * (tokens of a step) + number in it.  ids_TK: a given choice (`choose_experts`)."""
+        """token_ids_T: needed for jitter: (T,) int64, unique for each token of a training run, such as
+        step * (tokens per step) + index in the step.  ids_TK: a given choice (`choose_experts`)."""
         jitters = self.training and self.cfg.jitter > 0
         with self.errors_told() as entered:
             if jitters and token_ids_T is None:
@@ -263,11 +265,12 @@ class Router(nn.Module):
         return held.timeout_s if isinstance(held, Workspace) else DEFAULT_TIMEOUT_S
 
     def errors_told(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """What is raised inside before a forward, the other ranks get instead of waiting in theirs; see `_told`."""
+        """An error raised inside, before a forward, also reaches the other ranks, which would wait in theirs; see
+        `_told`."""
         return _told(self.weight, _group_name(self.group, self.cfg), self.timeout_s)
 
     def losses_on(self, routing: Routing) -> Tensor:
-        """`routing.weights_TK`, which carry the losses' gradients, times `loss_scale`, into a backward."""
+        """`routing.weights_TK`; in backward they add the losses' gradients, times `loss_scale`."""
         weights_TK = routing.weights_TK
         for coefficient, loss in ((self.cfg.aux_loss, routing.aux_loss), (self.cfg.z_loss, routing.z_loss)):
             if coefficient and loss.requires_grad:
@@ -279,7 +282,7 @@ class Router(nn.Module):
         """After an optimizer step: bias += bias_rate for experts with less than the mean load, -= for those with more.
 
         The load of all ranks since the last update, in integers: the same on every rank, at any number of them.
-        group: all ranks that train the router, where the router's own are not all: EP times data parallelism.
+        group: all ranks that train the router, if the router's own group is smaller: EP times data parallelism.
         Collective over it.  Returns that load, (E,) int64.  Source: arXiv 2408.15664.
         """
         load = self.load.clone()

@@ -16,14 +16,16 @@ class RouterConfig:
 
     score: "softmax" over all experts, or each expert's "sigmoid".
     renormalize: divide a token's K weights by their sum.  scale: multiply them, afterwards.
-    groups, groups_per_token: experts form `groups` contiguous groups; a token's are in its groups_per_token best ones.
-        Groups that lie on a node each are a limit of nodes (`max_nodes`).
-    group_top: a group's rank is the sum of this many highest scores in it; None: K / groups_per_token, at least 1.
-    selection_bias: add a bias to the scores for the choice alone; `Router.update_bias` moves it by bias_rate a step.
+    groups, groups_per_token: experts form `groups` contiguous groups; a token's experts are in its groups_per_token
+        best groups.  If each group lies on one node, this limits the number of nodes (`max_nodes`).
+    group_top: a group's score is the sum of this many highest scores in it; None: K / groups_per_token, at least 1.
+    selection_bias: add a bias to the scores, only for the choice; `Router.update_bias` changes it by bias_rate per
+        step.
     aux_loss, z_loss: coefficients; 0: none.
     jitter: in training the router sees its inputs times factors in [1 - jitter, 1 + jitter), 0: none.
     capacity_factor: an expert takes at most this many times its mean share of all slots; None, the default: all.
-    overflow: what happens to the slots beyond: CapacityError ("raise"), or they are left out and counted ("drop").
+    overflow: what happens to slots beyond the capacity: CapacityError ("raise"), or they are dropped and counted
+        ("drop").
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -85,21 +87,21 @@ class RouterConfig:
             )
 
     def highest_of_group(self, top_k: int) -> int:
-        """How many scores rank a group."""
+        """How many scores are added to a group's score."""
         return self.group_top or max(1, top_k // self.groups_per_token)
 
     def max_nodes(self, num_nodes: int) -> int:
-        """Largest number of nodes that a token goes to, if consecutive experts are split over `num_nodes` of them."""
+        """Largest number of nodes that a token goes to, if experts are split over `num_nodes` nodes in order."""
         if num_nodes < 1 or max(num_nodes, self.groups) % min(num_nodes, self.groups):
             raise ConfigError(f"{num_nodes} nodes and {self.groups} groups: one must divide the other")
         return min(num_nodes, self.groups_per_token * max(1, num_nodes // self.groups))
 
     @property
     def exchanges(self) -> bool:
-        """Whether a call needs the numbers of all ranks."""
+        """Whether a call needs numbers from all ranks."""
         return self.aux_loss > 0 or self.z_loss > 0 or self.capacity_factor is not None
 
     @classmethod
     def parse(cls, text: str) -> RouterConfig:
-        """That of `text`."""
+        """The RouterConfig that `text` encodes."""
         return cls(**json.loads(text))

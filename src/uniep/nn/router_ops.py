@@ -1,8 +1,8 @@
 """The formulas of the router kit, and the operator that runs them, with its autograd.
 
-Everything is fp32 unless said.  A row of every result depends on its token alone: products are `row_products`, sums
-over experts and slots have an order that is written down, and sums over tokens, of which all ranks need the same, are
-sums of integers, exact in any order.
+Everything is fp32 unless stated otherwise.  A row of every result depends only on its token: products are
+`row_products`, and sums over experts and slots have a documented order.  Sums over tokens must be equal on all ranks,
+so they are sums of integers, which are exact in any order.
 
 Shape suffixes: T tokens, D hidden, E experts, K slots, G groups, R ranks.
 """
@@ -25,16 +25,16 @@ from uniep.nn.router_config import RouterConfig
 from uniep.numerics import add_ascending, pair_tree_sum
 
 PROBABILITY_UNIT = 2.0**-36
-"""Unit of the integers that sums of probabilities are made of: 2^27 tokens fit."""
+"""Sums of probabilities are integers in this unit: 2^27 tokens fit."""
 SQUARE_UNIT = 2.0**-16
-"""Unit of those of z-loss; a token's part is at most SQUARE_LIMIT, so that 2^27 tokens fit."""
+"""Sums of z-loss are integers in this unit; a token's part is at most SQUARE_LIMIT, so that 2^27 tokens fit."""
 SQUARE_LIMIT = 2.0**20
 LEAST_SUM = 1e-20
 """Added to the sum that weights are divided by: sigmoid scores may all be 0."""
 
 
 def row_sum(x_TE: Tensor) -> Tensor:
-    """(T,): by adjacent pairs, ((x0+x1)+(x2+x3))+..., zeros behind the row up to a power of two."""
+    """Sum of each row, (T,): by adjacent pairs, ((x0+x1)+(x2+x3))+..., padded with zeros to a power of two."""
     width = x_TE.shape[-1]
     return pair_tree_sum(torch.nn.functional.pad(x_TE, (0, (1 << (width - 1).bit_length()) - width)))
 
@@ -59,8 +59,8 @@ def probabilities(scores_TE: Tensor, score: str) -> Tensor:
 def choose(scores_TE: Tensor, bias_E: Tensor | None, cfg: RouterConfig, top_k: int) -> Tensor:
     """(T, K) int64: the K experts of highest score + bias, highest first; ties to the lower expert.
 
-    With groups: of the experts in the groups_per_token groups whose group_top highest are the largest in sum, added
-    highest first; ties to the lower group.  NaN is lower than any number.
+    With groups: only from the groups_per_token groups with the largest sums of their group_top highest scores (added
+    highest first); ties to the lower group.  NaN is lower than any number.
     """
     ranked_TE = torch.nan_to_num(
         scores_TE if bias_E is None else scores_TE + bias_E, nan=torch.finfo(torch.float32).min
@@ -85,10 +85,11 @@ def weigh(scores_TE: Tensor, ids_TK: Tensor, cfg: RouterConfig) -> tuple[Tensor,
 
 
 def jitter(token_ids_T: Tensor, hidden: int, seed: int, amount: float) -> Tensor:
-    """(T, D): factors in [1 - amount, 1 + amount), a function of (seed, the token's id, the column) alone.
+    """(T, D): factors in [1 - amount, 1 + amount), a function of (seed, the token's id, the column) only.
 
-    24 bits of a hash of 32-bit words: of the seed's two, the id's two, then the column, each word added to the hash so
-    far times an odd number, and mixed by shifts and odd multiplications (the finisher of MurmurHash3).
+    Uses 24 bits of a hash of 32-bit words: the seed's two, the id's two, then the column.  For each word the hash so
+    far is multiplied by an odd number, the word is added, and the result is mixed by shifts and odd multiplications
+    (the finisher of MurmurHash3).
     """
     device = token_ids_T.device
     state_T = torch.zeros_like(token_ids_T)
@@ -127,7 +128,7 @@ def _integers(counts_E: Tensor, probabilities_TE: Tensor, log_sum_T: Tensor) -> 
 def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
     """(E,) int64: slots of each expert; unused ones are not counted.  Needs no host read."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
-    where = ids_TK.flatten().long().clamp(-1, num_experts - 1) + 1  # the call refuses other ids, in time
+    where = ids_TK.flatten().long().clamp(-1, num_experts - 1) + 1  # the call itself will refuse other ids
     return counts.scatter_add_(0, where, torch.ones_like(where))[1:]
 
 
@@ -153,9 +154,9 @@ def _gather(mine: Tensor, group: str, timeout_s: float) -> tuple[Tensor, int]:
 
 
 def exchange(mine: Tensor, group: str, timeout_s: float, error: Exception | None = None) -> tuple[Tensor, int]:
-    """All ranks' integers and this rank's number.  error: what this rank takes part with instead.
+    """All ranks' integers and this rank's number.  error: an error of this rank, which it contributes instead.
 
-    On the CPU every rank raises then; elsewhere that would be a host read, and the losses become NaN.
+    On the CPU every rank then raises.  On GPUs that would need a host read, so the losses become NaN instead.
     """
     every, rank = _gather(mine, group, timeout_s)
     if group and mine.device.type == "cpu" and bool(every[:, -1].any()):
@@ -192,7 +193,7 @@ def _losses(sums: Tensor, num_experts: int, cfg: RouterConfig) -> tuple[Tensor, 
 
 
 def _within_capacity(ids_TK: Tensor, every: Tensor, rank: int, cfg: RouterConfig) -> tuple[Tensor, Tensor]:
-    """(ids with -1 where an expert is full, how many slots of all ranks that are): each expert takes the first slots in
+    """(ids with -1 where an expert is full, number of such slots over all ranks): each expert takes the first slots in
     the order of (rank, token, slot), up to ceil(capacity_factor * slots of all ranks / E)."""
     num_experts = (every.shape[1] - 4) // 2
     counts_RE = every[:, :num_experts]
@@ -225,14 +226,14 @@ def parse(text: str) -> RouterConfig:
 
 
 def _padded(x_TD: Tensor) -> Tensor:
-    """fp32 with zero rows behind it up to a multiple of ROWS."""
+    """fp32, padded with zero rows to a multiple of ROWS."""
     padded = torch.zeros(-(-len(x_TD) // ROWS) * ROWS, x_TD.shape[1], dtype=torch.float32, device=x_TD.device)
     padded[: len(x_TD)] = x_TD
     return padded
 
 
 def _inputs_of(x: Tensor, token_ids: Tensor | None, cfg: RouterConfig, seed: int) -> Tensor:
-    """What the logits are made of: x, or x times its jitter."""
+    """The input of the logits: x, or x times its jitter."""
     return x.float() if token_ids is None else x.float() * jitter(token_ids, x.shape[1], seed, cfg.jitter)
 
 
@@ -243,7 +244,7 @@ def router_forward(
 ) -> list[Tensor]:  # fmt: skip
     """[ids, weights, aux loss, z-loss, counts (E,), dropped (), logits (T, E), chosen (T, K), d(aux) (E,), tokens ()].
 
-    counts: this rank's slots, before the capacity; all ranks' decide losses and capacity.
+    counts: this rank's slots, before the capacity; losses and capacity use the counts of all ranks.
     """
     cfg, num_tokens, num_experts = parse(config), len(x), weight.shape[0]
     with settings(x):
@@ -301,7 +302,7 @@ def d_logits(
         d_scores_TK = (d_scores_TK - add_ascending(d_TK * weights_TK)[:, None]) / total_T[:, None]
     d_scores_TK = torch.where(chosen_TK >= 0, d_scores_TK, 0.0)
     d_scores_TE = torch.zeros_like(logits_TE)
-    for k in range(ids_TK.shape[1]):  # one at a time: a row that is replayed may name an expert twice
+    for k in range(ids_TK.shape[1]):  # one at a time: a replayed row may name an expert twice
         d_scores_TE.scatter_add_(1, chosen_TK[:, k : k + 1].clamp(0, logits_TE.shape[1] - 1), d_scores_TK[:, k : k + 1])
     if cfg.score == "softmax":
         if cfg.aux_loss:
@@ -372,12 +373,12 @@ router_forward.register_autograd(_differentiate, setup_context=_setup)
 router_forward.register_effect(torch.library.EffectType.ORDERED)  # it may have an exchange in it
 
 
-# --- what the losses' gradients ride on, and what a training step counts ---
+# --- carrying the losses' gradients, and counting in a training step ---
 
 
 @torch.library.custom_op("uniep::count_load", mutates_args=("load",))
 def count_load(load: Tensor, counts: Tensor) -> None:
-    """load += counts, but not when a checkpoint runs the forward again."""
+    """load += counts, except in a recomputed forward."""
     if not is_recomputing():
         load += counts
 
@@ -388,7 +389,7 @@ def _(load, counts):
 
 
 def is_recomputing() -> bool:
-    """Whether a backward runs now, in which a forward is a recomputed one."""
+    """Whether a backward is running; a forward inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -414,6 +415,6 @@ _attach.register_autograd(_differentiate_attach, setup_context=_setup_attach)
 
 
 def attach_loss(weights_TK: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
-    """`weights_TK`, through which a backward gives `loss` the gradient `scale`: as if scale * loss were added to what
-    the backward begins from, without being handed there."""
+    """`weights_TK`; its backward gives `loss` the gradient `scale`, as if scale * loss had been added to the training
+    loss."""
     return _attach(weights_TK, loss, scale)

@@ -1,4 +1,4 @@
-"""Tools of PyTorch that would take the experts of different ranks for copies of one parameter."""
+"""Checks for PyTorch wrappers that would treat the experts of different ranks as copies of one parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from uniep.errors import ConfigError
 def refuse_wrappers(module: nn.Module, group: dist.ProcessGroup, num_experts: int, ddp: Any) -> None:
     """Raise ConfigError if DDP, FSDP1 or FSDP2 reduces or splits the experts of `module` over ranks with others.
 
-    group: of the experts.  ddp: the DistributedDataParallel whose forward this is in, or None.
+    group: the experts' EP group.  ddp: the DistributedDataParallel in whose forward this runs, or None.
     """
     others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
     if ddp is not None and (shared := others & set(dist.get_process_group_ranks(ddp.process_group))):
@@ -36,7 +36,7 @@ def refuse_wrappers(module: nn.Module, group: dist.ProcessGroup, num_experts: in
 
 
 def refuse_mesh(parameter: Tensor, group: dist.ProcessGroup | None, num_experts: int) -> None:
-    """Raise ConfigError for a DTensor over ranks with other experts that knows these experts only."""
+    """Raise ConfigError for a DTensor that spans ranks with other experts but has the shape of these experts only."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or group is None or parameter.shape[0] == num_experts:
         return
@@ -46,9 +46,10 @@ def refuse_mesh(parameter: Tensor, group: dist.ProcessGroup | None, num_experts:
 
 
 def is_full_state_taken() -> bool:
-    """Whether torch.distributed.checkpoint takes a state now for which all ranks' parts are to be put together.
+    """Whether torch.distributed.checkpoint is now taking a full state, with all ranks' parts put together.
 
-    It tells modules nothing, and takes plain tensors for copies, of which rank 0's do: the frame of its call says it.
+    It does not tell modules, and it takes plain tensors for copies, of which it keeps rank 0's.  So this looks for the
+    frame of its call.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -81,9 +82,9 @@ def _is_expert(name: str) -> bool:
 
 
 def _sharded_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """What FSDP2 has put in the place of the module's parameters, which a forward does not see.
+    """The tensors by which FSDP2 has replaced the module's parameters; a forward does not see them.
 
-    FSDP2 keeps that in the state of the unit that the module is in, and does not say which unit that is.
+    FSDP2 keeps them in the state of the unit that contains the module, and does not say which unit that is.
     """
     from torch.distributed._composable_state import _module_state_mapping
 

@@ -24,7 +24,7 @@ from uniep.routing.plan import RoutingPlan
 
 
 def token_groups(ids_TK: Tensor, cfg: MoEConfig) -> Tensor:
-    """(T, W) int64: the groups of each token's experts, ascending, each once; -1 behind them."""
+    """(T, W) int64: the groups of each token's experts, ascending, each once; then -1."""
     unused = cfg.num_experts
     ordered_TK = torch.where(ids_TK >= 0, ids_TK.long() // cfg.experts_per_group, unused).sort(1).values
     first_TK = ordered_TK < unused
@@ -40,7 +40,8 @@ def token_groups(ids_TK: Tensor, cfg: MoEConfig) -> Tensor:
 class Parts:
     """The parts of one rank's groups, in the order of (source rank, token, group).  int64.
 
-    source_P, token_P, group_P: whose they are.  row_PK: (P, K), their rows in ascending k, -1 behind them.
+    source_P, token_P, group_P: source rank, token and group of each part.  row_PK: (P, K), its rows in ascending k,
+    then -1.
     """
 
     source_P: Tensor
@@ -50,7 +51,7 @@ class Parts:
 
 
 def build_parts(plan: RoutingPlan, rank: int, cfg: MoEConfig) -> Parts:
-    """The parts of `rank`, from its plan alone: all rows of a part are there."""
+    """The parts of `rank`, from its plan only: all rows of a part are on that rank."""
     top_k, block = cfg.top_k, cfg.max_tokens_per_rank
     first_expert = rank * (plan.expert_start_e1.shape[0] - 1)
     row = torch.nonzero(plan.row_return_N >= 0).flatten()

@@ -1,7 +1,7 @@
 """RoutingPlan: canonical rows, deduplicated sends, row sources and return slots.
 
-A plan is a pure function of the routing ids of all ranks.  It knows no schedule and no timing, so the
-rows of an expert have the same order however tokens travelled:
+A plan is a pure function of the routing ids of all ranks.  It does not depend on schedule or timing, so the
+rows of an expert have the same order however tokens are sent:
 
     canonical order inside an expert = (source rank, token index, slot k)
 
@@ -30,7 +30,7 @@ class RoutingPlan:
     counts_RE: (R, E), routed slots per source rank and expert (unused slots not counted).
     expert_start_e1: (e+1,), first row of each local expert's segment, multiples of ROW_ALIGN; last = N.
     send_count_R: (R,), tokens this rank sends to each rank; 0 for itself.
-    send_token_RT: (R, T), their indices, ascending, each once; -1 behind the count.
+    send_token_RT: (R, T), indices of these tokens, ascending, each once; -1 after the count.
     recv_count_R: (R,), tokens this rank receives from each rank; 0 for itself.
     row_source_N: (N,), where a row's input lies: v >= 0 is local token v, v < 0 is receive slot -v-1.
         Pad rows name the zero row, the last slot of the receive buffer.

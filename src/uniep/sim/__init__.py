@@ -1,7 +1,7 @@
-"""Predict before you run: a layer's tasks on a machine model, from one node to a thousand.
+"""Simulate a layer's tasks on a machine model, from one node to a thousand, before running it.
 
 machine: machine files.  problem, operators, kernels, strategies: what runs.  costs: from work to time.  engine:
-discrete events.  rows: what it says.  fit, ascend: against published measurements.
+discrete events.  rows: the results.  fit, ascend: comparison with published measurements.
 """
 
 from uniep.sim.machine import Machine, load_machine, machines

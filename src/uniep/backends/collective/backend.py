@@ -7,12 +7,12 @@ No peer access, no shared memory, any number of nodes.  Stages run one after ano
 
 With combine groups, the rows of each group are added before they travel, sorted by (source rank, token, group).
 
-Rows, formulas and roundings are those of the other backends, so bits are those of `cpu` on the CPU and of `hopper`
-where its kernels run.  The host reads counts: a call cannot be captured in a CUDA graph.
+Rows, formulas and roundings are those of the other backends.  So the bits equal those of `cpu` on the CPU, and those
+of `hopper` where its kernels run.  The host reads counts: a call cannot be captured in a CUDA graph.
 
-A rank that fails inside a call tells the others over the store of torch.distributed; whoever waits looks there.  What
-waits on a GPU's stream only, behind a collective that a rank left out, ends by the timeout of the process group, whose
-collectives may be out of step after such an error: a new Workspace needs a new group.
+A rank that fails inside a call tells the others through the store of torch.distributed; waiting ranks look there.  If
+only a GPU stream waits, behind a collective that some rank never joined, the wait ends with the timeout of the process
+group.  After such an error the group's collectives may be out of step: a new Workspace needs a new group.
 
 Suffixes: R ranks, T tokens of this rank, M received tokens, K slots, D hidden, F ffn, E experts, e local, N rows.
 """
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from uniep.membership import Membership
 
 _T = TypeVar("_T")
-_EAGER_TURNS = 2000  # looks at the device without a pause: some milliseconds
+_EAGER_TURNS = 2000  # polls of the device without a pause: some milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Routing(Routed):
     @classmethod
     def make(cls, plan: RoutingPlan, weight_N: Tensor, rank: int, cfg: MoEConfig, way: Way) -> _Routing:
         num_ranks = plan.send_count_R.shape[0]
-        count_RR = plan.counts_RE.view(num_ranks, num_ranks, -1).sum(2)  # by source and by the experts' rank
+        count_RR = plan.counts_RE.view(num_ranks, num_ranks, -1).sum(2)  # by source rank and by the experts' rank
         counts = torch.stack([plan.send_count_R, plan.recv_count_R, count_RR[rank], count_RR[:, rank]])
         sent, received, own_rows, rows = counts.tolist()
         parts = build_parts(plan, rank, cfg) if way.grouped else None
@@ -102,7 +102,8 @@ class _Routing(Routed):
 
 
 class CollectiveBackend:
-    """See the module docstring.  schedule: tiles (where kernels run) and `received`; the rest has no meaning here."""
+    """See the module docstring.  schedule: tiles (where kernels run) and `received`; other fields have no effect
+    here."""
 
     name = "nccl"
 
@@ -112,7 +113,7 @@ class CollectiveBackend:
         self._group = member.group if self.ep_size > 1 else None
         self.schedule = schedule or default_schedule(COLLECTIVE, self.cfg, self.ep_size)
         refuse_invalid(self.schedule, self.cfg, self.ep_size, COLLECTIVE)
-        most = self.cfg.max_tokens_per_rank  # nothing here follows the tokens of a call
+        most = self.cfg.max_tokens_per_rank  # nothing here depends on the tokens of a call
         self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=COLLECTIVE)
         self.transport = _transport(self._group, self.device)
         self.experts, self.because = local_experts(self.cfg, self.rank, self.way, self.device)
@@ -120,13 +121,13 @@ class CollectiveBackend:
         self._member = member
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = self._forwards = 0
-        member.meeting.exchange(None, "first collective")  # which may set up connections, at its own pace
+        member.meeting.exchange(None, "first collective")  # may set up connections, which takes a while
         # Names this Workspace in every header: collectives of two Workspaces of one group look alike.
         self._space = int(member.meeting.session[:15] or "0", 16)
         self._notices = Notices(member.meeting)
         try:
             self._all_gather(torch.tensor([self._space], device=self.device), "first collective", "creation")
-        except BaseException as cause:  # the Workspace that would tell is not made yet
+        except BaseException as cause:  # the Workspace that would tell the others does not exist yet
             self._notices.tell(0, f"{type(cause).__name__}: {cause}", failed=True)
             raise
 
@@ -160,7 +161,7 @@ class CollectiveBackend:
         received_MD, h_NF, name, weight_N, *plan = saved
         ids_TK, fingerprint = inputs.ids_TK, int(name)
         with self._settings():
-            digest = _digest(ids_TK.long(), inputs.weights_TK, inputs.x_TD)  # what was saved, as it comes back
+            digest = _digest(ids_TK.long(), inputs.weights_TK, inputs.x_TD)  # of the inputs, as backward will get them
             headers = self._enter(
                 "backward", len(ids_TK), digest, fingerprint=fingerprint, needs=needs, layer=inputs.layer
             )
@@ -203,7 +204,7 @@ class CollectiveBackend:
         ]
 
     def prepare(self) -> None:
-        """Makes sure that all ranks are there; compiles the kernels by one token per rank."""
+        """Makes sure that all ranks are there; compiles the kernels with a call of one token per rank."""
         cfg, tokens = self.cfg, int(isinstance(self.experts, KernelExperts))
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
         with self._settings():
@@ -236,7 +237,8 @@ class CollectiveBackend:
         }
 
     def close(self) -> None:
-        """After the call that another thread is in.  From inside a call, as after an error, this rank has failed."""
+        """Waits for a call in another thread to end.  Closing inside a call, as after an error, counts as a failed
+        rank."""
         with self._turn:
             if self._group is not None:
                 self._notices.tell(self._call, self._member.cause, failed=self._inside)
@@ -317,7 +319,7 @@ class CollectiveBackend:
     # --- moving rows ---
 
     def _dispatch(self, x_TD: Tensor, routing: _Routing, stage: str) -> Tensor:
-        """Tokens of other ranks by (source rank, token), each once, and a zero row behind: (M+1, D)."""
+        """Tokens of other ranks by (source rank, token), each once, then one zero row: (M+1, D)."""
         token = routing.plan.send_token_RT
         received_MD = x_TD.new_empty(sum(routing.tokens.received_R) + 1, self.cfg.hidden)
         received_MD[-1].zero_()
@@ -325,9 +327,9 @@ class CollectiveBackend:
         return received_MD
 
     def _return(self, rows_N: Tensor, ids_TK: Tensor, routing: _Routing) -> Tensor:
-        """Rows (N, ...) to the slots of their tokens: (T, K, ...).  Unused slots hold anything.
+        """Send rows (N, ...) to the slots of their tokens: (T, K, ...).  Unused slots are undefined.
 
-        Rows travel sorted by (source rank, slot), so a rank finds those of each expert rank in slot order.
+        Rows travel sorted by (source rank, slot), so a rank receives the rows of each expert rank in slot order.
         """
         back_N = routing.plan.row_return_N
         used = torch.nonzero(back_N >= 0).flatten()
@@ -336,11 +338,12 @@ class CollectiveBackend:
         return self._to_slots(ordered, owner_TK, routing.rows.reversed(), "return")
 
     def _owner(self, number_TX: Tensor, of_each: int) -> Tensor:
-        """The rank of each expert or group, of which a rank has `of_each`; unused ones behind all."""
+        """The rank of each expert or group; each rank has `of_each`.  Unused ones sort last."""
         return torch.where(number_TX >= 0, number_TX.long() // of_each, self.ep_size)
 
     def _to_slots(self, ordered: Tensor, owner_TX: Tensor, exchange: _Exchange, stage: str) -> Tensor:
-        """Rows sorted by (source rank, slot) to their tokens' slots (T, X, ...); owner: the rank each comes from."""
+        """Send rows, sorted by (source rank, slot), to their tokens' slots (T, X, ...); owner: each slot's sending
+        rank."""
         arrived = ordered.new_empty(sum(exchange.received_R), *ordered.shape[1:])
         self._all_to_all(arrived, ordered, exchange, stage)
         slots = ordered.new_empty(owner_TX.numel(), *ordered.shape[1:])
@@ -364,14 +367,14 @@ class CollectiveBackend:
     # --- collectives ---
 
     def _all_gather(self, tensor: Tensor, stage: str, operation: str = "") -> Tensor:
-        """(R, ...): every rank's tensor."""
+        """Every rank's tensor, stacked: (R, ...)."""
         out = tensor.new_empty(self.ep_size, *tensor.shape)
         if self.ep_size == 1 or not tensor.numel():
             return out.copy_(tensor)
         with self._waiting(stage, operation):
             self._wait(dist.all_gather(list(out.unbind(0)), tensor, group=self.group, async_op=True))
             if self.device.type == "cuda":
-                self._wait_for_device()  # the host reads it: this is where ranks wait for one that is late
+                self._wait_for_device()  # the host reads the result: here ranks wait for a late one
         return out
 
     def _all_to_all(self, out: Tensor, rows: Tensor, exchange: _Exchange, stage: str) -> None:
@@ -392,7 +395,7 @@ class CollectiveBackend:
         return self._group
 
     def _wait(self, work: Any) -> None:
-        """For a collective on the CPU.  On a GPU the current stream waits, and not the host."""
+        """Wait for a collective on the CPU.  On a GPU the current stream waits, not the host."""
         if self.device.type == "cuda":
             work.wait()
             return
@@ -403,12 +406,12 @@ class CollectiveBackend:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # raises if that was its own error, and not the end of a look
+                    work.wait()  # raises if the collective itself failed; a look that ran out of time is no error
                     return
             self._look_up(patience)
 
     def _wait_for_device(self) -> None:
-        """Until the current stream has done what it has been given."""
+        """Wait until the current stream has finished its work."""
         done, patience, turns = torch.cuda.Event(), Patience(self.timeout_s), 0
         done.record()
         while not done.query():
@@ -439,7 +442,7 @@ class CollectiveBackend:
 
     @contextlib.contextmanager
     def _or_give_up(self, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
-        """After an error inside a call peers wait in vain for this rank: close the Workspace."""
+        """After an error inside a call, peers would wait for this rank forever: close the Workspace."""
         try:
             yield
         except BaseException as cause:
@@ -451,8 +454,8 @@ class CollectiveBackend:
     def _settings(self) -> Iterator[None]:
         """Ordinary tensors on the Workspace's device, no autocast.
 
-        Threads take turns.  After an interrupt anywhere in a call its collectives would meet those of another call:
-        it gives up.
+        Threads take turns.  If a call is interrupted, its collectives would pair with those of the next call: the
+        Workspace closes.
         """
         on_device = fp32_products() if self.device.type == "cpu" else torch.cuda.device(self.device)
         no_autocast = torch.autocast(self.device.type, enabled=False)
@@ -468,7 +471,7 @@ class CollectiveBackend:
                 self._inside = False
 
     def _compute(self, function: Callable[[], _T]) -> _T:
-        """On the CPU with one intra-op thread."""
+        """Run it; on the CPU with one intra-op thread."""
         return function() if self._threads is None else self._threads.call(function)
 
 

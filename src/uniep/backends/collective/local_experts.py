@@ -1,4 +1,4 @@
-"""One rank's experts on rows that all lie here, results in place: torch operations, or the Hopper kernels.
+"""One rank's experts on rows already gathered here; results are not sent: torch operations or the Hopper kernels.
 
 `TorchExperts` runs the tile bodies of the CPU executor, an expert's whole segment at a time.  On the CPU their bits
 are those of the `cpu` backend; on a GPU a GEMM is one library call per expert, whose bits are the same within one
@@ -102,7 +102,7 @@ class TorchExperts:
         self.cfg, self.rank = cfg, rank
 
     def _rows(self, routed: Routed) -> cpu_tiles.Rows:
-        """Rows that return to where they are: to this rank, row n to slot n."""
+        """Return slots for rows that stay on this rank: row n goes to slot n."""
         used_N = routed.plan.row_return_N >= 0
         target_N = torch.where(used_N, self.rank, -1)
         return cpu_tiles.Rows(
@@ -110,7 +110,7 @@ class TorchExperts:
         )
 
     def _shared(self, tokens: Tokens, routed: Routed) -> list[cpu_tiles.Shared]:
-        """By rank; only this rank's is written."""
+        """One entry per rank; only this rank's is written."""
         num_rows = routed.plan.num_rows
         results_ND = tokens.local.new_empty(num_rows, self.cfg.hidden)
         dweights_N = torch.empty(num_rows, dtype=torch.float32)
@@ -165,7 +165,7 @@ class TorchExperts:
 
 
 class KernelExperts:
-    """The Triton kernels of the `hopper` backend, every operand on this rank and rows expanded."""
+    """The Triton kernels of the `hopper` backend.  Every operand is on this rank, and rows are expanded."""
 
     name = "the Triton kernels of the hopper backend"
 
@@ -179,7 +179,7 @@ class KernelExperts:
         self.alone = self._alone()
 
     def _alone(self, **tables: Tensor) -> Any:
-        """No peers.  tables: of addresses, where a kernel stores by them."""
+        """Kernel arguments for a group without peers.  tables: addresses, for kernels that store through them."""
         return self.launch.Peers.alone(self._zero, **tables)
 
     def _rows(self, routed: Routed, tile: Tile) -> Any:
@@ -201,7 +201,7 @@ class KernelExperts:
                 rows_e=plan.counts_RE[:, self.rank * local : (self.rank + 1) * local].sum(0).int(),
                 expert_M=torch.repeat_interleave(starts.diff() // tile.rows, output_size=num_tiles).int(),
                 order_M=torch.arange(num_tiles, dtype=torch.int32, device=device),
-                # Of kernels that gather, count or send, which are not used here.
+                # For kernels that gather, count or send: not used here.
                 backward_order_M=None,
                 progress_M=None,
                 cursor=None,
@@ -258,7 +258,8 @@ class KernelExperts:
             self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, raw_NF)
             dh_N2F, act_NF = dy_TD.new_empty(num_rows, 2, cfg.ffn), dy_TD.new_empty(num_rows, cfg.ffn)
             groups_NG = raw_NF.new_empty(num_rows, -(-cfg.ffn // COLUMN_GROUP))
-            made = Activation(raw_NF, *unbind(h_NF.view(2, num_rows, cfg.ffn)), dh_N2F, act_NF, groups_NG)
+            gate_NF, up_NF = unbind(h_NF.view(2, num_rows, cfg.ffn))
+            made = Activation(raw_NF, gate_NF, up_NF, dh_N2F, act_NF, groups_NG)
             self.launch.launch_activation_gradient(made, rows, cfg, self.sms)
             dh_NH = dh_N2F.view(num_rows, -1)
             if needs.weights:

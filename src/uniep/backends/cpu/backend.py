@@ -86,7 +86,7 @@ _ROUTINGS_KEPT = 16
 
 @dataclasses.dataclass
 class _Call:
-    """One call's routing and weights, as every rank knows them."""
+    """One call's routing and weights; every rank has all of them."""
 
     number: int
     routing: _Routing
@@ -96,7 +96,7 @@ class _Call:
 
 
 class _Routing:
-    """Plans of all ranks for one set of ids, with combine groups the slots of parts, and checked programs of them."""
+    """Plans of all ranks for one set of ids, the slots of parts (with combine groups), and the checked programs."""
 
     def __init__(self, ids: list[Tensor], cfg: MoEConfig, way: Way) -> None:
         self.tokens = [t.shape[0] for t in ids]
@@ -121,8 +121,8 @@ class _Routing:
 class CpuBackend:
     """Executes calls of one Workspace with threads of this process and memory shared with its peers.
 
-    trace: set to a list to have `Span`s appended.  forward_operators, backward_operators: what calls are made of; an
-    operator registered there, on every rank alike, runs with the others.
+    trace: set to a list to have `Span`s appended.  forward_operators, backward_operators: the operators of a call; an
+    operator registered there, in the same way on every rank, runs with the others.
     """
 
     name = "cpu"
@@ -131,7 +131,7 @@ class CpuBackend:
         self.cfg, self.rank, self.ep_size = member.cfg, member.rank, member.ep_size
         self.schedule = schedule or default_schedule(CPU, self.cfg, self.ep_size)
         refuse_invalid(self.schedule, self.cfg, self.ep_size, CPU)
-        most = self.cfg.max_tokens_per_rank  # nothing here follows the tokens of a call
+        most = self.cfg.max_tokens_per_rank  # nothing here depends on the tokens of a call
         self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=CPU)
         self.trace: list[Span] | None = None
         self.forward_operators = forward_operators(self.way, keep=True)
@@ -181,7 +181,7 @@ class CpuBackend:
         )
         routing = call.routing
         anywhere = wanted_anywhere(call.headers)
-        # All ranks compile what any of them needs: queues that were decided together cannot block each other.
+        # All ranks compile what any of them needs: queues that were planned together cannot block each other.
         nowhere = unneeded(**dataclasses.asdict(anywhere))
         here = unneeded(w13=needs.w13, w2=needs.w2)
         with self._or_give_up():
@@ -201,7 +201,7 @@ class CpuBackend:
         )
 
     def _dispatch_again(self, inputs: Inputs, fingerprint: int) -> Tensor:
-        """The received tokens of a forward once more, compact."""
+        """Dispatch the received tokens of a forward again; compact."""
         call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, layer=inputs.layer)
         with self._or_give_up():
             program = call.routing.program(dispatch_operators(), self.rank)
@@ -258,8 +258,8 @@ class CpuBackend:
         }
 
     def close(self) -> None:
-        """After the call that another thread is in.  From inside a call, such as a signal handler, peers wait for what
-        this rank will not do: it has failed."""
+        """Waits for a call in another thread to end.  Closing inside a call, such as from a signal handler, counts as a
+        failed rank: peers wait for work that it will not do."""
         with self._turn:
             if self._peers is not None:
                 tell = self._peers.fail if self._inside else self._peers.leave
@@ -365,7 +365,7 @@ class CpuBackend:
 
     @contextlib.contextmanager
     def _or_give_up(self, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
-        """Peers wait for this rank inside: on an error, tell them and close the Workspace."""
+        """Peers wait for this rank inside the block: on an error, tell them and close the Workspace."""
         try:
             yield
         except BaseException as cause:

@@ -99,7 +99,8 @@ class Peers:
     # --- waiting and failing ---
 
     def wait(self, ready: Callable[[], bool], late: Callable[[], PeerTimeoutError] | None) -> None:
-        """Return when `ready`; raise `late()` after the timeout, or at once if a peer failed.  None: no limit."""
+        """Return once `ready()` is true; raise `late()` after the timeout, or at once if a peer failed.  None: no
+        limit."""
         patience, pause = Patience(self.timeout_s), 0.0
         while not ready():
             if late is not None:
@@ -111,11 +112,11 @@ class Peers:
         self._order()
 
     def fail(self, text: str) -> None:
-        """Tell all ranks that this one will not arrive any more."""
+        """Tell all ranks that this one has failed and will not arrive."""
         self._tell(text, 1)
 
     def leave(self, text: str) -> None:
-        """Tell all ranks that this one has done its part of all calls it entered, and enters no more."""
+        """Tell all ranks that this one has finished its part of all calls it entered, and will enter no more."""
         if not self._told(self.rank):
             self._tell(text, -1)
 
@@ -127,7 +128,8 @@ class Peers:
         segment.words[segment.word("failed")] = sign * len(raw)
 
     def _told(self, peer: int) -> int:
-        """Bytes of what `peer` told: positive if it failed, negative if it left."""
+        """The word that `peer` wrote: its size is the number of bytes of text; positive if it failed, negative if it
+        left."""
         segment = self._segments[peer]
         return segment.words[segment.word("failed")]
 
@@ -153,6 +155,6 @@ class Peers:
         return False
 
     def _order(self) -> None:
-        """No access moves across: what was written before is visible before what follows."""
+        """Memory fence: writes before it are visible before writes after it."""
         with self._fence:
             pass

@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A checked graph, and the queues of one rank's workers.  bodies: of operators that bring their own."""
+    """A checked graph, and the queues of one rank's workers.  bodies: those that operators bring themselves."""
 
     graph: TaskGraph
     queues: dict[WorkerName, list[Step]]
@@ -46,7 +46,7 @@ class Program:
 
     @classmethod
     def make(cls, graph: TaskGraph, operators: Operators, way: Way, rank: int, left_out: Sequence[str] = ()) -> Program:
-        """left_out: operators whose tasks do nothing on this rank but wait and signal.
+        """left_out: operators whose tasks only wait and signal on this rank.
 
         Raises ConfigError where `check` does.
         """
@@ -100,7 +100,7 @@ class Run:
             try:
                 raise self.errors[0]
             finally:
-                self.errors.clear()  # its traceback refers to this object: no cycle that keeps the call's tensors
+                self.errors.clear()  # its traceback refers to this object, and the cycle would keep the call's tensors
 
     def _work(self, name: WorkerName, queue: list[Step], column: int) -> None:
         try:
@@ -144,11 +144,11 @@ class Run:
                 raise _StoppedError
             return (sum(self.peers.seen(event, self.number)) if shared else self.local.get(event, 0)) >= count
 
-        # Own tasks need no limit: they stop when one that waits for a peer does.
+        # Waits for own tasks need no limit: they stop when a wait for a peer stops.
         self.peers.wait(ready, (lambda: self._late(task, event)) if shared else None)
 
     def _late(self, task: Task, event: Event) -> PeerTimeoutError:
-        """Which peers are behind: what their tasks must signal against what they have."""
+        """Which peers are behind: the signals expected from their tasks, and those seen."""
         peers, seen = self.peers, self.peers.seen(event, self.number)
         graph = self.program.graph
         signals = graph.signals.events

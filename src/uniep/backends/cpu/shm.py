@@ -1,8 +1,8 @@
 """Shared memory between processes of one host: files without a name (O_TMPFILE), which peers open by /proc/PID/fd.
 
-Whenever a process is killed, nothing is left of them.  Where /proc does not show the peers, as in containers that share
-/dev/shm only, files have names and are unlinked as soon as all ranks have mapped them.  Such a file is locked: one
-without a lock was left by a process killed in that moment, and the next Workspace removes it.
+They vanish with the last process that maps them, even if it is killed.  Where /proc does not show the peers, as in
+containers that share only /dev/shm, files have names and are unlinked as soon as all ranks have mapped them.  A named
+file is locked while it exists.  One without a lock was left by a killed process, and the next Workspace removes it.
 
 Space is reserved with posix_fallocate, so that a full disk is an error here and not a SIGBUS at some later store.
 """
@@ -34,8 +34,8 @@ from uniep.meeting import Meeting
 _PREFIX = "uniep-"
 _OUR_NAME = re.compile(_PREFIX + r"[0-9]{1,10}-[0-9a-f]{32}")
 _STALE_S = 60.0
-_NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR)  # of a file system, or a kernel, without such files
-_TOKEN_BYTES = 16  # behind the memory: which file it is
+_NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR)  # a file system or kernel without nameless files
+_TOKEN_BYTES = 16  # at the end of the file: identifies it
 _SHORT = {
     errno.EMFILE: "raise the limit of open files of this process (ulimit -n)",
     errno.ENFILE: "raise the limit of open files of this host (fs.file-max)",
@@ -79,13 +79,13 @@ def map_segments(layout: Mapping[str, Field], meeting: Meeting) -> list[Segment]
 
 
 class File(NamedTuple):
-    """Shared memory that this process made: where its peers find it while it keeps the descriptor."""
+    """Shared memory that this process made.  Peers find it as long as the descriptor is open."""
 
     path: str
     fd: int
 
     def drop(self) -> None:
-        """It lives on as long as it is mapped."""
+        """The memory itself lives as long as it is mapped."""
         if not self.path.startswith("/proc/"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
@@ -128,7 +128,7 @@ def _offer_and_map(
 def _create(size: int) -> File:
     """A new file of `size` reserved bytes in /dev/shm, or in the temporary directory if that has no room.
 
-    Without a name where the system can do so.
+    The file has no name where the system allows that.
     """
     if not hasattr(os, "O_TMPFILE"):
         return _create_named(size)
@@ -146,7 +146,7 @@ def _create(size: int) -> File:
 
 
 def _create_named(size: int) -> File:
-    """As `_create`, with a name, and locked as long as it has one."""
+    """As `_create`, but with a name; locked as long as it has the name."""
 
     def make(folder: str) -> File:
         _remove_stale(folder)
@@ -159,7 +159,7 @@ def _create_named(size: int) -> File:
 
 
 def _first_with_room(make: Callable[[str], File], size: int) -> File:
-    """What `make` made, in the first folder that has room for it.  Raises OSError with the reasons of all."""
+    """The result of `make` in the first folder that has room.  Raises OSError with the reason of each folder."""
     reasons = []
     for folder in dict.fromkeys(("/dev/shm", tempfile.gettempdir())):
         if not os.path.isdir(folder):
@@ -187,11 +187,11 @@ def _first_with_room(make: Callable[[str], File], size: int) -> File:
 
 
 def _remove_stale(folder: str) -> None:
-    """Remove what `_create` made with a name in a process that was killed; young files may not be locked yet."""
+    """Remove named files that killed processes left.  Young files are kept: they may not be locked yet."""
     for entry in os.scandir(folder):
         if not _OUR_NAME.fullmatch(entry.name):
             continue
-        with contextlib.suppress(OSError):  # somebody else's, locked, a link, or gone
+        with contextlib.suppress(OSError):  # another user's, locked, a link, or gone
             if not _is_ours(os.lstat(entry.path)):
                 continue
             fd = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -224,7 +224,7 @@ def _free(folder: str) -> int:
 
 
 def _map(path: str, size: int, token: bytes) -> mmap.mmap:
-    """The file of a peer.  Another process may have its number here, in other namespaces: the token tells."""
+    """The file of a peer.  In another namespace its process number may be another process's: the token tells."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise FileNotFoundError(errno.ENOENT, "it is no file", path)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

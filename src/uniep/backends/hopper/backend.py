@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
-    """A call: threads take turns, on the Workspace's device, behind the call before, whichever stream that was on.
+    """A call: threads take turns, on the Workspace's device, ordered after the previous call, on any stream.
 
     What it starts on other streams is joined at its end, after an exception, too: memory goes back to the allocator.
     An exception inside ends the call on all ranks.

@@ -93,9 +93,11 @@ def backward(
     lists = _lists(link, plan, tiles, backward=True)
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    gate_NF, up_NF = unbind(h_2NF)
     through = Activation(
         torch.empty(num_rows, cfg.ffn, **fp32),
-        *unbind(h_2NF),
+        gate_NF,
+        up_NF,
         dh_N2F=torch.empty(num_rows, 2, cfg.ffn, **like),
         act_NF=torch.empty(num_rows, cfg.ffn, **like),
         groups_NG=torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), **fp32),

@@ -231,7 +231,7 @@ class Planner(Calls):
             if time.monotonic() > give_up:
                 message = (
                     f"rank {self.rank}, call {self.calls_made}: its plan was not ready after "
-                    f"{self.member.timeout_s:g} s; other work holds the GPU, or raise timeout_s"
+                    f"{self.member.timeout_s:g} s; other work may hold the GPU; otherwise raise timeout_s"
                 )
                 self.fail(message, GAVE_UP)
                 raise PeerTimeoutError(message)

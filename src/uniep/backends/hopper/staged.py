@@ -148,9 +148,11 @@ def _through_activation(
 
     cfg, rows, num_rows, tile = link.cfg, plan.bundle, plan.num_rows, link.way.down
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": link.device}
+    gate_NF, up_NF = unbind(h_2NF)
     made = Activation(
         torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=link.device),
-        *unbind(h_2NF),
+        gate_NF,
+        up_NF,
         dh_N2F=torch.empty(num_rows, 2, cfg.ffn, **like),
         act_NF=torch.empty(num_rows, cfg.ffn, **like),
         groups_NG=torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), dtype=torch.float32, device=link.device),

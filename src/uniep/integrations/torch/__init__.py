@@ -1,9 +1,9 @@
 """Plain PyTorch around `uniep.nn.Experts`: DDP, FSDP2, gradient clipping and checkpoints on an EP x DP mesh.
 
 Expert parallelism splits the experts over the ranks of mesh["ep"]; ranks along mesh["dp"] hold copies of the same
-experts.  All ranks see different tokens.  After backward the layer has summed an expert's gradient over its EP group,
-so what is left is a reduction over mesh["dp"], and the mean over all ranks needs the divisor of the whole mesh, not
-that of "dp": both wrappers here see to it.  The dense rest is averaged over all ranks as always.
+experts.  All ranks see different tokens.  After backward the layer has summed an expert's gradient over its EP group.
+What remains is a reduction over mesh["dp"].  For the mean over all ranks the sum must be divided by the size of the
+whole mesh, not of "dp"; both wrappers here do that.  Dense parameters are averaged over all ranks as always.
 """
 
 from uniep.integrations.torch.clipping import clip_grad_norm_, share_nonfinite_

@@ -29,16 +29,16 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)) of their common norm; returns the norm, fp32.
 
-    Collective over all ranks of the parameters' meshes and of `ep_group`.  The same on every rank: each element of
-    each parameter counts once, wherever it lies and however often it is given.  `split_parameters(model)` gives dense
-    and experts.
+    Collective over all ranks of the parameters' meshes and of `ep_group`.  The norm is the same on every rank: each
+    element of each parameter counts once, on whatever rank it lies and however often it is given.
+    `split_parameters(model)` gives dense and experts.
 
     dense, experts: tensors or DTensors; a gradient that is None counts as zeros, one that is a partial sum is summed.
     ep_group: the experts' EP group or one-dimensional mesh; None where all experts are here.
 
-    **Order**: the fp32 norm of each parameter's part on this rank; of these norms over the ranks of each mesh dimension
-    that the parameter is split over, in the mesh's order, and over `ep_group` last if it is not among them; of these
-    over all parameters, dense ones first, in the order given.  Reruns give the same bits.
+    **Order**: first the fp32 norm of each parameter's part on this rank.  Then the norm of these over the ranks of each
+    mesh dimension that the parameter is split over, in the mesh's order, with `ep_group` last if it is not among them.
+    Then the norm of these over all parameters, dense ones first, in the order given.  Reruns give the same bits.
 
     Raises ConfigError for max_norm below 0, norm_type not above 0, or no parameters; UnsupportedError for parameters
     that are partial sums; RuntimeError if the norm is not finite and error_if_nonfinite.
@@ -104,11 +104,11 @@ def _whole(placement: Placement) -> Placement:
 
 @torch.no_grad()
 def share_nonfinite_(experts: Iterable[nn.Parameter], ep_group: dist.ProcessGroup | DeviceMesh) -> None:
-    """Where one rank's gradients of experts hold an inf or a NaN, those of all ranks of the EP group get a NaN.
+    """If one rank's expert gradients hold an inf or a NaN, write a NaN into those of all ranks of the EP group.
 
-    So that `torch.amp.GradScaler`, which looks at the gradients of its own rank, skips a step on all ranks or on none.
-    Before `unscale_`; gradients that are finite on all ranks stay as they are.  `data_parallel` does this after every
-    backward that reduces gradients.  Collective over `ep_group`; the host waits for nothing.
+    `torch.amp.GradScaler` looks only at the gradients of its own rank; with this it skips a step on all ranks or none.
+    Call it before `unscale_`.  Gradients that are finite on all ranks do not change.  `data_parallel` does this after
+    every backward that reduces gradients.  Collective over `ep_group`; no host wait.
     """
     group = ep_group.get_group() if isinstance(ep_group, DeviceMesh) else ep_group
     experts = list(experts)

@@ -1,8 +1,8 @@
-"""Who holds what: along which dimension of each tensor of an `Experts` its experts lie.
+"""Ownership: along which dimension of each tensor inside an `Experts` this rank's experts lie.
 
-Every function of this package asks here.  w13 and w2 are known; what else a subclass, a parametrization or an adapter
-keeps inside an `Experts` is declared in its `expert_dims`, because a shape does not tell: (e, D) may be a bias of e
-experts, or a matrix that all experts of the layer share.
+Every function of this package uses it.  w13 and w2 are known.  Any other tensor of a subclass, parametrization or
+adapter inside an `Experts` must be declared in its `expert_dims`, because a shape is ambiguous: (e, D) may be a bias of
+e experts, or a matrix that all experts of the layer share.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Owner", "check_group", "layers", "owners", "part", "split_parameters
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Of one tensor inside an `Experts`.
+    """The owner of one tensor inside an `Experts`.
 
-    layer, name: of the `Experts` in the model and of the tensor in it.
+    layer, name: the name of the `Experts` in the model, and of the tensor in it.
     dim: the dimension along which this rank's experts lie; None: all experts of the layer share the tensor.
     """
 
@@ -42,7 +42,7 @@ class Owner:
 def owners(model: nn.Module) -> dict[str, tuple[Tensor, Owner]]:
     """name -> (tensor, owner) of all parameters and persistent buffers of all `Experts`, under each of their names.
 
-    Names are as if DDP, torch.compile and checkpoint_wrapper were not there.
+    Names leave out DDP, torch.compile and checkpoint_wrapper.
 
     Raises ConfigError if there is no `Experts` in the model, or an owner cannot be told; UnsupportedError for adapters
     around experts that are spread over ranks, and for FSDP1.
@@ -82,7 +82,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def plain_name(model: nn.Module, path: str) -> str:
-    """The name as if wrappers were not there."""
+    """The name without the wrappers in it."""
     module, names = model, []
     for name in path.split(".") if path else ():
         if not (isinstance(module, DistributedDataParallel) or name in WRAPPERS):
@@ -92,7 +92,7 @@ def plain_name(model: nn.Module, path: str) -> str:
 
 
 def part(t: Tensor) -> Tensor:
-    """What of it lies here."""
+    """The part of it on this rank."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
@@ -115,7 +115,7 @@ def _dim(layer: str, module: Experts, name: str, tensor: Tensor) -> int | None:
         cfg = module.cfg
         shapes = {"w13": (2 * cfg.ffn, cfg.hidden), "w2": (cfg.hidden, cfg.ffn)}
         if name not in declared and tuple(tensor.shape[1:]) == shapes.get(path[1]):
-            known = path[1]  # what it was before it was parametrized
+            known = path[1]  # its name before it was parametrized
     if known not in declared:
         raise ConfigError(
             f"{layer}.{name}, of shape {tuple(tensor.shape)}, has no known owner: it may belong to this rank's "

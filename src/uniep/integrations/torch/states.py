@@ -36,8 +36,8 @@ STATES: dict[str, int | None] = {
     "exp_avg_sq_row": 0,
     "exp_avg_sq_col": 0,
 }
-"""Of torch's optimizers and transformers' Adafactor: the dimension along which experts lie, None for numbers that are
-the same for all."""
+"""States of torch's optimizers and transformers' Adafactor: the dimension along which experts lie; None for numbers
+that are the same for all experts."""
 
 
 class TrainState(Stateful):
@@ -46,24 +46,24 @@ class TrainState(Stateful):
         dcp.save({"train": TrainState(model, optimizer, mesh["ep"])}, checkpoint_id=path)
         dcp.load({"train": TrainState(model, optimizer, mesh["ep"])}, checkpoint_id=path)
 
-    Any EP and DP size loads what any other saved, plain, DDP or FSDP2: w13 is one tensor (E, 2F, D) in the
-    checkpoint.  Plain and DDP models keep ordinary parameters; they are DTensors only on their way.
+    A checkpoint saved at any EP and DP size, plain, DDP or FSDP2, loads at any other: w13 is one tensor (E, 2F, D) in
+    the checkpoint.  Plain and DDP models keep ordinary parameters; they are DTensors only while saving and loading.
 
-    Each tensor has an owner, or saving raises.  In an `Experts`: its `expert_dims`.  In the optimizer's state of an
-    expert's parameter: a tensor of the parameter's shape lies as the parameter does; what torch's optimizers keep
-    besides is known; anything else is told by `expert_dims`.  The optimizer's states need not exist for loading, and
-    gradients may; a parameter that had no state when it was saved has none afterwards.
+    Each tensor has an owner, or saving raises.  Inside an `Experts`, `expert_dims` gives it.  In the optimizer's state
+    of an expert's parameter, a tensor of the parameter's shape is split like the parameter.  Other states of torch's
+    optimizers are known; anything else must be in `expert_dims`.  For loading, the optimizer's states need not exist,
+    and gradients may.  A parameter that had no state when it was saved has none after loading.
 
-    model: with `Experts` in it, wrapped or not.  optimizer: of its parameters; or several; or None.
+    model: contains `Experts`, wrapped or not.  optimizer: one or several for its parameters, or None.
     ep_mesh: one-dimensional, e.g. mesh["ep"].
     expert_dims: {name of an optimizer state: dimension along which this rank's experts lie, or None if it is the
         same for all experts}.
 
     Collective over `ep_mesh`, and its errors are raised on all of its ranks.
 
-    Raises ConfigError for what has no owner, for states that EP ranks should share and do not, and when loading for
-    parameters, states, layers or dtypes other than the checkpoint's; what the checkpoint lacks, or has in other
-    shapes, is an error of dcp.load.  UnsupportedError for ZeroRedundancyOptimizer, whose ranks hold parts of a state.
+    Raises ConfigError for tensors without an owner and for states that EP ranks should share but do not.  Loading also
+    raises it if parameters, states, layers or dtypes differ from the checkpoint's.  Missing tensors or other shapes are
+    errors of dcp.load.  UnsupportedError for ZeroRedundancyOptimizer, whose ranks hold parts of a state.
     """
 
     def __init__(
@@ -114,11 +114,12 @@ class TrainState(Stateful):
                 continue
             state = optimizer.state[parameter]
             for key, value in state_dict["optimizer"]["state"][name].items():
-                # What was plain here is plain again.
+                # Parameters that were plain are plain again.
                 _set(state, key, part(value) if (name, key) in self._spread else value)
 
     def _agreed(self, function: Any) -> Any:
-        """What `function` returns as (result, claims), if on no EP rank it raises and all claims are the same."""
+        """The result of `function`, which returns (result, claims).  Raises if it raises on any EP rank or claims
+        differ."""
         error: Exception | None = None
         result, claims = None, {}
         try:
@@ -149,7 +150,7 @@ class TrainState(Stateful):
     def _collect(self) -> tuple[dict[str, Any], dict[str, str]]:
         """(all that is saved, what all EP ranks have to agree on).
 
-        "about" is one string, because dcp.load would read of a dictionary what its template has, and no more.
+        "about" is one string, because of a dictionary dcp.load would read only the keys that its template has.
         """
         claims: dict[str, str] = {}
         model = self._model(claims)
@@ -180,14 +181,14 @@ class TrainState(Stateful):
                 if dim is not None and not isinstance(value, DTensor):
                     values[name] = self._over_ep(value, dim)
             elif name.startswith(prefixes):
-                claims[name] = _digest(value)  # the state of a module in there, of no known shape
+                claims[name] = _digest(value)  # the extra state of a module, of unknown shape
         return values
 
     def _over_ep(self, value: Tensor, dim: int) -> DTensor:
         return DTensor.from_local(value, self.ep_mesh, [Shard(dim)], run_check=False)
 
     def _parameters(self) -> Iterator[tuple[Optimizer, dict[str, Any], str, nn.Parameter]]:
-        """(optimizer, group, name, parameter) of all that optimizers have."""
+        """(optimizer, group, name, parameter) for every parameter of every optimizer."""
         names = {id(p): plain_name(self.model, path) for path, p in self.model.named_parameters()}
         for optimizer in self.optimizers:
             for number, group in enumerate(optimizer.param_groups):
@@ -201,7 +202,7 @@ class TrainState(Stateful):
                     yield optimizer, group, names[id(parameter)], parameter
 
     def _optimizer(self, claims: dict[str, str]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-        """States of all parameters, and groups with the names of those that have one already."""
+        """States of all parameters, and groups with the names of the parameters that already have a state."""
         own = owners(self.model)
         states: dict[str, dict[str, Any]] = {}
         groups: dict[int, dict[str, Any]] = {}
@@ -227,7 +228,7 @@ class TrainState(Stateful):
             if stray:
                 raise ConfigError(
                     f"{type(optimizer).__name__} keeps {len(stray)} states of what is no parameter of its, the first "
-                    f"of a {type(stray[0]).__name__}: they have no owner.  Take them out while saving"
+                    f"of a {type(stray[0]).__name__}: they have no owner.  Remove them while saving"
                 )
         return states, list(groups.values())
 
@@ -241,14 +242,14 @@ class TrainState(Stateful):
                 raise ConfigError(f"{label} is a partial sum, {value.placements}; sum it before saving")
             return value
         dim = None if owner is None else owner.dim
-        if owner is None and not isinstance(parameter, DTensor):  # all ranks have the whole parameter
+        if owner is None and not isinstance(parameter, DTensor):  # every rank has the whole parameter
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 claims[label] = _digest(value)
             return value
         here = part(parameter).shape
         known = key in self.states
         if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
-            pass  # such as quantized blocks, whose shape says nothing
+            pass  # such as quantized blocks, whose shape is no help
         elif not isinstance(value, Tensor | int | float | bool | None):
             pass  # such as the lists of LBFGS
         elif (known and self.states[key] is None) or (dim is None and not isinstance(parameter, DTensor)):
@@ -286,11 +287,11 @@ class TrainState(Stateful):
         )
 
     def _check(self, saved: dict[str, Any]) -> tuple[None, dict[str, str]]:
-        """Raise unless model and optimizer are what was saved.  What a checkpoint lacks, dcp.load has told."""
+        """Raise unless model and optimizer match what was saved.  dcp.load has already reported missing tensors."""
         if self._last is None:
             self._collect()
         ours, dtypes = self._last
-        # dcp.load asked for it, and another one would take as much memory again
+        # dcp.load needed it, and a second one would take the same memory again
         for name, dtype in saved["dtypes"].items():
             if name not in ours["dtypes"]:
                 raise ConfigError(f"the checkpoint has {name}, which this model lacks; build the model that was saved")
@@ -331,9 +332,9 @@ class TrainState(Stateful):
 
 
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Give each rank its part of whole tensors: of a `state_dict()` at EP size 1, a converted checkpoint, or a file.
+    """Load whole tensors, each rank its part: from a `state_dict()` at EP size 1, a converted checkpoint, or a file.
 
-    state_dict: w13 (E, 2F, D), w2 (E, D, F) and all else whole; on every rank, mapped from a file for instance.
+    state_dict: w13 (E, 2F, D), w2 (E, D, F) and all other tensors whole, on every rank; may be mapped from a file.
     model: plain, DDP or FSDP2, at any EP size.
 
     Raises ConfigError for names or shapes that are not the model's, before anything is changed.
@@ -370,7 +371,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """`state_dict()` with names as if wrappers were not there."""
+    """`state_dict()` with names that leave out wrappers."""
     return {plain_name(model, path): value for path, value in model.state_dict().items()}
 
 
@@ -381,7 +382,7 @@ def _set_state(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
 
 def _of_ranks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What each `Experts` says in its state of this rank, which is nobody else's."""
+    """The extra state of each `Experts`, which belongs to this rank only."""
     own = Experts.get_extra_state
     names = {
         f"{layer}._extra_state".lstrip(".") for layer, module in layers(model) if type(module).get_extra_state is own
@@ -390,7 +391,7 @@ def _of_ranks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _unborn(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, name: str) -> dict[str, Any]:
-    """The state that the parameter's first step would make, of a stand-in; parameters, gradients and hooks stay."""
+    """The state that the parameter's first step would make, from a stand-in; the parameter itself is not touched."""
     stand_in = nn.Parameter(torch.zeros_like(parameter))
     stand_in.grad = torch.zeros_like(stand_in)
     shadow = copy.copy(optimizer)
@@ -413,7 +414,7 @@ def _states_of(groups: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Learning rates and the like, as numbers."""
+    """Learning rates and other settings, as numbers."""
     settings = {}
     for key, value in group.items():
         if key != "params":
@@ -429,7 +430,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set(target: Any, key: str, value: Any) -> None:
-    """In place where there is a tensor, which a captured graph may read."""
+    """Set it; in place if it is a tensor, because a captured graph may read it."""
     old = target.get(key)
     if isinstance(old, Tensor) and (not isinstance(value, Tensor) or old.shape == value.shape):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 of experts beside the dense rest."""
+"""DDP and FSDP2 for experts and dense parameters in one model."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = ["data_parallel", "distribute_experts", "fully_shard_experts"]
 def data_parallel(
     model: nn.Module, mesh: DeviceMesh, *, dp: str | Sequence[str] = "dp", ep: str = "ep", **options: Any
 ) -> DistributedDataParallel:
-    """DDP: every gradient becomes the mean over all ranks, that of an expert being reduced over its copies only.
+    """DDP: every gradient becomes the mean over all ranks; an expert's gradient is reduced over its copies only.
 
     Returns a DDP over all ranks that leaves the experts alone; nothing inside the model is wrapped or renamed.  The
-    experts' gradients are averaged over mesh[dp] while the backward goes on.  Ranks along dp run the layers in the
+    experts' gradients are averaged over mesh[dp] while the backward continues.  Ranks along dp run the layers in the
     same order.
     dp: the dimension, or dimensions, whose ranks hold copies of the same experts.
-    options: as DistributedDataParallel takes them, less process_group.
+    options: those of DistributedDataParallel, except process_group.
 
-    Expert gradients arrive summed over the EP group and are divided by its size as they come, before anything else
-    sees them, so gradients may be accumulated over several backwards, within `no_sync()` or not.  A gradient that is
-    not finite makes those of all ranks so (`share_nonfinite_`): GradScaler skips a step on all ranks or on none.
+    Expert gradients arrive summed over the EP group.  They are divided by its size at once, before anything else sees
+    them, so gradients may be accumulated over several backwards, inside `no_sync()` or not.  A non-finite gradient
+    makes those of all ranks non-finite (`share_nonfinite_`): GradScaler skips a step on all ranks or none.
 
     Raises ConfigError if the model has no Experts, if they are on another EP group than mesh[ep], if the mesh is not
     made of all ranks or has other dimensions, if a tensor inside an Experts has no known owner; UnsupportedError for
@@ -81,10 +81,10 @@ def data_parallel(
 
 
 class _Averages:
-    """The experts' gradients of one DDP model: divided by the EP size as they come, then averaged over their copies.
+    """Handles the experts' gradients of one DDP model: divides them by the EP size, then averages them over the copies.
 
     places: (module, name) of each parameter that belongs to this rank's experts.
-    A copy of the model has one of its own, which finds the copy's parameters at its first forward.
+    A copy of the model has its own object, which finds the copy's parameters at its first forward.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class _Averages:
         return _Averages(copy.deepcopy(self.places, memo), self.copies, self.ep_group)
 
     def parameters(self) -> list[nn.Parameter]:
-        """All of them, hooked: those that came since, such as by `load_state_dict(assign=True)`, too."""
+        """All expert parameters, with hooks; also new ones, such as from `load_state_dict(assign=True)`."""
         found, parts = [], self.ep_group.size()
         for module, name in self.places:
             parameter = module._parameters.get(name)
@@ -119,13 +119,13 @@ class _Averages:
         return found
 
     def before(self, wrapped: DistributedDataParallel, args: Any) -> None:
-        """The forward says whether its backward reduces, as DDP's does.  What a failed backward left is dropped."""
+        """The forward decides whether its backward reduces, as in DDP.  Leftovers of a failed backward are dropped."""
         self.synchronize, self.running = wrapped.require_backward_grad_sync, False
         self.works.clear()
         self.parameters()
 
     def behind(self, wrapped: DistributedDataParallel, args: Any, output: Any) -> None:
-        """Every rank of the EP group begins, also one whose experts are frozen."""
+        """Every rank of the EP group starts the reduction, even if its experts are frozen."""
         for t in tree_leaves(output):
             if isinstance(t, Tensor) and t.requires_grad:
                 t.register_hook(self.begin)
@@ -146,7 +146,7 @@ class _Averages:
             self.works.append(work)
 
     def finish(self) -> None:
-        """At the end of the backward."""
+        """Runs at the end of the backward."""
         self.running = False
         for work in self.works:
             work.wait()
@@ -158,9 +158,9 @@ class _Averages:
 def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
     """Make each parameter of each `Experts` a DTensor over `ep_mesh`, split along its experts; nothing moves.
 
-    w13 then says that it is (E, 2F, D), rank r holding experts r*e .. r*e + e-1, so that FSDP2, optimizers and
-    checkpoints know one expert from another.  A parameter that all experts share is replicated.  Before the optimizer
-    is made.
+    w13 then has the global shape (E, 2F, D), and rank r holds experts r*e .. r*e + e-1, so that FSDP2, optimizers and
+    checkpoints can tell experts apart.  A parameter that all experts share is replicated.  Call it before making the
+    optimizer.
 
     Raises ConfigError if they are on another EP group, are DTensors over other ranks already, or a tensor inside an
     Experts has no known owner.
@@ -195,9 +195,9 @@ def fully_shard_experts(
     Parameters become DTensors over (dp, ep) of global shape (E, ...): split by experts if dp divides a rank's share
     of them, else along their second dimension.  Gradients become the mean over all ranks of the mesh.
     dp: the dimension whose ranks hold the same experts; or two, (replicate, shard), for HSDP.
-    mp_policy: inputs are not cast, whatever it says: routing weights stay fp32, and x comes in the layer's dtype
+    mp_policy: its input cast is ignored: routing weights stay fp32, and x comes in the layer's dtype
         because the block around was cast.
-    options: of fully_shard, less mesh (reshard_after_forward, offload_policy, shard_placement_fn).
+    options: those of fully_shard, except mesh (reshard_after_forward, offload_policy, shard_placement_fn).
 
     Raises ConfigError if the model has no Experts, if they are on another EP group than mesh[ep], if the mesh has
     other dimensions, if `fully_shard` came first, if a tensor inside an Experts has no known owner; UnsupportedError
@@ -220,14 +220,14 @@ def fully_shard_experts(
         chosen = {"shard_placement_fn": functools.partial(_even, parts)} | options
         sharded = fully_shard(module, mesh=copies, mp_policy=policy, **chosen)
         sharded.set_gradient_divide_factor(float(mesh.size()))
-        # gloo cannot sum and divide at once.  A group of one must not be told so: torch 2.13 then divides twice.
+        # gloo cannot sum and divide at once.  Not set for a group of one: torch 2.13 would divide twice.
         sharded.set_force_sum_reduction_for_comms(parts > 1)
     for holder in (model, *(module for _, module in layers(model))):
         holder.__deepcopy__ = functools.partial(_refuse_copy, type(holder).__name__)  # type: ignore[assignment]
 
 
 def _even(parts: int, parameter: nn.Parameter) -> Shard:
-    """The first dimension that `parts` ranks share evenly: by experts if they can."""
+    """The first dimension that can be split evenly over `parts` ranks; preferably the experts'."""
     shape = part(parameter).shape
     return Shard(next((dim for dim, size in enumerate(shape) if size % parts == 0), 0))
 
@@ -243,7 +243,7 @@ def _refuse_copy(name: str, memo: dict[int, Any]) -> NoReturn:
 def _checked(
     model: nn.Module, mesh: DeviceMesh, dp: str | Sequence[str], ep: str
 ) -> tuple[dict[str, tuple[Tensor, Owner]], tuple[str, ...]]:
-    """The owners of all tensors, and the names of dp."""
+    """The owners of all tensors, and the names of the dp dimensions."""
     have, names = mesh.mesh_dim_names or (), (dp,) if isinstance(dp, str) else tuple(dp)
     if not names or ep not in have or any(name not in have for name in names):
         raise ConfigError(f"the mesh has dimensions {have}; it needs {', '.join(map(repr, names))} and {ep!r}")
