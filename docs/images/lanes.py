@@ -2,9 +2,9 @@
 
 python docs/images/lanes.py
 
-Times are phases measured on two H200 (qwen3-30b, T=8192, balanced),
-benchmarks/results/2026-11-28.txt ("qwen3-30b pdl 0 and 1"), where the activation's gradient ran behind its product.
-Transfers are drawn where they must lie between kernels, not measured one by one.
+Times are phases measured on two H200 (qwen3-30b, T=8192, balanced), benchmarks/results/2026-11-28.txt ("qwen3-30b
+pdl 0" and 1), where the activation's gradient ran behind its product.  Transfers are drawn where they must lie between
+kernels, not measured one by one.
 """
 
 from __future__ import annotations

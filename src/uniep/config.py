@@ -1,7 +1,7 @@
 """What an expert-parallel MoE layer is: shapes, dtype, and the choices that decide its numerics.
 
 Everything that changes results lives in `MoEConfig`; everything that only changes speed lives in
-`taskflow.Schedule`.  Both are frozen.
+`schedule.Schedule`.  Both are frozen.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from uniep.weights import ExpertWeights
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What peers may write into on one rank; see `memory.cpu_arrays`."""
+    """What peers may write into on one rank; see `layout.cpu_arrays`."""
 
     receive: Tensor
     returns: Tensor

@@ -28,7 +28,7 @@ from uniep.way import Way
 class Peers:
     """All ranks' shared memory as one rank sees it.  Making it is collective.
 
-    tensors: per rank, its arrays by name (`memory.cpu_arrays`).  Exchange slots and event counters exist twice,
+    tensors: per rank, its arrays by name (`layout.cpu_arrays`).  Exchange slots and event counters exist twice,
     for calls of even and odd number; a counter has a column per worker thread of every rank.
     """
 
