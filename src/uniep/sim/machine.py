@@ -1,8 +1,8 @@
-"""Machines: what a die, its links and its host's launches can do, as flat numbers from a TOML file.
+"""Machines: speeds of a die, its links and its host's launches, as plain numbers from a TOML file.
 
-`Machine` is the one place where work becomes time: `speeds` for the static scheduler and analytic models, `costs` (in
-`costs`) for the simulator.  Every key is a number with a unit and a range; a file that leaves one out, or has another,
-is refused by name.
+Only `Machine` turns work into time: `speeds` for the static scheduler and analytic models, `costs` (in `costs`) for the
+simulator.  Every key is a number with a unit and a range.  A file with a missing or unknown key is refused, naming the
+key.
 
 A key that depends on the size of the group may be given per EP size, `all_to_all_gbps_ep8` next to `all_to_all_gbps`.
 """
@@ -24,7 +24,8 @@ from uniep.taskflow.scheduler import Speeds
 
 
 class Key(NamedTuple):
-    """unit; least and most; whole: an integer; default: for keys that may be absent; per_ep: may be given per EP."""
+    """unit; lowest and highest value; whole: an integer; default: for optional keys; per_ep: may be given per EP
+    size."""
 
     unit: str
     low: float
@@ -75,7 +76,7 @@ _PER_EP = re.compile(r"(\w+)_ep(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """name: of the file.  values: every key of KEYS, and those per EP size."""
+    """name: of the file.  values: every key of KEYS, and keys per EP size."""
 
     name: str
     values: Mapping[str, float]
@@ -86,32 +87,33 @@ class Machine:
         raise AttributeError(f"a machine has no {key!r}; its keys: {', '.join(KEYS)}")
 
     def of(self, key: str, ep_size: int) -> float:
-        """A key that may be given per EP size."""
+        """The value of a key that may be given per EP size."""
         return self.values.get(f"{key}_ep{ep_size}", self.values[key])
 
     def replaced(self, changes: Mapping[str, object]) -> Machine:
-        """With other values, checked like those of a file.  A key replaces those of it per EP size, too."""
+        """A copy with other values, checked like those of a file.  A key also replaces its values per EP size."""
         kept = {key: value for key, value in self.values.items() if _base(key) not in changes or key in changes}
         return checked(self.name, {**kept, **changes})
 
     def per_node(self, ep_size: int) -> int:
-        """Ranks of a group that share a node, as many in each: all of a group that fits in one."""
+        """Ranks of a group per node, the same number on each; the whole group if it fits on one node."""
         most = int(self.ranks_per_node)
         return ep_size if ep_size <= most else math.gcd(ep_size, most)
 
     @property
     def separate_vector(self) -> bool:
-        """Whether vector workers are units of their own, which then also send all rows."""
+        """Whether vector workers are separate units, which then also send all rows."""
         return self.vector_workers > 0
 
     @property
     def hbm(self) -> float:
-        """Bytes per ns that passes over memory get."""
+        """Bytes per ns that passes over memory achieve."""
         return self.hbm_gbps * self.hbm_efficiency
 
     @property
     def speeds(self) -> Speeds:
-        """Of one worker, for the static scheduler: its own speed, or its share where all of its class are at work."""
+        """Speeds of one worker, for the static scheduler: its own speed, or its share when all of its class are
+        busy."""
         return Speeds(
             flops=self.matrix_tflops * 1e3 / self.matrix_workers,
             memory=min(self.worker_gbps, self.hbm / (self.vector_workers or self.matrix_workers)),
@@ -159,9 +161,9 @@ def machines() -> list[str]:
 
 
 def load_machine(name: str, changes: Mapping[str, object] | None = None) -> Machine:
-    """A machine of the package by name, or one's own by the path of its file; changes: values to replace.
+    """A machine of the package by name, or your own by the path of its file; changes: values to replace.
 
-    Raises ConfigError for a file that is not there, is no TOML or has bad keys.
+    Raises ConfigError for a file that does not exist, is not TOML or has bad keys.
     """
     path = Path(name)
     if name in machines():
