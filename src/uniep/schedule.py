@@ -180,19 +180,19 @@ class Tile:
     )  # fmt: skip
     depth: int = dimension(
         64, (16, 32, 64, 128), backends=_KERNELS, source=_OWN,
-        doc="What a step of the K loop contracts.",
-        helps="A longer step has fewer barriers, and takes more shared memory.",
+        doc="Contraction length of one step of the K loop.",
+        helps="A longer step needs fewer barriers and more shared memory.",
         condition=in_domain(" (segments are walked in such steps)"),
     )  # fmt: skip
     warps: int = dimension(
         8, (4, 8, 16), backends=_KERNELS, source=_UNIEP,
-        doc="Warps of a program; of all tiles the same in one kernel for each direction.",
-        helps="More hold a tile in fewer registers each.",
+        doc="Warps of a program; the same for all tiles if calls are one kernel per direction.",
+        helps="With more warps, each needs fewer registers for a tile.",
         condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gate_up.warps)),
     )  # fmt: skip
     stages: int = dimension(
         3, (2, 3, 4, 5), backends=_KERNELS, source=_OWN,
-        doc="Loads in flight.", helps="More hide latency, until shared memory ends.",
+        doc="Loads in flight.", helps="More hide latency, until shared memory is full.",
     )  # fmt: skip
     programs_per_sm: int = dimension(
         1, (1, 2), backends=_KERNELS, source=_OWN,
@@ -250,7 +250,7 @@ class Schedule:
     )  # fmt: skip
     peer_order: Literal["natural", "rotated"] = dimension(
         "natural", backends=(CPU, MEGA), source=_UNIEP,
-        doc="Inside an expert. natural: row tiles ascending. rotated: the first GEMM in the order in which peers' "
+        doc="Order inside an expert. natural: row tiles ascending. rotated: the first GEMM in the order in which peers' "
         "tokens arrive, and what returns rows begins with the next rank's, so that no two ranks write to the same "
         "peer in the same place of their lists.",
         helps="rotated spreads writes over peers; with two ranks there is nothing to spread.",
@@ -258,7 +258,7 @@ class Schedule:
     )  # fmt: skip
     weight_gradient_order: Literal["last", "interleaved"] = dimension(
         "last", backends=(CPU, MEGA), source=_HYPER,
-        doc="last: after all other backward work is done or blocked. interleaved: those of an expert behind the rows "
+        doc="last: after all other backward work is done or blocked. interleaved: those of an expert after the rows "
         "that it returns, so that returns are spread over the weight gradients.",
         helps="interleaved where returns outlast the products of their own rows.", shown={"interleaved": "interleaved"},
     )  # fmt: skip
@@ -269,8 +269,8 @@ class Schedule:
     )  # fmt: skip
     operand: Literal["gathered", "expanded"] = dimension(
         "gathered", backends=(GPU,), source=f"gathered: {_OWN}; expanded: {_UNIEP}",
-        doc="How kernels read the rows of the first GEMM. gathered: where they lie, so that the dispatch hides under "
-        "the GEMM. expanded: from a contiguous copy that the dispatch makes and backward uses again.",
+        doc="How kernels read the rows of the first GEMM. gathered: in place, so that the dispatch hides under "
+        "the GEMM. expanded: from a contiguous copy that the dispatch makes and backward reuses.",
         helps="expanded has the faster GEMM and backward, and takes more memory.",
         condition=first_of(_mega_needs("gathered"), _not_again),
     )  # fmt: skip
@@ -307,14 +307,14 @@ class Schedule:
     )  # fmt: skip
     group_sum: Literal["after", "beside"] = dimension(
         "after", backends=(GPU,), source=f"{_OWN} (DeepEP adds before it returns)",
-        doc="Where the forward adds the rows of combine groups. after: in a pass behind the down product. beside: by "
+        doc="Where the forward adds the rows of combine groups. after: in a pass after the down product. beside: by "
         "programs of their own as its row tiles are done, those of peers' tokens first, so that sums travel while "
         "the product goes on. In the backward they hide under the weight gradients.",
         helps="after at EP 2 (2x H200); beside is for sums that take long on the wire.", condition=_same_sums,
     )  # fmt: skip
     activation_gradient: Literal["after", "beside"] = dimension(
         "after", backends=(GPU,), source=_OWN,
-        doc="Where the activation's gradient runs. after: in a pass behind the product that feeds it. beside: by "
+        doc="Where the activation's gradient runs. after: in a pass after the product that feeds it. beside: by "
         "programs of their own as its row tiles are done and lie in L2 (not serial).",
         helps="beside from 2048 tokens of a rank on.", usual={GPU: "beside"},
     )  # fmt: skip

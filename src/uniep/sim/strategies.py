@@ -259,7 +259,7 @@ def queues_of(graph: TaskGraph, program: Program, machine: Machine, alone_N: Ten
         busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(program.lanes)]
         busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
         left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
-        # The workers of a lane join the lane that follows its products.
+        # When their queue is empty, the workers of the first products join the lane of the next ones.
         then = next((len(queues) + n + 1 for n, (lane, _) in enumerate(busy) if "down" in lane.operators), None)
         rest = len(queues)
         queues.append(Queue(rank, "worker", left, tasks[lane_n == 0].tolist(), then))

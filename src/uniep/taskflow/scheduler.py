@@ -115,7 +115,7 @@ def assign(graph: TaskGraph, way: Way, cost_N: Tensor | None = None) -> Assignme
 
 
 def priorities(graph: TaskGraph, cost_N: Tensor) -> Tensor:
-    """(N,): the rank of each task among all: longest path to the end first, then the graph's order."""
+    """(N,): the position of each task among all: longest path to the end first, then the graph's order."""
     length_N = longest_paths(graph, cost_N)
     coarse_N = length_N // max(int(cost_N.max()), 1) if len(cost_N) else length_N
     place_N = torch.empty_like(length_N)

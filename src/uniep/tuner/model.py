@@ -275,7 +275,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
 
     def fed_product(alone_us, plan_us):  # type: ignore[no-untyped-def]
         """Time of a product, from its plan on, whose tokens are sent meanwhile."""
-        busy = column("push_programs") / sms * pushed  # share of the product's programs that push
+        busy = column("push_programs") / sms * pushed  # time that pushing takes from the product
         by_push = torch.maximum(alone_us + busy, together(alone_us * own_share, pushed))
         came = (copied - plan_us).clamp(min=0)
         by_copy = torch.maximum(alone_us, together(alone_us * own_share, came))
