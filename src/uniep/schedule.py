@@ -216,7 +216,7 @@ class Schedule:
         doc="What runs beside what. serial: every stage waits for the one before (the oracle). fused: transfers run "
         "beside the GEMMs that consume or produce them. pipelined: fused, and the down product runs on "
         "multiprocessors of its own beside gate and up, so that rows return from the first tile on. mega: one kernel "
-        "for each direction behind the plan or the entry, whose programs claim the tasks of the compiler's lists.",
+        "per direction after the plan or the entry; its programs claim tasks from the compiler's lists.",
         helps="fused always; pipelined where results take longer on the wire than the down product; mega for few "
         "tokens.",
         only={"pipelined": (GPU,), "mega": (GPU,)}, condition=_no_groups,
@@ -229,7 +229,7 @@ class Schedule:
         doc="natural: tiles in expert order. local-first: tiles whose rows are all local before the rest, each in "
         "expert order; in kernels that follow each other, those of as many leading experts as last until peers' "
         "tokens are here; of all experts elsewhere (mega, CPU). chunk-major: `chunk_experts` experts go through all "
-        "GEMMs, one GEMM behind the other, while the next ones begin. critical-path: list scheduling by the CPU "
+        "GEMMs, one GEMM after the other, while the next ones begin. critical-path: list scheduling by the CPU "
         "executor: a free worker takes the task that most work still depends on.",
         helps="local-first hides the journey of the first tokens; chunk-major returns rows earlier.",
         only={"chunk-major": (CPU, MEGA), "critical-path": (CPU,)}, usual={COLLECTIVE: "natural"},
@@ -250,9 +250,9 @@ class Schedule:
     )  # fmt: skip
     peer_order: Literal["natural", "rotated"] = dimension(
         "natural", backends=(CPU, MEGA), source=_UNIEP,
-        doc="Order inside an expert. natural: row tiles ascending. rotated: the first GEMM in the order in which peers' "
-        "tokens arrive, and what returns rows begins with the next rank's, so that no two ranks write to the same "
-        "peer in the same place of their lists.",
+        doc="Order inside an expert. natural: row tiles ascending. rotated: the first GEMM in the order in which "
+        "peers' tokens arrive; tiles that return rows begin with the next rank's, so that no two ranks write to the "
+        "same peer at the same place of their lists.",
         helps="rotated spreads writes over peers; with two ranks there is nothing to spread.",
         shown={"rotated": "rotated"},
     )  # fmt: skip
@@ -321,7 +321,7 @@ class Schedule:
     beside_from: int = dimension(
         2048, (0, 1024, 2048, 4096), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
         doc="Tokens of a rank from which the activation's gradient runs beside; with fewer, after.",
-        helps="Programs that wait for row tiles are worth it where there are many.",
+        helps="Programs that wait for row tiles pay off when there are many tiles.",
     )  # fmt: skip
     mega_to: int = dimension(
         0, (0, 128, 256, 512, 1024, 2048), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
@@ -342,7 +342,7 @@ class Schedule:
     vector_workers: int = dimension(
         1, (1, 2, 4, 8), backends=(CPU,), scope="wire", source=_HYPER, most=1024,
         doc="Threads per rank that run transfers, activations and sums.",
-        helps="More where they are busy all the time; `uniep trace` shows it.",
+        helps="More if they are busy all the time; `uniep trace` shows it.",
     )  # fmt: skip
     received: Literal["saved", "again"] = dimension(
         "saved", backends=_ANY, scope="wire", source=_OWN,

@@ -54,7 +54,7 @@ def device_spans(graph: TaskGraph, list_n: Tensor, record_n5: Tensor, phase: str
     for row in rows:
         if not 0 <= row[0] < len(list_n) or not row[2] <= row[3] <= row[4]:
             raise InputError(
-                f"record {row} is no task of this list; it must be (task below {len(list_n)}, program, "
+                f"record {row} is not a task of this list; it must be (task below {len(list_n)}, program, "
                 "claimed <= start <= end)"
             )
     tasks = graph.some(list_n)

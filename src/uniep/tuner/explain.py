@@ -152,7 +152,7 @@ def _measured(
             here = meta["ep"] == ep_size and card.name in meta["card"].lower()
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} is no result file of benchmarks/moe.py ({type(error).__name__}: {error})"
+                f"{path} is not a result file of benchmarks/moe.py ({type(error).__name__}: {error})"
             ) from None
         usual = default_schedule("hopper", cfg, ep_size)
         for row in rows if here else ():

@@ -36,24 +36,24 @@ class Constant(NamedTuple):
 
 
 CONSTANTS = {
-    "matrix_tflops": Constant("TFLOP/s", None, 0.001, 1e5, "of products, all workers, at full clock"),
-    "boost_ms": Constant("ms", None, 0, 1e6, "of products at that rate, until the card is at its power limit"),
-    "sustained_share": Constant("", None, 0.1, 1, "of that rate that is left from then on"),
-    "tile_us": Constant("us", None, 0, 1000, "of a tile beside its operations"),
-    "gather_us": Constant("us", None, 0, 1000, "more, for a tile that gathers rows"),
-    "store_gbps": Constant("GB/s", None, 0.01, 1e5, "of a worker, for what a tile stores beyond one result"),
-    "hbm_efficiency": Constant("", None, 0.01, 1, "what passes achieve of the memory"),
-    "link_efficiency": Constant("", None, 0.01, 1, "what stores to peers achieve of the links"),
-    "worker_link_gbps": Constant("GB/s", None, 0.01, 1e5, "what one program pushes beside a product"),
-    "plan_us": Constant("us", None, 0, 1e5, "of a forward before tiles may begin"),
-    "entry_us": Constant("us", 20, 0, 1e5, "of a backward before tiles may begin"),
-    "launch_us": Constant("us", 4, 0, 1e4, "between two kernels"),
-    "together": Constant("", 3, 1, 20, "two things beside each other take (a^p + b^p)^(1/p)"),
-    "beside_share": Constant("", 0.5, 0, 1, "of the activation's gradient that is left where it runs beside"),
-    "pipelined_work": Constant("", 1.4, 1, 4, "multiprocessor time of a pipelined product, over that of one alone"),
-    "mega_tile_us": Constant("us", 0.8, 0, 100, "more, for a tile that a program claims in one kernel"),
-    "host_us": Constant("us", 1500, 0, 1e6, "of the host for the rest of a forward and its backward, behind a read"),
-    "host_call_us": Constant("us", 2900, 0, 1e6, "of the host for a forward and its backward"),
+    "matrix_tflops": Constant("TFLOP/s", None, 0.001, 1e5, "rate of products, all workers, at full clock"),
+    "boost_ms": Constant("ms", None, 0, 1e6, "time of products at that rate until the card reaches its power limit"),
+    "sustained_share": Constant("", None, 0.1, 1, "share of that rate at the power limit"),
+    "tile_us": Constant("us", None, 0, 1000, "overhead of a tile"),
+    "gather_us": Constant("us", None, 0, 1000, "extra time of a tile that gathers its rows"),
+    "store_gbps": Constant("GB/s", None, 0.01, 1e5, "rate of a worker's stores beyond one result"),
+    "hbm_efficiency": Constant("", None, 0.01, 1, "share of the memory rate that passes over memory achieve"),
+    "link_efficiency": Constant("", None, 0.01, 1, "share of the link rate that stores to peers achieve"),
+    "worker_link_gbps": Constant("GB/s", None, 0.01, 1e5, "push rate of one program beside a product"),
+    "plan_us": Constant("us", None, 0, 1e5, "time in a forward before tiles may begin"),
+    "entry_us": Constant("us", 20, 0, 1e5, "time in a backward before tiles may begin"),
+    "launch_us": Constant("us", 4, 0, 1e4, "gap between two kernels"),
+    "together": Constant("", 3, 1, 20, "p: two things at the same time take (a^p + b^p)^(1/p)"),
+    "beside_share": Constant("", 0.5, 0, 1, "share of the activation's gradient that still costs time beside one"),
+    "pipelined_work": Constant("", 1.4, 1, 4, "multiprocessor time of a pipelined product, relative to one alone"),
+    "mega_tile_us": Constant("us", 0.8, 0, 100, "extra time of a tile that a program claims in one kernel"),
+    "host_us": Constant("us", 1500, 0, 1e6, "host time for the rest of a forward and its backward, after a read"),
+    "host_call_us": Constant("us", 2900, 0, 1e6, "host time for a forward and its backward"),
 }  # fmt: skip
 """The calibrated constants of a card.  host_*: for one process on one core."""
 
@@ -105,7 +105,7 @@ def card_text(card: Card, about: str, machine: str = "") -> str:
     lines = [f"# {line}" for line in about.splitlines()] + ["", f'machine = "{machine or card.machine.name}"']
     for key, known in CONSTANTS.items():
         lines.append(
-            f"{key} = {float(card.constants[key]):.6g}  # {known.unit + ' ' if known.unit else ''}{known.about}"
+            f"{key} = {float(card.constants[key]):.6g}  # {known.unit + ': ' if known.unit else ''}{known.about}"
         )
     return "\n".join(lines) + "\n"
 
@@ -121,7 +121,7 @@ def checked(name: str, values: Mapping[str, object]) -> Card:
         if key == "machine":
             continue
         if key not in CONSTANTS:
-            bad.append(f"{key} is no constant of the model; they are {', '.join(CONSTANTS)}")
+            bad.append(f"{key} is not a constant of the model; the constants are {', '.join(CONSTANTS)}")
             continue
         known = CONSTANTS[key]
         wanted = f"a number of {known.low:g} to {known.high:g} {known.unit}".rstrip()

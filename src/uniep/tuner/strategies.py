@@ -85,5 +85,5 @@ def point(name: str, backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
     if backend not in strategy.points:
         there = ", ".join(strategy.points) or "no backend yet"
         why = f": {strategy.missing}" if not strategy.points else ""
-        raise ConfigError(f"strategy {name!r} is no point of backend {backend!r}, but of {there}{why}")
+        raise ConfigError(f"strategy {name!r} is not available on backend {backend!r}, only on {there}{why}")
     return replaced(default_schedule(backend, cfg, ep_size), strategy.points[backend])

@@ -183,7 +183,7 @@ def read(path: Path, backend: str) -> dict[str, Any]:
     entries = document.get("entries") if isinstance(document, dict) else None
     whole = isinstance(entries, dict) and all(_is_entry(entry) for entry in entries.values())
     if not whole or document.get("format") != FORMAT:
-        raise ConfigError(f"table {path} is no table of format {FORMAT}; {remedy}")
+        raise ConfigError(f"table {path} is not a table of format {FORMAT}; {remedy}")
     for name, wanted in (("card", path.name.rsplit(f"-{backend}-ep", 1)[0]), ("backend", backend)):
         if document.get(name) != wanted:
             raise ConfigError(f"table {path} is of {name} {document.get(name)!r}, not {wanted!r}; {remedy}")
