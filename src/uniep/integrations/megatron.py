@@ -402,7 +402,7 @@ def _one_tensor_each(w13: list[Tensor], w2: list[Tensor], main_grad: bool) -> tu
             apart = _distance(found)
             if not fits or apart is None or (apart < 0) != reverse:
                 raise UnsupportedError(
-                    "experts and their main_grads do not lie in memory in the same regular order, so this backend cannot "
+                    "experts and their main_grads do not lie in memory in one regular order, so this backend cannot "
                     "add gradients to main_grad; pass main_grad=False to use_uniep (Megatron's hook then adds "
                     "param.grad, rounded to its dtype), or backend='nccl'"
                 )

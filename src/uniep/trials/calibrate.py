@@ -207,9 +207,8 @@ def _seconds(call: Callable[[], object]) -> float:
 def machine_text(machine: Machine) -> str:
     """The text of a machine file."""
     return "".join(
-        f"{key} = {int(value) if KEYS[key].whole else value}  # {KEYS[key].unit}: {KEYS[key].about}\n".replace(
-            "# : ", "# "
-        )
+        f"{key} = {int(value) if KEYS[key].whole else value}  # "
+        + f"{KEYS[key].unit}: {KEYS[key].about}\n".lstrip(": ")
         for key, value in machine.values.items()
         if key in KEYS
     )
