@@ -201,7 +201,7 @@ def test_card_files(tmp_path):
     assert load_card(str(tmp_path / "mine.toml")).constants["plan_us"] == 77.0
     with pytest.raises(ConfigError, match=r"plan_us is -1; it must be a number of 0 to 100000 us"):
         checked("x", {"machine": "h200-node", "plan_us": -1})
-    with pytest.raises(ConfigError, match="nonsense is no constant"):
+    with pytest.raises(ConfigError, match="nonsense is not a constant"):
         checked("x", {"machine": "h200-node", "nonsense": 1})
     with pytest.raises(ConfigError, match="machine is None"):
         checked("x", {})

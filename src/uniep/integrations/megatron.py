@@ -112,7 +112,7 @@ class UniEPMoELayer(MoELayer):
         if (ranks := self.experts.tp_group.size()) > 1:
             raise UnsupportedError(
                 f"expert_tensor_parallel_size is {ranks}: uniep keeps experts whole; set it to 1 (tensor parallelism "
-                "of the other layers goes on, with sequence_parallel)"
+                "of the other layers continues, with sequence_parallel)"
             )
         _linears(self.experts)
 

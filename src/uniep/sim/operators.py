@@ -273,8 +273,8 @@ def serialized(problem: Problem, way: Way) -> Operators:
 
 
 FRAMEWORK_PASSES = (3, 5)
-"""Passes over memory of the activation (gate and up read, its result written) and of its gradient (gate, up and that of
-its result read, those of gate and up written), each of F columns."""
+"""Passes over memory of the activation (gate and up read, its result written) and of its gradient (gate, up and the
+gradient of its result read, those of gate and up written), each of F columns."""
 
 
 def residual_of(split: Callable[[Site], Tensor], reads: tuple[Access, ...] = ()) -> Operator:
