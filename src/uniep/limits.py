@@ -20,7 +20,7 @@ def why_not(cfg: MoEConfig, device: torch.device) -> UniEPError | None:
     try:
         import triton
     except ImportError:
-        return UnsupportedError("triton is not installed; install the one that your torch names")
+        return UnsupportedError("triton is not installed; install the version that your torch requires")
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not TRITON[0] <= version < TRITON[1]:
         low, high = (".".join(map(str, bound)) for bound in TRITON)

@@ -121,7 +121,7 @@ class Meeting:
     """The ranks of one group while they make one Workspace: a context manager, collective.
 
     An exception of any class that leaves the block reaches the others: they raise PeerTimeoutError with its text.
-    group: None, or a group of one rank: nobody to meet.  Threads of a process meet one after another in a group.
+    group: None, or a group of one rank: there is no peer to meet.  In a group, threads of one process meet in turn.
     session: a name that only these ranks have, the same on each; "" before the first exchange and without peers.
     """
 

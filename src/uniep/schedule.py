@@ -1,8 +1,8 @@
 """Schedule: one point of the search space.  It decides speed, never results.
 
-Each dimension of it is declared once, with its field (`DIMENSIONS`): what values it has, on which backends, when it may
-be set so, what a backend starts from, and what it is for.  Validation, parsing, names, defaults and docs/schedule.md
-follow.  How one call runs under a Schedule is resolved in `uniep.way`.
+Each dimension is declared once, with its field (`DIMENSIONS`): its values, its backends, the conditions on a value,
+what a backend starts from, and what it is for.  Validation, parsing, names, defaults and docs/schedule.md are derived
+from that.  `uniep.way` resolves how one call runs under a Schedule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from uniep.errors import ConfigError
 
 
 def _mega_needs(only: Any) -> Condition:
-    """Some calls being one kernel for each direction.  only: the value, or a function of the schedule."""
+    """Condition for calls that are one kernel per direction.  only: the required value, or a function of the
+    schedule."""
 
     def condition(d: Dimension, schedule: Schedule, at: Setting) -> str:
         needed = only(schedule) if callable(only) else only
@@ -105,7 +106,7 @@ def _leaves_sms(d: Dimension, schedule: Schedule, at: Setting) -> str:
 
 
 def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
-    """Somebody must be left to compute while tokens are pushed."""
+    """Leave at least one program to compute while tokens are pushed."""
     if at.backend != GPU or at.ep_size == 1 or schedule.transfer == "copy" or _leaves_sms(d, schedule, at):
         return ""
     sms = at.measured.sms - schedule.free_sms
@@ -117,19 +118,19 @@ def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
 
 
 def down_sms(schedule: Schedule, num_tokens: int, sms: int) -> int:
-    """Multiprocessors of the down product beside gate_up, of `sms`; 0: it runs after it."""
+    """How many of `sms` multiprocessors run the down product beside gate_up; 0: it runs after gate_up."""
     pipelined = schedule.overlap == "pipelined" and num_tokens >= schedule.pipelined_from
     return min(schedule.down_sms, sms // 2) if pipelined else 0
 
 
 def _usual_transfer(d: Dimension, at: Setting) -> str:
     if at.ep_size == 1 or at.cfg.max_tokens_per_rank <= _usual_mega_to(d, at):
-        return "push"  # inside the one kernel it beats copies, which are launches, too
+        return "push"  # inside the one kernel it beats copies, which need launches
     return "copy" if at.cfg.wanted(at.ep_size) >= at.measured.worth_copying else "push"
 
 
 def wire_share(cfg: MoEConfig, ep_size: int, measured: Measured) -> float:
-    """Time that results take on the wire, over that of the down product."""
+    """Time that results take on the wire, divided by the time of the down product."""
     sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
     return sent_bytes * measured.flop_per_wire_byte / flop
 
@@ -150,7 +151,7 @@ def _usual_mega_to(d: Dimension, at: Setting) -> int:
 
 
 def _usual_group_rows(d: Dimension, at: Setting) -> int:
-    """Row tiles of one expert, so that its weights are read once; at 16 the tiles that run at a time share most."""
+    """Row tiles of one expert, so that its weights are read once; at most 16, where concurrent tiles share most."""
     cfg, tile = at.cfg, Schedule().gate_up
     if d.name.startswith("weight"):
         return Tile().group_rows
@@ -179,19 +180,19 @@ class Tile:
     )  # fmt: skip
     depth: int = dimension(
         64, (16, 32, 64, 128), backends=_KERNELS, source=_OWN,
-        doc="What a step of the K loop contracts.",
-        helps="A longer step has fewer barriers, and takes more shared memory.",
+        doc="Contraction length of one step of the K loop.",
+        helps="A longer step needs fewer barriers and more shared memory.",
         condition=in_domain(" (segments are walked in such steps)"),
     )  # fmt: skip
     warps: int = dimension(
         8, (4, 8, 16), backends=_KERNELS, source=_UNIEP,
-        doc="Warps of a program; of all tiles the same in one kernel for each direction.",
-        helps="More hold a tile in fewer registers each.",
+        doc="Warps of a program; the same for all tiles if calls are one kernel per direction.",
+        helps="With more warps, each needs fewer registers for a tile.",
         condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gate_up.warps)),
     )  # fmt: skip
     stages: int = dimension(
         3, (2, 3, 4, 5), backends=_KERNELS, source=_OWN,
-        doc="Loads in flight.", helps="More hide latency, until shared memory ends.",
+        doc="Loads in flight.", helps="More hide latency, until shared memory is full.",
     )  # fmt: skip
     programs_per_sm: int = dimension(
         1, (1, 2), backends=_KERNELS, source=_OWN,
@@ -215,7 +216,7 @@ class Schedule:
         doc="What runs beside what. serial: every stage waits for the one before (the oracle). fused: transfers run "
         "beside the GEMMs that consume or produce them. pipelined: fused, and the down product runs on "
         "multiprocessors of its own beside gate and up, so that rows return from the first tile on. mega: one kernel "
-        "for each direction behind the plan or the entry, whose programs claim the tasks of the compiler's lists.",
+        "per direction after the plan or the entry; its programs claim tasks from the compiler's lists.",
         helps="fused always; pipelined where results take longer on the wire than the down product; mega for few "
         "tokens.",
         only={"pipelined": (GPU,), "mega": (GPU,)}, condition=_no_groups,
@@ -228,7 +229,7 @@ class Schedule:
         doc="natural: tiles in expert order. local-first: tiles whose rows are all local before the rest, each in "
         "expert order; in kernels that follow each other, those of as many leading experts as last until peers' "
         "tokens are here; of all experts elsewhere (mega, CPU). chunk-major: `chunk_experts` experts go through all "
-        "GEMMs, one GEMM behind the other, while the next ones begin. critical-path: list scheduling by the CPU "
+        "GEMMs, one GEMM after the other, while the next ones begin. critical-path: list scheduling by the CPU "
         "executor: a free worker takes the task that most work still depends on.",
         helps="local-first hides the journey of the first tokens; chunk-major returns rows earlier.",
         only={"chunk-major": (CPU, MEGA), "critical-path": (CPU,)}, usual={COLLECTIVE: "natural"},
@@ -249,15 +250,15 @@ class Schedule:
     )  # fmt: skip
     peer_order: Literal["natural", "rotated"] = dimension(
         "natural", backends=(CPU, MEGA), source=_UNIEP,
-        doc="Inside an expert. natural: row tiles ascending. rotated: the first GEMM in the order in which peers' "
-        "tokens arrive, and what returns rows begins with the next rank's, so that no two ranks write to the same "
-        "peer in the same place of their lists.",
+        doc="Order inside an expert. natural: row tiles ascending. rotated: the first GEMM in the order in which "
+        "peers' tokens arrive; tiles that return rows begin with the next rank's, so that no two ranks write to the "
+        "same peer at the same place of their lists.",
         helps="rotated spreads writes over peers; with two ranks there is nothing to spread.",
         shown={"rotated": "rotated"},
     )  # fmt: skip
     weight_gradient_order: Literal["last", "interleaved"] = dimension(
         "last", backends=(CPU, MEGA), source=_HYPER,
-        doc="last: after all other backward work is done or blocked. interleaved: those of an expert behind the rows "
+        doc="last: after all other backward work is done or blocked. interleaved: those of an expert after the rows "
         "that it returns, so that returns are spread over the weight gradients.",
         helps="interleaved where returns outlast the products of their own rows.", shown={"interleaved": "interleaved"},
     )  # fmt: skip
@@ -268,8 +269,8 @@ class Schedule:
     )  # fmt: skip
     operand: Literal["gathered", "expanded"] = dimension(
         "gathered", backends=(GPU,), source=f"gathered: {_OWN}; expanded: {_UNIEP}",
-        doc="How kernels read the rows of the first GEMM. gathered: where they lie, so that the dispatch hides under "
-        "the GEMM. expanded: from a contiguous copy that the dispatch makes and backward uses again.",
+        doc="How kernels read the rows of the first GEMM. gathered: in place, so that the dispatch hides under "
+        "the GEMM. expanded: from a contiguous copy that the dispatch makes and backward reuses.",
         helps="expanded has the faster GEMM and backward, and takes more memory.",
         condition=first_of(_mega_needs("gathered"), _not_again),
     )  # fmt: skip
@@ -306,21 +307,21 @@ class Schedule:
     )  # fmt: skip
     group_sum: Literal["after", "beside"] = dimension(
         "after", backends=(GPU,), source=f"{_OWN} (DeepEP adds before it returns)",
-        doc="Where the forward adds the rows of combine groups. after: in a pass behind the down product. beside: by "
+        doc="Where the forward adds the rows of combine groups. after: in a pass after the down product. beside: by "
         "programs of their own as its row tiles are done, those of peers' tokens first, so that sums travel while "
         "the product goes on. In the backward they hide under the weight gradients.",
         helps="after at EP 2 (2x H200); beside is for sums that take long on the wire.", condition=_same_sums,
     )  # fmt: skip
     activation_gradient: Literal["after", "beside"] = dimension(
         "after", backends=(GPU,), source=_OWN,
-        doc="Where the activation's gradient runs. after: in a pass behind the product that feeds it. beside: by "
+        doc="Where the activation's gradient runs. after: in a pass after the product that feeds it. beside: by "
         "programs of their own as its row tiles are done and lie in L2 (not serial).",
         helps="beside from 2048 tokens of a rank on.", usual={GPU: "beside"},
     )  # fmt: skip
     beside_from: int = dimension(
         2048, (0, 1024, 2048, 4096), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
         doc="Tokens of a rank from which the activation's gradient runs beside; with fewer, after.",
-        helps="Programs that wait for row tiles are worth it where there are many.",
+        helps="Programs that wait for row tiles pay off when there are many tiles.",
     )  # fmt: skip
     mega_to: int = dimension(
         0, (0, 128, 256, 512, 1024, 2048), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
@@ -341,7 +342,7 @@ class Schedule:
     vector_workers: int = dimension(
         1, (1, 2, 4, 8), backends=(CPU,), scope="wire", source=_HYPER, most=1024,
         doc="Threads per rank that run transfers, activations and sums.",
-        helps="More where they are busy all the time; `uniep trace` shows it.",
+        helps="More if they are busy all the time; `uniep trace` shows it.",
     )  # fmt: skip
     received: Literal["saved", "again"] = dimension(
         "saved", backends=_ANY, scope="wire", source=_OWN,
@@ -372,11 +373,11 @@ def _declared(name: str, field: dataclasses.Field[Any], default: Any, kind: Any)
 
 
 DIMENSIONS = tuple(_dimensions())
-"""Every choice of a Schedule, in the order of its fields."""
+"""Every dimension of a Schedule, in the order of its fields."""
 
 DIMENSION = {dimension.name: dimension for dimension in DIMENSIONS}
 TILES = {field.name: field.metadata["of"] for field in dataclasses.fields(Schedule) if isinstance(field.default, Tile)}
-"""The fields that are a Tile, and the products that each is of."""
+"""The fields that are a Tile, and the products that each one tiles."""
 
 
 def _with(schedule: Schedule, values: Mapping[str, Any]) -> Schedule:
@@ -391,27 +392,27 @@ DEFAULT_SCHEDULES = {
     )
     for backend in (CPU, GPU, COLLECTIVE)
 }
-"""What each backend starts from whatever the shape; see `default_schedule`."""
+"""What each backend starts from, for any shape; see `default_schedule`."""
 
 
 def default_schedule(backend: str, cfg: MoEConfig, ep_size: int, measured: Measured = MEASURED) -> Schedule:
-    """What a backend does unless told otherwise: the best measured for most shapes, untuned."""
+    """The Schedule that a backend uses by default: the best measured for most shapes, untuned."""
     at = Setting(cfg, ep_size, backend, measured)
     return _with(Schedule(), {d.name: d.start(at) for d in DIMENSIONS if backend in d.usual})
 
 
 def known_fields(backend: str) -> list[str]:
-    """Fields of a Schedule that mean something to a backend, whatever the others say."""
+    """Fields of a Schedule that have an effect on a backend, for some values of the other fields."""
     return list(dict.fromkeys(d.name.partition(".")[0] for d in DIMENSIONS if backend in d.backends))
 
 
 def num_chunks(cfg: MoEConfig, chunk_tokens: int) -> int:
-    """Chunks of one rank's tokens, and at most of one send list."""
+    """Chunks of one rank's tokens; a send list has at most as many."""
     return -(-cfg.max_tokens_per_rank // chunk_tokens)
 
 
 def _ill_typed(schedule: Schedule) -> list[str]:
-    """Values that are none of their dimension at all."""
+    """Reasons for values that their dimension does not have at all."""
     if not isinstance(schedule, Schedule):
         return [f"it is {schedule!r}, a {type(schedule).__name__}; pass a uniep.Schedule"]
     reasons, tiles = [], {name: getattr(schedule, name) for name in TILES}
@@ -427,7 +428,7 @@ def is_valid(
 ) -> list[str]:
     """Reasons why `schedule` cannot run `cfg`; an empty list means that it can.
 
-    backend: with `ep_size` ranks of it, on such a machine; None: what holds on all.
+    backend: checked for `ep_size` ranks of it, on that machine; None: only what holds on all backends.
     """
     at = Setting(cfg, ep_size, backend, measured)
     return _ill_typed(schedule) or [*_refused(schedule, at), *(_unknown(schedule, backend) if backend else ())]
@@ -438,7 +439,7 @@ def _refused(schedule: Schedule, at: Setting) -> Iterator[str]:
 
 
 def _unknown(schedule: Schedule, backend: str) -> Iterator[str]:
-    """Fields, and ways, that mean nothing to a backend, unless as in its default."""
+    """Reasons for values that have no effect on a backend, unless they are its defaults."""
     default, how = DEFAULT_SCHEDULES[backend], f" with overlap={schedule.overlap!r}" if backend == GPU else ""
     known = known_fields(backend)
     for d in DIMENSIONS:
@@ -466,7 +467,7 @@ def refuse_invalid(
 def neighbours(schedule: Schedule, at: Setting) -> Iterator[tuple[Dimension, Schedule]]:
     """Valid schedules one step away: another way, or the next number of the domain below and above.
 
-    Where a part of one Tile cannot change alone, it changes in all of them.
+    If a field of one Tile cannot change alone, it changes in all Tiles.
     """
     seen = {schedule}
     for d in DIMENSIONS:
@@ -486,7 +487,7 @@ def neighbours(schedule: Schedule, at: Setting) -> Iterator[tuple[Dimension, Sch
 def parse_schedule(text: str, default: Schedule) -> Schedule:
     """ "tile_order=natural,gate_up.columns=128" -> `default` with these values; + separates as well.
 
-    Raises ConfigError for what is not FIELD=VALUE; whether it can run, `is_valid` says.
+    Raises ConfigError for text that is not FIELD=VALUE.  `is_valid` tells whether the result can run.
     """
     for part in filter(None, (p.strip() for p in text.replace("+", ",").split(","))):
         name, _, value = part.partition("=")

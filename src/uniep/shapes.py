@@ -1,4 +1,4 @@
-"""Named shapes of MoE layers, for whoever measures or predicts."""
+"""Named shapes of MoE layers, for measurements and predictions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 from uniep.errors import ConfigError
 
 Scope = Literal["layer", "dispatch-to-combine"]
-"""What a time covers: from tokens to summed tokens, or from rows sorted by expert to rows back at their ranks."""
+"""What a time covers: from tokens to summed tokens, or from rows sorted by expert to rows returned to their ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One model's MoE layer.  num_experts: over all ranks, or of every rank if `per_rank`.
+    """One model's MoE layer.  num_experts: over all ranks, or on each rank if `per_rank`.
 
     scope: what published times of it cover.
     """
@@ -27,11 +27,11 @@ class Shape:
     scope: Scope = "layer"
 
     def experts(self, ep_size: int) -> int:
-        """Over all ranks."""
+        """Number of experts over all ranks."""
         return self.num_experts * ep_size if self.per_rank else self.num_experts
 
     def tflop(self, tokens: int, direction: str) -> float:
-        """Of one rank with its mean number of rows: three GEMMs forward, and each twice more backward."""
+        """FLOPs of one rank with the mean number of rows: three GEMMs in forward, each twice more in backward."""
         return 6 * tokens * self.top_k * self.hidden * self.ffn * (3 if direction == "fwd_bwd" else 1) / 1e12
 
 
@@ -41,7 +41,7 @@ SHAPES = {
         Shape("qwen3-30b", 2048, 768, 128, 8),
         Shape("dsv2-lite", 2048, 1408, 64, 6),
         Shape("qwen3-235b", 4096, 1536, 128, 8),
-        Shape("deepseek-v3", 7168, 2048, 64, 8),  # a quarter of its experts, which fits two GPUs
+        Shape("deepseek-v3", 7168, 2048, 64, 8),  # a quarter of its experts, to fit on two GPUs
         Shape("mixtral-8x7b", 4096, 14336, 8, 2),
         Shape("deepseek-v3-256", 7168, 2048, 256, 8),
         # HyperParallel-MoE's table (arXiv 2605.23764): DeepSeek-V3's layer with 8 experts on each rank

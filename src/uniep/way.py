@@ -1,8 +1,7 @@
-"""Way: how the calls of one rank with so many tokens run under a Schedule.  Every choice is made here, once.
+"""Way: how the calls of one rank with a given number of tokens run under a Schedule.  Every choice is made here, once.
 
-What launches, measures, traces or simulates a call reads its Way and decides nothing by a Schedule.  What ranks have to
-agree on (`Way.wire`) follows from the Schedule alone; the rest may follow the tokens of this rank, which peers do not
-know.
+Code that launches, measures, traces or simulates a call reads its Way and never its Schedule.  What ranks have to agree
+on (`Way.wire`) depends only on the Schedule.  The rest may depend on the tokens of this rank, which peers do not know.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_shar
 
 
 class Choice(NamedTuple):
-    """One that was made: what, by which rule, and why that rule said so."""
+    """One choice: what was chosen, by which rule, and why."""
 
     what: str
     value: str
@@ -26,7 +25,7 @@ class Choice(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """What all ranks of a Workspace have alike, whatever their tokens."""
+    """The part that is the same on all ranks of a Workspace, whatever their tokens."""
 
     transfer: str
     chunk_tokens: int
@@ -43,8 +42,8 @@ class Way:
         combine groups, made "sums after" the product or "sums beside" it.
     gradient_beside: the activation's gradient runs beside the product that feeds it.
     transfer: how ranks send tokens.  copies: by copy engines here.  waits: kernels wait for tokens on their way.
-    push_programs: programs of those kernels that push first.  push_rounds: turns of the tile loop that this lasts, in
-        the forward and the backward.
+    push_programs: programs of those kernels that push first.  push_rounds: turns of the tile loop that the push lasts,
+        in the forward and the backward.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
     leads: how many these few are, in the forward and the backward.
     chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling.
@@ -97,7 +96,7 @@ class Way:
 
     @property
     def forward_tile(self) -> Tile:
-        """Of the first GEMM, as it tiles the columns of F: a GPU's tile holds gate and up."""
+        """The first GEMM's tile columns in terms of F: a GPU's tile holds gate and up."""
         tile = self.gate_up
         return dataclasses.replace(tile, columns=tile.columns // 2) if self.device_tiles else tile
 
@@ -163,7 +162,7 @@ class Way:
         ]  # fmt: skip
 
     def explain(self) -> str:
-        """A line for each choice: what, by which rule, why."""
+        """One line per choice: what, by which rule, why."""
         lines = [(c.what, c.value, c.rule, c.why) for c in self.choices()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
@@ -186,7 +185,7 @@ def resolve(
 ) -> Way:
     """The way of a call of a rank with `num_tokens` of its own.  schedule: default the backend's own.
 
-    Whether the schedule can run is `is_valid`'s question.
+    It does not check whether the schedule can run: see `is_valid`.
     """
     s = schedule or default_schedule(backend, cfg, ep_size, measured)
     device, sms, grouped = backend == GPU, measured.sms - s.free_sms, cfg.combine_groups is not None
@@ -230,7 +229,7 @@ def _push_us(cfg: MoEConfig, ep_size: int, num_tokens: int, measured: Measured) 
 
 
 def _rounds(cfg: MoEConfig, push_us: float, tile: Tile, measured: Measured) -> int:
-    """Turns of the tile loop that a push lasts, so that pushing programs get that many tiles fewer."""
+    """Turns of the tile loop that a push lasts; pushing programs get that many tiles less."""
     tile_us = 2 * tile.rows * tile.columns * cfg.hidden / measured.sm_flop_per_us
     return math.ceil(push_us / tile_us)
 
@@ -238,8 +237,8 @@ def _rounds(cfg: MoEConfig, push_us: float, tile: Tile, measured: Measured) -> i
 def _leads(
     cfg: MoEConfig, ep_size: int, num_tokens: int, copies: bool, push_us: float, sms: int, measured: Measured
 ) -> tuple[int, int]:
-    """Experts whose local tiles run first, in the forward and the backward: as many as last until the other ranks'
-    tokens are here.  Copies of x travel while the forward is planned."""
+    """Number of experts whose local tiles run first, in the forward and the backward: enough to compute until the other
+    ranks' tokens have arrived.  Copies of x are sent while the forward is planned."""
     if copies:
         travel_us = (ep_size - 1) * num_tokens * cfg.hidden * cfg.dtype.itemsize / measured.copy_bytes_per_us
         forward_us, backward_us = travel_us - measured.copy_lead_us, travel_us
@@ -268,7 +267,7 @@ class Ways(dict[int, Way]):
         return way
 
     def kinds(self) -> list[Way]:
-        """One way for each set of kernels that calls launch."""
+        """One way for each set of kernels that calls may launch."""
         s, most = self.schedule, self.cfg.max_tokens_per_rank
         turns = sorted({0, s.mega_to + 1, s.pipelined_from, s.beside_from})
         return list({way.kernels: way for way in (self[turn] for turn in turns if turn <= most)}.values())

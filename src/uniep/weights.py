@@ -79,7 +79,7 @@ class ExpertWeights:
         return self.w2[0][expert] if self.w2[0].dim() == 3 else self.w2[expert]
 
     def like(self, fill: bool = False) -> ExpertWeights:
-        """Same layout and dtypes, new memory: zeros when `fill`, else uninitialised."""
+        """Same layout and dtypes in new memory: zeros if `fill`, else uninitialised."""
         new = torch.zeros_like if fill else torch.empty_like
         make = lambda ts: tuple(new(t, memory_format=torch.contiguous_format) for t in ts)  # noqa: E731
         return ExpertWeights(make(self.w13), make(self.w2), self.layout)

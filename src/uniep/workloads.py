@@ -1,12 +1,12 @@
-"""Routing workloads with an exact meaning, for tests and for whoever measures.
+"""Exactly defined routing workloads, for tests and measurements.
 
 A workload is a pure function of (name, seed, step) and of the shape: the same tokens choose the same
 experts whatever the expert-parallel size.  Its tokens lie in `shards` consecutive shards, and a rank of
 an EP group owns shards / EP consecutive ones.  Every row holds K distinct experts.
 
-balanced      every expert as often as every other, to within one; hence, for each EP size, ranks too.
+balanced      every expert equally often, to within one; so ranks are balanced too, at each EP size.
 hot_experts   one expert in sixteen, drawn by the seed, is chosen 16 times as often.
-hot_rank      as often, but the hot experts are neighbours: they live on one rank.
+hot_rank      the same, but the hot experts are neighbours: they live on one rank.
 hot_spread    the same number of hot experts, spread evenly over all ranks.
 ragged        uniform choice; the shards have very different numbers of tokens, one of them none.
 zero_experts  uniform over half of the experts; the other half, whole ranks among them, gets nothing.
@@ -32,7 +32,7 @@ HOT = 16.0
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """ids_TK: (T, K) int64, the tokens of all shards one behind the other.  shard_tokens: T of each shard."""
+    """ids_TK: (T, K) int64, the tokens of all shards one after the other.  shard_tokens: T of each shard."""
 
     ids_TK: Tensor
     shard_tokens: tuple[int, ...]
@@ -50,7 +50,7 @@ class Workload:
 def workload(
     name: str, *, tokens: int, num_experts: int, top_k: int, seed: int = 0, step: int = 0, shards: int = 8
 ) -> Workload:
-    """The workload `name` (one of NAMES) with `tokens` tokens in all.  Raises ConfigError for what cannot be."""
+    """The workload `name` (one of NAMES) with `tokens` tokens in all.  Raises ConfigError for impossible arguments."""
     if name not in NAMES:
         raise ConfigError(f"workload {name!r} is not known; known: {', '.join(NAMES)}")
     if tokens < 0 or shards < 1 or not 1 <= top_k <= num_experts:

@@ -49,21 +49,21 @@ _by_key: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictiona
 class Workspace:
     """Collective: every rank of `group` creates it, in the same order.  An error of one rank is raised on all.
 
-    It belongs to this process: not to be pickled, dead in a forked child; copies of a layer share it.
+    It belongs to this process: it cannot be pickled, and it is closed in a forked child.  Copies of a layer share it.
     Calls of several threads run one after another; all ranks need them in the same order.
 
     cfg: identical on all ranks, else ConfigError on every rank naming the field.
     group: ProcessGroup, one-dimensional DeviceMesh, or None for EP=1 without a process group.
     device: where x lives; default the current CUDA device if there is one, else CPU.
     backend: "auto", "cpu", "hopper" or "nccl" (explicit collectives, any GPU, several nodes; gloo on CPU).
-        "auto" takes "hopper" on CUDA and "cpu" on CPU, and raises where that cannot run.
-    schedule: how calls are executed; speed only.  Default: what `tune` says.
-    tune: "off", the backend's own Schedule; "cached", what a table of this card, shape and kernels has for
-        max_tokens_per_rank, the same on all ranks; "online", the fastest of what such a table has proved, timed here
-        once.  Default UNIEP_TUNE or "cached".
-    timeout_s: longest wait for a peer before PeerTimeoutError, in each stage of making it and of a call, on every
+        "auto" takes "hopper" on CUDA and "cpu" on CPU, and raises if that cannot run.
+    schedule: how calls are executed; changes only speed.  Default: chosen by `tune`.
+    tune: "off": the backend's default Schedule.  "cached": the choice of a table of this card, shape and kernels for
+        max_tokens_per_rank, the same on all ranks.  "online": the fastest of the Schedules that such a table has
+        verified, timed once on this machine.  Default UNIEP_TUNE or "cached".
+    timeout_s: longest wait for a peer before PeerTimeoutError, in each stage of creation and of a call, on every
         backend; time in which this process did not run does not count.  Default UNIEP_TIMEOUT_S or 600.
-    agreed: what else all ranks must have alike, else ConfigError.
+    agreed: other values that must be the same on all ranks, else ConfigError.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Workspace:
         self.key = f"uniep-workspace-{next(_numbers)}"
         self._entered = threading.local()
         self._backend: Backend | None = None
-        self.forwards = 0  # that have run: the same on every rank
-        self.unnamed = False  # whether one was of a layer that is not known
+        self.forwards = 0  # number of forwards that have run: the same on every rank
+        self.unnamed = False  # whether a forward of an unknown layer has run
         self.entering = threading.RLock()  # held from when a forward is numbered until it is done
         self.timeout_s = DEFAULT_TIMEOUT_S
 
         fields, error, chosen, found = self._judge(cfg, device, backend, schedule, timeout_s, agreed, tune)
-        meeting = Meeting(self.group, self.timeout_s)  # of all ranks, until this one is made
+        meeting = Meeting(self.group, self.timeout_s)  # of all ranks, until this Workspace is made
         try:
-            with meeting, torch.inference_mode(False):  # it serves calls in that mode and outside
+            with meeting, torch.inference_mode(False):  # it is used inside and outside that mode
                 found = self._agree(fields, error, found, meeting)
                 if len(found) < 2:
                     self._make(chosen, found[0] if found else schedule, meeting)
@@ -102,7 +102,7 @@ class Workspace:
                 meeting = Meeting(self.group, self.timeout_s)
                 with meeting, torch.inference_mode(False):
                     self._make(chosen, schedule, meeting)
-        except BaseException as cause:  # the other ranks have none either
+        except BaseException as cause:  # the other ranks have no Workspace either
             self._close(f"{type(cause).__name__}: {cause}")
             raise
         log.info("rank %d of %d: backend %s on %s", self.rank, self.ep_size, chosen, self.device)
@@ -127,8 +127,9 @@ class Workspace:
         agreed: str,
         tune: str | None,
     ) -> tuple[dict[str, Any], UniEPError | None, str, list[Schedule]]:
-        """(what all ranks must have alike, what is wrong with this rank's arguments, the backend's name, what tables
-        propose where no schedule is given)."""
+        """(values that must be the same on all ranks, the error in this rank's arguments, the backend's name, the
+            tables'
+        proposals if no schedule is given)."""
         fields: dict[str, Any] = {}
         found: list[Schedule] = []
         chosen, error = "", None
@@ -148,7 +149,7 @@ class Workspace:
                 found = choose.proposals(cfg, self.ep_size, chosen, self.device, fields["tune"])
         except UniEPError as cause:
             error = cause
-        except Exception as cause:  # torch's, of a device that it does not know or have
+        except Exception as cause:  # torch's error for an unknown or missing device
             error = ConfigError(f"{type(cause).__name__}: {cause}")
         return fields, error, chosen, found
 
@@ -198,24 +199,26 @@ class Workspace:
         return getattr(self._entered, "count", 0)
 
     def enter(self) -> Backend:
-        """The backend, for one call.  What fails in it, it tells the other ranks itself."""
+        """The backend, for one call.  The backend itself tells the other ranks about errors inside the call."""
         backend = self.backend
         self._entered.count = self.entered + 1
         return backend
 
     def tell(self, error: BaseException, since: int | None) -> None:
-        """`error` leaves a function in which this rank was to make a call: the other ranks get it, too.
+        """Tell the other ranks about `error`, which leaves a function in which this rank should have made a call.
 
-        since: `entered` at its start; None: no call has been entered.  Before a call it is a refusal, which every rank
-        raises, here as well; what is no Exception, such as an interrupt, and what follows a call, ends the Workspace.
+        since: `entered` at the function's start; None: no call has been entered.  Before a call, the error is a
+            refusal,
+        which every rank raises, including this one.  After a call, or if it is not an Exception (such as an interrupt),
+        it closes the Workspace.
         """
         if self._backend is None or _is_no_failure(error) or getattr(error, "uniep_told", "") == self.key:
             return
         if since is not None and self.entered != since:
-            if not isinstance(error, UniEPError):  # those, the backend has told
+            if not isinstance(error, UniEPError):  # the backend has already told the others about a UniEPError
                 self.fail(f"{type(error).__name__}: {error}")
         elif isinstance(error, Exception):
-            error.uniep_told = self.key  # type: ignore[attr-defined]  # by the innermost of nested functions
+            error.uniep_told = self.key  # type: ignore[attr-defined]  # set by the innermost of nested functions
             named = error if isinstance(error, UniEPError) else UniEPError(f"{type(error).__name__}: {error}")
             with temporarily_clear_interpreter_stack(), _disable_current_modes():
                 self.enter().refuse(named)
@@ -231,7 +234,8 @@ class Workspace:
         self.backend.check()
 
     def fail(self, cause: str) -> None:
-        """After an error that leaves peers' memory in doubt: later calls raise ClosedError with `cause`."""
+        """Close it after an error that may have left bad data in peers' memory: later calls raise ClosedError with
+        `cause`."""
         self._close(cause)
 
     def close(self) -> None:
@@ -287,13 +291,13 @@ def by_key(key: str) -> Workspace:
 
 
 def told_to_all(of: Callable[..., Workspace]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """For functions that make a call of the Workspace `of(*their arguments)`: see `Workspace.tell`."""
+    """Decorator for functions that make a call of the Workspace `of(*arguments)`: see `Workspace.tell`."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(function)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             workspace = of(*args, **kwargs)
-            since = None if torch.compiler.is_compiling() else workspace.entered  # a compiler would watch the number
+            since = None if torch.compiler.is_compiling() else workspace.entered  # a compiler would guard on the number
             try:
                 return function(*args, **kwargs)
             except BaseException as error:
@@ -306,7 +310,8 @@ def told_to_all(of: Callable[..., Workspace]) -> Callable[[Callable[_P, _T]], Ca
 
 
 def _is_no_failure(error: BaseException) -> bool:
-    """Whether checkpointing ends a recomputation by it, or it comes from shapes without values, where nobody waits."""
+    """Whether the error is checkpointing's way to end a recomputation, or comes from fake tensors, where no peer
+    waits."""
     stop = getattr(sys.modules.get("torch.utils.checkpoint"), "_StopRecomputationError", None)
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is not None or (stop is not None and isinstance(error, stop))
@@ -314,7 +319,7 @@ def _is_no_failure(error: BaseException) -> bool:
 
 @functools.cache
 def _end_in_forked_children() -> None:
-    """From now on.  A child that ran calls would write into the memory of its parent."""
+    """Close Workspaces in forked children from now on.  A child's calls would write into its parent's memory."""
 
     def after() -> None:
         for workspace in list(_by_key.values()):
@@ -353,7 +358,7 @@ def _device(device: torch.device | str | int | None) -> torch.device:
 
 
 def choose_timeout(given: float | None) -> float:
-    """Seconds: what a Workspace is told, or the environment, or the default.  Raises ConfigError."""
+    """Seconds: the Workspace's argument, or the environment variable, or the default.  Raises ConfigError."""
     name, value = ("timeout_s", given) if given is not None else ("UNIEP_TIMEOUT_S", os.environ.get("UNIEP_TIMEOUT_S"))
     try:
         seconds = float(value if value is not None else DEFAULT_TIMEOUT_S)

@@ -226,7 +226,7 @@ def test_the_command(tmp_path):
     first = out.read_bytes()
     invoke(*args, "--schedule", "serialized,taskflow", "--json", str(out))
     assert out.read_bytes() == first, "the same input, the same bytes"
-    for bad, told in ((["--machine", "nowhere"], "machine 'nowhere' is unknown"), (["--set", "x=1"], "x is no key"),
+    for bad, told in ((["--machine", "nowhere"], "machine 'nowhere' is unknown"), (["--set", "x=1"], "x is not a key"),
                       (["--schedule", "x"], "schedule 'x' is unknown"), (["--shape", "x"], "shape 'x' is unknown"),
                       (["--ep", "3"], "cannot be split evenly")):  # fmt: skip
         result = invoke(*bad)

@@ -143,7 +143,7 @@ def test_records_of_a_device():
     (found,) = shares(spans)
     assert found.busy > 0 and found.exposed > 0
     for bad in ([count, 0, 0, 0, 0], [-1, 0, 0, 0, 0], [0, 0, 5, 4, 9], [0, 0, 5, 6, 5]):
-        with pytest.raises(InputError, match=r"record \[.*\] is no task of this list"):
+        with pytest.raises(InputError, match=r"record \[.*\] is not a task of this list"):
             device_spans(graph, listed, torch.tensor([bad]), "forward")
 
 

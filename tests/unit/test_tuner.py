@@ -201,7 +201,7 @@ def test_card_files(tmp_path):
     assert load_card(str(tmp_path / "mine.toml")).constants["plan_us"] == 77.0
     with pytest.raises(ConfigError, match=r"plan_us is -1; it must be a number of 0 to 100000 us"):
         checked("x", {"machine": "h200-node", "plan_us": -1})
-    with pytest.raises(ConfigError, match="nonsense is no constant"):
+    with pytest.raises(ConfigError, match="nonsense is not a constant"):
         checked("x", {"machine": "h200-node", "nonsense": 1})
     with pytest.raises(ConfigError, match="machine is None"):
         checked("x", {})
@@ -220,7 +220,7 @@ def test_named_strategies_are_points_or_say_what_is_missing():
             if backend in strategy.points:
                 assert space.refusals(strategies.point(name, backend, CFG, 2), CFG, 2, backend) == []
             else:
-                with pytest.raises(ConfigError, match=f"no point of backend '{backend}'"):
+                with pytest.raises(ConfigError, match=f"not available on backend '{backend}'"):
                     strategies.point(name, backend, CFG, 2)
     with pytest.raises(ConfigError, match="serial-all-to-all, all-gather"):
         strategies.point("nonsense", "cpu", CFG, 2)
@@ -280,7 +280,7 @@ def test_tokens_are_in_buckets_and_the_nearest_serves():
     ("spoil", "says"),
     [
         (lambda text: text[: len(text) // 2], "cannot be read"),
-        (lambda text: "[]", "no table of format 1"),
+        (lambda text: "[]", "not a table of format 1"),
         (lambda text: text.replace('"card": "cpu"', '"card": "h200"'), "is of card 'h200'"),
         (lambda text: text.replace(tables.kernels("cpu"), "0123456789abcdef"), "other kernels"),
         (lambda text: text.replace("chunk_tokens", "chunk_wishes"), "a field 'chunk_wishes'"),
@@ -431,7 +431,7 @@ def test_explain_takes_the_tables_choice(tmp_path):
 
 def test_result_files_that_are_none(tmp_path):
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"x\.json is no result file"):
+    with pytest.raises(ConfigError, match=r"x\.json is not a result file"):
         explain(CFG, 2, "hopper", load_card("h200"), "qwen3-30b", [tmp_path / "x.json"])
 
 

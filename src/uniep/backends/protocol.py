@@ -130,7 +130,7 @@ def agree(number: int, headers: Sequence[Header], text: Callable[[int], str]) ->
     listed = ", ".join(f"rank {r}: {OPERATIONS[h.operation]}" for r, h in enumerate(headers))
     raise UniEPError(
         f"ranks are in different operations in call {number} ({listed}). {ahead}Every rank must make the same "
-        "calls, with or without gradients alike, idle ranks with T=0"
+        "calls, all with or all without gradients; ranks without tokens pass T=0"
     )
 
 

@@ -52,7 +52,7 @@ def check(cfg: uniep.MoEConfig, tokens: int, sizes: Sequence[int]) -> None:
 
 
 class Cache:
-    """Keys and values of one layer, (B, H, C, D / H), zeros behind the last position."""
+    """Keys and values of one layer, (B, H, C, D / H), zeros after the last position."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None

@@ -83,7 +83,7 @@ def trace(
         launch.run_again(ep)
     with launch.ranks(cpu=not gpus) as world:
         if world.size != ep:
-            raise uniep.ConfigError(f"--ep {ep}: torchrun started {world.size} ranks; start as many as --ep says")
+            raise uniep.ConfigError(f"--ep {ep}: torchrun started {world.size} ranks; the two numbers must be equal")
         problem = Problem(cfg, tokens, ep, seed)
         spans = _record(problem, chosen, world, backend)
         if world.rank == 0:

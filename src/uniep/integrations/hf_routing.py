@@ -92,7 +92,7 @@ def hook(router: nn.Module, num_experts: int, fail: Callable[[UniEPError], None]
 
 
 def find_router(around: nn.Module, experts: nn.Module, name: str) -> tuple[nn.Module, int]:
-    """(the router beside `experts` in `around`, E).  Raises UnsupportedError if there is none of its own."""
+    """(the router beside `experts` in `around`, E).  Raises UnsupportedError if there is no separate router module."""
     for child in around.children():
         if child is experts or "router" not in type(child).__name__.lower():
             continue

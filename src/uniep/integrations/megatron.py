@@ -81,7 +81,7 @@ ALLOWED: dict[str, tuple[Any, str]] = {
     "overlap_dispatch_backward_with_experts_wgrad": (False, "a layer is one call, which overlaps inside"),
     "delay_wgrad_compute": (False, "weight gradients are computed in the layer's backward"),
     "moe_paged_stash": (False, "what backward needs is saved by autograd"),
-    "batch_invariant_mode": (False, "its kernels are not used; uniep's results depend on no batch"),
+    "batch_invariant_mode": (False, "its kernels are not used; uniep's results do not depend on the batch"),
 }
 """Flag of TransformerConfig -> (the value it must have, what uniep does)."""
 
@@ -112,7 +112,7 @@ class UniEPMoELayer(MoELayer):
         if (ranks := self.experts.tp_group.size()) > 1:
             raise UnsupportedError(
                 f"expert_tensor_parallel_size is {ranks}: uniep keeps experts whole; set it to 1 (tensor parallelism "
-                "of the other layers goes on, with sequence_parallel)"
+                "of the other layers continues, with sequence_parallel)"
             )
         _linears(self.experts)
 
@@ -205,7 +205,7 @@ def status(model: nn.Module | Sequence[nn.Module], pattern: str = "*") -> Status
 
     Raises ConfigError if no MoE layer of the model matches.
     """
-    others = "it is no BaseMoELayer of Megatron, so that use_uniep leaves it alone"
+    others = "it is not a BaseMoELayer of Megatron, so use_uniep leaves it alone"
     return status_of(model, pattern, lambda module: isinstance(module, BaseMoELayer), _layer, others)
 
 
@@ -221,7 +221,7 @@ def _layer(layer: Any) -> tuple[str, str]:
     if type(layer) is MoELayer:
         why = "; ".join(_refused_flags(layer.config)) or "its spec was not passed through use_uniep"
         return f"Megatron, {layer.config.moe_token_dispatcher_type!r}", why
-    return f"Megatron, {type(layer).__name__}", "it is no MoELayer, or an own kind of one"
+    return f"Megatron, {type(layer).__name__}", "it is not a MoELayer, or a custom subclass of it"
 
 
 class _Replacement:
@@ -402,7 +402,7 @@ def _one_tensor_each(w13: list[Tensor], w2: list[Tensor], main_grad: bool) -> tu
             apart = _distance(found)
             if not fits or apart is None or (apart < 0) != reverse:
                 raise UnsupportedError(
-                    "experts and their main_grads do not lie one behind the other in one order, so this backend cannot "
+                    "experts and their main_grads do not lie in memory in one regular order, so this backend cannot "
                     "add gradients to main_grad; pass main_grad=False to use_uniep (Megatron's hook then adds "
                     "param.grad, rounded to its dtype), or backend='nccl'"
                 )

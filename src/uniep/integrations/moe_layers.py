@@ -68,7 +68,7 @@ def _holds_experts(name: str, module: nn.Module, around: nn.Module) -> bool:
     first = {shape[0] for shape in shapes if len(shape) > 2 and shape[0] > 1}
     if first & near or (named and first):
         return True
-    # Stacked in two dimensions, (E * F, D)
+    # Experts stacked in two dimensions, (E * F, D)
     return named and any(len(s) == 2 and s[0] > number and s[0] % number == 0 for s in shapes for number in near)
 
 

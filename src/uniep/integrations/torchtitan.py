@@ -201,7 +201,7 @@ def _refused(experts: type, dispatcher: type) -> str:
     """Why uniep cannot compute what these experts compute; empty if it can."""
     if dispatcher not in (LocalTokenDispatcher, AllToAllTokenDispatcher):
         return (
-            f"token_dispatcher is a {dispatcher.__name__}, whose own settings uniep would ignore; use comm_backend "
+            f"token_dispatcher is a {dispatcher.__name__}, and uniep would ignore its settings; use comm_backend "
             "'standard'"
         )
     for name in ("forward", "_grouped_mm"):  # activations, biases, adapters, quantized GEMMs

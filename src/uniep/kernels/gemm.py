@@ -23,7 +23,7 @@ from uniep.kernels.transfer import push_tokens
 
 @triton.jit
 def tile_coordinates(step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(m, n) of the step-th tile: columns of GROUP_M row tiles, so weights stay in L2.  Valid past the last step too."""
+    """(m, n) of the step-th tile: columns of GROUP_M row tiles, so weights stay in L2.  Valid past the last step."""
     per_group = GROUP_M * NUM_N
     first = step // per_group * GROUP_M
     height = tl.maximum(tl.minimum(num_m - first, GROUP_M), 1)

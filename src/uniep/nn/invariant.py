@@ -232,5 +232,7 @@ _add.register_autograd(lambda ctx, dy: (dy, dy))
 def add(a: Tensor, b: Tensor) -> Tensor:
     """cast(a + b) of two tensors of one shape and dtype: one rounding, even where a compiler would keep fp32."""
     if a.shape != b.shape or a.dtype != b.dtype:
-        raise ConfigError(f"a is {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype}; they must be alike")
+        raise ConfigError(
+            f"a is {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype}; they must have the same shape and dtype"
+        )
     return _add(a, b)

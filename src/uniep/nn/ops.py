@@ -235,7 +235,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False)
 
 
 def _of_layer(layer: Tensor | None) -> tuple[None, ...]:
-    """Append its gradient if it was an input: the dispatcher omits a last argument that has its default value."""
+    """The gradient of `layer` if it was an input: the dispatcher omits a last argument that has its default value."""
     return () if layer is None else (None,)
 
 

@@ -148,7 +148,7 @@ def _gather(mine: Tensor, group: str, timeout_s: float) -> tuple[Tensor, int]:
     except RuntimeError as error:
         raise PeerTimeoutError(
             f"rank {rank} of {len(every)} waits in a router's exchange, where a peer is missing after {timeout_s:g} s "
-            f"or has gone ({str(error).splitlines()[0]}); every rank has to call the layer equally often"
+            f"or has gone ({str(error).splitlines()[0]}); every rank has to call the layer the same number of times"
         ) from error
     return every, rank
 

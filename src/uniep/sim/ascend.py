@@ -1,7 +1,7 @@
-"""HyperParallel-MoE's table on Ascend A3: predicted from a machine that was fitted to the serialized columns alone.
+"""HyperParallel-MoE's table on Ascend A3: predicted from a machine that was fitted to the serialized columns only.
 
-Fitted (`fit`): per EP size one all-to-all bandwidth and one time of the backward off the matrix units.  Then frozen.
-Predicted: the fused columns, controls, and what each parameter does.
+Fitted (`fit`): per EP size one all-to-all bandwidth and one time of the backward outside the matrix units.  Then both
+are frozen.  Predicted: the fused columns, controls, and the effect of each parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VARIED = (
     "backward_residual_us",
 )  # fmt: skip
 LAYER_SHARES = (0.22, 0.36)
-"""Parts of a step that Dispatch-to-Combine takes, from and to."""
+"""Share of a step that Dispatch-to-Combine takes: lowest and highest."""
 
 
 class Times(NamedTuple):
@@ -47,7 +47,7 @@ def times(machine: Machine, ep: int, fused: str = "taskflow", tokens: int = 4096
 
 
 class Check(NamedTuple):
-    """A number, what it must be, and whether it is."""
+    """A number, the range it must lie in, and whether it does."""
 
     what: str
     value: float
@@ -85,7 +85,7 @@ def _of(column: Mapping[str, float], ep: int) -> dict[str, float]:
 
 
 def controls(machine: Machine, found: Mapping[int, Times]) -> Iterator[Check]:
-    """What must matter, and how much."""
+    """Changes that must have an effect, and how large it must be."""
     for ep, of in found.items():
         gain = of.gain
         lost = 1 - times(machine, ep, "taskflow-one-event").gain / gain
@@ -121,7 +121,7 @@ def _both(found: Mapping[int, Times]) -> tuple[dict[int, float], dict[int, float
 
 
 def residual_on_matrix(machine: Machine, ep: int) -> float:
-    """ms of the fused backward if what no operator accounts for were work of the matrix units."""
+    """ms of the fused backward if the time that no operator accounts for were work of the matrix units."""
     problem = Problem(SHAPE, ep, 4096, "balanced", "bwd")
     program: Program = STRATEGIES["taskflow"].program(problem, machine)
     operators = Operators(
@@ -131,7 +131,7 @@ def residual_on_matrix(machine: Machine, ep: int) -> float:
 
 
 class Moved(NamedTuple):
-    """A parameter moved: the gain per EP size, and the fused ms of both directions.  None: cannot be fitted."""
+    """The effect of changing one parameter: gain per EP size, fused ms of both directions.  None: cannot be fitted."""
 
     key: str
     factor: float
@@ -141,7 +141,7 @@ class Moved(NamedTuple):
 
 
 def sensitivity(machine: Machine, done: Callable[[], None] = lambda: None) -> Iterator[Moved]:
-    """Every parameter 10 % down and up, the others as they are, and with those that are fitted fitted again."""
+    """Every parameter 10 % down and up: with the others unchanged, and with the fitted ones fitted again."""
     for key in VARIED:
         for factor in (0.9, 1.1):
             moved = machine.replaced(
@@ -161,12 +161,12 @@ def sensitivity(machine: Machine, done: Callable[[], None] = lambda: None) -> It
 
 
 def end_to_end(gain: float, share: float) -> float:
-    """The gain of a step of which the layer takes `share`."""
+    """The gain of a whole step, if the layer takes `share` of it."""
     return 1 / (1 - share * (1 - 1 / gain))
 
 
 def natural_gain(machine: Machine, ep: int) -> float:
-    """Of both directions, with natural routing: every rank simulated."""
+    """The gain over both directions with natural routing: every rank is simulated."""
     total = {"serialized": 0, "taskflow": 0}
     for direction in DIRECTIONS:
         problem = Problem(SHAPE, ep, 4096, "natural", direction)

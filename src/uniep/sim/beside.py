@@ -1,4 +1,4 @@
-"""A recorded layer, predicted: the same routing, schedule and tasks, as records of the same kind."""
+"""Prediction for a recorded layer: the same routing, schedule and tasks, as records of the same kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from uniep.taskflow.trace import Span, window
 from uniep.way import Way
 
 PREDICTED = ", predicted"
-"""Behind the name of a phase."""
+"""Suffix of a phase's name."""
 
 
 def predicted(
@@ -29,8 +29,8 @@ def predicted(
 ) -> list[Span]:
     """Records of a forward and a backward that begin when the last of `after` has ended.
 
-    ids: of all ranks.  machine: None, processes of a CPU, whose threads run the static scheduler's queues; else GPUs
-    that run the way's lists in one kernel for each direction.
+    ids: of all ranks.  machine: None: CPU processes whose threads run the static scheduler's queues; else GPUs that run
+    the way's lists in one kernel per direction.
     """
     plans = [build_plan(ids, rank, cfg) for rank in range(len(ids))]
     of_rank = sites(plans, [len(part) for part in ids], cfg, way)

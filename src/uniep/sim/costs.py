@@ -1,9 +1,9 @@
-"""From work to time: how long each task takes alone, and what it asks of what workers share.
+"""From work to time: how long each task takes alone, and how much it uses of shared resources.
 
-A task alone takes the longest of its operations, its bytes of memory and its bytes to peers, at a worker's own speeds.
-While it runs it asks for its bytes evenly: of the memory of its die, of the cache (operands of products), of the links
-or the network out of its die and into its peer's.  Where all tasks together ask for more than there is, each gets the
-same part of what it asks for.
+A task alone takes the longest of three times at a worker's own speeds: for its operations, for its bytes of memory and
+for its bytes to peers.  While it runs it requests its bytes at a constant rate: from the memory of its die, from the
+cache (operands of products), and from the links or the network out of its die and into its peer's.  If all tasks
+together request more than a resource has, each gets the same share of its request.
 
 Shape suffixes: N tasks, F flows (a task and a shared resource), V events.
 """
@@ -24,23 +24,24 @@ from uniep.taskflow.operators import Operators
 from uniep.taskflow.site import Site
 
 RESOURCES = ("memory", "cache", "link out", "link in", "network out", "network in")
-"""What the tasks of a rank share; resource number rank * 6 + its place here."""
+"""The resources that a rank's tasks share; resource number = rank * 6 + index in this list."""
 
 
 _GOLDEN = 0.6180339887
 GATHERING = ("gate_up", "down_grad", "gate_up_wgrad", "down_wgrad")
-"""Products of uniep whose rows are tokens where they lie."""
+"""uniep's products that read their rows directly from the tokens."""
 
 STORED = {"gate_up": 2.0, "down_grad": 1.0}
-"""What a tile stores beyond one result, in results: gate and up, kept for the backward; fp32 instead of 16 bits."""
+"""Extra stores of a tile, in units of one result: gate and up, kept for the backward; fp32 instead of 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Costs:
-    """alone_N: int64 ns.  compute_N: ns of its operations alone.  flow_start_N1, flow_resource_F, flow_demand_F: bytes
+    """alone_N: int64 ns of each task alone.  compute_N: ns of its operations only.  flow_start_N1, flow_resource_F,
+    flow_demand_F: bytes
     per ns while a task runs.  capacity: bytes per ns of each resource.  delay_V: ns until a complete event is seen.
-    poll_N: ns until a worker that waits sees that its task may start.  near_N, far_N: bytes to peers of the node and of
-    others."""
+    poll_N: ns until a worker that waits sees that its task may start.  near_N, far_N: bytes to peers of the same
+    node and of others."""
 
     alone_N: Tensor
     compute_N: Tensor
@@ -59,7 +60,7 @@ class Costs:
 
     @classmethod
     def without_contention(cls, graph: TaskGraph, alone_N: Tensor) -> Costs:
-        """Tasks that share nothing."""
+        """Costs of tasks without shared resources."""
         none = torch.zeros(0)
         zero = torch.zeros(graph.num_tasks + 1, dtype=torch.int64)
         no_delay = torch.zeros(graph.num_events, dtype=torch.int64)
@@ -90,7 +91,7 @@ def costs(
     engines: Sequence[str] = (),
 ) -> Costs:
     """sites: of all ranks of the graph.  launches: us before each kernel begins.  dynamic: workers decide at run time
-    which task is next.  framework: products are a framework's.  engines: operators that copy engines run."""
+    which task is next.  framework: products are those of a framework.  engines: operators that copy engines run."""
     ep, size = sites[0].ep_size, sites[0].cfg.dtype.itemsize
     per_node = machine.per_node(ep)
     classes, work = graph.classes, graph.work_N3.double()
@@ -128,7 +129,7 @@ def costs(
     asked: list[tuple[int, Tensor, Tensor]] = [
         (0, here, work[:, 1]), (1, here, operands_N), (2, here, near_N), (4, here, far_N),
     ]  # fmt: skip
-    if graph.ep_size > 1:  # in a folded graph what comes in is what goes out
+    if graph.ep_size > 1:  # in a folded graph incoming equals outgoing traffic
         asked += [(3, there, near_N), (5, there, far_N)]
     flows = [(n, resource[n] + kind, moved[n] / alone_N[n]) for kind, resource, moved in asked
              for n in (torch.nonzero(moved > 0).flatten(),)]  # fmt: skip
@@ -140,7 +141,7 @@ def costs(
     task_F, resource_F, demand_F = task_F[kept_F], resource_F[kept_F], demand_F[kept_F]
     order = torch.argsort(task_F, stable=True)
     flow_start = running_start(torch.bincount(task_F, minlength=graph.num_tasks))
-    # --- until somebody sees it ---
+    # --- until a waiting worker sees it ---
     latency = machine.network_latency_us if ep > per_node else machine.link_latency_us
     delay_V = _delays(graph, {KERNEL: launches}, latency)
     poll = torch.tensor([machine.matrix_poll_us, machine.vector_poll_us])[classes] / 2
@@ -155,7 +156,7 @@ def costs(
 
 
 def _at_the_power_limit(graph: TaskGraph, product_N: Tensor, machine: Machine) -> Tensor:
-    """(N,): how much longer products of each task's rank take on average: a card has `boost_ms` of them at full rate.
+    """(N,): factor by which products on each task's rank take longer on average: a card runs `boost_ms` at full rate.
     A backward follows its forward, which has half as many."""
     whole_R = torch.zeros(graph.ep_size, dtype=torch.float64).index_add_(0, graph.rank_N, product_N)
     whole_R = (whole_R / machine.matrix_workers).clamp(min=1)
@@ -186,7 +187,7 @@ def _delays(graph: TaskGraph, by_number: Mapping[str, Sequence[float]], latency_
 def _can_be_short(
     graph: TaskGraph, task_F: Tensor, resource_F: Tensor, demand_F: Tensor, capacity: Tensor, machine: Machine
 ) -> Tensor:
-    """(F,): whether a resource can ever be asked for more than there is: not if all workers that ask could have it."""
+    """(F,): whether requests can ever exceed the resource: not if it is enough for all workers that use it together."""
     workers = torch.tensor([machine.matrix_workers, machine.vector_workers or machine.matrix_workers]).double()
     most = torch.zeros(len(capacity), len(WORKERS), dtype=torch.float64)
     key_F = resource_F * len(WORKERS) + graph.classes[task_F]
@@ -224,7 +225,7 @@ def _to_peers(
         rows, near_rows = both[last] - both[first], near[last] - near[first]
         per_row = total_N[scattered] / rows.clamp(min=1)
         near_N[scattered], far_N[scattered] = per_row * near_rows, per_row * (rows - near_rows)
-        # Of the ranks that a tile's rows return to, one takes all of it: another one for each column of tiles.
+        # A tile's rows return to several ranks; here one of them takes all, a different one for each column of tiles.
         width = graph.block_N5[scattered, 4] - graph.block_N5[scattered, 3]
         turn = graph.block_N5[scattered, 3] / width * _GOLDEN % 1
         chosen = both[first] + (rows * turn).long()

@@ -1,12 +1,12 @@
 """Discrete events: queues of tasks run on workers that share memory, links and network.
 
-Time is whole nanoseconds.  A worker takes the next task of its queue, waits until it may start, runs it, and takes the
-next.  Shared resources: every running task asks for an even share over its time alone; while all together ask for more
-than there is, all progress at the same part of their speed, capacity over demand.  So a resource needs one clock of
-its own, which is slower than time while it is short, and a task ends when the clocks of all that it uses have advanced
-by its time alone.  A task keeps asking until it ends.
+Time is in whole nanoseconds.  A worker takes the next task of its queue, waits until it may start, runs it, and takes
+the next.  Shared resources: every running task requests its bytes evenly over the time that it takes alone.  While the
+requests together exceed the capacity, all tasks run at the same fraction of their speed, capacity / demand.  So each
+resource has one clock, which runs slower than time while demand exceeds capacity.  A task ends when the clocks of all
+resources that it uses have advanced by its time alone.  It keeps requesting until it ends.
 
-The same input gives the same bytes: no randomness, ties by the place in the graph.
+The same input gives the same bytes: no randomness, ties by the position in the graph.
 
 **Source**: processor sharing by virtual time (Kleinrock 1967; Zhang's virtual clock); event-driven tasks and queues,
 HyperParallel-MoE (arXiv 2605.23764).
@@ -32,8 +32,8 @@ from uniep.taskflow.graph import TaskGraph
 
 
 class Queue(NamedTuple):
-    """Tasks that `workers` workers of a rank take in order.  name: of the class, or of a single worker.  then: the
-    number of the queue that its workers join when it is empty."""
+    """Tasks that `workers` workers of a rank take in order.  name: of the class, or of a single worker.  then: number
+    of the queue that the workers join when this one is empty."""
 
     rank: int
     name: str
@@ -44,7 +44,7 @@ class Queue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
-    """claimed_N, start_N, finish_N: int64 ns.  queue_N, worker_N: who ran each task."""
+    """claimed_N, start_N, finish_N: int64 ns.  queue_N, worker_N: which worker ran each task."""
 
     queues: Sequence[Queue]
     claimed_N: Tensor
@@ -59,7 +59,7 @@ class Timeline:
 
 
 def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
-    """Raises ConfigError, as `check` does, for queues that do not come to their end."""
+    """Raises ConfigError, as `check` does, for queues that never finish."""
     num, events = graph.num_tasks, graph.num_events
     kinds = num + events + len(costs.capacity)  # a code in the heap: a task, an event, a resource
     flow = Flow(graph)
@@ -69,7 +69,7 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
     )
     flows = bool(resource_of)
     shared = _Shared(costs, kinds)
-    due = [0.0] * len(resource_of)  # where a flow's clock is when it is over
+    due = [0.0] * len(resource_of)  # value of a flow's clock at its end
     todo = [list(reversed(queue.tasks)) for queue in queues]
     idle = [list(range(queue.workers)) for queue in queues]
     first = _first_numbers(queues)
@@ -101,7 +101,7 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
     def opens(event: int, now: int) -> None:
         for group in flow.complete(event):
             for other in group:
-                if claimed[other] >= 0:  # somebody has taken it and waits
+                if claimed[other] >= 0:  # a worker has taken it and waits
                     if poll[other]:
                         push(heap, (now + poll[other]) * kinds + other)
                     else:
@@ -123,7 +123,7 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
             push(free, worker[index])
             claims(number, now)
             return
-        following = tasks.pop()  # the usual case: nobody else of this queue is free
+        following = tasks.pop()  # the usual case: no other worker of this queue is free
         worker[following], claimed[following], taken_from[following] = worker[index], now, number
         if may_start(following):
             starts(following, now)
@@ -156,7 +156,7 @@ def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage collection: it would look at millions of lists, and nothing here refers to itself (a fifth faster)."""
+    """No garbage collection: it would scan millions of lists, and there are no cycles here (a fifth faster)."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -167,7 +167,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _first_numbers(queues: Sequence[Queue]) -> list[int]:
-    """Of each queue, what is added to its workers' numbers in the queue that they join."""
+    """Per queue, the offset added to its workers' numbers in the queue that they join."""
     taken, first = [queue.workers for queue in queues], []
     for queue in queues:
         first.append(0 if queue.then is None else taken[queue.then])
@@ -188,7 +188,7 @@ class _Shared:
         self.late: list[list[tuple[float, int]]] = [[] for _ in range(count)]  # (due, task) past their time alone
 
     def joins(self, resource: int, demand: float, now: int, heap: list[int]) -> float:
-        """More (or less) is asked for from now on; the clock."""
+        """Change the demand from now on; returns the clock."""
         clock = self._read(resource, now)
         asked = self.demand[resource] = self.demand[resource] + demand
         capacity = self.capacity[resource]
@@ -214,7 +214,7 @@ class _Shared:
             heapq.heappush(heap, at * self.kinds + self.first + resource)
 
     def is_over(self, task: int, begin: list[int], of: list[int], due: list[float], now: int, heap: list[int]) -> bool:
-        """Whether all clocks of a task have come as far as they must; else it ends when the first of the others has."""
+        """Whether all clocks of a task have reached their values; else it ends when the first of the others has."""
         for f in range(begin[task], begin[task + 1]):
             resource = of[f]
             if due[f] - self._read(resource, now) > 1e-6 * (1.0 + self.pace[resource]):
@@ -226,7 +226,7 @@ class _Shared:
     def ended(
         self, resource: int, begin: list[int], of: list[int], due: list[float], now: int, heap: list[int]
     ) -> list[int]:
-        """The late tasks of a resource that are over now."""
+        """The late tasks of a resource that end now."""
         if self.predicted[resource] != now:
             return []  # its pace has changed since
         self.predicted[resource] = -1

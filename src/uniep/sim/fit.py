@@ -1,8 +1,8 @@
 """Fit a machine's collectives to measured layers that ran operator by operator.
 
 Two numbers per EP size: the all-to-all bandwidth, from the forward, and the time of the backward that no operator
-accounts for, from the backward.  This module reads the serialized columns alone, and simulates the serialized
-strategy alone; what it returns is frozen before anything else is predicted.
+accounts for, from the backward.  This module reads only the serialized columns, and simulates only the serialized
+strategy.  Its result is frozen before anything else is predicted.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def fit(machine: Machine, measured: Mapping[str, float] | None = None) -> Machin
 def _solved(
     machine: Machine, key: str, wanted: float, ep: int, direction: Direction, tokens: int, *, inverse: bool
 ) -> Machine:
-    """The value of `key` at which the serialized layer takes `wanted` ms, by secants in the value, or in its inverse:
-    the time is a straight line of either."""
+    """The value of `key` at which the serialized layer takes `wanted` ms, by secants in the value or in its inverse:
+    the time is linear in one of them."""
 
     def at(value: float) -> tuple[Machine, float]:
         made = machine.replaced({key: value})
@@ -69,7 +69,7 @@ def _solved(
     x0, x1 = (1 / 150, 1 / 100) if inverse else (0.0, 1000.0)
     (made, off0), (_, off1) = at(value_of(x0)), at(value_of(x1))
     if not inverse and off0 > 0:
-        return made  # the operators alone take longer: nothing is left over
+        return made  # the operators alone take longer: no time is left over
     for _ in range(_TRIES):
         if off1 == off0:
             break

@@ -1,4 +1,4 @@
-"""Kernels: operators that start together, behind all of the kernel before them, as a stream of launches does."""
+"""Kernels: operators that start together, after the whole previous kernel, as launches on a stream do."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from uniep.taskflow.operators import Access, Operator, Operators, Pairs
 from uniep.taskflow.site import Site
 
 KERNEL = "kernel"
-"""Stage of the events that kernels wait for: number k lets kernel k begin, which it does a launch later."""
+"""Stage of the events that kernels wait for: event k lets kernel k begin, one launch later."""
 
 
 def in_kernels(operators: Operators, kernels: Sequence[Sequence[str]]) -> Operators:
-    """Names of `kernels` that are no operators are left out.  Raises ConfigError for an operator in no kernel."""
+    """Names in `kernels` that are not operators are ignored.  Raises ConfigError for an operator in no kernel."""
     of = {name: k for k, names in enumerate(kernels) for name in names}
     if absent := [op.name for op in operators if op.name not in of]:
         raise ConfigError(f"operators {', '.join(absent)} are in no kernel; kernels: {kernels}")
@@ -38,7 +38,7 @@ def _begins(members: list[list[Operator]], k: int) -> Access:
 
 
 def _ends(members: list[list[Operator]], k: int) -> Access:
-    """Of the next kernel that has tiles."""
+    """The event of the next kernel that has tiles."""
     later = range(k + 1, len(members))
     return Access(KERNEL, _all_tiles(lambda site: next((j for j in later if _busy(members[j], site)), None)))
 

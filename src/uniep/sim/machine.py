@@ -1,8 +1,8 @@
-"""Machines: what a die, its links and its host's launches can do, as flat numbers from a TOML file.
+"""Machines: speeds of a die, its links and its host's launches, as plain numbers from a TOML file.
 
-`Machine` is the one place where work becomes time: `speeds` for the static scheduler and analytic models, `costs` (in
-`costs`) for the simulator.  Every key is a number with a unit and a range; a file that leaves one out, or has another,
-is refused by name.
+Only `Machine` turns work into time: `speeds` for the static scheduler and analytic models, `costs` (in `costs`) for the
+simulator.  Every key is a number with a unit and a range.  A file with a missing or unknown key is refused, naming the
+key.
 
 A key that depends on the size of the group may be given per EP size, `all_to_all_gbps_ep8` next to `all_to_all_gbps`.
 """
@@ -24,7 +24,8 @@ from uniep.taskflow.scheduler import Speeds
 
 
 class Key(NamedTuple):
-    """unit; least and most; whole: an integer; default: for keys that may be absent; per_ep: may be given per EP."""
+    """unit; lowest and highest value; whole: an integer; default: for optional keys; per_ep: may be given per EP
+    size."""
 
     unit: str
     low: float
@@ -38,36 +39,36 @@ class Key(NamedTuple):
 KEYS = {
     "matrix_workers": Key("workers", 1, 4096, "matrix units of a die that take tasks: cubes, or multiprocessors", True),
     "vector_workers": Key("workers", 0, 4096, "vector units of a die; 0: matrix workers run vector tasks, too", True),
-    "matrix_tflops": Key("TFLOP/s", 0.001, 1e5, "of grouped GEMMs, achieved, all matrix workers of a die together"),
-    "boost_ms": Key("ms", 0, 1e6, "of products at that rate, until the card is at its power limit"),
-    "sustained_share": Key("", 0.1, 1, "of that rate that is left from then on"),
-    "tile_us": Key("us", 0, 1000, "of a matrix task beside its operations: filling its pipeline, storing its tile"),
+    "matrix_tflops": Key("TFLOP/s", 0.001, 1e5, "achieved in grouped GEMMs by all matrix workers of a die together"),
+    "boost_ms": Key("ms", 0, 1e6, "time of products at that rate until the card reaches its power limit"),
+    "sustained_share": Key("", 0.1, 1, "share of that rate at the power limit"),
+    "tile_us": Key("us", 0, 1000, "overhead of a matrix task: filling its pipeline, storing its tile"),
     "framework_tile_us": Key("us", 0, 1000, "as tile_us, in the products of frameworks"),
-    "gather_us": Key("us", 0, 1000, "more, for a tile that gathers rows where they lie"),
-    "store_gbps": Key("GB/s", 0.01, 1e5, "of a worker, for what a tile stores beyond one result in the layer's type"),
+    "gather_us": Key("us", 0, 1000, "extra time of a tile that gathers its rows"),
+    "store_gbps": Key("GB/s", 0.01, 1e5, "store rate rate of a worker's stores beyond one result in the layer's dtype"),
     "hbm_gbps": Key("GB/s", 0.1, 1e6, "memory of a die, peak"),
-    "hbm_efficiency": Key("", 0.01, 1, "what passes over memory achieve of it"),
+    "hbm_efficiency": Key("", 0.01, 1, "share of hbm_gbps that passes over memory achieve"),
     "l2_gbps": Key("GB/s", 0.1, 1e6, "last-level cache of a die, reads of all workers together"),
-    "worker_gbps": Key("GB/s", 0.01, 1e5, "what one worker moves at most through memory"),
+    "worker_gbps": Key("GB/s", 0.01, 1e5, "most that one worker moves through memory"),
     "link_gbps": Key("GB/s", 0.01, 1e5, "links of a die to others of its node, one way"),
-    "link_efficiency": Key("", 0.01, 1, "what one-sided stores of tasks achieve of links"),
+    "link_efficiency": Key("", 0.01, 1, "share of link_gbps that one-sided stores achieve"),
     "link_latency_us": Key("us", 0, 1e4, "until a peer of the node sees a store"),
-    "worker_link_gbps": Key("GB/s", 0.01, 1e5, "what one worker stores to peers at most"),
+    "worker_link_gbps": Key("GB/s", 0.01, 1e5, "most that one worker stores to peers"),
     "ranks_per_node": Key("ranks", 1, 65536, "dies that links connect", True),
     "network_gbps": Key("GB/s", 0.01, 1e5, "network of a die to other nodes, one way"),
-    "network_efficiency": Key("", 0.01, 1, "what transfers achieve of the network"),
+    "network_efficiency": Key("", 0.01, 1, "share of network_gbps that transfers achieve"),
     "network_latency_us": Key("us", 0, 1e4, "until a rank of another node sees a store"),
     "all_to_all_gbps": Key("GB/s", 0.01, 1e5, "bytes of a rank to others of its node in a collective", per_ep=True),
-    "plan_us": Key("us", 0, 1e5, "of the forward before anything is sent: who needs what", per_ep=True),
-    "matrix_launch_us": Key("us", 0, 1e5, "between a kernel and a GEMM's behind it"),
-    "vector_launch_us": Key("us", 0, 1e5, "between a kernel and an elementwise one behind it"),
-    "collective_launch_us": Key("us", 0, 1e5, "between a kernel and a collective behind it"),
+    "plan_us": Key("us", 0, 1e5, "time in the forward before anything is sent: planning who needs what", per_ep=True),
+    "matrix_launch_us": Key("us", 0, 1e5, "gap between a kernel and the GEMM after it"),
+    "vector_launch_us": Key("us", 0, 1e5, "gap between a kernel and the elementwise kernel after it"),
+    "collective_launch_us": Key("us", 0, 1e5, "gap between a kernel and the collective after it"),
     "task_us": Key("us", 0, 1000, "taking a task from a queue made beforehand"),
     "dynamic_task_us": Key("us", 0, 1000, "deciding at run time which task is next"),
-    "matrix_poll_us": Key("us", 0, 1e5, "between two looks of a waiting matrix worker; it loses half of it"),
-    "vector_poll_us": Key("us", 0, 1e5, "as matrix_poll_us, of a vector worker"),
+    "matrix_poll_us": Key("us", 0, 1e5, "polling interval of a waiting matrix worker; on average it loses half of it"),
+    "vector_poll_us": Key("us", 0, 1e5, "as matrix_poll_us, for a vector worker"),
     "backward_residual_us": Key(
-        "us", 0, 1e6, "of the backward, on all vector workers, that no operator accounts for", default=0, per_ep=True
+        "us", 0, 1e6, "backward time, on all vector workers, that no operator accounts for", default=0, per_ep=True
     ),
 }  # fmt: skip
 _PER_EP = re.compile(r"(\w+)_ep(\d+)")
@@ -75,7 +76,7 @@ _PER_EP = re.compile(r"(\w+)_ep(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """name: of the file.  values: every key of KEYS, and those per EP size."""
+    """name: of the file.  values: every key of KEYS, and keys per EP size."""
 
     name: str
     values: Mapping[str, float]
@@ -86,32 +87,33 @@ class Machine:
         raise AttributeError(f"a machine has no {key!r}; its keys: {', '.join(KEYS)}")
 
     def of(self, key: str, ep_size: int) -> float:
-        """A key that may be given per EP size."""
+        """The value of a key that may be given per EP size."""
         return self.values.get(f"{key}_ep{ep_size}", self.values[key])
 
     def replaced(self, changes: Mapping[str, object]) -> Machine:
-        """With other values, checked like those of a file.  A key replaces those of it per EP size, too."""
+        """A copy with other values, checked like those of a file.  A key also replaces its values per EP size."""
         kept = {key: value for key, value in self.values.items() if _base(key) not in changes or key in changes}
         return checked(self.name, {**kept, **changes})
 
     def per_node(self, ep_size: int) -> int:
-        """Ranks of a group that share a node, as many in each: all of a group that fits in one."""
+        """Ranks of a group per node, the same number on each; the whole group if it fits on one node."""
         most = int(self.ranks_per_node)
         return ep_size if ep_size <= most else math.gcd(ep_size, most)
 
     @property
     def separate_vector(self) -> bool:
-        """Whether vector workers are units of their own, which then also send all rows."""
+        """Whether vector workers are separate units, which then also send all rows."""
         return self.vector_workers > 0
 
     @property
     def hbm(self) -> float:
-        """Bytes per ns that passes over memory get."""
+        """Bytes per ns that passes over memory achieve."""
         return self.hbm_gbps * self.hbm_efficiency
 
     @property
     def speeds(self) -> Speeds:
-        """Of one worker, for the static scheduler: its own speed, or its share where all of its class are at work."""
+        """Speeds of one worker, for the static scheduler: its own speed, or its share when all of its class are
+        busy."""
         return Speeds(
             flops=self.matrix_tflops * 1e3 / self.matrix_workers,
             memory=min(self.worker_gbps, self.hbm / (self.vector_workers or self.matrix_workers)),
@@ -133,7 +135,7 @@ def checked(name: str, values: Mapping[str, object]) -> Machine:
         base = _base(key)
         if base not in KEYS:
             near = difflib.get_close_matches(base, KEYS, 1)
-            bad.append(f"{key} is no key" + (f"; did you mean {near[0]}?" if near else ""))
+            bad.append(f"{key} is not a key" + (f"; did you mean {near[0]}?" if near else ""))
             continue
         known, kind = KEYS[base], int if KEYS[base].whole else (int, float)
         wanted = f"{'a whole number' if known.whole else 'a number'} of {known.low:g} to {known.high:g} {known.unit}"
@@ -159,9 +161,9 @@ def machines() -> list[str]:
 
 
 def load_machine(name: str, changes: Mapping[str, object] | None = None) -> Machine:
-    """A machine of the package by name, or one's own by the path of its file; changes: values to replace.
+    """A machine of the package by name, or your own by the path of its file; changes: values to replace.
 
-    Raises ConfigError for a file that is not there, is no TOML or has bad keys.
+    Raises ConfigError for a file that does not exist, is not TOML or has bad keys.
     """
     path = Path(name)
     if name in machines():

@@ -24,7 +24,7 @@ from uniep.taskflow.site import Site, blocks, steps
 from uniep.way import Way
 
 PIECE = 128
-"""Rows of a tile of passes over memory, and of a put ([R] tasks/: 128-row puts)."""
+"""Rows per tile of a pass over memory, and per put ([R] tasks/: 128-row puts)."""
 
 
 # --- splits ---
@@ -35,7 +35,7 @@ def _expert_rows(site: Site) -> Tensor:
 
 
 def _own_rows(site: Site) -> Tensor:
-    """The rows of this rank's tokens, a row per slot, in pieces."""
+    """The rows of this rank's tokens, one row per slot, split into pieces."""
     first, last = steps(site.tokens * site.cfg.top_k, PIECE)
     zero = torch.zeros_like(first)
     return blocks(zero, first, last, zero, torch.full_like(first, site.cfg.hidden))
@@ -48,7 +48,7 @@ def _own_tokens(site: Site) -> Tensor:
 
 
 def _covered(split: Callable[[Site], Tensor]) -> Callable[[Site], tuple[Block, ...]]:
-    """The rectangles that tiles cover which lie one behind the other."""
+    """The rectangles covered by consecutive tiles."""
 
     def covers(site: Site) -> tuple[Block, ...]:
         tiles = split(site)
@@ -67,7 +67,7 @@ def _rows_to(site: Site) -> Tensor:
 
 
 def _peers_in_turn(site: Site) -> Tensor:
-    """From the next rank on; this one last."""
+    """Ranks in order, starting with the next one; this rank last."""
     return (site.rank + 1 + torch.arange(site.ep_size)) % site.ep_size
 
 
@@ -84,7 +84,7 @@ def _one_each(count: Callable[[Site], Tensor]) -> Callable[[Site], Tensor]:
 
 
 def _rows_came(site: Site) -> Tensor:
-    """(R,): rows here that are of each rank."""
+    """(R,): rows on this rank that belong to each rank's tokens."""
     local = len(site.start_e1) - 1
     return site.plan.counts_RE[:, site.rank * local : (site.rank + 1) * local].sum(1)
 
@@ -133,14 +133,14 @@ def _put_to(one_event: bool) -> Callable[[Site, Tensor], Pairs]:
 def _for_expert(one_event: bool) -> Callable[[Site, Tensor], Pairs]:
     def pairs(site: Site, tiles: Tensor) -> Pairs:
         group = torch.unique(tiles[:, 0])
-        group = group[site.start_e1.diff()[group] > 0]  # others have tiles of zeros, which wait for nothing
+        group = group[site.start_e1.diff()[group] > 0]  # other experts have tiles of zeros, which wait for nothing
         return Pairs(tiles[:, 0], group, torch.full_like(group, site.rank), group * (not one_event))
 
     return pairs
 
 
 def _from_all(counts: Callable[[Site], Tensor]) -> Callable[[Site, Tensor], Pairs]:
-    """What all ranks send whose count is not 0."""
+    """Arrival from all ranks whose count is not 0."""
 
     def pairs(site: Site, tiles: Tensor) -> Pairs:
         source = torch.nonzero(counts(site) > 0).flatten()
@@ -180,7 +180,7 @@ def _token_bytes(site: Site) -> float:
 
 
 def _rank_tokens(site: Site) -> float:
-    """Bytes of the tokens that have rows here, each once."""
+    """Bytes of the tokens that have rows on this rank, each once."""
     here = int((site.plan.recv_count_R).sum()) + site.tokens * site.cfg.wanted(site.ep_size)
     return here * site.cfg.hidden * site.cfg.dtype.itemsize
 
@@ -191,7 +191,7 @@ def _sum_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
 
 
 def _ranks_sum(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
-    """Of each token a row per rank that has it, read; the token written."""
+    """For each token, one row per rank that has it is read, and the token is written."""
     rows = int(site.plan.send_count_R.sum()) / max(site.tokens, 1) + 2
     bytes_n = (tiles[:, 2] - tiles[:, 1]) * rows * site.cfg.hidden * site.cfg.dtype.itemsize
     return 0, bytes_n.round().long(), 0
@@ -205,13 +205,13 @@ def pass_over(
 
 
 def collective(name: str, rows: Callable[[Site], Tensor], stage: str) -> Operator:
-    """A collective: one tile per peer, of `rows(site)[peer]` rows; all that it sends is seen at its end."""
+    """A collective: one tile per peer, of `rows(site)[peer]` rows; peers see what it sends when it ends."""
     split = _one_each(rows)
     return Operator(name, "vector", split, _covered(split), writes=(Access(stage, to_peer),), work=_send, where="first")
 
 
 COLLECTIVES = ("dispatch", "forward", "gather", "return")
-"""Operators at the speed of collectives instead of that of one-sided stores."""
+"""Operators that run at the speed of collectives, not of one-sided stores."""
 
 _ARRIVED = (Access("arrived", _from_all(_rows_came)),)
 _RETURNED = (Access("returned", _from_all(_rows_sent)),)
@@ -219,7 +219,7 @@ RESIDUAL = "residual"
 
 
 def _bare(op: Operator, **changes: object) -> Operator:
-    """Without accesses: kernels order it."""
+    """The operator without accesses: kernels give its order."""
     return dataclasses.replace(op, **{"reads": (), "writes": (), **changes})  # type: ignore[arg-type]
 
 
@@ -244,7 +244,7 @@ def _products(problem: Problem, way: Way, activation_passes: tuple[int, int]) ->
 
 
 def _unsent(op: Operator) -> Operator:
-    """The GEMM whose rows would return from its epilogue, with rows that stay here."""
+    """The GEMM whose epilogue would return rows, but with rows that stay on this rank."""
     whole = op.work
 
     def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
@@ -273,17 +273,17 @@ def serialized(problem: Problem, way: Way) -> Operators:
 
 
 FRAMEWORK_PASSES = (3, 5)
-"""Of the activation (gate and up read, its result written) and of its gradient (gate, up and that of its result read,
-those of gate and up written), each of F columns."""
+"""Passes over memory of the activation (gate and up read, its result written) and of its gradient (gate, up and the
+gradient of its result read, those of gate and up written), each of F columns."""
 
 
 def residual_of(split: Callable[[Site], Tensor], reads: tuple[Access, ...] = ()) -> Operator:
-    """What no operator accounts for; its time comes from the machine."""
+    """The time that no operator accounts for; its length comes from the machine."""
     return Operator(RESIDUAL, "vector", split, _covered(split), reads=reads, where="expert")
 
 
 def deepep(problem: Problem, way: Way) -> Operators:
-    """Each token once to each rank, rows expanded there, and added there before they return: DeepEP's normal mode."""
+    """Each token goes once to each rank; rows are expanded and later added there: DeepEP's normal mode."""
     middle = _products(problem, way, FRAMEWORK_PASSES)
     returned = (Access("returned", _from_all(_tokens_sent)),)
     return Operators(
@@ -300,10 +300,12 @@ def deepep(problem: Problem, way: Way) -> Operators:
 
 
 def hierarchical(problem: Problem, way: Way, per_node: int) -> Operators:
-    """Each token once to each node, to the rank of the same place there, which forwards it to the ranks that want it;
-    back, rows are added per rank, then per node, and cross the network once per node: DeepEP's mode between nodes.
+    """Each token goes once to each node, to the rank with the same index there, which forwards it to the ranks that
+    need
+    it.  On the way back, rows are added per rank, then per node, and cross the network once per node: DeepEP's mode
+    between nodes.
 
-    What a rank forwards are others' tokens; it is counted from its own, of which as many are forwarded elsewhere.
+    A rank forwards other ranks' tokens.  Their number is taken from its own tokens, since by symmetry it is the same.
     """
 
     def near(site: Site) -> Tensor:
@@ -311,7 +313,7 @@ def hierarchical(problem: Problem, way: Way, per_node: int) -> Operators:
         return torch.arange(site.ep_size) // per_node == site.rank // per_node
 
     def across(site: Site) -> Tensor:
-        """(R,): tokens for the ranks of this node, and for other nodes, at the rank of the same place."""
+        """(R,): tokens for the ranks of this node and, at the rank with the same index, for each other node."""
         count_R, is_near = site.plan.send_count_R.long(), near(site)
         out = torch.where(is_near, count_R, 0)
         for node in range(site.ep_size // per_node):
@@ -336,7 +338,7 @@ def hierarchical(problem: Problem, way: Way, per_node: int) -> Operators:
         return site.plan.counts_RE.view(site.ep_size, site.ep_size, -1).sum(2).view(site.ep_size, -1, per_node)
 
     def across_came(site: Site) -> Tensor:
-        """(R,): not 0 for ranks of which `across` sends something here."""
+        """(R,): not 0 for ranks from which `across` sends something here."""
         home, place = divmod(site.rank, per_node)
         same_place = torch.arange(site.ep_size) % per_node == place
         return torch.where(near(site), site.plan.recv_count_R, same_place * rows_between(site)[:, home].sum(1))
@@ -371,10 +373,10 @@ def hierarchical(problem: Problem, way: Way, per_node: int) -> Operators:
 
 
 def taskflow(problem: Problem, way: Way, *, separate: bool, one_event: bool = False) -> Operators:
-    """HyperParallel-MoE's: rows put in the order in which experts consume them, an event per expert.
+    """HyperParallel-MoE's operators: rows are put in the order in which experts consume them, one event per expert.
 
-    separate: vector workers are units of their own, which run activations and return rows; else these are epilogues.
-    one_event: for the whole dispatch.
+    separate: vector workers are separate units that run activations and return rows; else these are epilogues.
+    one_event: one event for the whole dispatch.
     """
     arrived = (Access("arrived", _for_expert(one_event)),)
     put = Operator(
@@ -396,7 +398,7 @@ def taskflow(problem: Problem, way: Way, *, separate: bool, one_event: bool = Fa
         elif op.name in ("activation", "activation_gradient"):
             op = dataclasses.replace(op, work=_moved(FRAMEWORK_PASSES[not forward]))
         elif op.name == "down_wgrad":
-            op = dataclasses.replace(op, reads=arrived)  # of the activation that the forward kept
+            op = dataclasses.replace(op, reads=arrived)  # reads the activation that the forward kept
         elif op.name in ("down", "gate_up_grad") and separate:
             product, op = _sent_apart(op)
             operators.append(product)
@@ -408,7 +410,7 @@ def taskflow(problem: Problem, way: Way, *, separate: bool, one_event: bool = Fa
 
 
 def _sent_apart(product: Operator) -> tuple[Operator, Operator]:
-    """The product whose rows return from its epilogue, as one that leaves them and one that sends them."""
+    """The product whose epilogue returns rows, split in two: a product that keeps them, and a pass that sends them."""
     rows = rows_of(lambda way: way.down.rows)
     send = Operator(
         "put_back", "vector", _expert_rows, _covered_rows, reads=(Access(product.name, rows),), writes=product.writes,
@@ -418,7 +420,7 @@ def _sent_apart(product: Operator) -> tuple[Operator, Operator]:
 
 
 def rows_sent_apart(operators: Operators) -> Operators:
-    """No epilogue stores rows at their ranks: a pass of its own does."""
+    """Epilogues do not store rows at their ranks: a separate pass does."""
     made: list[Operator] = []
     for op in operators:
         returning = op.name in ("down", "gate_up_grad") and any(access.pairs is returns for access in op.writes)
@@ -431,7 +433,7 @@ def _covered_rows(site: Site) -> tuple[Block, ...]:
 
 
 def sent_whole(operators: Operators) -> Operators:
-    """Where copy engines send every token to every peer."""
+    """The operators when copy engines send every token to every peer."""
 
     def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
         count_R = site.plan.send_count_R.double().clamp(min=1)

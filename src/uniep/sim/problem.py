@@ -1,8 +1,8 @@
-"""What is simulated: a shape, ranks, tokens, routing and direction, and from them the sites of the compiler.
+"""The simulated problem: shape, ranks, tokens, routing and direction, and the compiler's sites made from them.
 
-Balanced routing is symmetric: every rank sees the same as every other, with ranks counted from itself.  So one rank
-stands for all (`folded`): what it sends to the rank p steps on, the rank p steps back sends to it at the same time.
-Ranks are pairs (node, place in the node), and steps are taken in both.  Skewed routing needs all ranks.
+Balanced routing is symmetric: with ranks counted from itself, every rank sees the same.  So one rank stands for all
+(`folded`): while it sends to the rank p steps ahead, the rank p steps behind sends the same to it.  Ranks are pairs
+(node, index in the node), and steps are taken in both.  Skewed routing needs all ranks.
 
 Shape suffixes: as in `taskflow.site`; P pairs (group, event).
 """
@@ -28,17 +28,17 @@ from uniep.workloads import workload
 
 Direction = Literal["fwd", "bwd"]
 ROUTINGS = ("balanced", "natural", "zipf", "uniform")
-"""balanced: every expert equally often, from every rank.  natural: expert popularity is log-normal (an estimate of what
-load-balanced routers do: the busiest of 64 experts gets about twice the mean).  zipf: the n-th most popular expert in
-proportion to 1/n, in that order of experts which benchmarks measure.  uniform: every token any experts (what benchmarks
-call balanced)."""
+"""balanced: every expert is chosen equally often, by every rank.  natural: expert popularity is log-normal (an estimate
+of what load-balanced routers do: the busiest of 64 experts gets about twice the mean).  zipf: the n-th most popular
+expert in proportion to 1/n, in that order of experts which benchmarks measure.  uniform: every token
+chooses random experts (what benchmarks call balanced)."""
 
 NATURAL_SIGMA = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call of one layer.  tokens: of each rank.  scope: None, that of the shape."""
+    """One call of one layer.  tokens: per rank.  scope: None: that of the shape."""
 
     shape: Shape
     ep: int
@@ -74,7 +74,7 @@ class Problem:
         return self.routing == "balanced"
 
     def ids(self, rank: int, node: int | None = None) -> Tensor:
-        """(T, K) of one rank.  node: ranks of a node, in which balanced routing is symmetric, too; None: all."""
+        """ids (T, K) of one rank.  node: ranks per node; balanced routing is symmetric there too; None: all."""
         experts, top_k = self.cfg.num_experts, self.cfg.top_k
         if self.routing == "balanced":
             base_TK, own = _balanced(self.tokens, experts, top_k, self.seed), self.cfg.experts_per_rank(self.ep)
@@ -93,7 +93,7 @@ class Problem:
         return (log_E - torch.log(-torch.log(uniform_TE))).topk(top_k, dim=1).indices
 
     def sites(self, way: Way, node: int | None = None) -> list[Site]:
-        """Of all ranks, or of the one that stands for all."""
+        """Sites of all ranks, or of the one that stands for all."""
         cfg, ids = self.cfg, [self.ids(rank, node) for rank in range(self.ep)]
         return [self.site(rank, ids, cfg, way) for rank in range(1 if self.symmetric else self.ep)]
 
@@ -106,9 +106,9 @@ class Problem:
 
 @functools.lru_cache(maxsize=4)
 def _balanced(tokens: int, experts: int, top_k: int, seed: int) -> Tensor:
-    """(T, K): every expert equally often, to within one; else any K distinct experts.
+    """(T, K): every expert equally often, to within one; otherwise random sets of K distinct experts.
 
-    An even assignment, in which pairs of tokens exchange one expert each, over and over, where both stay distinct.
+    Starts from an even assignment.  Then random pairs of tokens repeatedly swap one expert, if both stay distinct.
     """
     ids_TK = workload("balanced", tokens=tokens, num_experts=experts, top_k=top_k, seed=seed, shards=1).ids_TK
     generator = torch.Generator().manual_seed(seed)
@@ -125,11 +125,11 @@ def _balanced(tokens: int, experts: int, top_k: int, seed: int) -> Tensor:
 
 
 _EXCHANGES = 4
-"""Per slot and token; with as many, tokens want as many ranks as with uniform routing."""
+"""Swaps per slot and token; with this many, tokens need as many ranks as with uniform routing."""
 
 
 def folded(operators: Operators, node: int) -> Operators:
-    """The operators of rank 0 that stand for those of all: what they write to peers, peers write to them.
+    """The operators of rank 0 that stand for those of all ranks: what it writes to peers, peers write to it.
 
     node: ranks of a node.
     """
@@ -153,7 +153,8 @@ def _folded(access: Access, node: int):  # type: ignore[no-untyped-def]
 
 
 def opposite(rank: Tensor, ep_size: int, node: int) -> Tensor:
-    """The rank from which rank 0 is as far as `rank` is from 0, in nodes and in places of a node."""
+    """The rank whose distance to rank 0 equals the distance from rank 0 to `rank`, in nodes and in indices of a
+    node."""
     return (-(rank // node)) % (ep_size // node) * node + (-(rank % node)) % node
 
 
@@ -164,4 +165,4 @@ def to_peer(site: Site, tiles: Tensor) -> Pairs:
 
 
 FROM_SOURCE = (sent, to_peer)
-"""Accesses whose numbers tell the source rank."""
+"""Accesses whose event numbers contain the source rank."""

@@ -1,4 +1,4 @@
-"""What a simulation says: makespan, how busy workers and links were, communication that nothing hides, phases."""
+"""Results of a simulation: makespan, how busy workers and links were, exposed communication, phases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def row_of(problem: Problem, machine: Machine, strategy: Strategy, made: Simulat
 
 
 def busy(made: Simulated, machine: Machine) -> dict[str, float]:
-    """Parts of the makespan: matrix workers' computing, vector workers' tasks, the links' (or network's) capacity."""
+    """Shares of the makespan: matrix workers' computing, vector workers' tasks, used capacity of links (or network)."""
     graph, timeline, is_matrix = made.graph, made.timeline, _is_matrix(made)
     whole = max(made.makespan_ns, 1) * graph.ep_size
     ran_N = (timeline.finish_N - timeline.start_N).double()
@@ -52,7 +52,7 @@ def busy(made: Simulated, machine: Machine) -> dict[str, float]:
 
 
 def exposed_us(made: Simulated, machine: Machine) -> float:
-    """Time in which tasks of a rank send, less what its matrix workers compute meanwhile; mean over ranks."""
+    """Time in which tasks of a rank send, minus the time that its matrix workers compute meanwhile; mean over ranks."""
     graph, timeline, is_matrix = made.graph, made.timeline, _is_matrix(made)
     took_N = (timeline.finish_N - timeline.start_N).double()
     total = 0.0
@@ -76,7 +76,7 @@ def _is_matrix(made: Simulated) -> Tensor:
 
 
 def _union(start_n: Tensor, finish_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Of these intervals together: times at which they begin or end, and how much of them lies before each."""
+    """The union of these intervals: times at which it begins or ends, and its length before each time."""
     start_n, order = torch.sort(start_n)
     until_n = torch.cummax(finish_n[order], 0).values
     begins = torch.cat([torch.ones(1, dtype=torch.bool), start_n[1:] > until_n[:-1]])
@@ -88,7 +88,7 @@ def _union(start_n: Tensor, finish_n: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _until(time_n: Tensor, edge: Tensor, before: Tensor) -> Tensor:
-    """How much of the intervals lies before each of these times."""
+    """Length of the intervals before each of these times."""
     at = torch.searchsorted(edge, time_n, right=True) - 1
     passed = torch.where(at % 2 == 0, time_n - edge[at.clamp(min=0)], 0)
     return torch.where(at < 0, 0, before[at.clamp(min=0)] + passed).double()
@@ -110,7 +110,7 @@ def phases(made: Simulated) -> dict[str, float]:
 
 
 def spans(made: Simulated, phase: str) -> list[Span]:
-    """As records of the trace format."""
+    """The tasks as records of the trace format."""
     graph, timeline = made.graph, made.timeline
     tasks = graph.tasks
     remote, for_peers = graph.remote.tolist(), graph.waits_for_peers.tolist()

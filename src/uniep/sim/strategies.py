@@ -1,6 +1,6 @@
-"""Named strategies: what a call is made of, how tasks are grouped into kernels, and who takes which task.
+"""Named strategies: the operators of a call, how tasks are grouped into kernels, and which worker takes which task.
 
-One entry each.  A strategy is a function of a problem and a machine; `Program` is all that the simulator needs.
+One entry each.  A strategy is a function of a problem and a machine; it returns a `Program`, all the simulator needs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from uniep.way import Way, resolve
 
 
 class Lane(NamedTuple):
-    """Operators that `workers` workers run.  extra: they are none of the die's, as copy engines are; others join the
-    rest afterwards."""
+    """Operators that `workers` workers run.  extra: these workers are not part of the die's, as copy engines; others
+    join the rest afterwards."""
 
     operators: tuple[str, ...]
     workers: int
@@ -42,9 +42,9 @@ class Lane(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """operators: of the call.  way: tiles and orders.  kernels: names of operators that start together; None: one
-    kernel, whose tasks wait for events alone.  static: queues per worker, made beforehand; else workers of a class
-    claim from one list.  dynamic: what is next is decided at run time.  framework: products are a framework's.  lanes:
-    operators with workers of their own, where workers run both kinds of tasks."""
+    kernel, whose tasks wait only for events.  static: one queue per worker, made beforehand; else workers of a class
+    claim from one list.  dynamic: the next task is chosen at run time.  framework: products are those of a framework.
+    lanes: operators with separate workers, if workers run both kinds of tasks."""
 
     operators: Operators
     way: Way
@@ -66,7 +66,7 @@ _TILES = {"gate_up": Tile(rows=128, columns=256), "down": Tile(rows=128, columns
 
 
 def _way(problem: Problem, machine: Machine, **fields: object) -> Way:
-    """Tiles split as GPUs do, where workers run both kinds of tasks."""
+    """A way with GPU tiles, if workers run both kinds of tasks."""
     workers = {"matrix_workers": int(machine.matrix_workers), "vector_workers": max(int(machine.vector_workers), 1)}
     schedule = Schedule(**{**_TILES, **workers, "tile_order": "natural", **fields})  # type: ignore[arg-type]
     if machine.separate_vector:
@@ -113,7 +113,7 @@ COPY_ENGINES = 4
 
 
 def _uniep_serial(problem: Problem, machine: Machine) -> Program:
-    """The layer's own operators; a pass sends rows back, so that nothing travels under a product."""
+    """The layer's own operators; a separate pass returns rows, so that no transfer overlaps a product."""
     operators, way = _uniep_operators(problem, machine, tile_order="natural")
     operators = made.rows_sent_apart(operators)
     return Program(operators=operators, way=way, kernels=[[op.name] for op in operators])
@@ -217,7 +217,7 @@ def simulate(problem: Problem, machine: Machine, program: Program) -> Simulated:
 
 
 def execute(program: Program, operators: Operators, sites: Sequence[Site], machine: Machine) -> Simulated:
-    """operators: the program's, or those of them that stand for all ranks.  sites: of the ranks of the graph."""
+    """operators: the program's, folded if one rank stands for all.  sites: of the ranks of the graph."""
     launches = []
     if program.kernels is not None:
         launches = [max(_launch_us(operators, name, machine) for name in names) for names in program.kernels]
@@ -259,7 +259,7 @@ def queues_of(graph: TaskGraph, program: Program, machine: Machine, alone_N: Ten
         busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(program.lanes)]
         busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
         left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
-        # A lane that follows another's products is joined by those who made them.
+        # When their queue is empty, the workers of the first products join the lane of the next ones.
         then = next((len(queues) + n + 1 for n, (lane, _) in enumerate(busy) if "down" in lane.operators), None)
         rest = len(queues)
         queues.append(Queue(rank, "worker", left, tasks[lane_n == 0].tolist(), then))

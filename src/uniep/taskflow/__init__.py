@@ -1,5 +1,5 @@
 """The layer as tile tasks with events.
 
-site, operators, layer: what is split how.  lower: the compiler.  graph: its result.  order, scheduler: who runs what
-when.  check: whether that may run.  trace: what happened.
+site, operators, layer: how work is split.  lower: the compiler.  graph: its result.  order, scheduler: which worker
+runs what, and when.  check: whether the result can run.  trace: what happened.
 """

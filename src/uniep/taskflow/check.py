@@ -1,4 +1,4 @@
-"""What must hold before a taskflow may run: every element written once, every read covered, nothing that blocks."""
+"""Checks before a taskflow runs: every element is written once, every read is ordered, nothing blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _SHOWN = 8
 def check(graph: TaskGraph, queues: Sequence[Sequence[int]] | None = None) -> None:
     """Raises ConfigError that lists the tiles or the blocked tasks concerned.
 
-    Checked: each output is covered exactly once; each event is signalled as often as it counts, by all who write it;
-    whatever a task reads, its writers come before it along events; workers that take the tasks of their `queues` in
-    order reach the end (None: one worker per class and rank, in the order of the graph.  More workers of a class that
-    claim from its order can only run ahead of that, so one is the hardest case).
+    Checked: each output is covered exactly once.  Each event is signalled as often as it counts, by all its writers.
+    All writers of what a task reads come before it along events.  Workers that take the tasks of their `queues` in
+    order
+    reach the end.  None: one worker per class and rank, in the order of the graph; more workers that claim from the
+        same
+    order can only be further ahead, so one is the hardest case.
     """
     _check_outputs(graph)
     _check_counts(graph)
@@ -40,7 +42,7 @@ def check(graph: TaskGraph, queues: Sequence[Sequence[int]] | None = None) -> No
 
 
 def blocked(graph: TaskGraph, queues: Sequence[Sequence[int]]) -> list[int]:
-    """Take the tasks of every queue in order without doing anything: the tasks at which queues stay, if any."""
+    """Take the tasks of every queue in order without running them.  Returns the tasks at which queues block, if any."""
     flow = Flow(graph)
     queue_of, place = [0] * graph.num_tasks, [0] * len(queues)
     for number, queue in enumerate(queues):
@@ -77,7 +79,7 @@ class Flow:
         return not self._waiting_for[self._wait_group[index]]
 
     def finish(self, index: int) -> list[list[int]]:
-        """The tasks that may start from now on, by group."""
+        """The tasks that may start now, by group."""
         return [group for event in self.completes(index) for group in self.complete(event)]
 
     def completes(self, index: int) -> Sequence[int]:
@@ -175,8 +177,8 @@ def _check_counts(graph: TaskGraph) -> None:
 
 
 def _check_reads(graph: TaskGraph) -> None:
-    """The writers of all that a task reads come before it: they are all who signal an event that it waits for, or
-    come before somebody who does."""
+    """Check that the writers of everything a task reads come before it.  Either they are all the signallers of an event
+    that it waits for, or they come before one of those."""
     awaited_V = graph.waits.count(graph.num_events) > 0
     for task, event in _without(graph.writes.among(awaited_V), graph.signals, graph):
         raise ConfigError(
@@ -213,7 +215,7 @@ def _without(needed: Relation, given: Relation, graph: TaskGraph) -> list[tuple[
 
 
 def _before(graph: TaskGraph, events: Tensor) -> Tensor:
-    """(N,): the tasks that are over once all these events are complete."""
+    """(N,): the tasks that have ended once all these events are complete."""
     over_N = torch.zeros(graph.num_tasks, dtype=torch.bool)
     seen_V = torch.zeros(graph.num_events, dtype=torch.bool)
     signallers = graph.signals.events.inverse(graph.num_events)

@@ -1,10 +1,10 @@
 """The taskflow: tile tasks, the events between them, and the worker class that runs each.
 
 A task is one tile of one operator.  It waits for events, runs, and signals events.  An event is complete when it has
-been signalled as often as it counts; tasks wait for complete events only.  Bodies never wait: waits and signals belong
+been signalled `count` times; tasks wait until their events are complete.  Bodies never wait: waits and signals belong
 to the loop that runs them.  An event lives on one rank, and only tasks of that rank wait for it.
 
-A graph is a few arrays, because a call can have a million tasks; `Task` is one of them as an object.
+A graph is a few arrays, because a call can have a million tasks; `Task` is one task as an object.
 
 Shape suffixes: N tasks, V events, G groups, P pairs (group, item).
 """
@@ -27,14 +27,14 @@ Worker = Literal["matrix", "vector"]
 WORKERS: tuple[Worker, ...] = ("matrix", "vector")
 
 GATE = "gate"
-"""Name of the tasks that keep stages apart under overlap="serial"; they have no body."""
+"""Name of the tasks that separate stages under overlap="serial"; they have no body."""
 
 SHARED_STAGES = ("arrived", "returned", "weights returned")
 """Stages whose events peers signal; all others stay inside one rank."""
 
 
 class Event(NamedTuple):
-    """Identity of an event: the rank that owns it, the stage that signals it, which one of the stage.
+    """Identity of an event: the rank that owns it, the stage that signals it, its number in the stage.
 
     "arrived": number = source rank * chunks + chunk of the send list.  "returned", "weights returned": number =
     chunk of the owner's tokens.  Local stages: number = row tile, tile, expert, or 0.
@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A rectangle of one output.  group: the expert, the peer, or 0: which output it is part of."""
+    """A rectangle of one output.  group: the output: an expert, a peer, or 0."""
 
     group: int
     row0: int
@@ -63,7 +63,7 @@ Wait = tuple[Event, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """One tile of `op` on `rank`.  waits: events, and how often each is signalled until it is complete."""
+    """One tile of `op` on `rank`.  waits: events, and how many signals complete each."""
 
     op: str
     worker: Worker
@@ -86,7 +86,7 @@ class Lists:
 
     @classmethod
     def of(cls, group_P: Tensor, item_P: Tensor, num_groups: int, num_items: int) -> Lists:
-        """Of pairs in any order, each once; every list ascending."""
+        """Made from pairs in any order; each pair is kept once, every list ascending."""
         span = max(num_items, 1)
         key_P = torch.unique(group_P * span + item_P)
         return cls(running_start(torch.bincount(key_P // span, minlength=num_groups)), key_P % span)
@@ -105,7 +105,7 @@ class Lists:
         return Lists(running_start(count_g), self.item_P[ranges(self.start_G1[group_g], count_g)])
 
     def inverse(self, num_items: int) -> Lists:
-        """Per item, the groups that hold it."""
+        """The inverse: per item, the groups that contain it."""
         return Lists.of(self.item_P, self.groups, num_items, len(self))
 
     def lists(self) -> list[list[int]]:
@@ -123,17 +123,17 @@ class Relation:
 
     @classmethod
     def of(cls, task_P: Tensor, event_P: Tensor, num_tasks: int, num_events: int) -> Relation:
-        """Of (task, event) pairs; every task is its own group."""
+        """Made from (task, event) pairs; every task is its own group."""
         return cls(torch.arange(num_tasks), Lists.of(task_P, event_P, num_tasks, num_events))
 
     @functools.cached_property
     def tasks(self) -> Lists:
-        """Per group, its tasks."""
+        """The tasks of each group."""
         count_G = torch.bincount(self.group_N, minlength=len(self.events))
         return Lists(running_start(count_G), torch.argsort(self.group_N, stable=True))
 
     def reordered(self, order_N: Tensor) -> Relation:
-        """For tasks in another order: the new task i is the old order_N[i]."""
+        """With tasks in another order: the new task i is the old order_N[i]."""
         return Relation(self.group_N[order_N], self.events)
 
     def of_tasks(self, task_n: Tensor) -> Lists:
@@ -182,9 +182,9 @@ class TaskGraph:
 
     ops, workers: of op_N, names and classes of workers.  block_N5: see `Block`.  work_N3: floating point operations,
     bytes of memory, bytes to peers.  stages, event_V3: identity of each event (rank, index into stages, number).
-    count_V: signals that complete it.  waits, signals: what workers do.  reads, writes: what for: a task needs all
-    writes of each event it reads, and every writer of an event is counted in it.  `check` proves that waits and
-    signals bring that about.  outputs: what each (op, rank) must cover exactly once, one rectangle per group.
+    count_V: signals that complete it.  waits, signals: what workers do.  reads, writes: the reason: a task needs all
+    writes of each event it reads, and an event counts all its writers.  `check` proves that waits and signals ensure
+    this.  outputs: what each (op, rank) must cover exactly once, one rectangle per group.
     """
 
     ep_size: int
@@ -289,7 +289,7 @@ class TaskGraph:
 
     @functools.cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """All tasks as objects: for graphs of which a person or a test looks at every one."""
+        """All tasks as objects: only for graphs that are small enough to inspect task by task."""
         return tuple(self.some(torch.arange(self.num_tasks)))
 
     def queue(self, rank: int, worker: Worker) -> tuple[Task, ...]:
@@ -307,7 +307,7 @@ class TaskGraph:
 def from_tasks(
     ep_size: int, tasks: Sequence[Task], outputs: dict[tuple[str, int], tuple[Block, ...]] | None = None
 ) -> TaskGraph:
-    """A graph of hand-made tasks; what they read and write is what they wait for and signal.
+    """A graph of hand-made tasks; they read the events that they wait for, and write those that they signal.
 
     Raises ConfigError where two waits for one event count differently.
     """

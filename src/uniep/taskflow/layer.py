@@ -38,7 +38,7 @@ def _rows2(way: Way) -> int:
 
 
 def _send_chunks(site: Site) -> Tensor:
-    """Send lists in chunks, the next rank's first, so that no peer is everybody's first target."""
+    """Send lists in chunks, starting with the next rank's, so that ranks do not all send to the same peer first."""
     tiles = []
     counts = site.plan.send_count_R.tolist()
     for step in range(1, site.ep_size):
@@ -67,7 +67,7 @@ def _down_wgrad_tiles(site: Site) -> Tensor:
 
 
 def _gate_up_wgrad_tiles(site: Site) -> Tensor:
-    """A GPU makes dW13 transposed, gate and up apart, and zeros for experts without rows."""
+    """A GPU computes dW13 transposed, gate and up separately, and writes zeros for experts without rows."""
     cfg, way = site.cfg, site.way
     if not way.device_tiles:
         return site.weight_tiles(2 * cfg.ffn, cfg.hidden, way.gate_up)
@@ -87,14 +87,14 @@ def _area(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gemm(depth: Callable[[Site], int], products: int = 1, returns: bool = False) -> Work:
-    """A tile of `products` products of this depth; returns: its rows go to the ranks of their tokens.  Rows are read
-    once for all columns, weights once for all rows of an expert: caches see to that."""
+    """Work of a tile of `products` products of this depth; returns: its rows go to the ranks of their tokens.  Rows
+    count as read once for all columns, and weights once for all rows of an expert, because of caches."""
 
     def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
         rows, columns = _area(tiles)
         k, size = depth(site), site.cfg.dtype.itemsize
         tiles_e = torch.bincount(tiles[:, 0])
-        wide = torch.bincount(tiles[:, 1])[tiles[:, 1]]  # tiles of the same rows
+        wide = torch.bincount(tiles[:, 1])[tiles[:, 1]]  # tiles with the same rows
         high = tiles_e[tiles[:, 0]] // wide
         moved = rows * k // wide + products * columns * k // high + products * rows * columns
         return 2 * products * rows * columns * k, moved * size, site.away(tiles) * columns * size if returns else 0
@@ -109,7 +109,7 @@ def _wgrad_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
 
 
 def _passes(count: int, size: int | None = None, sends: bool = False) -> Work:
-    """Elementwise: every element read or written `count` times, of `size` bytes (None: of the layer's dtype)."""
+    """Elementwise work: every element is read or written `count` times, with `size` bytes (None: the layer's dtype)."""
 
     def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
         rows, columns = _area(tiles)
@@ -120,7 +120,7 @@ def _passes(count: int, size: int | None = None, sends: bool = False) -> Work:
 
 
 def _slots_read(size: Callable[[Site], int]) -> Work:
-    """Sums of slots, each of `size` bytes."""
+    """Work of sums of slots, each slot of `size` bytes."""
 
     def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
         return 0, (tiles[:, 2] - tiles[:, 1]) * (site.cfg.top_k + 1) * size(site), 0
@@ -147,7 +147,7 @@ KEEP = Operator(
 
 
 def _sum(name: str, stage: str, size: Callable[[Site], int]) -> Operator:
-    """One task per chunk of a rank's own tokens, once all that returns to it is there.  size: bytes of a slot."""
+    """One task per chunk of a rank's own tokens, once all its rows have returned.  size: bytes of a slot."""
     reads = (Access(stage, returned),)
     return Operator(name, "vector", _own_chunks, Site.own, reads=reads, work=_slots_read(size), where="last")
 
@@ -157,7 +157,7 @@ COLLECT = _sum("collect", "weights returned", lambda s: 4)
 
 
 def _part_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
-    """Each row of a part read, its sum written where it goes."""
+    """Work of group sums: each row of a part is read, and its sum is written to its destination."""
     assert site.parts is not None
     before_P1 = running_start((site.parts.row_PK >= 0).sum(1))
     sums = tiles[:, 2] - tiles[:, 1]
@@ -167,7 +167,7 @@ def _part_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
 
 
 def _returning(name: str, depth: Callable[[Site], int], read: Access, grouped: bool) -> list[Operator]:
-    """The GEMM whose rows return to their tokens: from its epilogue, or, with combine groups, added by part."""
+    """The GEMM whose rows return to their tokens: from its epilogue or, with combine groups, after they are added."""
     writes = Access(name, rows_of(_rows2)) if grouped else Access("returned", returns)
     gemm = Operator(
         name, "matrix", lambda s: s.row_tiles(s.way.down, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
@@ -188,7 +188,7 @@ def _returning(name: str, depth: Callable[[Site], int], read: Access, grouped: b
 def forward_operators(way: Way, *, keep: bool) -> Operators:
     """Dispatch, two GEMMs around the activation, combine; keep: also copy received tokens out, for backward.
 
-    The activation is the end of a tile of the first GEMM ("fused"), or a tile of its own for a vector worker.
+    The activation is the end of a tile of the first GEMM ("fused"), or a separate tile for a vector worker.
     """
     separate = way.separate
     operators = [
@@ -218,7 +218,7 @@ def dispatch_operators() -> Operators:
 
 
 def backward_operators(way: Way) -> Operators:
-    """Dispatch of dO, both data gradients around that of the activation, d(weight), weight gradients, sums."""
+    """Dispatch of dO, two data gradients around the activation's gradient, d(weight), weight gradients, sums."""
     separate = way.separate_gradient
     made = "activation_gradient" if separate else "down_grad"
     down_grad = Operator(

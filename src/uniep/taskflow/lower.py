@@ -1,4 +1,4 @@
-"""Compile operators to tile tasks: the same tasks on every executor, in the order of a Way.
+"""Compile operators to tile tasks: the same tasks on every executor, in the order given by a Way.
 
 Forward, per rank: push (each token once per peer) -> gate_up + activation tiles over gathered rows -> down tiles whose
 epilogue writes rows into the return slots of the token's rank -> combine.  Backward mirrors it: push of dO ->
@@ -55,14 +55,14 @@ def lower_backward(
     w13: bool = True,
     w2: bool = True,
 ) -> TaskGraph:
-    """The flags say which gradients are needed; tasks of others do not exist."""
+    """The flags say which gradients are needed; the others have no tasks."""
     operators = backward_operators(way)
     operators = operators.without(unneeded(x=x, weights=weights, w13=w13, w2=w2))
     return compile_graph(operators, sites(plans, tokens, cfg, way))
 
 
 def unneeded(*, x: bool = True, weights: bool = True, w13: bool = True, w2: bool = True) -> list[str]:
-    """Operators of the backward that only serve gradients that are not needed."""
+    """Operators of the backward that are used only for gradients that are not needed."""
     serve = {
         "dweight": weights, "collect": weights, "gate_up_grad": x, "group_sum": x, "combine": x, "down_wgrad": w2,
         "gate_up_wgrad": w13,
@@ -71,7 +71,7 @@ def unneeded(*, x: bool = True, weights: bool = True, w13: bool = True, w2: bool
 
 
 def sites(plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, way: Way) -> list[Site]:
-    """Every rank's share of a call.  Raises ConfigError where plans do not return each routed slot exactly once."""
+    """Every rank's share of a call.  Raises ConfigError if plans do not return each routed slot exactly once."""
     slots = cfg.max_tokens_per_rank * cfg.top_k
     back_P = torch.cat([p.row_return_N[p.row_return_N >= 0] for p in plans]).long()
     routed = plans[0].counts_RE.sum(1).long()
@@ -107,7 +107,7 @@ def compile_graph(operators: Operators, of_rank: Sequence[Site]) -> TaskGraph:
 
 
 class _Pairs:
-    """A relation while it is collected: the group of each task, and pairs of a group and the key of an event."""
+    """A relation under construction: the group of each task, and pairs of a group and the key of an event."""
 
     def __init__(self) -> None:
         self.num_groups = 0
@@ -115,7 +115,7 @@ class _Pairs:
         self.firsts: list[int] = []
 
     def add(self, group_n: Tensor, group_P: Tensor, key_P: Tensor) -> None:
-        """The next tasks.  Groups count from 0."""
+        """Add the next tasks.  Their groups count from 0."""
         self.parts.append((group_n, group_P, key_P))
         self.firsts.append(self.num_groups)
         self.num_groups += max((int(t.max()) for t in (group_n, group_P) if t.numel()), default=-1) + 1
@@ -124,7 +124,7 @@ class _Pairs:
         return torch.cat([key_P for _, _, key_P in self.parts])
 
     def relation(self, key_V: Tensor) -> Relation:
-        """To the events of these keys, ascending; other events, and groups without tasks, are left out."""
+        """The relation to the events of these keys, ascending; other events, and groups without tasks, are left out."""
         group_N, group_P = (
             torch.cat([part[i] + first for part, first in zip(self.parts, self.firsts, strict=True)]) for i in (0, 1)
         )
@@ -143,7 +143,7 @@ class _Part(NamedTuple):
 
 
 class _Compiled:
-    """A graph while it is made: tasks in the order in which operators are split, events as one number each."""
+    """A graph under construction: tasks in the order in which operators are split, each event as one number."""
 
     _LIMIT = 1 << 40  # numbers of one stage's events on one rank
 
@@ -205,7 +205,8 @@ class _Compiled:
         self.place.append(place_n3)
 
     def gate_stages(self) -> None:
-        """A gate before every stage waits for the whole stage before it and for all that peers send the stage."""
+        """A gate before every stage waits for the whole previous stage and for everything that peers send to the
+        stage."""
         number = [0] * self.ranks
         gates = []
         for part, (_, _, read_P), (group_n, group_P, key_P) in zip(
@@ -228,7 +229,7 @@ class _Compiled:
             self.reads.add(one, nothing, nothing)
             self.writes.add(one, nothing, nothing)
             block_15 = torch.tensor([[stage, 0, 0, 0, 0]])
-            # The place of a gate is before that of its stage, which begins with the operator.
+            # A gate comes before its stage, which begins with the operator.
             self._add(part.rank, len(self.names) - 1, block_15, one.expand(1, 3), torch.tensor([[part.op, -1, 0]]))
 
     def graph(self) -> TaskGraph:

@@ -1,8 +1,8 @@
 """Operators: what a call consists of, how each splits into tiles, and which events its tiles read and write.
 
 An operator is a split rule and accesses.  The split rule names the tiles of one rank; an access names, for each tile,
-the events that it reads or writes.  `compile_graph` in `lower` derives every dependency from these two, so that an
-operator of yours needs no more than that:
+the events that it reads or writes.  `compile_graph` in `lower` derives every dependency from these two, so your own
+operator needs only these:
 
 - 1:1: `Access(stage, by_tile)` on both sides, an event per tile;
 - N:1: tiles that write one event are counted, and its readers wait for all of them (columns of a row tile, say);
@@ -56,7 +56,7 @@ def by_tile(site: Site, tiles: Tensor) -> Pairs:
 
 
 def rows_of(rows: Callable[[Way], int]) -> Callable[[Site, Tensor], Pairs]:
-    """An event per `rows(way)` rows: those that a tile of any height touches."""
+    """An event per `rows(way)` rows; a tile of any height has the events of the rows it touches."""
 
     def pairs(site: Site, tiles: Tensor) -> Pairs:
         step = rows(site.way)
@@ -89,7 +89,7 @@ def sent(site: Site, tiles: Tensor) -> Pairs:
 
 
 def came(site: Site, tiles: Tensor) -> Pairs:
-    """Arrival of the chunks in which the tokens of the tile's rows come."""
+    """Arrival of the chunks that contain the tokens of the tile's rows."""
     return _here(site, *site.keys(tiles, site.arrival_of_row))
 
 
@@ -153,9 +153,9 @@ class Operator:
     """A kind of tile task.
 
     split: the tiles of a rank, (n, 5) int64 rows of `Block`, in natural order.  covers: what they must cover exactly
-    once.  work: for the cost model.  where: how orders of tiles treat it: "expert", tiles over rows of experts; without
-    `lag` as those rows arrive, with it as they return, `lag` chunks of experts behind the first GEMM; "weights", tiles
-    of a weight gradient; "first" and "last", before and after all of those.
+    once.  work: for the cost model.  where: how orders of tiles treat it: "expert", tiles over rows of experts: without
+    `lag` in the order in which rows arrive; with `lag` in the order in which they return, `lag` chunks of experts after
+    the first GEMM; "weights", tiles of a weight gradient; "first" and "last", before and after all of those.
     body: (bodies of the call, block) on the CPU; None: the method of this name.
     """
 
@@ -177,7 +177,7 @@ class Operator:
 
 class Operators:
     """The operators of one kind of call, each after those whose events it reads.  A small registry: `register` adds
-    one of yours, which then is compiled, checked, scheduled, run and traced like the others."""
+    your own operator, which is then compiled, checked, scheduled, run and traced like the others."""
 
     def __init__(self, operators: Sequence[Operator] = ()) -> None:
         self._by_name: dict[str, Operator] = {}
@@ -185,7 +185,7 @@ class Operators:
             self.register(op)
 
     def register(self, operator: Operator, after: str | None = None) -> None:
-        """At the end, or after operator `after`.  Raises ConfigError for a name that is taken or unknown."""
+        """Add it at the end, or after operator `after`.  Raises ConfigError for a name that is taken or unknown."""
         if operator.name in self._by_name or operator.name == GATE:
             raise ConfigError(f"operator {operator.name!r} exists already; choose another name")
         if after is not None and after not in self._by_name:

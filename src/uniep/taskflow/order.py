@@ -1,7 +1,7 @@
-"""The order of a rank's tasks: closed formulas of the plan, which a device can evaluate as well.
+"""The order of a rank's tasks: closed formulas of the plan, which a device can also evaluate.
 
 A task's place is (major, middle, operator, place inside it, number in the split); docs/taskflow.md has the formulas.
-List scheduling ("critical-path", `scheduler`) decides while it simulates, and uses this order among equals.
+List scheduling ("critical-path", `scheduler`) decides during its simulation, and breaks ties by this order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor) -> 
         else:
             major = 1 + expert // way.chunk_experts + op.lag
     elif way.interleaved:
-        # One stretch of the operators that lag behind the first GEMM: what returns rows, and weight gradients.
+        # One section for the operators that lag behind the first GEMM: those that return rows, and weight gradients.
         stretch = [o.name for o in operators if o.worker == "matrix" and o.lag]
         if op.name in stretch:
             major = torch.full_like(major, names.index(stretch[0]))
@@ -45,7 +45,7 @@ def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor) -> 
 
 
 def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
-    """Local tiles first where the way says so, then by expert, then by the peers whose rows a tile holds.
+    """Local tiles first if the way says so, then by expert, then by the peers whose rows a tile holds.
 
     Rows of an expert are sorted by source rank, and pad rows come last.  An operator without lag follows the arrival
     of rows: rank r - 1 sends to r first, rank r + 1 last.  One with lag returns them, to rank r + 1 first.

@@ -1,12 +1,12 @@
 """The static scheduler: from a graph to a queue per worker, before anything runs.
 
-It simulates the workers of all ranks from event to event.  A free worker takes, of its class on its rank, the next
-task in the graph's order and waits until it may start ("in order", what programs that claim from a cursor do); or, for
-tile_order="critical-path", of the tasks that may start now the one on the longest path to the end.  Paths that differ
-by less than the longest task count as equal, so that among equals the graph's order, and with it the experts' order
-that keeps weights in cache, is kept.
+It simulates the workers of all ranks from event to event.  By default ("in order") a free worker takes the next task of
+its class and rank in the graph's order, and waits until it may start; programs that claim from a cursor do the same.
+For tile_order="critical-path" it takes, among the tasks that may start now, the one on the longest path to the end.
+Paths that differ by less than the longest task count as equal; equal tasks keep the graph's order, and with it the
+order of experts that keeps weights in cache.
 
-All times are integer nanoseconds and all ties are broken by the place in the graph: the same input gives the same
+All times are integer nanoseconds, and ties are broken by the position in the graph: the same input gives the same
 bytes, on every rank.
 
 **Source**: event-driven static scheduling over heterogeneous workers, HyperParallel-MoE (arXiv 2605.23764).
@@ -30,7 +30,7 @@ from uniep.way import Way
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """The cost model: a task takes `task_ns`, and the longest of its parts at these speeds of one worker.
+    """The cost model: a task takes `task_ns` plus the longest of its parts at these speeds of one worker.
 
     flops, memory, peer: operations and bytes per nanosecond.  `uniep.sim.load_machine(name).speeds` has those of GPUs
     and of Ascend dies.
@@ -42,7 +42,7 @@ class Speeds:
     task_ns: int
 
     def parts(self, work_N3: Tensor) -> Tensor:
-        """(N, 3) nanoseconds: of operations, of bytes of memory, of bytes to peers."""
+        """(N, 3) nanoseconds: for operations, for bytes of memory, for bytes to peers."""
         return work_N3.double() / torch.tensor([self.flops, self.memory, self.peer], dtype=torch.float64)
 
     def cost(self, graph: TaskGraph) -> Tensor:
@@ -57,7 +57,7 @@ CPU_CORE = Speeds(flops=60, memory=10, peer=10, task_ns=15_000)
 
 
 class WorkerName(NamedTuple):
-    """One worker: the rank, its class, which one of the class."""
+    """One worker: its rank, its class, its number in the class."""
 
     rank: int
     worker: Worker
@@ -69,7 +69,8 @@ class WorkerName(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assignment:
-    """Who runs what, in which order.  queues: tasks (indices) of each worker; start_N, finish_N: as simulated, ns."""
+    """Which worker runs which tasks, in which order.  queues: task indices per worker; start_N, finish_N: simulated
+    ns."""
 
     queues: dict[WorkerName, list[int]]
     start_N: Tensor
@@ -83,7 +84,7 @@ class Assignment:
         return {name: queue for name, queue in self.queues.items() if name.rank == rank}
 
     def order(self, rank: int, worker: Worker) -> Tensor:
-        """Tasks of a class by the time they start: the list that a device's programs claim from."""
+        """Tasks of a class in order of their start times: the list from which a device's programs claim."""
         tasks = [i for name, queue in self.of_rank(rank).items() if name.worker == worker for i in queue]
         index_n = torch.tensor(sorted(tasks), dtype=torch.int64)
         return index_n[torch.argsort(self.start_N[index_n], stable=True)]
@@ -99,9 +100,9 @@ class Assignment:
 
 
 def assign(graph: TaskGraph, way: Way, cost_N: Tensor | None = None) -> Assignment:
-    """Queues for the workers of `way`.  cost_N: ns of each task; default, of a CPU's core.
+    """Queues for the workers of `way`.  cost_N: ns of each task; default: on a CPU core.
 
-    Raises ConfigError, as `check` does, for a graph that does not come to its end.
+    Raises ConfigError, as `check` does, for a graph that never finishes.
     """
     counts: dict[Worker, int] = {"matrix": way.matrix_workers, "vector": way.vector_workers}
     cost_N = CPU_CORE.cost(graph) if cost_N is None else cost_N
@@ -114,7 +115,7 @@ def assign(graph: TaskGraph, way: Way, cost_N: Tensor | None = None) -> Assignme
 
 
 def priorities(graph: TaskGraph, cost_N: Tensor) -> Tensor:
-    """(N,): the place of each task among all, longest path to the end first, then as in the graph."""
+    """(N,): the position of each task among all: longest path to the end first, then the graph's order."""
     length_N = longest_paths(graph, cost_N)
     coarse_N = length_N // max(int(cost_N.max()), 1) if len(cost_N) else length_N
     place_N = torch.empty_like(length_N)
@@ -124,7 +125,7 @@ def priorities(graph: TaskGraph, cost_N: Tensor) -> Tensor:
 
 def longest_paths(graph: TaskGraph, cost_N: Tensor) -> Tensor:
     """(N,): the longest path from the start of each task to the end of the call, over all ranks.  Level by level:
-    a level holds the tasks whose last wait the level before it fulfils."""
+    a level holds the tasks whose last wait is fulfilled by the level before it."""
     waits, signals = graph.waits, graph.signals
     waiters, num = waits.events.inverse(graph.num_events), graph.num_events
     waiting_G, unfinished_S = waits.events.start_G1.diff(), signals.tasks.start_G1.diff()
@@ -155,7 +156,7 @@ def longest_paths(graph: TaskGraph, cost_N: Tensor) -> Tensor:
 
 
 def _counted_down(left: Tensor, index: Tensor) -> Tensor:
-    """Take one of `left` for each entry of `index`; those that are at 0 now."""
+    """Subtract one from `left` for each entry of `index`; returns the entries that reach 0."""
     left.index_add_(0, index, torch.full_like(index, -1))
     touched = torch.unique(index)
     return touched[left[touched] == 0]
@@ -213,7 +214,7 @@ def _simulate(graph: TaskGraph, counts: Mapping[Worker, int], cost_N: Tensor, pl
                     if not in_order:
                         heapq.heappush(ready[class_of[other]], place[other])
                         touched.add(class_of[other])
-                    elif worker_of[other] >= 0:  # somebody has taken it and waits
+                    elif worker_of[other] >= 0:  # a worker has taken it and waits
                         start[other], finish[other] = now, now + cost[other]
                         heapq.heappush(running, finish[other] * num + other)
     return Assignment(

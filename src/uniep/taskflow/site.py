@@ -1,4 +1,4 @@
-"""One rank's share of a call, as split rules and accesses see it: rows, tiles, and where rows come from and go.
+"""One rank's share of a call, as split rules and accesses see it: rows, tiles, and sources and targets of rows.
 
 Shape suffixes: e local experts, N padded rows of the rank, n tiles, G groups, P pairs.
 """
@@ -23,7 +23,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _kept(method: _F) -> _F:
-    """Results by arguments: forward and backward ask a Site the same.  Tensors are told apart by identity, and kept."""
+    """Caches results by arguments, since forward and backward ask a Site the same.  Tensors are compared by identity
+    and kept alive."""
 
     @functools.wraps(method)
     def get(self: Site, *args: Any) -> Any:
@@ -37,7 +38,7 @@ def _kept(method: _F) -> _F:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
-    """One rank's share of a call: all that split rules and accesses look at.  tokens: T.  returned: chunks of its
+    """One rank's share of a call: everything that split rules and accesses use.  tokens: T.  returned: chunks of its
     tokens to which any rank returns rows.  parts: with combine groups, the sums that return instead of rows."""
 
     rank: int
@@ -70,12 +71,12 @@ class Site:
 
     @functools.cached_property
     def rows_before(self) -> Tensor:
-        """(N+1,): rows that are no padding before each row."""
+        """(N+1,): number of rows before each row, without padding."""
         return running_start((self.source_of_row >= 0).long())
 
     @functools.cached_property
     def arrival_of_row(self) -> Tensor:
-        """(N,): source rank * chunks + chunk in which a row's token comes, -1 for local and pad rows."""
+        """(N,): source rank * chunks + chunk that contains a row's token, -1 for local and pad rows."""
         slot_N = -self.plan.row_source_N.long() - 1
         block_N = slot_N.clamp(min=0) // self.cfg.receive_block
         peer_N = block_N + (block_N >= self.rank)
@@ -148,7 +149,7 @@ class Site:
 
     @_kept
     def part_chunks(self) -> Tensor:
-        """Tiles over the parts of each chunk of a source's tokens; those of peers first, since they travel."""
+        """Tiles over the parts of each chunk of a source's tokens; peers' parts first, since they must be sent."""
         assert self.parts is not None
         key_P = self.parts.source_P * self.chunks + self.parts.token_P // self.way.chunk_tokens
         key_n, count_n = torch.unique_consecutive(key_P, return_counts=True)
@@ -180,7 +181,7 @@ class Site:
 
 
 def steps(extent: int, step: int) -> tuple[Tensor, Tensor]:
-    """First and last + 1 of the spans of `step` that cover 0 .. extent - 1."""
+    """First and last + 1 of each span of `step` that together cover 0 .. extent - 1."""
     first = torch.arange(0, extent, step)
     return first, (first + step).clamp(max=extent)
 

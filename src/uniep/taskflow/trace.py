@@ -1,8 +1,8 @@
-"""Who did what, when: one record per task, whatever executor ran it, and what follows from the records.
+"""Traces: which worker did what, and when, as one record per task on any executor; and statistics of the records.
 
-A record says when a worker took a task from its queue, when all that the task waits for was there, and when it was
-over.  So the time of a worker splits into *busy*; *waiting* for tasks of its own rank; *exposed communication*, waiting
-for what peers send, or for a stage that waits for it; and *idle*: no task left, or none taken yet.
+A record says when a worker took a task from its queue, when the task could start, and when it ended.  So the time of a
+worker splits into *busy*; *waiting* for tasks of its own rank; *exposed communication*, waiting for data from peers, or
+for a stage that waits for such data; and *idle*: no task left, or none taken yet.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PHASES = ("forward", "backward")
 class Span:
     """One task in one call (ns, one clock for all ranks, or one origin).
 
-    worker: its class, and which one of the class: "matrix 0".  remote: reads what peers send.  for_peers: waits for
-    peers, itself or by the gate of its stage.
-    claimed_ns: taken from the queue; start_ns: nothing left to wait for; end_ns: over.
+    worker: its class, and its number in the class: "matrix 0".  remote: reads data from peers.  for_peers: waits for
+    peers, itself or through the gate of its stage.
+    claimed_ns: taken from the queue; start_ns: nothing left to wait for; end_ns: finished.
     """
 
     phase: str
@@ -46,7 +46,7 @@ class Span:
 def device_spans(graph: TaskGraph, list_n: Tensor, record_n5: Tensor, phase: str) -> list[Span]:
     """The records of a device's programs: int64 rows of (task, program, claimed, start, end).
 
-    list_n: the tasks of one class on one rank, in the order in which programs claim them; task: the place in it.
+    list_n: the tasks of one class on one rank, in the order in which programs claim them; task: an index into it.
     Times: nanoseconds from one origin for all ranks.
     Raises InputError for a record of no task, or one that ends before it begins.
     """
@@ -54,7 +54,7 @@ def device_spans(graph: TaskGraph, list_n: Tensor, record_n5: Tensor, phase: str
     for row in rows:
         if not 0 <= row[0] < len(list_n) or not row[2] <= row[3] <= row[4]:
             raise InputError(
-                f"record {row} is no task of this list; it must be (task below {len(list_n)}, program, "
+                f"record {row} is not a task of this list; it must be (task below {len(list_n)}, program, "
                 "claimed <= start <= end)"
             )
     tasks = graph.some(list_n)
@@ -92,7 +92,7 @@ def window(spans: Iterable[Span]) -> tuple[int, int]:
 
 
 def shares(spans: Sequence[Span]) -> list[Shares]:
-    """Per phase and class of workers, of the time from the first claim on any rank to the last end."""
+    """Shares per phase and class of workers, of the time from the first claim on any rank to the last end."""
     out = []
     for phase in phases_of(spans):
         of_phase = [s for s in spans if s.phase == phase]
@@ -120,7 +120,7 @@ def lanes_of(spans: Sequence[Span]) -> list[tuple[int, str]]:
 
 
 def trace_events(spans: Sequence[Span], origin: int | None = None, first: int = 0) -> list[dict[str, Any]]:
-    """In the trace event format that Perfetto and chrome://tracing load: a process per rank, a thread per worker.
+    """Records in the trace event format of Perfetto and chrome://tracing: a process per rank, a thread per worker.
 
     origin: ns of time 0; default, the first claim.  first: process number of rank 0.
     """
@@ -154,14 +154,14 @@ def trace_events(spans: Sequence[Span], origin: int | None = None, first: int = 
 
 
 def write_trace(spans: Sequence[Span], about: Mapping[str, str], path: Path) -> None:
-    """about: what was run, kept beside the events."""
+    """about: a description of the run, stored with the events."""
     other = {**about, "shares": [dataclasses.asdict(s) for s in shares(spans)]}
     document = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms", "otherData": other}
     path.write_text(json.dumps(document, indent=None, separators=(",", ":")))
 
 
 _FIRST_PROCESS = 1 << 30
-"""Above process numbers of systems."""
+"""Process number of rank 0 in a merged trace: above those of the operating system."""
 
 
 def merge_profile(profile: Path, spans: Sequence[Span], path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Constants of the model from measured calls: least squares of log errors, held near where they begin.
+"""Constants of the model from measured calls: least squares of log errors, with a prior at the start values.
 
-Each constant moves by its logarithm, inside its range; the prior keeps one that the measurements say nothing about
-where it was.  Levenberg and Marquardt's steps with differences for derivatives: a card has less than 20 constants.
+The fit changes the logarithm of each constant, inside its range.  The prior keeps a constant at its start value if the
+measurements do not determine it.  Levenberg-Marquardt steps with difference quotients: a card has less than 20
+constants.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from uniep.tuner.model import CONSTANTS, Card, Load, predict, uncalibrated
 from uniep.tuner.space import Points, refusals, replaced
 
 PRIOR = 0.06
-"""What a constant's factor of e weighs, in relative errors of one measured call."""
+"""Weight of the prior: the cost of changing a constant by a factor of e, in relative errors of one measured call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Timed:
 
 
 def stacked(loads: Sequence[Load]) -> Load:
-    """Of several calls, as one of columns."""
+    """The loads of several calls as one Load of columns."""
 
     def column(values: Sequence[float | Tensor]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
@@ -53,7 +54,7 @@ def stacked(loads: Sequence[Load]) -> Load:
 
 
 class Calls:
-    """Measured calls, predicted together."""
+    """Measured calls, whose times are predicted together."""
 
     def __init__(self, timed: Sequence[Timed]) -> None:
         self.load, self.points = stacked([t.load for t in timed]), Points.of([t.schedule for t in timed])
@@ -109,7 +110,7 @@ def fit(card: Card, timed: Sequence[Timed], names: Sequence[str] = tuple(CONSTAN
 
 
 ROBUST = 0.1
-"""Relative error from which a call counts by its error, not its square: a hiccup does not bend the rest."""
+"""Relative error above which a call counts linearly, not by its square, so that an outlier does not spoil the fit."""
 
 STEP = 1e-4
 
@@ -126,9 +127,9 @@ REPEATS = 5
 def measure(
     backend: str, ep_size: int, dtype: torch.dtype, machine: Machine, name: str, progress: Callable[[str], None]
 ) -> Card:
-    """A card of one's own: the calls of CALLS, timed on `ep_size` ranks, and the constants that fit them.
+    """A new card: times the calls of CALLS on `ep_size` ranks and fits the constants to them.
 
-    Raises ConfigError where the backend has no such calls, UniEPError where they cannot be timed.
+    Raises ConfigError if the backend has no such calls, UniEPError if they cannot be timed.
     """
     if backend not in CALLS:
         raise ConfigError(f"--calibrate times backends {' and '.join(CALLS)}, not {backend!r}")
@@ -168,7 +169,7 @@ def _schedules(backend: str, cfg: MoEConfig, ep_size: int) -> list[Schedule]:
 
 
 def machine_of(card: str) -> Machine:
-    """That a calibration of this card begins with.  Raises ConfigError for a card that no machine file describes."""
+    """The card that a calibration starts from.  Raises ConfigError for a card that no machine file describes."""
     if card == "cpu":
         return _this_cpu()
     try:
@@ -178,7 +179,7 @@ def machine_of(card: str) -> Machine:
 
 
 def _this_cpu() -> Machine:
-    """One thread of this processor as a machine of one worker; peers are memory."""
+    """One thread of this processor as a machine of one worker; stores to peers are stores to memory."""
     a, big = torch.randn(256, 256), torch.zeros(2**22)
     flops = 2 * 256**3 / _seconds(lambda: a @ a)
     copied = 2 * big.nbytes / _seconds(lambda: big + 1) / 1e9
@@ -204,9 +205,10 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def machine_text(machine: Machine) -> str:
-    """As a machine file."""
+    """The text of a machine file."""
     return "".join(
-        f"{key} = {int(value) if KEYS[key].whole else value}  # {KEYS[key].unit} {KEYS[key].about}\n"
+        f"{key} = {int(value) if KEYS[key].whole else value}  # "
+        + f"{KEYS[key].unit}: {KEYS[key].about}\n".lstrip(": ")
         for key, value in machine.values.items()
         if key in KEYS
     )

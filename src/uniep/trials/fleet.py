@@ -1,7 +1,7 @@
-"""All ranks of a trial as child processes, which are started anew after a fault.
+"""All ranks of a trial as child processes, which are restarted after a fault.
 
-A candidate may end its process, leave a device that answers no more, or never return.  None of it reaches the parent:
-it asks all ranks for the same, waits for all answers, and where one does not come kills them all and starts new ones.
+A candidate may crash its process, leave a dead device, or never return.  None of this harms the parent: it sends the
+same question to all ranks and waits for all answers.  If one does not come, it kills all ranks and starts new ones.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from uniep.errors import UniEPError
 from uniep.trials.trial import Job, described
 
 START_S = 120.0
-"""Longest start of all ranks."""
+"""Longest time for all ranks to start, in seconds."""
 
 
 class DroppedError(UniEPError):
-    """A candidate cannot be had.  reason: in a word; the text says more."""
+    """A candidate was dropped.  reason: one word or two; the text says more."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(f"{reason}: {text}")
@@ -47,9 +47,9 @@ class Fleet:
         return bool(self._processes)
 
     def start(self) -> None:
-        """Raises DroppedError where a rank cannot start."""
+        """Raises DroppedError if a rank cannot start."""
         self.starts += 1
-        # Forked from a server that has imported all of it, and no more: a start anew costs no imports.
+        # Forked from a server that has only done the imports: a restart does not import again.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["uniep.trials.trial"])
         self._folder = tempfile.TemporaryDirectory(prefix="uniep-tune-")
@@ -76,7 +76,7 @@ class Fleet:
             raise
 
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """What `method(*args)` returns on every rank.  Raises DroppedError; ranks that are not in step end."""
+        """The results of `method(*args)`, one per rank.  Raises DroppedError; ranks that are out of step are killed."""
         if not self._processes:
             self.start()
         for pipe in self._pipes:
@@ -138,7 +138,7 @@ class Fleet:
 
 
 GRACE_S = 5.0
-"""How long the other ranks may go on after one has failed."""
+"""How long the other ranks may continue after one has failed."""
 
 
 def _rank(job: Job, rank: int, store: str, pipe: Any) -> None:

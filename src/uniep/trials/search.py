@@ -1,11 +1,12 @@
 """The search: which points are timed, in which order, and which one is kept.
 
-Candidates come from the model's order, from draws, or from optuna.  Each is proved (the bits of y and all gradients
-against the serial Schedule) and timed in turn with the incumbent, in lock step on all ranks; a slow one is given up
-early.  What faults, runs out of memory, takes too long or changes bits is dropped with its reason.  The winner meets
-the default once more in fresh processes, and has to beat it by more than the spread of that run.
+Candidates come from the model's order, from random draws, or from optuna.  Each is verified (the bits of y and all
+gradients against the serial Schedule) and timed in turns with the incumbent, in lock step on all ranks.  A slow one is
+abandoned early.  A candidate that crashes, runs out of memory, takes too long or changes bits is dropped with the
+reason.  The winner is timed against the default again in fresh processes, and must beat it by more than the spread of
+that run.
 
-Every trial is written to SQLite at once, so that a search that was ended goes on where it was.
+Every trial is written to SQLite at once, so that an interrupted search resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from uniep.tuner.space import Points, dimensions, get, refusals, replaced, settl
 log = logging.getLogger("uniep")
 
 PAIRS, ROUNDS = 3, 3
-"""A candidate is timed in so many rounds of so many pairs."""
+"""A candidate is timed in this many rounds of this many pairs."""
 
 EARLY = 1.08
-"""Times the incumbent's time, from which a candidate is given up after a round."""
+"""A candidate is abandoned after a round if it takes more than this many times the incumbent's time."""
 
 BETTER = 0.99
-"""Times the incumbent's time, up to which a candidate takes its place; it must also win three of four pairs."""
+"""A candidate replaces the incumbent if it takes at most this many times its time, and wins three of four pairs."""
 
 CONFIRM = 15
 """Pairs of the winner and the default in fresh processes."""
@@ -48,8 +49,8 @@ CONFIRM = 15
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """changes: what is not as in the default.  status: "timed", "slow" (given up) or why it was dropped.  score: its
-    time over the default's, through the incumbents it was timed with.  us: median, of the slowest rank."""
+    """changes: values that differ from the default.  status: "timed", "slow" (abandoned) or why it was dropped.  score:
+    its time over the default's, through the incumbents it was timed with.  us: median, of the slowest rank."""
 
     changes: dict[str, Any]
     status: str
@@ -61,10 +62,10 @@ class Tried:
 
 
 class Record:
-    """Trials in a SQLite file.  Raises ConfigError where it cannot be written, or holds no trials."""
+    """Trials in a SQLite file.  Raises ConfigError if it cannot be written, or is not a file of trials."""
 
     def __init__(self, path: Path, of: dict[str, Any]) -> None:
-        """of: what they were timed with; trials of anything else are dropped."""
+        """of: what the trials were timed with; trials of anything else are dropped."""
         self.path = path
         wanted = json.dumps(of, sort_keys=True)
         with self._told():
@@ -110,7 +111,7 @@ class Sampler(Protocol):
         """The next candidate, or None."""
 
     def tell(self, score: float | None) -> None:
-        """Of the candidate that was asked for last; None: it was dropped."""
+        """Report the score of the last candidate; None: it was dropped."""
 
 
 class Listed:
@@ -128,7 +129,7 @@ class Listed:
 
 
 class Optuna:
-    """optuna's tree-structured Parzen estimator by ask and tell, begun with `first`."""
+    """optuna's tree-structured Parzen estimator by ask and tell, starting with the points `first`."""
 
     def __init__(self, space: Points, job: Job, first: list[Schedule], seed: int = 0) -> None:
         try:
@@ -156,7 +157,7 @@ class Optuna:
     def ask(self) -> Schedule:
         self.trial = self.study.ask(self.distributions)
         values: dict[str, Any] = {}
-        for d in self.dimensions:  # one that means nothing stays as usual, so that a point has one name
+        for d in self.dimensions:  # one without effect keeps its usual value, so that a point has one name
             means = all(values.get(n, get(self.usual, n)) in allowed for n, allowed in d.needs.items())
             values[d.name] = self.trial.params[d.name] if means else get(self.usual, d.name)
         also = {name: values[d.name] for d in self.dimensions for name in d.also}
@@ -170,7 +171,7 @@ class Optuna:
 
 
 def in_order(space: Points, load: Load, card: Card | None, sampler: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(places of the space as they are timed, predicted us of all or None): the fastest first, or drawn."""
+    """(indices of points in the order of timing, predicted us of all points or None): the fastest first, or random."""
     if card is not None:
         predicted = predict(load, space, card).both
         if sampler != "random":
@@ -184,7 +185,7 @@ def in_order(space: Points, load: Load, card: Card | None, sampler: str) -> tupl
 
 
 def different(order: torch.Tensor, predicted: torch.Tensor) -> list[int]:
-    """Of points that the model does not tell apart, the first."""
+    """The first of each set of points that the model does not tell apart."""
     us_N = predicted[order]
     ties_N = torch.zeros(len(us_N), dtype=torch.bool)
     ties_N[1:] = (us_N[1:] / us_N[:-1] - 1).abs() < 1e-6
@@ -193,8 +194,8 @@ def different(order: torch.Tensor, predicted: torch.Tensor) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """choice: that is kept.  gain: the default's time over its, in fresh processes, and the spread of that; 1 and 0 for
-    the default.  proof: hash of the choice, the same on all ranks."""
+    """choice: the Schedule that is kept.  gain, spread: the default's time divided by the choice's, in fresh processes,
+    and its spread; 1 and 0 for the default.  proof: hash of the choice, the same on all ranks."""
 
     choice: Schedule
     gain: float
@@ -206,7 +207,7 @@ class Result:
 
 
 Progress = Callable[[float, str], None]
-"""Called with the seconds that have passed, and what was found last."""
+"""Called with the elapsed seconds and the latest result."""
 
 
 def search(
@@ -221,10 +222,10 @@ def search(
     most: int | None = None,
     progress: Progress = lambda seconds, text: None,
 ) -> Result:
-    """Time candidates for `budget_s` seconds from when all ranks are there.  most: of them.  candidate_s: longest for
-    one question to all ranks.
+    """Time candidates for `budget_s` seconds, counted from when all ranks have started.  most: limit of candidates.
+    candidate_s: longest time for one question to all ranks.
 
-    Raises UniEPError where the default itself cannot be timed.
+    Raises UniEPError if the default itself cannot be timed.
     """
     cfg, backend = job.cfg, job.backend
     usual = default_schedule(backend, cfg, job.ep_size)
@@ -266,7 +267,7 @@ def search(
 
 
 REPEATED = 200
-"""Points known already, one after the other, after which a sampler has no more."""
+"""A sampler that returns points known beforehand, one after the other, and then ends."""
 
 
 def _said(tried: Tried, count: int) -> str:
@@ -275,7 +276,7 @@ def _said(tried: Tried, count: int) -> str:
 
 
 class _State:
-    """The incumbent, in the ranks that are running."""
+    """Set up the incumbent in the running ranks."""
 
     def __init__(self, job: Job, ranks: Fleet, usual: Schedule, candidate_s: float) -> None:
         self.job, self.ranks, self.usual, self.candidate_s = job, ranks, usual, candidate_s
@@ -297,14 +298,14 @@ class _State:
         return self.ranks.ask(method, *args, timeout_s=self.candidate_s)
 
     def resume(self, schedule: Schedule, score: float) -> None:
-        """With the best of an earlier search, if it still runs."""
+        """Start with the best of an earlier search, if it still runs."""
         with contextlib.suppress(DroppedError):
             if self._ask("prove", schedule) == self.bits:
                 self._ask("take")
                 self.incumbent, self.score = schedule, score
 
     def tried(self, schedule: Schedule, changes: dict[str, Any], until: float) -> Tried:
-        """until: when the budget ends; a candidate that has begun then is "ended", and no trial."""
+        """until: when the budget ends; a candidate still running then is "ended", and does not count as a trial."""
         pairs: list[tuple[float, float]] = []
         try:
             if self.ranks.starts != self.running or not self.ranks.alive:
@@ -331,7 +332,7 @@ class _State:
         return Tried(changes, status, "", score, us, None, pairs)
 
     def confirmed(self, tried: list[Tried]) -> Result:
-        """The incumbent, if it beats the default once more in fresh processes; else the default."""
+        """The incumbent, if it beats the default again in fresh processes; else the default."""
         choice, gain, spread = self.usual, 1.0, 0.0
         if self.incumbent != self.usual:
             self.ranks.end()

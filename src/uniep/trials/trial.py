@@ -1,7 +1,7 @@
-"""One rank of a trial: a layer with inputs of its own, whose Workspaces of two Schedules are timed in turn.
+"""One rank of a trial: a layer with its own inputs and two Workspaces, one per Schedule, which are timed in turns.
 
-It runs in a child process, since a candidate may end it (`fleet`).  All ranks time the same call at the same moment;
-the slowest one's time is the call's.
+It runs in a child process, since a candidate may crash it (`fleet`).  All ranks time the same call at the same moment;
+the slowest rank's time is the time of the call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WARMUP = 2
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is timed: forward and backward of one layer, every token any experts.  tokens: of each rank."""
+    """What is timed: forward and backward of one layer, with uniform random routing.  tokens: per rank."""
 
     cfg: MoEConfig
     ep_size: int
@@ -43,7 +43,7 @@ class Job:
 
 
 class Trial:
-    """Collective, every method: all ranks call it with the same arguments."""
+    """Every method is collective: all ranks call it with the same arguments."""
 
     def __init__(self, job: Job, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.job, self.group, self.device = job, group, device
@@ -54,7 +54,7 @@ class Trial:
         self.leaves = [leaf.requires_grad_() for leaf in (given.x_TD, given.weights_TK, given.w13, given.w2)]
 
     def call(self, workspace: Workspace, backward: bool = True) -> tuple[Tensor, ...]:
-        """y and all gradients, or y alone."""
+        """y and all gradients, or only y."""
         x_TD, weights_TK, w13, w2 = self.leaves
         y_TD = moe(x_TD, self.ids_TK, weights_TK, w13, w2, workspace=workspace)
         if not backward:
@@ -62,7 +62,7 @@ class Trial:
         return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.dy_TD)
 
     def prove(self, schedule: Schedule) -> str:
-        """It becomes the candidate.  -> hash of this rank's y and gradients."""
+        """Make this Schedule the candidate.  -> hash of this rank's y and gradients."""
         self.drop()
         self.candidate = self.workspace(schedule)
         found = hashlib.sha256()
@@ -90,7 +90,7 @@ class Trial:
         self.candidate = None
 
     def time(self, pairs: int) -> list[tuple[float, float]]:
-        """us of the incumbent and the candidate, in turn, this rank's."""
+        """This rank's times in us of the incumbent and the candidate, in turns."""
         assert self.incumbent is not None and self.candidate is not None
         both = (self.incumbent, self.candidate)
         calls = (functools.partial(self.call, both[0]), functools.partial(self.call, both[1]))
@@ -100,7 +100,7 @@ class Trial:
         return made
 
     def alone(self, schedule: Schedule, calls: int) -> list[tuple[float, float]]:
-        """us of the forward, and of forward and backward, of `schedule` without a rival, this rank's."""
+        """This rank's times in us of forward, and of forward and backward, of `schedule` alone."""
         self.drop()
         self.candidate = self.workspace(schedule)
         made = []
@@ -114,7 +114,7 @@ class Trial:
         return made
 
     def becomes(self, job: Job) -> None:
-        """Of another shape, in the same processes."""
+        """Switch to another shape in the same processes."""
         self.close()
         rank = self.group.rank() if self.group is not None else 0
         self.__init__(job, rank, self.group, self.device)  # type: ignore[misc]
@@ -129,17 +129,17 @@ class Trial:
         self.incumbent = None
 
     def chosen(self, schedule: Schedule) -> str:
-        """Hash of the choice as this rank has it."""
+        """Hash of this rank's choice."""
         return digest(schedule)
 
 
 def slowest(of_rank: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Of every pair, the slowest rank's two times."""
+    """For every pair, the slowest rank's two times."""
     return [tuple(max(times) for times in zip(*pair, strict=True)) for pair in zip(*of_rank, strict=True)]  # type: ignore[misc]
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """For the parent: what it was, and whether all ranks are still in step."""
+    """The error for the parent: its kind, and whether all ranks are still in step."""
     memory = isinstance(error, (torch.OutOfMemoryError, MemoryError, CapacityError))
     refused = isinstance(error, (ConfigError, UnsupportedError, CapacityError))
     return {

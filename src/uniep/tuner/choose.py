@@ -1,8 +1,8 @@
-"""What a Workspace runs with: UNIEP_TUNE, tables, and, online, one more look at what they have proved.
+"""Which Schedule a Workspace runs with: by UNIEP_TUNE and tables.
 
-off: the backend's default.  cached: what a table of this card, shape and kernels has; the default without one.  online:
-as cached, but the points of that table's entry that were as fast as its choice, within what was seen to vary, are timed
-here once, when the Workspace is made, on tensors of their own.
+off: the backend's default.  cached: the choice of a table of this card, shape and kernels; the default without a table.
+online: as cached, but the points of that table's entry that were as fast as its choice, within the measured variation,
+are timed once more on this machine, when the Workspace is made, on their own tensors.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ log = logging.getLogger("uniep")
 
 MODES = ("off", "cached", "online")
 CLOSE = 1.05
-"""Times the best score, up to which `online` looks at a point again."""
+"""`online` times a point again if its score is at most this many times the best score."""
 
 MOST, PAIRS, WARMUP = 3, 5, 2
 """Points that `online` times beside the table's choice; pairs of calls, and calls before them."""
 
 
 def mode(given: str | None) -> str:
-    """What a Workspace is told, or the environment, or "cached".  Raises ConfigError."""
+    """The mode: the Workspace's argument, or the environment variable, or "cached".  Raises ConfigError."""
     name, value = ("tune", given) if given is not None else ("UNIEP_TUNE", os.environ.get("UNIEP_TUNE", "cached"))
     if value not in MODES:
         raise ConfigError(f"{name} is {value!r}; it must be {', '.join(MODES[:-1])} or {MODES[-1]}")
@@ -50,7 +50,7 @@ def mode(given: str | None) -> str:
 
 
 def proposals(cfg: MoEConfig, ep_size: int, backend: str, device: torch.device, how: str) -> list[Schedule]:
-    """What may serve, the table's choice first; of all ranks, rank 0's list is taken.  Empty: the default."""
+    """Schedules to choose from, the table's choice first; all ranks use rank 0's list.  Empty: the default."""
     if how == "off":
         return []
     found = tables.find(cfg, ep_size, backend, tables.card_name(device))
@@ -102,7 +102,7 @@ def fastest(
     cfg: MoEConfig, group: dist.ProcessGroup | None, backend: str, device: torch.device, schedules: Sequence[Schedule],
     timeout_s: float,
 ) -> Schedule:  # fmt: skip
-    """Of points that were proved elsewhere.  Collective; all ranks get the same."""
+    """The fastest of points that were verified elsewhere.  Collective; all ranks get the same."""
     made = functools.partial(_Served, cfg, group, backend, device, timeout_s=timeout_s)
     best = made(schedule=schedules[0])
     rank, ep_size = best.member.rank, best.member.ep_size
@@ -119,7 +119,7 @@ def fastest(
 
 
 def report(device: torch.device) -> list[tuple[str, str]]:
-    """Of every table of this card: (its path, what it has, or why it does not serve)."""
+    """For every table of this card: (its path, its content, or why it cannot be used)."""
     card, rows = tables.card_name(device), []
     for folder in (tables.folder(), tables.shipped()):
         for path in sorted(folder.glob(f"{card}-*-ep*.json")) if folder.is_dir() else ():

@@ -1,4 +1,4 @@
-"""Why this point: what the model says about it, what was measured, who came second and where that one loses."""
+"""Why this point: its predicted and measured times, and the runner-up and why it loses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explain(
 ) -> dict[str, Any]:
     """A document of plain values.  cfg: with max_tokens_per_rank of one call.  results: files of benchmarks/moe.py.
 
-    choice: the table's point, if a table of this card serves, else the fastest by the model.
+    choice: the table's point, if a table of this card fits, else the fastest by the model.
     """
     space = points(backend, cfg, ep_size)
     load, usual = Load.uniform(cfg, ep_size), default_schedule(backend, cfg, ep_size)
@@ -117,7 +117,7 @@ def _why(other: Schedule, of_choice: Predicted, load: Load, card: Card) -> str:
 def _dimensions(
     choice: Schedule, us: float, load: Load, card: Card, cfg: MoEConfig, ep_size: int, backend: str
 ) -> dict[str, dict[str, Any]]:
-    """Of each dimension: what its values cost with all others as in the choice; the dearest first."""
+    """For each dimension, the cost of its values with all others as in the choice; most expensive first."""
     out: dict[str, dict[str, Any]] = {}
     for dimension in dimensions(backend, cfg, ep_size):
         costs: dict[str, float] = {}
@@ -131,7 +131,7 @@ def _dimensions(
 
 
 def _strategies(load: Load, card: Card, cfg: MoEConfig, ep_size: int, backend: str) -> dict[str, float]:
-    """Predicted us of those named strategies that the backend can say."""
+    """Predicted us of the named strategies that the backend supports."""
     usual, out = default_schedule(backend, cfg, ep_size), {}
     for name, strategy in STRATEGIES.items():
         if backend in strategy.points:
@@ -144,7 +144,7 @@ def _strategies(load: Load, card: Card, cfg: MoEConfig, ep_size: int, backend: s
 def _measured(
     cfg: MoEConfig, ep_size: int, card: Card, shape: str, results: Sequence[Path]
 ) -> Iterator[dict[str, Any]]:
-    """Forward + backward of this call in result files.  `uniep` is taken for today's default."""
+    """Forward + backward of this call in result files.  `uniep` is assumed to be today's default."""
     for path in results:
         try:
             document = json.loads(path.read_text())
@@ -152,7 +152,7 @@ def _measured(
             here = meta["ep"] == ep_size and card.name in meta["card"].lower()
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} is no result file of benchmarks/moe.py ({type(error).__name__}: {error})"
+                f"{path} is not a result file of benchmarks/moe.py ({type(error).__name__}: {error})"
             ) from None
         usual = default_schedule("hopper", cfg, ep_size)
         for row in rows if here else ():

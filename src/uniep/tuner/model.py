@@ -1,8 +1,8 @@
 """How long a call takes, in closed form: tiles and waves, links, cache and memory, launches, the host.
 
-The formulas look at all points of the space at once; a machine's numbers are those of the simulator (`sim/machines`),
-and a card file (`tuner/cards`) has what was calibrated for these formulas.  What is not in them costs nothing: stages,
-group_rows and the orders of tasks inside one kernel tie, and only timing tells them apart.
+The formulas evaluate all points of the space at once.  A machine's numbers are those of the simulator (`sim/machines`),
+and a card file (`tuner/cards`) has the constants calibrated for these formulas.  Effects outside the formulas cost
+nothing: stages, group_rows and the order of tasks inside one kernel tie, and only timing tells them apart.
 
 Times are us, rates bytes or operations per us.  Column suffix: N points.
 """
@@ -26,7 +26,7 @@ from uniep.tuner.space import Points
 
 
 class Constant(NamedTuple):
-    """unit; value where nothing is calibrated, None: the machine's key of that name; low and high: range; about."""
+    """unit; value without calibration, None: the machine's key of that name; low and high: range; about."""
 
     unit: str
     default: float | None
@@ -36,26 +36,26 @@ class Constant(NamedTuple):
 
 
 CONSTANTS = {
-    "matrix_tflops": Constant("TFLOP/s", None, 0.001, 1e5, "of products, all workers, at full clock"),
-    "boost_ms": Constant("ms", None, 0, 1e6, "of products at that rate, until the card is at its power limit"),
-    "sustained_share": Constant("", None, 0.1, 1, "of that rate that is left from then on"),
-    "tile_us": Constant("us", None, 0, 1000, "of a tile beside its operations"),
-    "gather_us": Constant("us", None, 0, 1000, "more, for a tile that gathers rows"),
-    "store_gbps": Constant("GB/s", None, 0.01, 1e5, "of a worker, for what a tile stores beyond one result"),
-    "hbm_efficiency": Constant("", None, 0.01, 1, "what passes achieve of the memory"),
-    "link_efficiency": Constant("", None, 0.01, 1, "what stores to peers achieve of the links"),
-    "worker_link_gbps": Constant("GB/s", None, 0.01, 1e5, "what one program pushes beside a product"),
-    "plan_us": Constant("us", None, 0, 1e5, "of a forward before tiles may begin"),
-    "entry_us": Constant("us", 20, 0, 1e5, "of a backward before tiles may begin"),
-    "launch_us": Constant("us", 4, 0, 1e4, "between two kernels"),
-    "together": Constant("", 3, 1, 20, "two things beside each other take (a^p + b^p)^(1/p)"),
-    "beside_share": Constant("", 0.5, 0, 1, "of the activation's gradient that is left where it runs beside"),
-    "pipelined_work": Constant("", 1.4, 1, 4, "multiprocessor time of a pipelined product, over that of one alone"),
-    "mega_tile_us": Constant("us", 0.8, 0, 100, "more, for a tile that a program claims in one kernel"),
-    "host_us": Constant("us", 1500, 0, 1e6, "of the host for the rest of a forward and its backward, behind a read"),
-    "host_call_us": Constant("us", 2900, 0, 1e6, "of the host for a forward and its backward"),
+    "matrix_tflops": Constant("TFLOP/s", None, 0.001, 1e5, "rate of products, all workers, at full clock"),
+    "boost_ms": Constant("ms", None, 0, 1e6, "time of products at that rate until the card reaches its power limit"),
+    "sustained_share": Constant("", None, 0.1, 1, "share of that rate at the power limit"),
+    "tile_us": Constant("us", None, 0, 1000, "overhead of a tile"),
+    "gather_us": Constant("us", None, 0, 1000, "extra time of a tile that gathers its rows"),
+    "store_gbps": Constant("GB/s", None, 0.01, 1e5, "rate of a worker's stores beyond one result"),
+    "hbm_efficiency": Constant("", None, 0.01, 1, "share of the memory rate that passes over memory achieve"),
+    "link_efficiency": Constant("", None, 0.01, 1, "share of the link rate that stores to peers achieve"),
+    "worker_link_gbps": Constant("GB/s", None, 0.01, 1e5, "push rate of one program beside a product"),
+    "plan_us": Constant("us", None, 0, 1e5, "time in a forward before tiles may begin"),
+    "entry_us": Constant("us", 20, 0, 1e5, "time in a backward before tiles may begin"),
+    "launch_us": Constant("us", 4, 0, 1e4, "gap between two kernels"),
+    "together": Constant("", 3, 1, 20, "p: two things at the same time take (a^p + b^p)^(1/p)"),
+    "beside_share": Constant("", 0.5, 0, 1, "share of the activation's gradient that still costs time beside one"),
+    "pipelined_work": Constant("", 1.4, 1, 4, "multiprocessor time of a pipelined product, relative to one alone"),
+    "mega_tile_us": Constant("us", 0.8, 0, 100, "extra time of a tile that a program claims in one kernel"),
+    "host_us": Constant("us", 1500, 0, 1e6, "host time for the rest of a forward and its backward, after a read"),
+    "host_call_us": Constant("us", 2900, 0, 1e6, "host time for a forward and its backward"),
 }  # fmt: skip
-"""What is calibrated for a card.  host_*: of one process at one core's pace."""
+"""The calibrated constants of a card.  host_*: for one process on one core."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def uncalibrated(machine: Machine, name: str = "") -> Card:
 
 
 def load_card(name: str) -> Card:
-    """A card of the package by name, or one's own by the path of its file: `machine`, a name or path, and constants.
+    """A card of the package by name, or your own by the path of its file: `machine`, a name or path, and constants.
 
     Raises ConfigError that names every bad key with its unit and range.
     """
@@ -101,11 +101,11 @@ def load_card(name: str) -> Card:
 
 
 def card_text(card: Card, about: str, machine: str = "") -> str:
-    """As a card file.  about: its first lines, without signs of comments.  machine: its name or path, if not as is."""
+    """The text of a card file.  about: its first lines, without "#".  machine: another name or path of the machine."""
     lines = [f"# {line}" for line in about.splitlines()] + ["", f'machine = "{machine or card.machine.name}"']
     for key, known in CONSTANTS.items():
         lines.append(
-            f"{key} = {float(card.constants[key]):.6g}  # {known.unit + ' ' if known.unit else ''}{known.about}"
+            f"{key} = {float(card.constants[key]):.6g}  # {known.unit + ': ' if known.unit else ''}{known.about}"
         )
     return "\n".join(lines) + "\n"
 
@@ -121,7 +121,7 @@ def checked(name: str, values: Mapping[str, object]) -> Card:
         if key == "machine":
             continue
         if key not in CONSTANTS:
-            bad.append(f"{key} is no constant of the model; they are {', '.join(CONSTANTS)}")
+            bad.append(f"{key} is not a constant of the model; the constants are {', '.join(CONSTANTS)}")
             continue
         known = CONSTANTS[key]
         wanted = f"a number of {known.low:g} to {known.high:g} {known.unit}".rstrip()
@@ -136,10 +136,10 @@ def checked(name: str, values: Mapping[str, object]) -> Card:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What the busiest rank of a call has to do: numbers, or (N,) tensors where points are of several calls.
+    """The work of the busiest rank of a call: numbers, or (N,) tensors if points belong to several calls.
 
-    rows: routed to it.  tiles: row tiles of 128 and of 64 rows.  away: rows that return to peers.  sent, received:
-    tokens, each once per rank.  lines: what returns with combine groups, 0 without.  synced: the host reads the
+    rows: rows routed to it.  tiles: row tiles of 128 and of 64 rows.  away: rows that return to peers.  sent, received:
+    tokens, each once per rank.  lines: sums that return with combine groups, 0 without.  synced: the host reads the
     number of rows.
     """
 
@@ -161,7 +161,7 @@ class Load:
 
     @classmethod
     def uniform(cls, cfg: MoEConfig, ep_size: int, tokens: int | None = None) -> Load:
-        """Every token any experts."""
+        """The load of uniform random routing."""
         tokens = cfg.max_tokens_per_rank if tokens is None else tokens
         local = cfg.experts_per_rank(ep_size)
         each = tokens * ep_size * cfg.top_k / cfg.num_experts
@@ -191,7 +191,7 @@ class Load:
         """counts_e: rows of each of the rank's experts."""
         tiles = tuple(float((counts_e / rows).ceil().sum()) for rows in (128, 64))
         lines = 0.0
-        if cfg.combine_groups is not None:  # uniform: how many of a rank's groups a token that is here has
+        if cfg.combine_groups is not None:  # uniform routing: number of a rank's groups that a token on it uses
             groups = cfg.combine_groups // ep_size
             each = float(counts_e.sum()) / max(received / max(ep_size - 1, 1) * ep_size, 1.0)
             lines = (received or tokens) * groups * (1 - (1 - 1 / groups) ** each)
@@ -204,12 +204,12 @@ class Load:
 
 
 def _wanted(rank_TK: Tensor, ep_size: int) -> Tensor:
-    """(R,): tokens that each rank gets."""
+    """(R,): tokens that each rank receives."""
     return torch.zeros(len(rank_TK), ep_size, dtype=torch.bool).scatter_(1, rank_TK, True).sum(0)
 
 
 class Predicted(NamedTuple):
-    """us; (N,).  parts: of both directions, by stage, as if each were alone.  host: what the host needs."""
+    """Times in us, (N,).  parts: of both directions, by stage, each taken alone.  host: time that the host needs."""
 
     fwd: Tensor
     bwd: Tensor
@@ -218,7 +218,7 @@ class Predicted(NamedTuple):
 
 
 def predict(load: Load, points: Points, card: Card) -> Predicted:
-    """Of every point, forward, backward, and both under a window of one call."""
+    """Times of every point: forward, backward, and both in a window of one call."""
     c, machine = card.constants, card.machine
     is_in, column = points.is_in, points.column
     size, width, ffn = load.bytes, load.hidden, load.ffn
@@ -237,7 +237,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     grouped = torch.as_tensor(load.lines) > 0
 
     def product(tile: str, depth, columns, extra_us, workers=sms):  # type: ignore[no-untyped-def]
-        """us of a product of all row tiles; extra_us: of one tile."""
+        """us of a product over all row tiles; extra_us: added per tile."""
         rows, wide = column(f"{tile}.rows"), column(f"{tile}.columns")
         tiles = torch.where(rows == 128, load.tiles[0], load.tiles[1]) * torch.ceil(columns / wide)
         once = 2 * rows * wide * depth / rate
@@ -257,7 +257,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         return column(f"{tile}.rows") * column(f"{tile}.columns") * results * size / (c["store_gbps"] * 1e3)
 
     def together(a, b):  # type: ignore[no-untyped-def]
-        """Two things beside each other."""
+        """Time of two things that run at the same time."""
         return (a**p + b**p) ** (1 / p)
 
     gather = torch.where(expanded, 0.0, torch.as_tensor(c["gather_us"]))
@@ -274,8 +274,8 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     own_share = torch.as_tensor(load.away / torch.as_tensor(load.rows).clamp(min=1))
 
     def fed_product(alone_us, plan_us):  # type: ignore[no-untyped-def]
-        """A product whose tokens travel meanwhile, from its plan on."""
-        busy = column("push_programs") / sms * pushed  # what pushing takes from the product
+        """Time of a product, from its plan on, whose tokens are sent meanwhile."""
+        busy = column("push_programs") / sms * pushed  # time that pushing takes from the product
         by_push = torch.maximum(alone_us + busy, together(alone_us * own_share, pushed))
         came = (copied - plan_us).clamp(min=0)
         by_copy = torch.maximum(alone_us, together(alone_us * own_share, came))
@@ -296,7 +296,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         grouped, down * slower + results + sums, torch.where(serial, down + results, together(down, results))
     )
     launches_fwd = torch.where(mega, 1.0, torch.where(serial, 5.0, 3.0)) + 1.0 * grouped
-    # pipelined: both products share the multiprocessors, and rows travel from the first tiles of the second on
+    # pipelined: both products share the multiprocessors, and rows are sent from the second one's first tiles on
     work = fed_product(gate_up, plan) + down * c["pipelined_work"]
     begins = gate_up * 0.2
     both_products = torch.where(pipelined, torch.maximum(work, together(work, begins + results)), first + second)
@@ -349,7 +349,7 @@ def _waves(tiles: Tensor, workers: Tensor | float) -> Tensor:
 
 
 def _slow(products: Tensor, before: Tensor | float, c: Mapping[str, float | Tensor]) -> Tensor:
-    """How much longer products take on average: a card has `boost_ms` of them at full rate."""
+    """Factor by which products take longer on average: a card runs `boost_ms` of them at full rate."""
     left = (c["boost_ms"] * 1e3 - before).clamp(min=0) if isinstance(before, Tensor) else c["boost_ms"] * 1e3 - before
     late = (1 - left / products.clamp(min=1)).clamp(min=0)
     return 1 + late * (1 / c["sustained_share"] - 1)

@@ -1,9 +1,9 @@
 """The search space: which dimensions of `Schedule` are searched, with which values, and points as columns.
 
-A point is a Schedule.  Many points are one table of columns (`Points`), so that a model can look at 1e5 of them at once
-and only those that are timed become Schedules.  What a dimension is, and what it may be, is declared with its field
-(`uniep.schedule.DIMENSIONS`); here is what is tried of it, and which others switch it off: there it has one value, so
-that no point comes twice.
+A point is a Schedule.  Many points are one table of columns (`Points`), so that a model can evaluate 1e5 of them at
+once, and only the timed ones become Schedules.  A dimension and its values are declared with its field
+(`uniep.schedule.DIMENSIONS`).  This module says which values are tried, and which other dimensions switch it off: then
+it has one value, so that no point appears twice.
 
 Column suffix: N points.
 """
@@ -27,9 +27,9 @@ PIPELINED_FROM = Measured().pipelined_from
 
 @dataclasses.dataclass(frozen=True)
 class Searched:
-    """name: of the dimension; `also`: those that take the same value.  values: that are tried, by backend; a backend
-    that is left out has none to choose from.  needs: {dimension: values} of which one must hold for this one to mean
-    anything."""
+    """name: of the dimension; `also`: dimensions that take the same value.  values: the values to try, by backend; a
+    backend that is not listed has no choice.  needs: {dimension: values}: this dimension has an effect only if one of
+    them holds."""
 
     name: str
     values: Mapping[str, tuple[Any, ...]]
@@ -70,13 +70,14 @@ tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk
 
 
 OF_PEERS = ("transfer", "chunk_tokens", "push_programs", "peer_order")
-"""What means nothing where there are none."""
+"""Dimensions without effect if there are no combine groups."""
 
 
 def dimensions(
     backend: str, cfg: MoEConfig, ep_size: int, keep: Sequence[str] = ("received",)
 ) -> list[Searched]:  # fmt: skip
-    """Of a backend, for a configuration.  keep: names that are not searched, such as what trades memory for time."""
+    """The searched dimensions of a backend for a configuration.  keep: names that are not searched, such as those that
+    trade memory for time."""
     left_out = {*keep, *(OF_PEERS if ep_size == 1 else ()), *(("group_sum",) if cfg.combine_groups is None else ())}
     return [d for d in SEARCHED if backend in d.values and d.name not in left_out]
 
@@ -87,7 +88,7 @@ def get(schedule: Schedule, name: str) -> Any:
 
 
 def replaced(schedule: Schedule, values: Mapping[str, Any]) -> Schedule:
-    """With these dimensions changed."""
+    """`schedule` with these dimensions changed."""
     for name, value in values.items():
         schedule = DIMENSION[name].put(schedule, value)
     return schedule
@@ -97,7 +98,7 @@ NAMES = tuple(d.name for d in DIMENSIONS)
 
 
 def differences(schedule: Schedule, usual: Schedule) -> dict[str, Any]:
-    """{name: value} where `schedule` is not as `usual`."""
+    """{name: value} where `schedule` differs from `usual`."""
     return {name: get(schedule, name) for name in NAMES if get(schedule, name) != get(usual, name)}
 
 
@@ -129,7 +130,7 @@ class Points:
         return self.count
 
     def column(self, name: str) -> Tensor:
-        """(N,), or a scalar where all points have it alike."""
+        """(N,), or a scalar if it is the same for all points."""
         if name in self.columns:
             return self.columns[name]
         return torch.tensor(_code(name, get(self.base, name)), dtype=torch.float64)
@@ -153,8 +154,8 @@ class Points:
 def points(
     backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 300_000, keep: Sequence[str] = ("received",)
 ) -> Points:
-    """All points of the space, each once; of more than `limit`, as many drawn evenly, the same every time.  Point 0 is
-    the backend's default.  Some may still be refused: `refusals` says why."""
+    """All points of the space, each once; if there are more than `limit`, a uniform sample, the same every time.  Point
+    0 is the backend's default.  Some may still be refused: `refusals` says why."""
     usual = default_schedule(backend, cfg, ep_size)
     chosen = dimensions(backend, cfg, ep_size, keep)
     values = [_default_first(d.values[backend], get(usual, d.name)) for d in chosen]
@@ -191,8 +192,8 @@ def points(
 
 
 def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
-    """Fields that say from or up to how many tokens something is done, so that it is done with `tokens` where a point
-    says it, and only there; with other numbers, as usual."""
+    """Values for the fields that are thresholds in tokens.  With `tokens` tokens, a point that chooses the feature gets
+    it and others do not; with other numbers of tokens, the usual thresholds apply."""
     usual = made.base
     pipelined = min(usual.pipelined_from or PIPELINED_FROM, tokens)
     mega_to = torch.where(made.is_in("operand", "gathered"), float(min(usual.mega_to, tokens - 1)), 0.0)
@@ -204,7 +205,7 @@ def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
 
 
 def settled(schedule: Schedule, usual: Schedule, backend: str, tokens: int) -> Schedule:
-    """A point that was put together from values, with thresholds as `points` has them."""
+    """A point made from values, with the thresholds that `points` uses."""
     if backend != "hopper" or schedule == usual:
         return schedule
     made = Points(usual, {name: torch.tensor([_code(name, get(schedule, name))]) for name in NAMES}, 1)

@@ -1,4 +1,5 @@
-"""Strategies of other systems, and uniep's own, as points of the space, as far as today's dimensions say them."""
+"""Strategies of other systems, and uniep's own, as points of the space, as far as today's dimensions can express
+them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from uniep.tuner.space import replaced
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """points: {backend: what is not as in its default}; backends that cannot say it are left out.  missing: what the
-    original does and no dimension says yet."""
+    """points: {backend: values that differ from its default}; backends that cannot express it are left out.  missing:
+    what the original does and no dimension expresses yet."""
 
     name: str
     about: str
@@ -56,7 +57,7 @@ STRATEGIES = {
 def implementations(text: str, backend: str) -> tuple[list[str], list[str]]:
     """(names of benchmarks/moe.py for named strategies, comma-separated, or "all"; those that are left out, and why).
 
-    Raises ConfigError for a name that is none.
+    Raises ConfigError for an unknown name.
     """
     names = list(STRATEGIES) if text == "all" else [name for name in text.split(",") if name]
     made, left_out = [], []
@@ -79,10 +80,10 @@ def _named(name: str) -> Strategy:
 
 
 def point(name: str, backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
-    """The Schedule of a named strategy.  Raises ConfigError where the backend cannot say it."""
+    """The Schedule of a named strategy.  Raises ConfigError if the backend cannot express it."""
     strategy = _named(name)
     if backend not in strategy.points:
         there = ", ".join(strategy.points) or "no backend yet"
         why = f": {strategy.missing}" if not strategy.points else ""
-        raise ConfigError(f"strategy {name!r} is no point of backend {backend!r}, but of {there}{why}")
+        raise ConfigError(f"strategy {name!r} is not available on backend {backend!r}, only on {there}{why}")
     return replaced(default_schedule(backend, cfg, ep_size), strategy.points[backend])

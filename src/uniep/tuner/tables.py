@@ -1,10 +1,11 @@
-"""Tables of what was found: which Schedule serves which calls on a card, with every timing behind it.
+"""Tables of tuning results: which Schedule to use for which calls on a card, with all its timings.
 
-One JSON file per card, backend and number of ranks.  The tables of the package lie in `tuner/tables`; what `uniep tune`
-finds here lies in a folder of the user's (`folder()`), and is looked at first.  An entry holds for one shape, dtype and
-bucket of tokens, and only while the sources that decide speed are those that were timed (`kernels`).
+One JSON file per card, backend and number of ranks.  The tables of the package are in `tuner/tables`.  Results of
+`uniep tune` on this machine are in a folder of the user (`folder()`), which is searched first.  An entry is valid for
+one shape, dtype and bucket of tokens, and only while the sources that decide speed are those that were timed
+(`kernels`).
 
-A table that cannot serve is no error: it is named in a warning, and the default serves.
+A table that cannot be used is no error: a warning names it, and the default is used.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ log = logging.getLogger("uniep")
 
 FORMAT = 1
 FARTHEST = 1.0
-"""Factors of two between a call's tokens and the bucket that still serves it."""
+"""Largest distance, in factors of two, between a call's tokens and the bucket used for it."""
 
 _SOURCES = {
     "cpu": ("schedule.py", "way.py", "taskflow", "backends/cpu", "backends/torch_tiles.py"),
     "hopper": ("schedule.py", "way.py", "kernels", "launch", "backends/hopper"),
     "nccl": ("schedule.py", "way.py", "kernels", "launch", "backends/collective", "backends/torch_tiles.py"),
 }
-"""What decides how fast a Schedule is, by backend, under the package."""
+"""Sources that decide how fast a Schedule is, by backend, relative to the package."""
 
 
 @functools.cache
@@ -72,13 +73,14 @@ def card_name(device: torch.device) -> str:
 
 
 def bucket(tokens: int) -> int:
-    """The power of two from `tokens` up, at least 16: what is found at it serves them."""
+    """The smallest power of two that is at least `tokens`, and at least 16: the bucket whose result is used for
+    them."""
     return max(16, 1 << (tokens - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What an entry holds for.  tokens: a bucket."""
+    """The calls for which an entry is valid.  tokens: a bucket."""
 
     card: str
     backend: str
@@ -101,13 +103,14 @@ class Key:
 
     @property
     def place(self) -> str:
-        """Of an entry in its file."""
+        """The entry's key in its file."""
         return f"{self.shape}-{self.dtype}-{self.tokens}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """schedule: that serves; file: whose, None for the default; why: in words; entry: all that the file says."""
+    """schedule: the one to use; file: the table it comes from, None for the default; why: in words; entry: all of its
+    data in the file."""
 
     schedule: Schedule | None
     file: Path | None
@@ -123,7 +126,8 @@ def folder() -> Path:
 
 
 def card_file(card: str) -> str:
-    """For `model.load_card`: the path of what `uniep tune --calibrate` has found here, or the name itself."""
+    """For `model.load_card`: the path of the card that `uniep tune --calibrate` wrote on this machine, or the name
+    itself."""
     path = folder() / "cards" / f"{card}.toml"
     return str(path) if path.is_file() else card
 
@@ -134,7 +138,8 @@ def shipped() -> Path:
 
 
 def find(cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Found:
-    """What serves a Workspace of `cfg` on a card, from the nearest bucket of a table.  Warns of tables that cannot."""
+    """The Schedule for a Workspace of `cfg` on a card, from the nearest bucket of a table.  Warns of unusable
+    tables."""
     key = Key.of(cfg, ep_size, backend, card)
     why = f"no table of {key.file.removesuffix('.json')} has {key.shape} in {key.dtype}"
     for path in (folder() / key.file, shipped() / key.file):
@@ -158,7 +163,7 @@ def find(cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Found:
 
 
 def _nearest(document: dict[str, Any], key: Key) -> dict[str, Any] | None:
-    """The entry of the bucket that is nearest to the key's."""
+    """The entry whose bucket is nearest to the key's."""
 
     def far(entry: dict[str, Any]) -> float:
         return abs(math.log2(entry["tokens"] / key.tokens))
@@ -178,7 +183,7 @@ def read(path: Path, backend: str) -> dict[str, Any]:
     entries = document.get("entries") if isinstance(document, dict) else None
     whole = isinstance(entries, dict) and all(_is_entry(entry) for entry in entries.values())
     if not whole or document.get("format") != FORMAT:
-        raise ConfigError(f"table {path} is no table of format {FORMAT}; {remedy}")
+        raise ConfigError(f"table {path} is not a table of format {FORMAT}; {remedy}")
     for name, wanted in (("card", path.name.rsplit(f"-{backend}-ep", 1)[0]), ("backend", backend)):
         if document.get(name) != wanted:
             raise ConfigError(f"table {path} is of {name} {document.get(name)!r}, not {wanted!r}; {remedy}")
@@ -199,7 +204,8 @@ def _is_entry(entry: Any) -> bool:
 
 
 def parse(values: dict[str, Any], usual: Schedule) -> Schedule:
-    """{"gate_up.columns": 128} -> `usual` with it.  Raises ConfigError for names and values that no Schedule has."""
+    """{"gate_up.columns": 128} -> `usual` with that value.  Raises ConfigError for names and values that do not
+    exist."""
     for name, value in values.items():
         if name not in NAMES:
             raise ConfigError(f"a table has a field {name!r} that no Schedule has")
@@ -209,12 +215,12 @@ def parse(values: dict[str, Any], usual: Schedule) -> Schedule:
 
 
 def digest(schedule: Schedule) -> str:
-    """Of all fields: equal for equal Schedules on every rank."""
+    """Hash of all fields: equal for equal Schedules on every rank."""
     return hashlib.sha256(repr(schedule).encode()).hexdigest()[:16]
 
 
 def store(path: Path, key: Key, entry: dict[str, Any]) -> None:
-    """Put an entry into a table: whole, or not at all.  Raises ConfigError, for a full disk, too."""
+    """Put an entry into a table, atomically.  Raises ConfigError, also for a full disk."""
     with held(path, PATIENCE_S):
         try:
             document = read(path, key.backend) if path.exists() else None
@@ -233,7 +239,7 @@ def store(path: Path, key: Key, entry: dict[str, Any]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Raises ConfigError; a file that was there stays whole."""
+    """Raises ConfigError; an existing file stays intact."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
@@ -256,9 +262,9 @@ PATIENCE_S = 10.0
 
 @contextlib.contextmanager
 def held(path: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """This process alone may write what `path` names, until the block ends or the process does.
+    """Lock `path` for writing by this process only, until the block or the process ends.
 
-    Raises ConfigError where another process holds it for longer than `patience_s`.
+    Raises ConfigError if another process holds the lock for longer than `patience_s`.
     """
     lock = path.with_name(f"{path.name}.lock")
     try:
@@ -271,7 +277,7 @@ def held(path: Path, patience_s: float = 0.0) -> Iterator[None]:
         while not _locked(handle):
             if time.monotonic() >= until:
                 raise ConfigError(
-                    f"{path} is in the hands of another process, which tunes the same; wait for it, or name another "
+                    f"{path} is locked by another process, which tunes the same; wait for it, or name another "
                     "folder with UNIEP_TUNE_DIR"
                 )
             time.sleep(0.05)
@@ -289,5 +295,5 @@ def _locked(handle: int) -> bool:
 
 
 def as_changes(schedule: Schedule, cfg: MoEConfig, ep_size: int, backend: str) -> dict[str, Any]:
-    """As an entry says it: what is not as in the backend's default."""
+    """The values of an entry: those that differ from the backend's default."""
     return differences(schedule, default_schedule(backend, cfg, ep_size))

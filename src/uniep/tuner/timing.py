@@ -1,4 +1,4 @@
-"""What trials time: one call of a layer with inputs of its own, on all ranks at the same moment."""
+"""What trials time: one call of a layer with its own inputs, on all ranks at the same moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLEEP_CYCLES = 4_000_000
 
 
 class Drawn(NamedTuple):
-    """x, dy (T, D), ids (T, K): every token any experts; their weights (T, K) fp32; w13 (e, 2F, D), w2 (e, D, F)."""
+    """x, dy (T, D); ids (T, K): uniform random; weights (T, K) fp32; w13 (e, 2F, D), w2 (e, D, F)."""
 
     x_TD: Tensor
     dy_TD: Tensor
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
 
 
 def drawn(cfg: MoEConfig, ep_size: int, rank: int, tokens: int, seed: int, device: torch.device) -> Drawn:
-    """This rank's, a function of `seed` and `rank`."""
+    """This rank's inputs, a function of `seed` and `rank`."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     local = cfg.experts_per_rank(ep_size)
 
@@ -67,8 +67,8 @@ def in_turn(
     calls: tuple[Callable[[], object], Callable[[], object]], pairs: int, warmup: int,
     group: dist.ProcessGroup | None, device: torch.device,
 ) -> list[tuple[float, float]]:  # fmt: skip
-    """us of both calls, `pairs` times, after `warmup` calls of each; whoever comes second finds warm caches, so the
-    order changes."""
+    """us of both calls, `pairs` times, after `warmup` calls of each.  The second call finds warm caches, so the order
+    alternates."""
     for call in calls:
         for _ in range(warmup):
             call()
@@ -83,7 +83,7 @@ def in_turn(
 def over_ranks(
     mine: list[tuple[float, float]], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[tuple[float, float]]:
-    """Of every pair, the slowest rank's two times.  Collective."""
+    """For every pair, the slowest rank's two times.  Collective."""
     pairs = torch.tensor(mine, dtype=torch.float64, device=device)
     if group is not None:
         dist.all_reduce(pairs, op=dist.ReduceOp.MAX, group=group)

@@ -476,7 +476,7 @@ class CollectiveBackend:
 
 
 def _transport(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Which collectives serve `device`.  Raises UnsupportedError if the group has none."""
+    """Which collectives run on `device`.  Raises UnsupportedError if the group has none."""
     if group is None:
         return "one process, no collectives"
     try:
@@ -489,13 +489,13 @@ def _transport(group: dist.ProcessGroup | None, device: torch.device) -> str:
 
 
 def _fingerprint(headers: Sequence[Header]) -> int:
-    """Of the inputs of all ranks."""
+    """Fingerprint of the inputs of all ranks."""
     described = repr([(h.tokens, h.digest) for h in headers]).encode()
     return int.from_bytes(hashlib.blake2b(described, digest_size=8).digest(), "little", signed=True)
 
 
 def _digest(*tensors: Tensor) -> Tensor:
-    """A 64-bit number on the device that tells the contents of `tensors` (T, ...) from others."""
+    """A 64-bit digest, on the device, of the contents of `tensors` (T, ...)."""
     total = torch.zeros((), dtype=torch.int64)
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     for tensor in tensors:

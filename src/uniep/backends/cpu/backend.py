@@ -1,9 +1,9 @@
 """The CPU executor: the taskflow in real processes, with one-sided writes and event counters in shared memory.
 
 Every call, forward, backward or route, begins with `_enter`: each rank clears its counters of the call's parity,
-writes ids, weights and a header into every peer, says "entered call n" and waits for all others.  That orders all
-reuse of shared memory: a rank is at most one call ahead, and what belongs to one call exists twice.  No collective
-runs on the data path.
+writes ids, weights and a header into every peer, signals "entered call n" and waits for all others.  That orders all
+reuse of shared memory: a rank is at most one call ahead, and the memory of a call exists twice.  No collective runs on
+the data path.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ _T = TypeVar("_T")
 
 
 def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
-    """A call: ordinary tensors, because plans outlive a call and worker threads know neither inference mode nor a
-    default device.  Threads take turns.  An interrupt anywhere inside leaves this rank out of step: it gives up."""
+    """A call: uses ordinary tensors, because plans outlive a call and worker threads inherit neither inference mode nor
+    a default device.  Threads take turns.  An interrupt inside leaves this rank out of step, so the Workspace
+    closes."""
 
     @functools.wraps(method)
     def call(self: CpuBackend, *args: Any, **kwargs: Any) -> _T:

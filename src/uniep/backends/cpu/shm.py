@@ -226,7 +226,7 @@ def _free(folder: str) -> int:
 def _map(path: str, size: int, token: bytes) -> mmap.mmap:
     """The file of a peer.  In another namespace its process number may be another process's: the token tells."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise FileNotFoundError(errno.ENOENT, "it is no file", path)
+        raise FileNotFoundError(errno.ENOENT, "it is not a file", path)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(fd, _TOKEN_BYTES, size) != token:

@@ -227,8 +227,8 @@ class TrainState(Stateful):
             stray = [key for key in optimizer.state if id(key) not in seen[id(optimizer)]]
             if stray:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {len(stray)} states of what is no parameter of its, the first "
-                    f"of a {type(stray[0]).__name__}: they have no owner.  Remove them while saving"
+                    f"{type(optimizer).__name__} keeps {len(stray)} states of objects that are not its parameters, "
+                    f"the first of a {type(stray[0]).__name__}: they have no owner.  Remove them while saving"
                 )
         return states, list(groups.values())
 
