@@ -128,8 +128,7 @@ class Workspace:
         tune: str | None,
     ) -> tuple[dict[str, Any], UniEPError | None, str, list[Schedule]]:
         """(values that must be the same on all ranks, the error in this rank's arguments, the backend's name, the
-            tables'
-        proposals if no schedule is given)."""
+        tables' proposals if no schedule is given)."""
         fields: dict[str, Any] = {}
         found: list[Schedule] = []
         chosen, error = "", None
@@ -208,9 +207,8 @@ class Workspace:
         """Tell the other ranks about `error`, which leaves a function in which this rank should have made a call.
 
         since: `entered` at the function's start; None: no call has been entered.  Before a call, the error is a
-            refusal,
-        which every rank raises, including this one.  After a call, or if it is not an Exception (such as an interrupt),
-        it closes the Workspace.
+        refusal, which every rank raises, including this one.  After a call, or if it is not an Exception (such as an
+        interrupt), it closes the Workspace.
         """
         if self._backend is None or _is_no_failure(error) or getattr(error, "uniep_told", "") == self.key:
             return

@@ -261,9 +261,8 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     """Send the tokens of one micro-batch where `record` says: one forward of every layer, and its backward.
 
     The backward may come later, as in a pipeline: enter this again around it, with the same record object.  A
-        recomputed
-    forward (activation checkpointing) uses the same choice.  A recomputed forward of another micro-batch, or one while
-    no replay is active, raises ConfigError (on GPUs InputError of the call: no host read here).
+    recomputed forward (activation checkpointing) uses the same choice.  A recomputed forward of another micro-batch, or
+    one while no replay is active, raises ConfigError (on GPUs InputError of the call: no host read here).
 
     record: the choices of this rank's tokens, in the order of the call; on any device.  Works at any EP size, since ids
         are global.

@@ -38,8 +38,8 @@ STORED = {"gate_up": 2.0, "down_grad": 1.0}
 @dataclasses.dataclass(frozen=True, eq=False)
 class Costs:
     """alone_N: int64 ns of each task alone.  compute_N: ns of its operations only.  flow_start_N1, flow_resource_F,
-    flow_demand_F: bytes
-    per ns while a task runs.  capacity: bytes per ns of each resource.  delay_V: ns until a complete event is seen.
+    flow_demand_F: bytes per ns while a task runs.  capacity: bytes per ns of each resource.  delay_V: ns until a
+    complete event is seen.
     poll_N: ns until a worker that waits sees that its task may start.  near_N, far_N: bytes to peers of the same
     node and of others."""
 

@@ -301,9 +301,8 @@ def deepep(problem: Problem, way: Way) -> Operators:
 
 def hierarchical(problem: Problem, way: Way, per_node: int) -> Operators:
     """Each token goes once to each node, to the rank with the same index there, which forwards it to the ranks that
-    need
-    it.  On the way back, rows are added per rank, then per node, and cross the network once per node: DeepEP's mode
-    between nodes.
+    need it.  On the way back, rows are added per rank, then per node, and cross the network once per node: DeepEP's
+    mode between nodes.
 
     A rank forwards other ranks' tokens.  Their number is taken from its own tokens, since by symmetry it is the same.
     """

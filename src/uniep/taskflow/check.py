@@ -19,10 +19,8 @@ def check(graph: TaskGraph, queues: Sequence[Sequence[int]] | None = None) -> No
 
     Checked: each output is covered exactly once.  Each event is signalled as often as it counts, by all its writers.
     All writers of what a task reads come before it along events.  Workers that take the tasks of their `queues` in
-    order
-    reach the end.  None: one worker per class and rank, in the order of the graph; more workers that claim from the
-        same
-    order can only be further ahead, so one is the hardest case.
+    order reach the end.  None: one worker per class and rank, in the order of the graph; more workers that claim from
+    the same order can only be further ahead, so one is the hardest case.
     """
     _check_outputs(graph)
     _check_counts(graph)
