@@ -41,10 +41,11 @@ FORMAT = 1
 FARTHEST = 1.0
 """Largest distance, in factors of two, between a call's tokens and the bucket used for it."""
 
+_CHOICES = ("dimension.py", "schedule.py", "way.py", "layout.py")
 _SOURCES = {
-    "cpu": ("schedule.py", "way.py", "taskflow", "backends/cpu", "backends/torch_tiles.py"),
-    "hopper": ("schedule.py", "way.py", "kernels", "launch", "backends/hopper"),
-    "nccl": ("schedule.py", "way.py", "kernels", "launch", "backends/collective", "backends/torch_tiles.py"),
+    "cpu": (*_CHOICES, "taskflow", "backends/cpu", "backends/torch_tiles.py"),
+    "hopper": (*_CHOICES, "kernels", "launch", "backends/hopper"),
+    "nccl": (*_CHOICES, "kernels", "launch", "backends/collective", "backends/torch_tiles.py"),
 }
 """Sources that decide how fast a Schedule is, by backend, relative to the package."""
 
