@@ -583,7 +583,7 @@ def test_status_of_other_layers():
             nn.Module.__init__(self)
 
     (found,) = megatron.status([nn.ModuleDict({"mlp": Other()}), nn.Linear(2, 2)], "0.*").layers
-    assert not found.active and found.name == "0.mlp" and "no MoELayer" in found.why
+    assert not found.active and found.name == "0.mlp" and "not a MoELayer" in found.why
 
 
 def test_other_experts():
