@@ -1,6 +1,16 @@
-"""Processes that the files of this folder share."""
+"""Processes that the files of this folder share, and which of its tests `make test` runs."""
+
+from pathlib import Path
 
 import pytest
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(items):
+    """Frameworks take most of the suite's time: of this folder, only what is marked `smoke` is not slow."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("smoke") is None:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

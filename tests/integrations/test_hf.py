@@ -156,6 +156,7 @@ def test_one_device(kind, registration):
     assert len(registration.workspaces) == 1  # shared by all layers and by generation
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_layer_in_each_dtype(dtype, registration):
     """Experts alone, so that no routing depends on the rounding; one slot is a sentinel."""
@@ -323,6 +324,7 @@ def experts_like(activation: str = "silu", own_gate: bool = False, **flags) -> n
     return made(config)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("flag", FLAGS)
 def test_refused_flags(flag, registration):
     experts = experts_like(**{flag: FLAGS[flag]})
@@ -369,6 +371,7 @@ def test_refused_gates_and_dtypes(registration):
     assert call(experts_like(), 3).shape == (3, 64)
 
 
+@pytest.mark.smoke
 def test_status(registration):
     model = build("Qwen3Moe")
     model.model.layers[1].mlp.experts.act_fn = nn.Mish()

@@ -214,19 +214,10 @@ def trained(world, name):
         return found
 
 
-SLOW = {
-    "ddp, accumulated",
-    "ddp, options",
-    "ddp, unused parameters",
-    "fsdp2, kept after forward",
-    "fsdp2, two replicas of the dense",
-    "fsdp2, compiled",
-    "fsdp2, accumulated",
-    "fsdp2, experts do not divide",
-}
+SMOKE = {"ddp", "fsdp2"}
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=pytest.mark.slow) if run in SLOW else run for run in RUNS])
+@pytest.mark.parametrize("run", [pytest.param(run, marks=pytest.mark.smoke) if run in SMOKE else run for run in RUNS])
 def test_as_one_process(pool, run):
     """50, 51, 80, 81, 103, 111, 113: gradients, norm, clipped steps; a rank and an expert idle; each hook runs once."""
     want = alone(RUNS[run].num_experts)
@@ -333,6 +324,7 @@ def not_clipped(world):
         return str(error), float(parameter.grad[0])
 
 
+@pytest.mark.smoke
 def test_clip_within_and_not_finite(pool):
     """Small gradients stay as they are; a norm that is not finite raises, if asked to, before anything is scaled."""
     fine, raised = pool.run(not_clipped, ranks=2)
@@ -419,7 +411,6 @@ def test_78_what_a_checkpoint_lacks(pool, tmp_path):
         assert re.search(r"Missing key.*train\.model\.blocks\.1\.", layer), layer
 
 
-@pytest.mark.slow
 def test_example(tmp_path):
     """The example trains with 2 processes, and goes on with one."""
     example = Path(__file__).parents[2] / "examples/fsdp2_train.py"
@@ -469,6 +460,7 @@ def refused(world):
     return attempts
 
 
+@pytest.mark.smoke
 def test_refusals(pool):
     """79: what cannot work, or would do nothing, is refused by name before anything changes."""
     texts = {

@@ -105,6 +105,7 @@ def owned(world, how):
         return grads, norm
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("how", ["ddp", "ddp, copied", "ddp, rep", "fsdp2", "fsdp2, rep"])
 def test_91_98_owners_decide_the_reduction(pool, how):
     """A factor that all experts share is reduced over EP, what is each expert's over all its copies and no others."""
@@ -157,6 +158,7 @@ def refused(world):
     return attempts
 
 
+@pytest.mark.smoke
 def test_refusals(pool):
     """92, 94, 98: what has no known owner, or would be copied or reduced wrongly, names the remedy on every rank."""
     texts = {
@@ -216,6 +218,7 @@ def overflow(world, bad_rank):
         return scaler.get_scale(), any(stepped), all(stepped)
 
 
+@pytest.mark.smoke
 def test_100_all_ranks_skip_or_none(pool):
     """torch's own GradScaler: an overflow in one rank's dW is known to all ranks; without one all step."""
     assert pool.run(overflow, 1) == [(2.0, False, False)] * 4

@@ -208,6 +208,7 @@ def refused(world, folder):
     return attempts
 
 
+@pytest.mark.smoke
 def test_states_without_an_owner(pool, tmp_path):
     """Raised on every rank, with the state's name: nothing is guessed from a shape, nothing is dropped."""
     texts = {
@@ -282,6 +283,7 @@ def whole_loaded(world):
     return found
 
 
+@pytest.mark.smoke
 def test_a_converted_checkpoint(pool):
     for plain_, error, *others in pool.run(whole_loaded):
         assert plain_ and "head.bias is (3,) in the state; whole it has shape (16,)" in error

@@ -170,6 +170,7 @@ def check(ours: dict, theirs: dict, truth: dict) -> None:
 # Layers.
 
 
+@pytest.mark.smoke
 def test_one_rank():
     """80: no process group; FSDP without expert parallelism is the same call."""
     pair = tokens(0)
@@ -374,7 +375,6 @@ def model_runs(world) -> dict:
     return got
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(NO_MODEL), reason=NO_MODEL)
 def test_model(frameworks):
     """81: FSDP2 with a mesh for experts; every hook runs once a step; checkpointing does not run a layer again."""
@@ -437,6 +437,7 @@ def test_refused_options_and_type_checking(monkeypatch):
         layer(ours=True)(tokens(0)[0])
 
 
+@pytest.mark.smoke
 def test_status_and_patterns():
     """79: a pattern that matches nothing is an error; layers of other classes say so."""
     made = layer(ours=True)
@@ -460,7 +461,6 @@ def test_selective_ac():
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(bool(NO_MODEL), reason=NO_MODEL)
-@pytest.mark.slow
 def test_example(tmp_path):
     """The example trains with 2 processes; one process goes on from its checkpoint."""
     example, folder = Path(__file__).parents[2] / "examples/torchtitan_train.py", str(tmp_path / "checkpoint")
