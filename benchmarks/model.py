@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import statistics
 import time
 import timeit
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from results import Row, card_of, errors, print_summary, window_rows
 from uniep.config import MoEConfig
 from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import SHAPES
@@ -33,7 +33,6 @@ from uniep.trials import calibrate
 from uniep.tuner.model import Card, Load, card_text, load_card, predict, uncalibrated
 from uniep.tuner.space import points, replaced
 
-RESULTS = Path(__file__).parent / "results"
 CARDS = Path(__file__).parent.parent / "src/uniep/tuner/cards"
 FILES = (
     "h200x2_layer", "h200x2_tokens", "h200x2_4096", "h200x2_zipf", "h200x2_groups", "h200x4_layer", "h200x4_groups",
@@ -50,44 +49,23 @@ OLD = {
 """Defaults of a commit, where they are not today's."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    file: str
-    card: str
-    commit: str
-    ep: int
-    shape: str
-    tokens: int
-    routing: str
-    direction: str
-    impl: str
-    ms: float
-    ms_min: float
-    ms_max: float
-
+class Call(Row):
     @property
     def call(self) -> tuple[str, str, int, int]:
-        return self.card, self.shape, self.tokens, self.ep
+        return card_of(self), self.shape, self.tokens, self.ep
 
 
-def measured() -> Iterator[Row]:
+def measured() -> Iterator[Call]:
     """Every row of uniep under the window of one call."""
-    for name in FILES:
-        document = json.loads((RESULTS / f"{name}.json").read_text())
-        meta = document["meta"]
-        card = "h100" if "H100" in meta["card"] else "h200"
-        for row in document["rows"]:
-            if row["impl"].startswith("uniep") and row["load"] == "window":
-                of_row = (row[k] for k in ("shape", "tokens", "routing", "direction", "impl", "ms", "ms_min", "ms_max"))
-                yield Row(name, card, meta["commit"], meta["ep"], *of_row)
+    return (row for row in window_rows(FILES, Call) if row.impl.startswith("uniep"))
 
 
-def held_out(rows: Sequence[Row]) -> set[tuple[str, str, int, int]]:
+def held_out(rows: Sequence[Call]) -> set[tuple[str, str, int, int]]:
     """The calls that nothing is calibrated on."""
     out = set()
-    for card in sorted({row.card for row in rows}):
+    for card in sorted({card_of(row) for row in rows}):
         for few in (True, False):
-            calls = {row.call for row in rows if row.card == card and (row.tokens <= FEW) == few}
+            calls = {row.call for row in rows if card_of(row) == card and (row.tokens <= FEW) == few}
             by_hash = sorted(calls, key=lambda call: hashlib.sha256(repr(call).encode()).hexdigest())
             out |= set(by_hash[1::2])
     return out
@@ -102,14 +80,14 @@ def load(shape: str, ep: int, tokens: int, routing: str, groups: int | None, exa
     return Load.of_ids(cfg, [problem.ids(rank) for rank in range(ep)])
 
 
-def point(row: Row, cfg: MoEConfig) -> Schedule:
+def point(row: Call, cfg: MoEConfig) -> Schedule:
     """What ran."""
     usual = replaced(default_schedule("hopper", cfg, row.ep), OLD.get(row.commit, {}))
     change = "overlap=serial" if row.impl == "uniep-serial" else row.impl.partition("@")[2]
     return replaced(usual, dict([change.split("=")]) if change else {})
 
 
-def timed(row: Row) -> calibrate.Timed:
+def timed(row: Call) -> calibrate.Timed:
     name = row.impl.partition("@")[0]
     groups = int(name.removeprefix("uniep-groups") or row.ep) if name.startswith("uniep-groups") else None
     of_row = load(row.shape, row.ep, row.tokens, row.routing, groups, row.impl == "uniep-default")
@@ -119,21 +97,15 @@ def timed(row: Row) -> calibrate.Timed:
     return calibrate.Timed(of_row, point(row, cfg), row.direction, row.ms * 1e3)
 
 
-def errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    off = sorted(abs(row["predicted_ms"] / row["ms"] - 1) for row in rows)
-    spread = [(row["ms_max"] - row["ms_min"]) / 2 / row["ms"] for row in rows]
-    return {
-        "rows": len(off),
-        "median": statistics.median(off),
-        "p95": off[min(len(off) - 1, int(0.95 * len(off)))],
-        "median_spread_of_files": statistics.median(spread),
-    }
-
-
-def predicted(rows: Sequence[Row], card: Card, out: set[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
+def predicted(rows: Sequence[Call], card: Card, out: set[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
     us = calibrate.Calls([timed(row) for row in rows]).predicted(card).tolist()
     return [
-        {**dataclasses.asdict(row), "held_out": row.call in out, "predicted_ms": round(of / 1e3, 4)}
+        {
+            **dataclasses.asdict(row),
+            "card": card_of(row),
+            "held_out": row.call in out,
+            "predicted_ms": round(of / 1e3, 4),
+        }
         for row, of in zip(rows, us, strict=True)
     ]
 
@@ -192,7 +164,7 @@ def main() -> None:
     out = held_out(rows)
     shown: list[dict[str, Any]] = []
     for name in ("h200", "h100"):
-        of_card = [row for row in rows if row.card == name]
+        of_card = [row for row in rows if card_of(row) == name]
         if args.calibrate:
             kept = [row for row in of_card if row.call not in out]
             card = calibrate.fit(uncalibrated(load_machine(f"{name}-node"), name), [timed(row) for row in kept])
@@ -204,10 +176,7 @@ def main() -> None:
     for row in shown if args.rows else ():
         print(*(row[k] for k in ("file", "shape", "tokens", "routing", "direction", "impl", "ms", "predicted_ms")),
               "held out" if row["held_out"] else "", f"{row['predicted_ms'] / row['ms'] - 1:+.1%}")  # fmt: skip
-    for title, values in summary(shown).items():
-        print(
-            f"{title}: " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
-        )
+    print_summary(summary(shown))
     for part in (False, True):
         title = f"picks, {'held out' if part else 'calibrated on'}"
         print(f"{title}: {picks([r for r in shown if r['held_out'] == part])}")

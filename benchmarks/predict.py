@@ -13,17 +13,16 @@ import argparse
 import dataclasses
 import itertools
 import json
-import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from results import RESULTS, Row, card_of, errors, print_summary, window_rows
 from uniep.shapes import SHAPES
 from uniep.sim import STRATEGIES, Machine, Problem, load_machine, simulate
 
-RESULTS = Path(__file__).parent / "results"
 CALIBRATED = ("qwen3-30b", "deepseek-v3")
 FILES = ("h200x2_layer", "h200x4_layer", "h200x4_groups", "h200x2_tokens", "h200x2_4096", "h200x2_zipf", "h100x2_layer")
 IMPLS = {
@@ -40,21 +39,7 @@ LARGE = 4096
 """Tokens of a rank from which a call is not the host's time."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    file: str
-    card: str
-    ep: int
-    commit: str
-    shape: str
-    tokens: int
-    routing: str
-    direction: str
-    impl: str
-    ms: float
-    ms_min: float
-    ms_max: float
-
+class Measured(Row):
     @property
     def key(self) -> str:
         return f"{self.file}/{self.shape}/{self.tokens}/{self.routing}/{self.direction}/{self.impl}"
@@ -65,15 +50,7 @@ class Measured:
 
 
 def measured(files: Sequence[str]) -> Iterator[Measured]:
-    for name in files:
-        document = json.loads((RESULTS / f"{name}.json").read_text())
-        meta = document["meta"]
-        for row in document["rows"]:
-            if row["impl"] in IMPLS and row["load"] == "window" and row["tokens"] <= 8192:
-                yield Measured(
-                    name, meta["card"], meta["ep"], meta["commit"],
-                    *(row[k] for k in ("shape", "tokens", "routing", "direction", "impl", "ms", "ms_min", "ms_max")),
-                )  # fmt: skip
+    return (row for row in window_rows(files, Measured) if row.impl in IMPLS and row.tokens <= 8192)
 
 
 def predict(row: Measured, machine: Machine, times: dict[str, float]) -> float:
@@ -89,19 +66,6 @@ def predict(row: Measured, machine: Machine, times: dict[str, float]) -> float:
             times[key] = simulate(problem, machine, STRATEGIES[strategy].program(problem, machine)).makespan_ns / 1e6
         total += times[key]
     return total
-
-
-def errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    off = sorted(abs(row["predicted_ms"] / row["ms"] - 1) for row in rows)
-    if not off:
-        return {}
-    spread = [(row["ms_max"] - row["ms_min"]) / 2 / row["ms"] for row in rows]
-    return {
-        "rows": len(off),
-        "median": statistics.median(off),
-        "p95": off[min(len(off) - 1, int(0.95 * len(off)))],
-        "median_spread_of_files": statistics.median(spread),
-    }
 
 
 def ranking(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -142,7 +106,7 @@ def main() -> None:
     rows = []
     wanted = [r for r in measured(args.files.split(",")) if not args.shapes or r.shape in args.shapes.split(",")]
     for number, row in enumerate(wanted):
-        machine = machines["h100" if "H100" in row.card else "h200"]
+        machine = machines[card_of(row)]
         predicted = predict(row, machine, kept)
         rows.append({**dataclasses.asdict(row), "held_out": row.held_out, "predicted_ms": round(predicted, 4)})
         document = {"machines": {m.name: dict(m.values) for m in machines.values()}, "summary": summary(rows),
@@ -150,10 +114,7 @@ def main() -> None:
         args.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"{number + 1}/{len(wanted)} {row.key}: {row.ms:.3f} -> {predicted:.3f} ({predicted / row.ms - 1:+.1%})",
               flush=True)  # fmt: skip
-    for title, values in summary(rows).items():
-        print(
-            f"{title}: " + ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
-        )
+    print_summary(summary(rows))
 
 
 if __name__ == "__main__":

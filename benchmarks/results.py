@@ -1,4 +1,4 @@
-"""Reading result files: what table.py and plot.py share.
+"""Reading result files: what table.py, plot.py, predict.py and model.py share.
 
 A file is {"meta": {card, gpus, ep, torch, triton, commit, command, date, ...}, "checks": {...}, "rows": [...]},
 a row {shape, tokens, routing, load, direction, impl, ms, ms_min, ms_max, tflops}, on GPUs with peak_mib (memory of
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+RESULTS = Path(__file__).parent / "results"
 
 PEERS = ("nccl", "deepep", "deepep-nowait")
 DIRECTIONS = {"fwd": "forward", "fwd_bwd": "forward + backward"}
@@ -57,3 +60,62 @@ def load(paths: Iterable[str | Path]) -> list[Timing]:
             of_case.setdefault(key, {})[row["impl"]] = row["ms"]
         timings += [Timing(content["meta"], *key, ms) for key, ms in of_case.items()]
     return timings
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a committed file under a window of one call.  file: its name; card: as its meta says."""
+
+    file: str
+    card: str
+    ep: int
+    commit: str
+    shape: str
+    tokens: int
+    routing: str
+    direction: str
+    impl: str
+    ms: float
+    ms_min: float
+    ms_max: float
+
+
+R = TypeVar("R", bound=Row)
+
+
+def window_rows(names: Iterable[str], kind: type[R]) -> Iterator[R]:
+    """The rows of committed files, each as a `kind`, in the files' order."""
+    for name in names:
+        document = json.loads((RESULTS / f"{name}.json").read_text())
+        meta = document["meta"]
+        for row in document["rows"]:
+            if row["load"] == "window":
+                of_row = (row[k] for k in ("shape", "tokens", "routing", "direction", "impl", "ms", "ms_min", "ms_max"))
+                yield kind(name, meta["card"], meta["ep"], meta["commit"], *of_row)
+
+
+def card_of(row: Row) -> str:
+    """The card's short name: "h100" or "h200"."""
+    return "h100" if "H100" in row.card else "h200"
+
+
+def errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """How far predicted_ms is off ms, relative, and the spread of the measurements; {} of no rows."""
+    off = sorted(abs(row["predicted_ms"] / row["ms"] - 1) for row in rows)
+    if not off:
+        return {}
+    spread = [(row["ms_max"] - row["ms_min"]) / 2 / row["ms"] for row in rows]
+    return {
+        "rows": len(off),
+        "median": statistics.median(off),
+        "p95": off[min(len(off) - 1, int(0.95 * len(off)))],
+        "median_spread_of_files": statistics.median(spread),
+    }
+
+
+def print_summary(summary: dict[str, dict[str, Any]]) -> None:
+    """A line for each part of the rows."""
+    for title, values in summary.items():
+        print(
+            f"{title}: " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        )

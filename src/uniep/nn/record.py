@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from uniep.backends.base import LayerTag
+from uniep.nn.bits import bits_digest
 from uniep.nn.wrappers import refuse_wrappers
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace
@@ -27,8 +28,6 @@ _by_name: weakref.WeakValueDictionary[int, LayerRecord] = weakref.WeakValueDicti
 _of_parameters = WeakIdKeyDictionary()
 
 _SAMPLES = 8  # rows and columns of a matrix that are sampled: at least this many, at most twice as many
-_ODD = 0x9E3779B97F4A7C1
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LayerRecord:
@@ -138,9 +137,7 @@ def digest(experts: ExpertWeights, dtype: torch.dtype, rank: int) -> Tensor:
     for t in (*experts.w13, *experts.w2):
         rows, columns = (max(1, size // _SAMPLES) for size in t.shape[-2:])
         sample = t.detach()[..., ::rows, ::columns].to(dtype).contiguous()
-        values = sample.view(_INTEGERS[dtype.itemsize]).flatten().to(torch.int64)
-        odd = 2 * torch.arange(len(values), device=t.device) + 1
-        total = total * 1_000_003 + (values * odd * _ODD).sum()
+        total = total * 1_000_003 + bits_digest(sample)
         finite &= sample.isfinite().all()
     return torch.where(finite, total, -1 - rank)
 

@@ -20,10 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uniep.errors import ConfigError, InputError
+from uniep.nn.bits import bits_digest
 from uniep.nn.router_ops import is_recomputing
-
-_ODD = 0x9E3779B97F4A7C1
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RoutingRecord:
@@ -217,9 +215,7 @@ _COLUMNS = 64
 
 def _digest(x_TD: Tensor) -> Tensor:
     """() int64: digest of the bits of the first columns of x."""
-    values = x_TD.detach()[:, :_COLUMNS].contiguous().view(_INTEGERS[x_TD.element_size()]).flatten().to(torch.int64)
-    odd = 2 * torch.arange(len(values), device=values.device) + 1
-    return (values * odd * _ODD).sum()
+    return bits_digest(x_TD.detach()[:, :_COLUMNS])
 
 
 @contextlib.contextmanager
