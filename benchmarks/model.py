@@ -52,20 +52,21 @@ OLD = {
 class Call(Row):
     @property
     def call(self) -> tuple[str, str, int, int]:
-        return card_of(self), self.shape, self.tokens, self.ep
+        return self.card, self.shape, self.tokens, self.ep
 
 
 def measured() -> Iterator[Call]:
-    """Every row of uniep under the window of one call."""
-    return (row for row in window_rows(FILES, Call) if row.impl.startswith("uniep"))
+    """Every row of uniep under the window of one call.  card: its short name."""
+    rows = (row for row in window_rows(FILES, Call) if row.impl.startswith("uniep"))
+    return (dataclasses.replace(row, card=card_of(row)) for row in rows)
 
 
 def held_out(rows: Sequence[Call]) -> set[tuple[str, str, int, int]]:
     """The calls that nothing is calibrated on."""
     out = set()
-    for card in sorted({card_of(row) for row in rows}):
+    for card in sorted({row.card for row in rows}):
         for few in (True, False):
-            calls = {row.call for row in rows if card_of(row) == card and (row.tokens <= FEW) == few}
+            calls = {row.call for row in rows if row.card == card and (row.tokens <= FEW) == few}
             by_hash = sorted(calls, key=lambda call: hashlib.sha256(repr(call).encode()).hexdigest())
             out |= set(by_hash[1::2])
     return out
@@ -102,7 +103,6 @@ def predicted(rows: Sequence[Call], card: Card, out: set[tuple[str, str, int, in
     return [
         {
             **dataclasses.asdict(row),
-            "card": card_of(row),
             "held_out": row.call in out,
             "predicted_ms": round(of / 1e3, 4),
         }
@@ -164,7 +164,7 @@ def main() -> None:
     out = held_out(rows)
     shown: list[dict[str, Any]] = []
     for name in ("h200", "h100"):
-        of_card = [row for row in rows if card_of(row) == name]
+        of_card = [row for row in rows if row.card == name]
         if args.calibrate:
             kept = [row for row in of_card if row.call not in out]
             card = calibrate.fit(uncalibrated(load_machine(f"{name}-node"), name), [timed(row) for row in kept])

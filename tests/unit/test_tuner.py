@@ -41,6 +41,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def benchmark():
     """benchmarks/model.py."""
+    sys.path.insert(0, str(BENCHMARKS))  # it shares modules with others of that folder
     spec = importlib.util.spec_from_file_location("benchmark_of_the_model", BENCHMARKS / "model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
