@@ -288,32 +288,41 @@ def test_an_interrupt_is_heard_while_waiting(pool, backend):
     assert second[0][0][0] == "PeerTimeoutError" and "rank 0 failed with KeyboardInterrupt" in second[0][0][1]
 
 
-def suspended_wait(world, backend, batch):
-    """A step to which rank 1 comes late, and is in time."""
+def suspended_wait(world, backend, batch, folder):
+    """A step to which rank 1 comes late, and is in time.  A file of each rank says that it is about to wait."""
     ws = make(world, backend, timeout_s=2.0)
     layer = uniep.nn.MoE(config(), workspace=ws, seed=0)
     layer(batch.x[:5])
+    (folder / str(world.rank)).touch()
     time.sleep(2.5 * world.rank)
     return named_error(lambda: layer(batch.x[:5])), ws.close()
 
 
 @BACKENDS
-def test_suspended_ranks_are_not_late(pool, backend):
+def test_suspended_ranks_are_not_late(pool, backend, tmp_path):
     """All ranks stop for longer than timeout_s; nobody raises once they go on."""
     batch, pids = random_batch(config(), (5, 5)), pool.run(pid, ranks=2)
+    ended = threading.Event()
 
     def send(number):
         for process in pids:
             os.kill(process, number)
 
-    timers = [threading.Timer(1.0, send, [signal.SIGSTOP]), threading.Timer(4.5, send, [signal.SIGCONT])]
-    for timer in timers:
-        timer.start()
+    def suspend():
+        while len(list(tmp_path.iterdir())) < 2 and not ended.wait(0.05):
+            pass
+        ended.wait(0.5)
+        send(signal.SIGSTOP)
+        ended.wait(3.5)
+        send(signal.SIGCONT)
+
+    suspending = threading.Thread(target=suspend)
+    suspending.start()
     try:
-        errors = pool.run(suspended_wait, backend, batch, ranks=2)
+        errors = pool.run(suspended_wait, backend, batch, tmp_path, ranks=2)
     finally:
-        for timer in timers:
-            timer.join()
+        ended.set()
+        suspending.join()
     assert errors == [(None, None)] * 2
 
 
