@@ -1,4 +1,4 @@
-"""Launchers: what each GEMM and row kernel takes, from tensors and a Tile.  They allocate nothing.
+"""Launchers: what each GEMM and row kernel takes, from tensors and a Tile.  Only `activation_memory` allocates.
 
 kernels/arguments.py has the bundles that they take.  `Peers` is what fused kernels need of the other ranks; `alone`
 serves kernels whose rows are all here.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniep.config import MoEConfig
+from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.errors import UnsupportedError
 from uniep.kernels.arguments import (
     ALL_HERE,
@@ -109,6 +109,22 @@ class Beside:
 
     tiles_before: int
     programs: int
+
+
+def activation_memory(h_2NF: Tensor) -> Activation:
+    """New memory for the activation's gradient of gate and up (2, N, F)."""
+    _, rows, ffn = h_2NF.shape
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": h_2NF.device}
+    like: dict[str, Any] = {"dtype": h_2NF.dtype, "device": h_2NF.device}
+    gate_NF, up_NF = unbind(h_2NF)
+    return Activation(
+        torch.empty(rows, ffn, **fp32),
+        gate_NF,
+        up_NF,
+        dh_N2F=torch.empty(rows, 2, ffn, **like),
+        act_NF=torch.empty(rows, ffn, **like),
+        groups_NG=torch.empty(rows, -(-ffn // COLUMN_GROUP), **fp32),
+    )
 
 
 def tile_shape(tile: Tile) -> TileShape:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from uniep.backends import torch_tiles as cpu_tiles
 from uniep.backends.base import MainGrads, Needs
-from uniep.config import COLUMN_GROUP, MoEConfig
-from uniep.kernels.arguments import Activation, Rows, Sums, Tokens
-from uniep.launch.driver import Bundle, unbind
+from uniep.config import MoEConfig
+from uniep.kernels.arguments import Rows, Sums, Tokens
+from uniep.launch.driver import Bundle
 from uniep.limits import why_not
 from uniep.numerics import combine_parts, combine_slots
 from uniep.routing import RoutingPlan
@@ -254,22 +254,18 @@ class KernelExperts:
         if num_rows:
             rows, stacked = self._rows(routed, tile), _stacked(experts)
             dy_ND = self._expand(dy, rows, tile)
-            raw_NF = torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=dy_TD.device)
-            self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, raw_NF)
-            dh_N2F, act_NF = dy_TD.new_empty(num_rows, 2, cfg.ffn), dy_TD.new_empty(num_rows, cfg.ffn)
-            groups_NG = raw_NF.new_empty(num_rows, -(-cfg.ffn // COLUMN_GROUP))
-            gate_NF, up_NF = unbind(h_NF.view(2, num_rows, cfg.ffn))
-            made = Activation(raw_NF, gate_NF, up_NF, dh_N2F, act_NF, groups_NG)
+            made = self.launch.activation_memory(h_NF.view(2, num_rows, cfg.ffn))
+            self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, made.raw_NF)
             self.launch.launch_activation_gradient(made, rows, cfg, self.sms)
-            dh_NH = dh_N2F.view(num_rows, -1)
+            dh_NH = made.dh_N2F.view(num_rows, -1)
             if needs.weights:
-                weights_N = self._dweights(groups_NG, plan, rows)
+                weights_N = self._dweights(made.groups_NG, plan, rows)
             if needs.x:
                 self.launch.launch_gate_up_gradient(
                     dh_NH, rows, stacked, self.alone, cfg, tile, self.sms, dx_ND, slots=1, scatter=False
                 )
             if needs.w2:
-                self._weight_gradients(dy_ND, act_NF, 0, grads.w2, rows, transposed=False, accumulate=accumulate)
+                self._weight_gradients(dy_ND, made.act_NF, 0, grads.w2, rows, transposed=False, accumulate=accumulate)
             if needs.w13:
                 x_ND = self._expand(x, rows, tile)
                 halves = [(out,) for out in grads.w13] if experts.layout == "split" else [grads.w13]

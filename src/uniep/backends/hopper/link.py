@@ -12,7 +12,7 @@ from torch import Tensor
 from uniep.backends.base import LayerTag
 from uniep.backends.hopper.arena import Arena
 from uniep.dimension import GPU, MEASURED
-from uniep.kernels.arguments import Wire
+from uniep.kernels.arguments import ALL_HERE, Dispatch, Wire
 from uniep.launch.driver import Bundle, copy
 from uniep.layout import hopper_arrays, kept_shape, pack
 from uniep.memory import plan_memory
@@ -164,6 +164,10 @@ class Link:
         self.planner.wait_entered(copies=self.copying)
         if self.copying:
             self.send_all(sent_TD)
+
+    def dispatching(self, push_rounds: int = 0) -> Dispatch:
+        """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""
+        return Dispatch(True, self.way.push_programs, push_rounds) if self.fused else ALL_HERE
 
     def dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
         """Serial schedule: push all tokens (unless copies are under way), wait until all have arrived."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs, aligned
 from uniep.backends.hopper.link import Link
 from uniep.backends.hopper.trace import Records, exchanged_ids, lead_host, spans
-from uniep.config import COLUMN_GROUP, ROW_ALIGN
-from uniep.kernels.arguments import Activation, Addresses, Dispatch, Sums, Tokens
+from uniep.config import ROW_ALIGN
+from uniep.kernels.arguments import Addresses, Sums, Tokens
 from uniep.launch.driver import unbind
 from uniep.layout import backward_tiles, forward_tiles
 from uniep.weights import ExpertWeights
@@ -55,7 +55,7 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
         lists = lists.recorded(*records.buffers)
     launch_mega.launch_forward(
         x, plan.bundle, lists, inputs.experts, link.peers(), cfg, way, link.sms, made, sums,
-        _dispatch(link),
+        link.dispatching(),
     )  # fmt: skip
     link.join()
     if records is not None and link.trace is not None:
@@ -91,29 +91,19 @@ def backward(
     link.enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
     tiles = backward_tiles(cfg, way, w13=needs.w13, w2=needs.w2)
     lists = _lists(link, plan, tiles, backward=True)
-    like: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    gate_NF, up_NF = unbind(h_2NF)
-    through = Activation(
-        torch.empty(num_rows, cfg.ffn, **fp32),
-        gate_NF,
-        up_NF,
-        dh_N2F=torch.empty(num_rows, 2, cfg.ffn, **like),
-        act_NF=torch.empty(num_rows, cfg.ffn, **like),
-        groups_NG=torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), **fp32),
-    )
+    through = launch.activation_memory(h_2NF)
     dw = _weight_gradients(link, experts, needs, main_grads)
     accumulate = main_grads is not None and main_grads.accumulate
     made = launch_mega.Gradients(through, addresses, dw, accumulate)
     views = link.arena.views
-    dweights_TK = torch.empty(ids_TK.shape, **fp32) if needs.weights else None
+    dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device) if needs.weights else None
     sums = Sums(views["returns"], ids_TK, None, torch.empty_like(dy_TD), views["dweights"], dweights_TK)
     records = Records.empty(link, lists) if link.trace is not None else None
     if records is not None:
         lists = lists.recorded(*records.buffers)
     launch_mega.launch_backward(
         dy, plan.bundle, lists, experts, link.peers(), cfg, way, link.sms, made, sums,
-        _dispatch(link),
+        link.dispatching(),
     )  # fmt: skip
     link.join()
     if records is not None and link.trace is not None:
@@ -161,8 +151,3 @@ def _sent(link: Link, recv_count_R: Memory) -> tuple[Memory, int, int]:
         return recv_count_R, 0, 1
     exchange = link.arena.views["exchange"]
     return exchange, exchange.stride(0), exchange.stride(1)
-
-
-def _dispatch(link: Link) -> Dispatch:
-    fused = link.fused
-    return Dispatch(fused, link.way.push_programs if fused else 0)

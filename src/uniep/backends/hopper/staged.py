@@ -14,8 +14,8 @@ from torch import Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs, aligned
 from uniep.backends.hopper.link import Link
-from uniep.config import COLUMN_GROUP, ROW_ALIGN
-from uniep.kernels.arguments import Activation, Addresses, Dispatch, Sums, Tokens
+from uniep.config import ROW_ALIGN
+from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
 from uniep.launch.driver import unbind
 from uniep.weights import ExpertWeights
 
@@ -50,7 +50,7 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
         link.fork(link.side)
     launch.launch_gate_up(
         x, x_ND, plan.bundle, inputs.experts, peers, cfg, way.gate_up, link.sms - down_sms, h_2NF, act_NF,
-        _dispatching(link, way.push_rounds[0], x_ND), count_tiles=pipelined,
+        link.dispatching(way.push_rounds[0]) if x_ND is None else ALL_HERE, count_tiles=pipelined,
     )  # fmt: skip
     link.mark("gate_up")
     kept = x_ND if x_ND is not None or not save else link.keep(num_tokens)
@@ -146,21 +146,11 @@ def _through_activation(
     both at once; or None."""
     from uniep.launch import staged as launch
 
-    cfg, rows, num_rows, tile = link.cfg, plan.bundle, plan.num_rows, link.way.down
-    like: dict[str, Any] = {"dtype": cfg.dtype, "device": link.device}
-    gate_NF, up_NF = unbind(h_2NF)
-    made = Activation(
-        torch.empty(num_rows, cfg.ffn, dtype=torch.float32, device=link.device),
-        gate_NF,
-        up_NF,
-        dh_N2F=torch.empty(num_rows, 2, cfg.ffn, **like),
-        act_NF=torch.empty(num_rows, cfg.ffn, **like),
-        groups_NG=torch.empty(num_rows, -(-cfg.ffn // COLUMN_GROUP), dtype=torch.float32, device=link.device),
-    )
+    cfg, rows, tile, made = link.cfg, plan.bundle, link.way.down, launch.activation_memory(h_2NF)
     progress_M, cursor = unbind(claims) if claims is not None else (None, None)
     launch.launch_gathered_down_gradient(
         Tokens(dy_TD, link.arena.views["receive"]), rows, experts, peers, tile, link.sms, made.raw_NF,
-        _dispatching(link, link.way.push_rounds[1]), progress_M,
+        link.dispatching(link.way.push_rounds[1]), progress_M,
     )  # fmt: skip
     if progress_M is not None and cursor is not None:
         launch.launch_claimed_activation_gradient(made, rows, peers, cfg, tile, link.sms, progress_M, cursor)
@@ -274,10 +264,3 @@ def _combine(
     if plan.lines is not None:
         ids_TK, weights_TK = plan.lines.used_TW[: out_TD.shape[0]], None
     launch_combine(Sums(link.arena.views["returns"], ids_TK, weights_TK, out_TD), peers, link.sms)
-
-
-def _dispatching(link: Link, push_rounds: int, expanded: Tensor | None = None) -> Dispatch:
-    """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""
-    if not link.fused or expanded is not None:
-        return Dispatch(False)
-    return Dispatch(True, link.way.push_programs, push_rounds)
