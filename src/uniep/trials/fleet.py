@@ -21,8 +21,8 @@ import torch.distributed as dist
 from uniep.errors import UniEPError
 from uniep.trials.trial import Job, described
 
-START_S = 120.0
-"""Longest time for all ranks to start, in seconds."""
+START_S, END_S = 120.0, 10.0
+"""Longest time for all ranks to start, and for a killed one to end: a driver may hold it.  In seconds."""
 
 
 class DroppedError(UniEPError):
@@ -123,7 +123,7 @@ class Fleet:
             if process.is_alive():
                 process.kill()
         for process in self._processes:
-            process.join()
+            process.join(END_S)
         for pipe in self._pipes:
             pipe.close()
         if self._processes:

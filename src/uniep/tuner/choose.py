@@ -7,6 +7,7 @@ are timed once more on this machine, when the Workspace is made, on their own te
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -103,19 +104,23 @@ def fastest(
     timeout_s: float,
 ) -> Schedule:  # fmt: skip
     """The fastest of points that were verified elsewhere.  Collective; all ranks get the same."""
-    made = functools.partial(_Served, cfg, group, backend, device, timeout_s=timeout_s)
-    best = made(schedule=schedules[0])
-    rank, ep_size = best.member.rank, best.member.ep_size
-    given = drawn(cfg, ep_size, rank, cfg.max_tokens_per_rank, 0, device)
-    for schedule in schedules[1:]:
-        other = made(schedule=schedule)
-        calls = (functools.partial(best.call, given), functools.partial(other.call, given))
-        pairs = over_ranks(in_turn(calls, PAIRS, WARMUP, group, device), group, device)
-        if statistics.median(b / a for a, b in pairs) < 1:
-            best, other = other, best
-        other.end("it was slower")
-    best.end("it was timed")
-    return best.schedule
+    with contextlib.ExitStack() as opened:
+
+        def made(schedule: Schedule) -> _Served:
+            served = _Served(cfg, group, backend, device, schedule, timeout_s)
+            opened.callback(served.end, "it was timed")  # after an error, too
+            return served
+
+        best = made(schedules[0])
+        given = drawn(cfg, best.member.ep_size, best.member.rank, cfg.max_tokens_per_rank, 0, device)
+        for schedule in schedules[1:]:
+            other = made(schedule)
+            calls = (functools.partial(best.call, given), functools.partial(other.call, given))
+            pairs = over_ranks(in_turn(calls, PAIRS, WARMUP, group, device), group, device)
+            if statistics.median(b / a for a, b in pairs) < 1:
+                best, other = other, best
+            other.end("it was slower")
+        return best.schedule
 
 
 def report(device: torch.device) -> list[tuple[str, str]]:
