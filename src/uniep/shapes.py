@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
+from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 
 Scope = Literal["layer", "dispatch-to-combine"]
@@ -29,6 +30,17 @@ class Shape:
     def experts(self, ep_size: int) -> int:
         """Number of experts over all ranks."""
         return self.num_experts * ep_size if self.per_rank else self.num_experts
+
+    def config(self, ep_size: int, tokens: int, **choices: Any) -> MoEConfig:
+        """The layer's MoEConfig for `tokens` per rank.  choices: further fields."""
+        return MoEConfig(
+            hidden=self.hidden, ffn=self.ffn, num_experts=self.experts(ep_size), top_k=self.top_k,
+            max_tokens_per_rank=tokens, **choices,
+        )  # fmt: skip
+
+    def sync_free_rows(self, tokens: int) -> int:
+        """A max_rows that balanced routing does not reach: twice a rank's slots."""
+        return 2 * tokens * self.top_k
 
     def tflop(self, tokens: int, direction: str) -> float:
         """FLOPs of one rank with the mean number of rows: three GEMMs in forward, each twice more in backward."""

@@ -12,18 +12,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import DType, Dtype, check_folder
-from uniep.config import MoEConfig
-from uniep.shapes import SHAPES, parse_shape
+from uniep.cli.options import DType, Dtype, ShapeName, check_folder
+from uniep.shapes import parse_shape
 from uniep.tuner import tables
 from uniep.tuner.explain import explain as explained
 from uniep.tuner.model import cards, load_card
 
 
 def explain(
-    shape: Annotated[
-        str, typer.Option(help=f"Shape of the layer: {', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
-    ] = "qwen3-30b",
+    shape: ShapeName = "qwen3-30b",
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.", min=1)] = 8192,
     card: Annotated[
@@ -52,10 +49,9 @@ def explain(
         if path is not None:
             check_folder(path.parent)
     made, known = parse_shape(shape), load_card(tables.card_file(card))
-    cfg = MoEConfig(
-        hidden=made.hidden, ffn=made.ffn, num_experts=made.experts(ep), top_k=made.top_k, max_tokens_per_rank=tokens,
-        dtype=dtype.torch, combine_groups=combine_groups, max_rows=2 * tokens * made.top_k,
-    )  # fmt: skip
+    cfg = made.config(
+        ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)
+    )
     cfg.check_group(ep)
     document = explained(cfg, ep, backend, known, made.name, results or ())
     _print(console, document)

@@ -14,6 +14,7 @@ from uniep import schedule as schedules
 from uniep.activation import ACTIVATIONS
 from uniep.errors import ConfigError
 from uniep.schedule import Schedule
+from uniep.shapes import SHAPES
 
 
 class DType(enum.StrEnum):
@@ -36,6 +37,9 @@ Ffn = Annotated[int, typer.Option(help="Width of one expert (F).", min=1, rich_h
 NumExperts = Annotated[int, typer.Option("--experts", help="Experts over all ranks.", min=1, rich_help_panel="Shape")]
 TopK = Annotated[int, typer.Option(help="Experts per token.", min=1, rich_help_panel="Shape")]
 Tokens = Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")]
+ShapeName = Annotated[
+    str, typer.Option(help=f"Shape of the layer: {', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
+]
 Dtype = Annotated[DType, typer.Option(help="dtype of tokens, parameters and results.", rich_help_panel="Shape")]
 Seed = Annotated[int, typer.Option(help="Random seed for tokens, routing and weights.", min=0, max=2**32 - 1)]
 Weight = Annotated[

@@ -14,6 +14,7 @@ Shape suffixes: B sequences, S positions, C = CONTEXT, D hidden, H heads, V = 25
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -152,14 +153,12 @@ def train(model: Model, rollout: Rollout, replay: bool, recompute: bool) -> tupl
     model.zero_grad()
     tokens_BS, targets_BS = rollout.tokens[:, :-1], rollout.tokens[:, 1:]
     caches = [Cache() for _ in model.blocks]
-    with record_routing(model) as record:
-        if replay:
-            with replay_routing(model, rollout.record):
-                found = log_probabilities(logits(model, tokens_BS, 0, caches, recompute), targets_BS)
-                (found * (2 * (targets_BS % 2) - 1)).sum().backward()
-        else:
-            found = log_probabilities(logits(model, tokens_BS, 0, caches, recompute), targets_BS)
-            (found * (2 * (targets_BS % 2) - 1)).sum().backward()
+    with (
+        record_routing(model) as record,
+        replay_routing(model, rollout.record) if replay else contextlib.nullcontext(),
+    ):
+        found = log_probabilities(logits(model, tokens_BS, 0, caches, recompute), targets_BS)
+        (found * (2 * (targets_BS % 2) - 1)).sum().backward()
     return found.detach(), record
 
 

@@ -18,10 +18,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import uniep
 from uniep.backends import registry
-from uniep.cli.options import DType, Dtype
-from uniep.config import MoEConfig
+from uniep.cli.options import DType, Dtype, ShapeName
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.shapes import SHAPES, parse_shape
+from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
 from uniep.trials.search import Listed, Optuna, Record, Result, Sampler, different, in_order, search
@@ -37,9 +36,7 @@ SAMPLERS = ("optuna", "model", "random")
 
 
 def tune(
-    shape: Annotated[
-        str, typer.Option(help=f"Shape of the layer: {', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
-    ] = "qwen3-30b",
+    shape: ShapeName = "qwen3-30b",
     ep: Annotated[int, typer.Option(help="Ranks, as processes of this machine.", min=1)] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens per rank; the result is kept for their bucket.", min=1)] = 4096,
     backend: Annotated[
@@ -80,11 +77,8 @@ def tune(
     if sampler not in SAMPLERS:
         raise ConfigError(f"--sampler is {sampler!r}; use {', '.join(SAMPLERS)}")
     made = parse_shape(shape)
-    cfg = MoEConfig(
-        hidden=made.hidden, ffn=made.ffn, num_experts=made.experts(ep), top_k=made.top_k, max_tokens_per_rank=tokens,
-        dtype=dtype.torch, combine_groups=combine_groups,
-        max_rows=None if device.type == "cpu" else 2 * tokens * made.top_k,
-    )  # fmt: skip
+    rows = None if device.type == "cpu" else made.sync_free_rows(tokens)
+    cfg = made.config(ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=rows)
     cfg.check_group(ep)
     key = tables.Key.of(cfg, ep, backend, name)
     path, trials = tables.folder() / key.file, tables.folder() / "trials" / f"{Path(key.file).stem}-{key.place}.sqlite"

@@ -200,7 +200,7 @@ def status_of(
 
     others: why uniep does not run other modules that hold routed experts.
     models: one model, or its parts; with several parts, names begin with the part's number.  Names leave out
-    torch.compile and checkpoint_wrapper.
+        torch.compile and checkpoint_wrapper.
 
     Raises ConfigError if there are none.
     """

@@ -45,7 +45,7 @@ KEYS = {
     "tile_us": Key("us", 0, 1000, "overhead of a matrix task: filling its pipeline, storing its tile"),
     "framework_tile_us": Key("us", 0, 1000, "as tile_us, in the products of frameworks"),
     "gather_us": Key("us", 0, 1000, "extra time of a tile that gathers its rows"),
-    "store_gbps": Key("GB/s", 0.01, 1e5, "store rate rate of a worker's stores beyond one result in the layer's dtype"),
+    "store_gbps": Key("GB/s", 0.01, 1e5, "rate of a worker's stores beyond one result in the layer's dtype"),
     "hbm_gbps": Key("GB/s", 0.1, 1e6, "memory of a die, peak"),
     "hbm_efficiency": Key("", 0.01, 1, "share of hbm_gbps that passes over memory achieve"),
     "l2_gbps": Key("GB/s", 0.1, 1e6, "last-level cache of a die, reads of all workers together"),

@@ -58,11 +58,7 @@ class Problem:
 
     @property
     def cfg(self) -> MoEConfig:
-        shape = self.shape
-        return MoEConfig(
-            hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.experts(self.ep), top_k=shape.top_k,
-            max_tokens_per_rank=self.tokens, combine_groups=self.combine_groups,
-        )  # fmt: skip
+        return self.shape.config(self.ep, self.tokens, combine_groups=self.combine_groups)
 
     @property
     def covers(self) -> Scope:

@@ -138,10 +138,7 @@ def measure(
     try:
         for text, tokens in CALLS[backend]:
             shape = parse_shape(text)
-            cfg = MoEConfig(
-                hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
-                max_tokens_per_rank=tokens, dtype=dtype, max_rows=2 * tokens * shape.top_k,
-            )  # fmt: skip
+            cfg = shape.config(ep_size, tokens, dtype=dtype, max_rows=shape.sync_free_rows(tokens))
             job = Job(cfg, ep_size, backend, "cuda" if backend == "hopper" else "cpu", tokens)
             if fleet is None:
                 fleet = Fleet(job)

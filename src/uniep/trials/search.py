@@ -276,7 +276,7 @@ def _said(tried: Tried, count: int) -> str:
 
 
 class _State:
-    """Set up the incumbent in the running ranks."""
+    """The incumbent, which the running ranks hold, and its score."""
 
     def __init__(self, job: Job, ranks: Fleet, usual: Schedule, candidate_s: float) -> None:
         self.job, self.ranks, self.usual, self.candidate_s = job, ranks, usual, candidate_s

@@ -297,7 +297,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     )
     launches_fwd = torch.where(mega, 1.0, torch.where(serial, 5.0, 3.0)) + 1.0 * grouped
     # pipelined: both products share the multiprocessors, and rows are sent from the second one's first tiles on
-    work = fed_product(gate_up, plan) + down * c["pipelined_work"]
+    work = first + down * c["pipelined_work"]
     begins = gate_up * 0.2
     both_products = torch.where(pipelined, torch.maximum(work, together(work, begins + results)), first + second)
     products_fwd = gate_up + down

@@ -70,12 +70,10 @@ tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk
 
 
 OF_PEERS = ("transfer", "chunk_tokens", "push_programs", "peer_order")
-"""Dimensions without effect if there are no combine groups."""
+"""Dimensions without effect on one rank."""
 
 
-def dimensions(
-    backend: str, cfg: MoEConfig, ep_size: int, keep: Sequence[str] = ("received",)
-) -> list[Searched]:  # fmt: skip
+def dimensions(backend: str, cfg: MoEConfig, ep_size: int, keep: Sequence[str] = ("received",)) -> list[Searched]:
     """The searched dimensions of a backend for a configuration.  keep: names that are not searched, such as those that
     trade memory for time."""
     left_out = {*keep, *(OF_PEERS if ep_size == 1 else ()), *(("group_sum",) if cfg.combine_groups is None else ())}
@@ -112,9 +110,8 @@ def _code(name: str, value: Any) -> float:
 
 
 class Points:
-    """columns: {name: (N,) float64}; of a dimension that names one of several ways, its place in
-    the domain.  base: has all
-    that no column has."""
+    """columns: {name: (N,) float64}; for a dimension that names one of several ways, its place in the domain.
+    base: gives the values of dimensions without a column."""
 
     def __init__(self, base: Schedule, columns: Mapping[str, Tensor], count: int) -> None:
         self.base, self.columns, self.count = base, columns, count
