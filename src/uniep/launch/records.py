@@ -213,14 +213,14 @@ class Recording:
         """Of what holds an address; if several do, as halves of one tensor, of what begins nearest to it."""
         if address == 0:  # of an empty tensor
             return _Owner(None, 0)
-        holding = sorted(r for r in self._ranges if r.start <= address < r.end)
+        holding = sorted((r for r in self._ranges if r.start <= address < r.end), key=lambda r: r.start)
         if not holding:
             self.spoil(f"{user} uses memory at {address:#x}, which is neither given nor lasting")
             return _Owner(None, address)
-        found = holding[-1]
-        if [r.start for r in holding].count(found.start) > 1:
+        found = {_Owner(r.base, r.offset + address - r.start) for r in holding if r.start == holding[-1].start}
+        if len(found) > 1:
             self.spoil(f"{user} uses memory that was given twice")
-        return _Owner(found.base, found.offset + address - found.start)
+        return found.pop()
 
     def _stream(self, handle: int, user: str) -> int:
         if handle not in self.streams:
