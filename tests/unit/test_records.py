@@ -63,7 +63,7 @@ class Kernel:
     def __init__(self):
         self.compiled = types.SimpleNamespace(metadata=types.SimpleNamespace(name="a_kernel"))
         self.sizes = [*SIZES, 8, 8]
-        self.function, self.device, self.map_facts = 99, 0, {2: FACTS}
+        self.function, self.device, self.map_facts, self.pointers = 99, 0, {2: FACTS}, {0}
         self.config = LaunchConfig(1, 1, 1, 128, 1, 1, 0, None, None, 0)
         self.format, self.places, end = "<", [], 0
         for size in self.sizes:

@@ -298,7 +298,8 @@ def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Argument]) -> lis
 class Compiled:
     """One compiled kernel and the memory of its parameters.
 
-    sizes, places: of each parameter in that memory, bytes.  map_facts: what Triton says of the tensor map at a place.
+    sizes, places: of each parameter in that memory, bytes.  pointers: which of them are addresses.
+    map_facts: what Triton says of the tensor map that is parameter number so many.
     """
 
     def __init__(self, compiled: Any, args: Sequence[Argument], device: int, sizes: list[int]) -> None:
@@ -306,10 +307,13 @@ class Compiled:
         self.function, self.shared = compiled.function, compiled.metadata.shared
         self.threads = 32 * compiled.metadata.num_warps
         facts = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        self.map_facts: dict[int, Any] = {}  # by the place of the map among the parameters
+        self.map_facts: dict[int, Any] = {}
+        self.pointers: set[int] = set()
         place = 0
         for a in _leaves(args):
-            if type(a) is Block:
+            if isinstance(a, Memory):
+                self.pointers.add(place)
+            elif type(a) is Block:
                 self.map_facts[place] = next(facts)
                 place += 2 * len(a.shape)
             place += 1

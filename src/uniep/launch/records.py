@@ -188,13 +188,10 @@ class Recording:
         self, known: Compiled, programs: int, values: Sequence[Any], blocks: Sequence[tuple[int, Block]]
     ) -> None:
         name = known.compiled.metadata.name
-        in_blocks = {first + i for first, block in blocks for i in range(1 + 2 * len(block.shape))}
-        owners: dict[int, Any] = {first: self._owner(block.base.data_ptr(), name) for first, block in blocks}
-        for index, (value, size) in enumerate(zip(values, known.sizes, strict=False)):
-            if isinstance(value, Varying):
-                owners[index] = _Owner(("varying", VARYING.index(value.name)), 0)
-            elif size == 8 and index not in in_blocks:
-                owners[index] = self._owner(value, name)
+        owners = {first: self._owner(block.base.data_ptr(), name) for first, block in blocks}
+        owners |= {index: self._owner(values[index], name) for index in known.pointers}
+        varying = {index: value.name for index, value in enumerate(values) if isinstance(value, Varying)}
+        owners |= {index: _Owner(("varying", VARYING.index(name)), 0) for index, name in varying.items()}
         stream = torch._C._cuda_getCurrentRawStream(known.device)
         self.notes.append((LAUNCH, known, programs, values, blocks, owners, self._stream(stream, name)))
 
