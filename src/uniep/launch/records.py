@@ -37,6 +37,7 @@ from uniep.launch.driver import (
     Block,
     Compiled,
     LaunchConfig,
+    MapShape,
     Varying,
     in_context,
     libcuda,
@@ -188,12 +189,13 @@ class Recording:
         self, known: Compiled, programs: int, values: Sequence[Any], blocks: Sequence[tuple[int, Block]]
     ) -> None:
         name = known.compiled.metadata.name
+        maps = {first: map_shape(block, known.map_facts[first]) for first, block in blocks}  # blocks keep memory alive
         owners = {first: self._owner(block.base.data_ptr(), name) for first, block in blocks}
         owners |= {index: self._owner(values[index], name) for index in known.pointers}
         varying = {index: value.name for index, value in enumerate(values) if isinstance(value, Varying)}
         owners |= {index: _Owner(("varying", VARYING.index(name)), 0) for index, name in varying.items()}
         stream = torch._C._cuda_getCurrentRawStream(known.device)
-        self.notes.append((LAUNCH, known, programs, values, blocks, owners, self._stream(stream, name)))
+        self.notes.append((LAUNCH, known, programs, values, maps, owners, self._stream(stream, name)))
 
     def copied(self, target: int, source: int, size: int, stream: int) -> None:
         owners = self._owner(target, "copy"), self._owner(source, "copy")
@@ -264,7 +266,7 @@ class Program:
         return Place(-1 if owner.base is None else self._slot[owner.base[0]] + owner.base[1], owner.offset)
 
     def _launch(
-        self, known: Compiled, programs: int, values: Sequence[Any], blocks: Sequence[tuple[int, Block]],
+        self, known: Compiled, programs: int, values: Sequence[Any], map_shapes: dict[int, MapShape],
         owners: dict[int, _Owner], stream: int,
     ) -> _Step:  # fmt: skip
         self.labels.append(known.compiled.metadata.name)
@@ -275,17 +277,17 @@ class Program:
         parameters = (ctypes.c_void_p * len(known.places))(*(base + place for place in known.places))
         config = LaunchConfig.from_buffer_copy(known.config)
         config.programs = programs
-        maps = []
-        for first, block in blocks:
-            shape, place = map_shape(block, known.map_facts[first]), self._place(owners.pop(first))
-            maps.append(_Map(
-                base + known.places[first], place, 0, shape.dims, shape.strides, shape.box, (1,) * len(shape.dims),
-                shape.type, len(shape.dims), shape.swizzle, L2_PROMOTION_128B,
-            ))  # fmt: skip
+        maps = [
+            _Map(
+                base + known.places[index], self._place(owners[index]), 0, shape.dims, shape.strides, shape.box,
+                (1,) * len(shape.dims), shape.type, len(shape.dims), shape.swizzle, L2_PROMOTION_128B,
+            )
+            for index, shape in map_shapes.items()
+        ]  # fmt: skip
         patches = [
             _Patch(base + known.places[index], self._place(owner), known.sizes[index])
             for index, owner in owners.items()
-            if owner.base is not None
+            if index not in map_shapes and owner.base is not None
         ]
         own_patches, own_maps = (_Patch * len(patches))(*patches), (_Map * len(maps))(*maps)
         self._kept += [known, memory, parameters, config, own_patches, own_maps]
