@@ -180,6 +180,18 @@ def test_memory_given_twice_spoils_a_recording(monkeypatch):
     assert "given twice" in recording.why_not
 
 
+def test_temporary_memory_stays_until_the_end(monkeypatch):
+    """Or else a second allocation in its place would be taken for it."""
+    given, lasting = inputs()
+    recording, made = Recording(given, lasting, STREAMS), []
+    with driver.watching(recording):
+        for _ in range(3):
+            made.append(driver.temporary(1000, dtype=torch.int64, device=torch.device("cpu")).data_ptr())
+    assert len(set(made)) == 3
+    recording.allocated(lasting[0], "temporary")
+    assert "was freed" in recording.why_not
+
+
 def test_halves_of_one_tensor_are_told_apart(monkeypatch):
     """w1 and w3 as views of one w13: the second begins inside the first."""
     whole, lasting = torch.zeros(2, 4, 16, dtype=torch.float16), [torch.zeros(8)]

@@ -161,6 +161,7 @@ class Recording:
         self.num_given, self.streams = len(given), streams
         self.results: list[Tensor] = []
         self.slabs = {"temporary": 0, "brief": 0}
+        self._alive: dict[str, list[Tensor]] = {"temporary": [], "brief": []}
         self.results_before_release: int | None = None
         self.why_not = ""
         self.notes: list[tuple[Any, ...]] = []
@@ -178,11 +179,15 @@ class Recording:
         else:
             made = _range(memory, (what, 0), self.slabs[what])
             self.slabs[what] += -(-memory.nbytes // SLAB_ALIGN) * SLAB_ALIGN
+            self._alive[what].append(memory)  # or else a later allocation may take its place
         if made.end > made.start:
+            if any(r.start < made.end and made.start < r.end for r in self._ranges):
+                self.spoil("memory was freed that it may use")
             self._ranges.append(made)
 
     def released(self) -> None:
         self.results_before_release = len(self.results)
+        self._alive["brief"].clear()
         self._ranges = [r for r in self._ranges if r.base is None or r.base[0] != "brief"]
 
     def launched(
