@@ -180,7 +180,7 @@ class Link:
 
         key = backward, bucket(self.way.num_tokens)
         if key not in self.orders:
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_current_stream_capturing():
                 raise ConfigError(
                     f"tile_order='critical-path' has no order yet for a {'backward' if backward else 'forward'} of "
                     f"{self.way.num_tokens} tokens, and a captured call cannot make one; run one such call before the "
