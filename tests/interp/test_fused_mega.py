@@ -87,7 +87,9 @@ def test_an_order_is_made_once_and_not_in_a_capture(monkeypatch):
     backend = host_backends(CASES["fp16"].config(40), 1, schedule)[0]
     backend.way = backend.ways[40]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ConfigError, match="no order yet for a backward of 40 tokens.*one such call before the capture"):
+    with pytest.raises(
+        ConfigError, match=r"no order yet for a backward of 40 tokens.*one such call before the capture"
+    ):
         backend.order_of(backward=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = backend.order_of(backward=True)
