@@ -161,6 +161,7 @@ class Recording:
         self.num_given, self.streams = len(given), streams
         self.results: list[Tensor] = []
         self.slabs = {"temporary": 0, "brief": 0}
+        self._alive: dict[str, list[Tensor]] = {"temporary": [], "brief": []}
         self.results_before_release: int | None = None
         self.why_not = ""
         self.notes: list[tuple[Any, ...]] = []
@@ -178,11 +179,15 @@ class Recording:
         else:
             made = _range(memory, (what, 0), self.slabs[what])
             self.slabs[what] += -(-memory.nbytes // SLAB_ALIGN) * SLAB_ALIGN
+            self._alive[what].append(memory)  # or else a later allocation may take its place
         if made.end > made.start:
+            if any(r.start < made.end and made.start < r.end for r in self._ranges):
+                self.spoil("memory was freed that it may use")
             self._ranges.append(made)
 
     def released(self) -> None:
         self.results_before_release = len(self.results)
+        self._alive["brief"].clear()
         self._ranges = [r for r in self._ranges if r.base is None or r.base[0] != "brief"]
 
     def launched(
@@ -315,11 +320,12 @@ class Program:
         self, streams: Sequence[int], given: Sequence[int], varying: Sequence[int], device: torch.device
     ) -> list[Tensor]:
         """The results.  given: addresses, as in the recording, all multiples of 16."""
-        bytes_: dict[str, Any] = {"dtype": torch.uint8, "device": device}
-        brief = torch.empty(self.slabs["brief"], **bytes_)
-        slabs = torch.empty(self.slabs["temporary"], **bytes_).data_ptr(), brief.data_ptr()
+        like: dict[str, Any] = {"dtype": torch.uint8, "device": device}
+        temporary, brief = torch.empty(self.slabs["temporary"], **like), torch.empty(self.slabs["brief"], **like)
+        slabs = temporary.data_ptr(), brief.data_ptr()
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._results[: self._before]]
-        del brief
+        if self._before < len(self._results):
+            del brief  # for results that are written when nothing in it is read any more
         results += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._results[self._before :]]
         made = [t.data_ptr() for t in results]
         struct.pack_into(self._format, self._values, 0, *streams, *slabs, *given, *made, *varying)
