@@ -55,6 +55,7 @@ MEGA = {
     "mega, copied": Schedule(
         transfer="copy", overlap="mega", tile_order="natural", weight_gradient_order="interleaved", peer_order="rotated"
     ),
+    "mega, critical path": Schedule(transfer="push", overlap="mega", tile_order="critical-path"),
     "mega, chunks": Schedule(transfer="push", overlap="mega", tile_order="chunk-major", chunk_experts=2),
     "mega, chunks, copied": Schedule(
         transfer="copy", overlap="mega", tile_order="chunk-major", weight_gradient_order="interleaved", push_programs=1

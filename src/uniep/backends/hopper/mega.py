@@ -30,7 +30,7 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
     from uniep.launch import mega as launch_mega
 
     cfg, x_TD, way = link.cfg, inputs.x_TD, link.way
-    copying, tracing = link.copying, link.trace is not None
+    copying, tracing, order = link.copying, link.trace is not None, link.order_of(backward=False)
     if tracing:
         lead_host(link)
     entered_ns = torch.zeros(1, dtype=torch.int64, device=link.device) if tracing else None
@@ -39,7 +39,7 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
         entered_ns=entered_ns, operation="forward" if save else "forward without gradients", layer=inputs.layer,
     )  # fmt: skip
     num_rows = plan.num_rows
-    lists = _lists(link, plan, forward_tiles(cfg, way), backward=False)
+    lists = _lists(link, plan, forward_tiles(cfg, way), order, backward=False)
     link.mark("plan")
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": link.device}
     act_NF = temporary(num_rows, cfg.ffn, **like)
@@ -73,7 +73,7 @@ def backward(
     from uniep.launch import mega as launch_mega
     from uniep.launch import staged as launch
 
-    cfg, device, way = link.cfg, link.device, link.way
+    cfg, device, way, order = link.cfg, link.device, link.way, link.order_of(backward=True)
     if link.trace is not None:
         lead_host(link)
     experts, x_TD, ids_TK = inputs.experts, inputs.x_TD, inputs.ids_TK
@@ -88,7 +88,7 @@ def backward(
 
     link.enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
     tiles = backward_tiles(cfg, way, w13=needs.w13, w2=needs.w2)
-    lists = _lists(link, plan, tiles, backward=True)
+    lists = _lists(link, plan, tiles, order, backward=True)
     through = launch.activation_memory(h_2NF)
     dw = _weight_gradients(link, experts, needs, main_grads)
     accumulate = main_grads is not None and main_grads.accumulate
@@ -132,13 +132,16 @@ def _weight_gradients(link: Link, experts: ExpertWeights, needs: Needs, main_gra
     return ExpertWeights(dw13, dw2, experts.layout)
 
 
-def _lists(link: Link, plan: DevicePlan, tiles: tuple[int, int, int, int], *, backward: bool) -> TaskLists:
+def _lists(
+    link: Link, plan: DevicePlan, tiles: tuple[int, int, int, int], order: Tensor | None, *, backward: bool
+) -> TaskLists:
     """The tasks of a direction, made on the device."""
     from uniep.launch import mega as launch_mega
 
     way = link.way
     most = plan.num_rows // way.gate_up.rows
-    lists = launch_mega.TaskLists.empty(most, link.planner.local, tiles, link.device, backward=backward)
+    local, device = link.planner.local, link.device
+    lists = launch_mega.TaskLists.empty(most, local, tiles, device, backward=backward, order=order)
     launch_mega.launch_lists(plan.counts_RE, plan.bundle, lists, way, link.rank, link.sms, backward=backward)
     return lists
 
