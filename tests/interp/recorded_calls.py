@@ -117,7 +117,7 @@ def step(note):
 def record(backend, given, call):
     """(the result, steps, program)."""
     recording = records.Recording(given, backend.lasting(), STREAMS)
-    with driver.watching(recording):
+    with driver.watching(recording), records.NothingElse(recording):
         result = call()
     assert not recording.why_not, recording.why_not
     return result, [step(note) for note in recording.notes], records.Program(recording)
