@@ -48,6 +48,27 @@ OWN = {
         "vocab_size_per_layer_input": 64,
     },
 }  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+OWN |= {
+    "GptOss": {
+        "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "swiglu_limit": 0.5,
+    },
+    "NemotronH": {
+        "layers_block_type": ["moe", "full_attention"], "head_dim": 16, "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "mamba_num_heads": 4, "mamba_head_dim": 16,
+    },
+    "AriaText": {"intermediate_size": 32, "moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "HYV4": {
+        **LATENT, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "num_key_value_heads": 4, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "swiglu_limit": 0.5,
+        "mlp_layer_types": ["dense", "sparse"], "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "Beam": {
+        "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3, "n_group": 2,
+        "topk_group": 1, "head_dim": 16, "mlp_layer_types": ["dense", "sparse"],
+    },
+}  # fmt: skip
 OWN["Qwen3Moe, gelu"] = {**OWN["Qwen3Moe"], "hidden_act": "gelu"}
 MODELS = list(OWN)
 EP2 = {"fsdp_size": 2, "ep_size": 2}

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.arguments import GroupRows, Rows, Wire
+from uniep.kernels.biases import bias_of_rows
 from uniep.kernels.gemm import count_tile, product_of_rows, row_tile_of_step, store_tile, tile_coordinates
 from uniep.kernels.header import HEADER, header_of
 from uniep.kernels.ptx import after_previous, narrow, next_may_come
@@ -238,12 +239,15 @@ def counted_product_kernel(
     a_desc,
     b_desc,
     out_desc,
+    bias_ptr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
     """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`; progress (M,) counts the finished tiles
-    of each row tile, for the next kernel, which may run beside this one.  b_desc: (e, WIDTH, DEPTH)."""
+    of each row tile, for the next kernel, which may run beside this one.  b_desc: (e, WIDTH, DEPTH).
+    bias: as in `product_kernel`."""
     NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
     program = tl.program_id(0)
     next_may_come()
@@ -257,6 +261,9 @@ def counted_product_kernel(
         if step > program:
             before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, NUM_N, TILE.GROUP_M)
             count_tile(rows.progress_M, before)
+        if bias_ptr is not None:
+            weight = tl.load(rows.weight_N + m * TILE.M + tl.arange(0, TILE.M)) if WEIGHTED else None
+            acc += bias_of_rows(bias_ptr, weight, expert, n * TILE.N, WIDTH, TILE.N)
         store_tile(acc, out_desc, m * TILE.M, n * TILE.N, TILE.M, TILE.N)
     if program < num_steps:
         last = program + (num_steps - 1 - program) // tl.num_programs(0) * tl.num_programs(0)

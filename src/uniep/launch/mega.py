@@ -13,7 +13,7 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.kernels import mega
-from uniep.kernels.arguments import Activation, Addresses, Direction, Dispatch, Kept, Lists, Rows, Sums, Tokens
+from uniep.kernels.arguments import Activation, Addresses, Biases, Direction, Dispatch, Kept, Lists, Rows, Sums, Tokens
 from uniep.kernels.lists import COUNTERS, list_kernel
 from uniep.launch.driver import Block, Bundle, Memory, launch
 from uniep.launch.staged import (
@@ -146,7 +146,7 @@ def launch_forward(
     """A forward behind its plan."""
     tile, down_tile, half = way.gate_up, way.down, way.gate_up.columns // 2
     num_tokens, layer, others = x.local.shape[0], layer_shape(cfg), max(peers.num_ranks - 1, 1)
-    w13_desc, up_first = w13_block(experts, 1, 2, half, tile.depth)
+    w13_desc, up_first = w13_block(experts, 1, 1 + cfg.gated, half, tile.depth)
     gate_desc, up_desc = h_blocks(made.h_2NF, tile.rows, half)
     kept, parity, stride, block = Kept(None, None), 0, 0, 0
     if (room := made.kept) is not None:
@@ -160,7 +160,7 @@ def launch_forward(
             dispatch.push_programs, sum_tokens(num_tokens, multiprocessors), parity, stride, block,
             w13_desc, gate_desc, up_desc, rows_block(made.act_NF, tile.rows, half),
             rows_block(made.act_NF, down_tile.rows, down_tile.depth),
-            w2_block(experts, 1, down_tile.columns, down_tile.depth),
+            w2_block(experts, 1, down_tile.columns, down_tile.depth), Biases(experts.b13, experts.b2),
         ),
         {
             "LAYER": layer, "TILE": tile_shape(tile), "DOWN_TILE": tile_shape(down_tile),
@@ -181,7 +181,7 @@ def launch_backward(
     """A backward behind its entry."""
     tile, weight_tile = way.down, way.weight_gradient
     through, dw, num_tokens, layer = made.through, made.dw, dy.local.shape[0], layer_shape(cfg)
-    dh_NH = through.dh_N2F.view(-1, 2 * cfg.ffn)
+    dh_NH = through.dh_N2F.view(-1, cfg.h_columns)
     w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     launch(
         mega.backward_kernel,
@@ -198,7 +198,7 @@ def launch_backward(
                 dw.w2[0], tuple(dw.w2[0].shape), dw.w2[0].stride(),
                 (1, weight_tile.rows, stored_columns(weight_tile, dw.w2[0])),
             ),
-            *(_half_block(dw, half, weight_tile) for half in (0, 1)),
+            _half_block(dw, 0, weight_tile), _half_block(dw, 1, weight_tile) if cfg.gated else None,
         ),
         {
             "LAYER": layer, "TILE": tile_shape(tile), "WEIGHT_TILE": tile_shape(weight_tile),

@@ -108,11 +108,10 @@ class HopperBackend(Link):
         """
         cfg, local = self.cfg, self.planner.local
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
-        w13, w2 = torch.zeros(local, 2 * cfg.ffn, cfg.hidden, **like), torch.zeros(local, cfg.hidden, cfg.ffn, **like)
         x_TD = torch.zeros(0, cfg.hidden, **like)
         ids_TK = torch.zeros(0, cfg.top_k, dtype=torch.int64, device=self.device)
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
-        inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights((w13,), (w2,), "stacked"))
+        inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights.zeros(cfg, local, **like))
         with self._order.turn:
             planner = self.planner
             room = planner.allocate, planner.received  # these calls need none
@@ -134,7 +133,7 @@ class HopperBackend(Link):
             kept = new_size(), self.cfg.hidden
         else:
             kept = self.kept_shape(0)
-        h = 2, rows, self.cfg.ffn
+        h = 1 + self.cfg.gated, rows, self.cfg.ffn
         return [*self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(kept)]
 
     def report(self) -> dict[str, str]:
@@ -240,7 +239,7 @@ def _check_experts(experts: ExpertWeights) -> None:
                     f"{name} has strides {t.stride()} at address {t.data_ptr():#x}; rows must be consecutive values "
                     f"that begin at multiples of 16 bytes; pass a contiguous, aligned {name}"
                 )
-    w13_block(experts, 1, 2, 8, 8)  # of w1 and w3, the distance
+    w13_block(experts, 1, 1 + experts.gated, 8, 8)  # of w1 and w3, the distance
 
 
 def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:
