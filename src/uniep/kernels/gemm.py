@@ -15,7 +15,7 @@ import triton.language as tl
 
 from uniep.kernels.activation import activate
 from uniep.kernels.arguments import Counted, GateUpBlocks, Offsets, Rows, Tokens, Wire
-from uniep.kernels.biases import bias_columns, bias_of_rows
+from uniep.kernels.biases import add_b2, bias_columns
 from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come
 from uniep.kernels.rows import load_rows, num_row_tiles, row_pointers, wait_for_rows
 from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
@@ -394,6 +394,12 @@ def gathered_product_kernel(
 def store_tile(acc, out_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile in out_desc's dtype, in blocks that take half of its shared memory, or, in fp32, a quarter."""
     left, right = halves(acc, BLOCK_M, BLOCK_N)
+    store_halves(left, right, out_desc, row, column, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def store_halves(left, right, out_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """As `store_tile`."""
     if out_desc.dtype == tl.float32:
         QUARTER: tl.constexpr = BLOCK_N // 4
         a, b = halves(left, BLOCK_M, 2 * QUARTER)
@@ -424,11 +430,8 @@ def product_tile(
     if CHECKED:
         is_lost = tl.load(wire.status, volatile=True) != 0
     acc = product_of_rows(None, a_desc, b_desc, m, expert, n, PRODUCT.DEPTH, PRODUCT.HALVES, B, PRODUCT.UP_FIRST, TILE)
-    if bias_ptr is not None:
-        weight = tl.load(rows.weight_N + row + tl.arange(0, BLOCK_M)) if PRODUCT.WEIGHTED else None
-        acc += bias_of_rows(bias_ptr, weight, expert, n * BLOCK_N, WIDTH, BLOCK_N)
+    left, right = biased_halves(acc, bias_ptr, rows, row, expert, n * BLOCK_N, WIDTH, PRODUCT.WEIGHTED, TILE)
     if PRODUCT.SCATTER:
-        left, right = halves(acc, BLOCK_M, BLOCK_N)
         slot = tl.load(rows.return_N + row + tl.arange(0, BLOCK_M))
         if CHECKED:
             slot = tl.where(is_lost, -1, slot)
@@ -445,7 +448,21 @@ def product_tile(
             column += HALF
             tl.store(ptrs[:, None] + column[None, :], narrow(right, dtype), mask=used & (column < WIDTH)[None, :])
     else:
-        store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+        store_halves(left, right, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def biased_halves(
+    acc, b2_ptr, rows: Rows, row, expert, column, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, TILE: tl.constexpr
+):
+    """The halves of a tile from `row` and `column` on, plus b2, or plus w * b2 if WEIGHTED; None: without."""
+    HALF: tl.constexpr = TILE.N // 2
+    left, right = halves(acc, TILE.M, TILE.N)
+    if b2_ptr is not None:  # half by half: the biases of a whole tile take too many registers
+        weight = tl.load(rows.weight_N + row + tl.arange(0, TILE.M)) if WEIGHTED else None
+        left = add_b2(left, b2_ptr, weight, expert, column, WIDTH, HALF)
+        right = add_b2(right, b2_ptr, weight, expert, column + HALF, WIDTH, HALF)
+    return left, right
 
 
 @triton.jit(do_not_specialize=["returned_offset", "programs", "rank", "timeout_ns"])

@@ -17,9 +17,7 @@ def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def row_tree_sum(x, COLUMNS: tl.constexpr):
-    """(128, COLUMNS) -> (COLUMNS,): adjacent pairs of rows, seven times."""
-    x = tl.sum(tl.reshape(x, (64, 2, COLUMNS)), 1)
-    x = tl.sum(tl.reshape(x, (32, 2, COLUMNS)), 1)
+    """(32, COLUMNS) -> (COLUMNS,): adjacent pairs of rows, five times."""
     x = tl.sum(tl.reshape(x, (16, 2, COLUMNS)), 1)
     x = tl.sum(tl.reshape(x, (8, 2, COLUMNS)), 1)
     x = tl.sum(tl.reshape(x, (4, 2, COLUMNS)), 1)

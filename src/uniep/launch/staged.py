@@ -400,8 +400,8 @@ def launch_bias_gradients(
             bias_gradient_kernel,
             multiprocessors * 8,
             (rows, values, dy_N if values is None else None, status, grad),
-            {"LOCAL": grad.shape[0], "WIDTH": grad.shape[1], "COLUMNS": 64},
-            num_warps=4, enable_fp_fusion=False,
+            {"LOCAL": grad.shape[0], "WIDTH": grad.shape[1], "COLUMNS": 128},
+            num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
     return grads
 
