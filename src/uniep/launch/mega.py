@@ -182,6 +182,7 @@ def launch_backward(
     tile, weight_tile = way.down, way.weight_gradient
     through, dw, num_tokens, layer = made.through, made.dw, dy.local.shape[0], layer_shape(cfg)
     dh_NH = through.dh_N2F.view(-1, cfg.h_columns)
+    values = 8192 if cfg.activation_limit is None else 4096  # at once; what is clamped takes registers
     w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     launch(
         mega.backward_kernel,
@@ -206,7 +207,7 @@ def launch_backward(
             "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS),
             "WAY": Direction(
                 dispatch.fused, 32 * tile.warps, min(power_of_2(cfg.hidden), 2048),
-                CHUNK_EXPERTS=way.chunk_experts, ITEM_ROWS=min(max(8192 // tile.columns, 1), tile.rows),
+                CHUNK_EXPERTS=way.chunk_experts, ITEM_ROWS=min(max(values // tile.columns, 1), tile.rows),
                 ACCUMULATE=made.accumulate,
             ),
         },
