@@ -85,6 +85,11 @@ class ExpertWeights:
         return cls((w13,), (w2,), "stacked", cfg.gated, *biases)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return *self.w13, *self.w2, *self.biases
+
+    @property
     def biases(self) -> tuple[Tensor, ...]:
         """(b13, b2), or ()."""
         return () if self.b13 is None or self.b2 is None else (self.b13, self.b2)

@@ -57,6 +57,7 @@ class Case:
     activation: str = "swiglu"
     limit: float | None = None
     bias: bool = False
+    hot: int | None = None  # the only expert that is used
 
     def config(self, max_tokens: int) -> MoEConfig:
         return MoEConfig(
@@ -89,12 +90,14 @@ MEGA_CASES = {
     "fp32, activation, up first, an idle rank": Case(
         torch.float32, "activation", True, (40, 0), activation="geglu", bias=True
     ),
+    "fp16, all rows to one expert": Case(torch.float16, "output", False, (24, 70), hidden=64, ffn=64, hot=3),
 }
 MEGA_ROUNDS = (
     {"overlap": "serial"},
     {"overlap": "mega"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "natural", "weight_gradient_order": "interleaved"},
     {"overlap": "mega", "tile_order": "chunk-major", "peer_order": "rotated"},
+    {"overlap": "mega", "tile_order": "critical-path"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "chunk-major", "weight_gradient_order": "interleaved"},
 )
 # One rank has one token, the other as many as there may be: every two ways that one Schedule may give them.
@@ -136,6 +139,8 @@ def tensors(case: Case) -> dict[str, Tensor]:
     halves = 1 + ACTIVATIONS[case.activation].gated
     ids_TK = torch.randint(-1, e, (total, case.top_k), generator=generator)
     ids_TK[: case.tokens[0]] %= e - 1  # rank 0 has no unused slots and leaves the last expert to the others
+    if case.hot is not None:
+        ids_TK[ids_TK >= 0] = case.hot
     return {
         "x": normal(total, d).to(case.dtype),
         "dy": normal(total, d).to(case.dtype),

@@ -46,7 +46,7 @@ from uniep.kernels.transfer import (
     row_addresses_kernel,
     used_dweights_kernel,
 )
-from uniep.launch.driver import Block, Bundle, Memory, launch, unbind
+from uniep.launch.driver import Block, Bundle, Memory, launch, result_like, temporary, unbind
 from uniep.layout import power_of_2
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
@@ -113,18 +113,19 @@ class Beside:
 
 
 def activation_memory(h_2NF: Tensor, b2: Tensor | None = None) -> Activation:
-    """New memory for the activation's gradient of gate and up (2, N, F), or, without a gate, of h (1, N, F)."""
+    """New memory for the activation's gradient of gate and up (2, N, F), or, without a gate, of h (1, N, F); raw_NF
+    briefly."""
     halves, rows, ffn = h_2NF.shape
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": h_2NF.device}
     like: dict[str, Any] = {"dtype": h_2NF.dtype, "device": h_2NF.device}
     gate_NF, *up_NF = unbind(h_2NF)
     return Activation(
-        torch.empty(rows, ffn, **fp32),
+        temporary(rows, ffn, **fp32, briefly=True),
         gate_NF,
         up_NF[0] if up_NF else None,
-        dh_N2F=torch.empty(rows, halves, ffn, **like),
-        act_NF=torch.empty(rows, ffn, **like),
-        groups_NG=torch.empty(rows, -(-ffn // COLUMN_GROUP), **fp32),
+        dh_N2F=temporary(rows, halves, ffn, **like),
+        act_NF=temporary(rows, ffn, **like),
+        groups_NG=temporary(rows, -(-ffn // COLUMN_GROUP), **fp32),
         b2=b2,
     )
 
@@ -394,7 +395,7 @@ def launch_bias_gradients(
     made: Activation, dy_N: Memory, rows: Bundle[Rows], experts: ExpertWeights, status: Tensor, multiprocessors: int
 ) -> tuple[Tensor, ...]:
     """(db13, db2), new: sums over each expert's rows of dh, and of w * dO, at addresses dy; () without biases."""
-    grads = tuple(torch.empty_like(bias) for bias in experts.biases)
+    grads = tuple(map(result_like, experts.biases))
     for grad, values in zip(grads, (made.dh_N2F, None), strict=False):
         launch(
             bias_gradient_kernel,
