@@ -15,6 +15,7 @@ from uniep import MoEConfig, Schedule
 from uniep.backends.base import Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper import link, planner, staged
 from uniep.launch import driver, records
+from uniep.launch.ahead import Kernel
 from uniep.launch.driver import Block, Varying
 from uniep.weights import ExpertWeights
 
@@ -120,7 +121,7 @@ def step(note):
 def record(backend, given, call):
     """(the result, steps, program)."""
     recording = records.Recording(given, backend.lasting(), STREAMS)
-    with driver.watching(recording):
+    with driver.watching(recording), records.NothingElse(recording):
         result = call()
     assert not recording.why_not, recording.why_not
     return result, [step(note) for note in recording.notes], records.Program(recording)
@@ -173,6 +174,14 @@ def main():
         )  # fmt: skip
         memories = [torch.zeros(1 << 26, dtype=torch.uint8) for _ in range(2)]
         backend = hopper_on_host.host_backend(cfg, 0, 2, lambda size, m=memories: [t[:size] for t in m], schedule)
+        given, dy = data(cfg, tokens, 1)
+        with driver.listing() as launched:
+            _, saved = backend.forward(given, True)
+            backend.backward(dy, given, saved, Needs())
+            backend.forward(given, False)
+        ahead = {Kernel.of(launch).key for launch in backend.launches(given.experts)}
+        late = {Kernel.of(launch).name for launch in launched if Kernel.of(launch).key not in ahead}
+        print(f"{name}: {len(launched)} launches, of which {sorted(late)} are not compiled ahead", flush=True)
         _, first, second = (calls(backend, *data(cfg, tokens, number), number > 1) for number in (1, 2, 3))
         for direction, (steps, program) in first.items():
             other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]

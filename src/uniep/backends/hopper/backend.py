@@ -24,6 +24,8 @@ from uniep.backends.hopper.link import Link
 from uniep.backends.hopper.recorded import RecordedCalls, layout_of
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, UniEPError, UnsupportedError
+from uniep.launch.ahead import compile_ahead, processes_of
+from uniep.launch.driver import Launch, listing
 from uniep.limits import group_limit, why_not
 from uniep.routing import RoutingPlan
 from uniep.schedule import Schedule
@@ -84,6 +86,7 @@ class HopperBackend(Link):
         _check_support(member.cfg, member.ep_size, member.device)
         super().__init__(member, schedule)
         self.recorded = RecordedCalls(self)
+        self._compilers = processes_of(self.num_ranks)  # 0: all is compiled
 
     # ---------------------------------------------------------------- what every backend has
 
@@ -125,6 +128,30 @@ class HopperBackend(Link):
             finally:
                 planner.allocate, planner.received = room
         torch.cuda.synchronize(self.device)
+
+    def _compile_ahead(self, experts: ExpertWeights) -> None:
+        """What forwards and backwards launch, before the first."""
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            compile_ahead(self.launches(experts), self.rank, self.num_ranks, self._compilers)
+            self._compilers = 0
+
+    def launches(self, experts: ExpertWeights) -> list[Launch]:
+        """Of a forward without gradients, a forward and its backward, of every kind of way."""
+        cfg, planner, usual = self.cfg, self.planner, self.way
+        x_TD = torch.empty(0, cfg.hidden, dtype=cfg.dtype, device=self.device)
+        ids_TK = torch.empty(0, cfg.top_k, dtype=torch.int64, device=self.device)
+        inputs = Inputs(x_TD, ids_TK, torch.empty(ids_TK.shape, device=self.device), experts)
+        entered = planner.calls_made, planner.is_inside
+        with listing() as listed:
+            for way in self.ways.kinds():
+                self.way = way
+                kind = mega if self.way.mega else staged
+                kind.forward(self, inputs, False)
+                _, saved = kind.forward(self, inputs, True)
+                kind.backward(self, x_TD, inputs, saved, Needs(), None)
+                self.join()
+        self.way, (planner.calls_made, planner.is_inside) = usual, entered
+        return listed
 
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
         exact, way = self.cfg.max_rows is None, self.way
@@ -175,6 +202,8 @@ class HopperBackend(Link):
             self.refuse(error)
             raise
         experts, layer = inputs.experts, inputs.layer
+        if self._compilers:
+            self._compile_ahead(experts)
         x_TD, ids_TK, weights_TK = given = tuple(map(aligned, (inputs.x_TD, inputs.ids_TK, inputs.weights_TK)))
         inputs = Inputs(x_TD, ids_TK, weights_TK, experts, layer)
         num_tokens, planner = x_TD.shape[0], self.planner
