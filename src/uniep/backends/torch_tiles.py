@@ -6,13 +6,15 @@ Shape suffixes: T tokens of this rank, K slots, D hidden, F ffn, N padded rows, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from uniep.activation import ACTIVATIONS
 from uniep.backends.base import MainGrads
-from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.numerics import (
     add_ascending,
     column_group_sums,
@@ -101,6 +103,34 @@ def compact_base(plan: RoutingPlan, rank: int) -> Tensor:
     counts = plan.recv_count_R.long()
     others = torch.cat([counts[:rank], counts[rank + 1 :], counts.new_zeros(1)])
     return torch.cumsum(others, 0) - others
+
+
+def row_blocks(plan: RoutingPlan, rank: int, blocks: int) -> list[list[slice]]:
+    """For each local expert, its rows by blocks of consecutive source ranks, without pad rows; one block: with them."""
+    starts = plan.expert_start_e1.tolist()
+    if blocks == 1:
+        return [[slice(*segment)] for segment in itertools.pairwise(starts)]
+    local = len(starts) - 1
+    counts_RE = plan.counts_RE[:, rank * local : (rank + 1) * local]
+    ends_eB = torch.cumsum(counts_RE.view(blocks, -1, local).sum(1), 0).T.tolist()
+    return [
+        [slice(start + first, start + last) for first, last in itertools.pairwise([0, *ends])]
+        for start, ends in zip(starts, ends_eB, strict=False)
+    ]
+
+
+def whole_tiles(rows_NC: Tensor) -> Tensor:
+    """With zero rows up to a multiple of ROW_ALIGN: a block is contracted as if it were all of its expert's rows."""
+    missing = -rows_NC.shape[0] % ROW_ALIGN
+    return rows_NC if not missing else torch.cat([rows_NC, rows_NC.new_zeros(missing, rows_NC.shape[1])])
+
+
+def _put(target: Tensor, value: Tensor, accumulate: bool) -> None:
+    """Store a finished fp32 block of a weight gradient."""
+    if accumulate:
+        target += value
+    else:
+        target.copy_(value)
 
 
 class _Bodies:
@@ -258,12 +288,13 @@ class Backward(_Bodies):
         self.dh_NF = dy_TD.new_empty(self.num_rows, 2 * self.cfg.ffn)
         self.dx_TD = torch.empty_like(dy_TD)
         self.dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32)
-        self.accumulate = main_grads is not None and main_grads.accumulate
         if main_grads is None:
             self.gradients = experts.like(fill=True)
+            main_grads = MainGrads(self.gradients.w13, self.gradients.w2, accumulate=False)
         else:
-            self.gradients = ExpertWeights(main_grads.w13, main_grads.w2, experts.layout)
             main_grads.clear()
+        self.targets = [(ExpertWeights(of.w13, of.w2, experts.layout), of.accumulate) for of in main_grads.of_blocks()]
+        self.rows_eB = row_blocks(self.plan, self.rank, main_grads.blocks)
 
     def down_grad(self, block: Block) -> None:
         """Gradient through the second GEMM, and through the activation unless that is a task of its own."""
@@ -305,31 +336,28 @@ class Backward(_Bodies):
         weight = torch.cat([half[:, block.column0 : block.column1] for half in halves])
         self._return(block, matmul(self.dh_NF[block.row0 : block.row1], weight))
 
-    def _segment(self, expert: int) -> slice:
-        start, stop = self.plan.expert_start_e1[expert : expert + 2].tolist()
-        return slice(start, stop)
-
     def down_wgrad(self, block: Block) -> None:
-        rows, columns = self._segment(block.group), slice(block.column0, block.column1)
-        dy = self.dy_rows(rows, slice(block.row0, block.row1))
-        out = matmul(dy.T, self.weighted_NF[rows, columns])
-        self._put(self.gradients.down(block.group)[block.row0 : block.row1, columns], out)
+        columns = slice(block.column0, block.column1)
+        for rows, (into, accumulate) in self._blocks(block.group):
+            dy = whole_tiles(self.dy_rows(rows, slice(block.row0, block.row1)))
+            out = matmul(dy.T, whole_tiles(self.weighted_NF[rows, columns]))
+            _put(into.down(block.group)[block.row0 : block.row1, columns], out, accumulate)
 
     def gate_up_wgrad(self, block: Block) -> None:
-        rows, columns = self._segment(block.group), slice(block.column0, block.column1)
-        out = matmul(self.dh_NF[rows, block.row0 : block.row1].T, self.x_rows(rows, columns))
-        for number, half in enumerate(self.gradients.halves(block.group)):
-            base = number * self.cfg.ffn
-            first, last = max(block.row0, base), min(block.row1, base + self.cfg.ffn)
-            if first < last:
-                self._put(half[first - base : last - base, columns], out[first - block.row0 : last - block.row0])
+        columns = slice(block.column0, block.column1)
+        for rows, (into, accumulate) in self._blocks(block.group):
+            dh = whole_tiles(self.dh_NF[rows, block.row0 : block.row1])
+            out = matmul(dh.T, whole_tiles(self.x_rows(rows, columns)))
+            for number, half in enumerate(into.halves(block.group)):
+                base = number * self.cfg.ffn
+                first, last = max(block.row0, base), min(block.row1, base + self.cfg.ffn)
+                if first < last:
+                    value = out[first - block.row0 : last - block.row0]
+                    _put(half[first - base : last - base, columns], value, accumulate)
 
-    def _put(self, target: Tensor, value: Tensor) -> None:
-        """Store a finished fp32 block of a weight gradient."""
-        if self.accumulate:
-            target += value
-        else:
-            target.copy_(value)
+    def _blocks(self, expert: int) -> Iterator[tuple[slice, tuple[ExpertWeights, bool]]]:
+        """(rows, where their gradient goes) of each block of source ranks, ascending; also of blocks without rows."""
+        return zip(self.rows_eB[expert], self.targets, strict=True)
 
     def collect(self, block: Block) -> None:
         tokens, top_k = slice(block.row0, block.row1), self.cfg.top_k
