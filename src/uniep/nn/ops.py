@@ -18,7 +18,7 @@ from torch import Tensor
 
 from uniep.backends.base import UNKNOWN_LAYER, Inputs, LayerTag, MainGrads, Needs
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.nn import flops
+from uniep.nn import flops, gradient_shards
 from uniep.nn.record import LayerRecord, find_record
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key, told_to_all
@@ -121,7 +121,7 @@ def _gradients(
     """The gradients that `needs` names (x, weights, w13, w2), flattened in that order."""
     space = by_key(workspace)
     inputs = _inputs(x, ids, weights, w13, w2, layout, space, layer)
-    got = space.enter().backward(dy, inputs, saved, Needs(*needs))
+    got = gradient_shards.backward(space, dy, inputs, saved, Needs(*needs))
     parts = ([got.x], [got.weights], got.w13 or (), got.w2 or ())
     return [t for part, needed in zip(parts, needs, strict=True) if needed for t in part if t is not None]
 
@@ -162,7 +162,7 @@ def _gradients_main_grad(
         for t in given
     ]
     main_grads = MainGrads(tuple(fit[: len(main_w13)]), tuple(fit[len(main_w13) :]), accumulate)
-    got = space.enter().backward(dy, inputs, saved, Needs(*needs), main_grads)
+    got = gradient_shards.backward(space, dy, inputs, saved, Needs(*needs), main_grads)
     for theirs, ours in zip(given, fit, strict=True):
         if theirs is not ours:
             theirs.copy_(ours)
