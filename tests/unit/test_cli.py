@@ -22,13 +22,14 @@ import uniep
 from uniep.cli import launch, model, proof
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
-from uniep.cli.model import ModelConfig, Trainer, add_in_shard_order
+from uniep.cli.model import ModelConfig, Trainer
 from uniep.cli.pictures import draw_loss
 from uniep.cli.proof import schedules
 from uniep.cli.text import Text
 from uniep.cli.timeline import draw_timeline, kind_of, recording
 from uniep.cli.verify import QUANTITIES as VERIFIED
 from uniep.cli.verify import Problem as VerifyProblem
+from uniep.integrations.torch import of_shard
 
 SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
 
@@ -411,16 +412,10 @@ def test_twins_share_memory_but_not_dense_gradients(trainer):
     assert not torch.equal(first.head.weight, before)
 
 
-def test_shards_are_added_in_order():
-    shards = [[torch.tensor([1e8])], [torch.tensor([1.0])], [torch.tensor([-1e8])], [torch.tensor([1.0])]]
-    assert add_in_shard_order(shards, None)[0].item() == 1.0
-    assert add_in_shard_order(shards[::-1], None)[0].item() == 0.0
-
-
 def test_step_computes_the_gradient_of_the_global_mean_loss(trainer):
     """Shard by shard equals one pass over the whole batch, up to rounding."""
     tokens = batch()
-    whole = trainer.model.twin()
+    whole = of_shard(trainer.model)
     logits, imbalance = model.forward([whole] * model.NUM_SHARDS, [b[:, :-1] for b in tokens])
     parts = model.losses(logits, [b[:, 1:] for b in tokens])
     (sum(parts) + model.BALANCE / model.NUM_SHARDS * sum(imbalance)).backward()
