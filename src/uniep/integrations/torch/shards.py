@@ -28,15 +28,13 @@ from torch.distributed.fsdp import FSDPModule
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.torch.owners import split_parameters
 from uniep.integrations.torch.rank_order import RankOrder
+from uniep.layout import SUMMED_AT_ONCE
 from uniep.nn import Experts
 from uniep.nn.gradient_shards import sum_over_ranks
 
 __all__ = ["of_shard", "reduce_dense_gradients", "reduce_in_rank_order", "sum_over_shards"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
-
-_BUCKET = 2**24
-"""Elements summed at once: what a shard has in memory twice.  Bits do not depend on it."""
 
 
 def of_shard(model: _Model) -> _Model:
@@ -87,10 +85,10 @@ def sum_over_shards(
 
 
 def _buckets(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Consecutive numbers whose sizes together are at most _BUCKET, or one number."""
+    """Consecutive numbers whose sizes together are at most SUMMED_AT_ONCE, or one number."""
     bucket: list[int] = []
     for number, size in enumerate(sizes):
-        if bucket and sum(sizes[n] for n in bucket) + size > _BUCKET:
+        if bucket and sum(sizes[n] for n in bucket) + size > SUMMED_AT_ONCE:
             yield bucket
             bucket = []
         bucket.append(number)
