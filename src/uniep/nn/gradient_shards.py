@@ -20,9 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
+from uniep.layout import SUMMED_AT_ONCE
 from uniep.workspace import Workspace
 
 __all__ = ["backward", "share_of_sum", "sum_over_ranks"]
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.13
 
 
 def backward(
@@ -72,13 +75,18 @@ def sum_over_ranks(blocks_BN: Tensor, group: dist.ProcessGroup | None) -> Tensor
     """
     if group is None or group.size() == 1:
         return _chain(blocks_BN)
-    size, (number, length) = group.size(), blocks_BN.shape
-    share = -(-length // size)
-    sent = torch.nn.functional.pad(blocks_BN, (0, size * share - length))
-    total = share_of_sum(sent.view(number, size, share).transpose(0, 1), group)
-    whole = total.new_empty(size * share)
-    dist.all_gather_into_tensor(whole, total, group=group)
-    return whole[:length]
+    whole = blocks_BN.new_empty(blocks_BN.shape[1])
+    size, number = group.size(), blocks_BN.shape[0]
+    for first in range(0, whole.shape[0], SUMMED_AT_ONCE):
+        part_BN = blocks_BN[:, first : first + SUMMED_AT_ONCE]
+        length = part_BN.shape[1]
+        share = -(-length // size)
+        sent = torch.nn.functional.pad(part_BN, (0, size * share - length))
+        total = share_of_sum(sent.view(number, size, share).transpose(0, 1), group)
+        gathered = total.new_empty(size * share)
+        _all_gather(gathered, total, group=group)
+        whole[first : first + length] = gathered[:length]
+    return whole
 
 
 def share_of_sum(sent_RBN: Tensor, group: dist.ProcessGroup) -> Tensor:
