@@ -48,7 +48,7 @@ def backward(
     if main_grads is None:
         cast = [
             tuple(dw.to(w.dtype) for dw, w in zip(dws, ws, strict=True)) if dws else None
-            for dws, ws in ((w13, inputs.experts.w13), (w2, inputs.experts.w2))
+            for dws, ws in zip((w13, w2), inputs.experts.trained, strict=True)
         ]
         return dataclasses.replace(got, w13=cast[0], w2=cast[1])
     for target, dw in zip((*main_grads.w13, *main_grads.w2), (*w13, *w2), strict=True):
@@ -64,8 +64,8 @@ def _memory(space: Workspace, inputs: Inputs, needs: Needs) -> MainGrads:
     def fresh(weights: tuple[Tensor, ...], needed: bool) -> tuple[Tensor, ...]:
         return tuple(w.new_empty((*shape, *w.shape), dtype=torch.float32) for w in weights) if needed else ()
 
-    experts = inputs.experts
-    return MainGrads(fresh(experts.w13, needs.w13), fresh(experts.w2, needs.w2), False, blocks, apart)
+    w13, w2 = inputs.experts.trained
+    return MainGrads(fresh(w13, needs.w13), fresh(w2, needs.w2), False, blocks, apart)
 
 
 def sum_over_ranks(blocks_BN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
