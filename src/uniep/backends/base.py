@@ -63,7 +63,8 @@ class MainGrads:
     accumulate: each finished gradient is added to the stored value; else it replaces that value.
     blocks: number of blocks of consecutive source ranks whose rows are summed apart.  Blocks are added in ascending
         order.  apart: they are not added; each tensor has one more dimension in front, for the blocks.
-    Parameters whose gradients are not needed are left out, w13 or w2 as a whole.
+    Parameters whose gradients are not needed are left out, w13 or w2 as a whole.  With LoRA, w13 and w2 are the
+    gradients of the factors, `ExpertWeights.trained`.
     """
 
     w13: tuple[Tensor, ...]
@@ -89,8 +90,8 @@ class MainGrads:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGradients:
-    """dx (T, D), dweights (T, K) fp32, experts in the parameters' own layout; None where not needed, and for experts
-    with `MainGrads`."""
+    """dx (T, D), dweights (T, K) fp32, experts (with LoRA: factors) in the parameters' own layout; None where not
+    needed, and for experts with `MainGrads`."""
 
     x: Tensor | None
     weights: Tensor | None

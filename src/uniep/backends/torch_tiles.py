@@ -6,6 +6,7 @@ Shape suffixes: T tokens of this rank, K slots, D hidden, F ffn, N padded rows, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -125,6 +126,11 @@ def whole_tiles(rows_NC: Tensor) -> Tensor:
     return rows_NC if not missing else torch.cat([rows_NC, rows_NC.new_zeros(missing, rows_NC.shape[1])])
 
 
+def low_rank(rows_ND: Tensor, down_DR: Tensor, up_RC: Tensor, scale: float) -> Tensor:
+    """scale (cast(rows down) up) (N, C) in fp32; cast: to the rows' dtype."""
+    return matmul(matmul(rows_ND, down_DR).to(rows_ND.dtype), up_RC) * scale
+
+
 def _put(target: Tensor, value: Tensor, accumulate: bool) -> None:
     """Store a finished fp32 block of a weight gradient."""
     if accumulate:
@@ -236,7 +242,14 @@ class Forward(Dispatch):
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
         ffn, dtype = self.cfg.ffn, self.cfg.dtype
         x = self.x_rows(rows)
-        gate, up = (matmul(x, half[columns].T).to(dtype) for half in self.experts.halves(block.group))
+        products = [matmul(x, half[columns].T) for half in self.experts.halves(block.group)]
+        if (lora := self.experts.lora) is not None and lora.w13 is not None:
+            a, b = (factor[block.group] for factor in lora.w13)
+            inner = matmul(x, a.T).to(dtype)
+            halves = b[block.column0 : block.column1], b[ffn + block.column0 : ffn + block.column1]
+            for product, half in zip(products, halves, strict=True):
+                product += matmul(inner, half.T) * lora.scale
+        gate, up = (product.to(dtype) for product in products)
         self.h_NF[rows, columns] = gate
         self.h_NF[rows, ffn + block.column0 : ffn + block.column1] = up
         if not self.separate:
@@ -254,8 +267,12 @@ class Forward(Dispatch):
         self.act_NF[rows, columns] = act[:, : gate.shape[1]].to(self.cfg.dtype)
 
     def down(self, block: Block) -> None:
-        weight = self.experts.down(block.group)[block.column0 : block.column1]
-        self._return(block, matmul(self.act_NF[block.row0 : block.row1], weight.T))
+        columns, act = slice(block.column0, block.column1), self.act_NF[block.row0 : block.row1]
+        out = matmul(act, self.experts.down(block.group)[columns].T)
+        if (lora := self.experts.lora) is not None and lora.w2 is not None:
+            a, b = (factor[block.group] for factor in lora.w2)
+            out += low_rank(act, a.T, b[columns].T, lora.scale)
+        self._return(block, out)
 
     def combine(self, block: Block) -> None:
         self._sum(block, self.y_TD, self.weights_TK)
@@ -289,17 +306,22 @@ class Backward(_Bodies):
         self.dx_TD = torch.empty_like(dy_TD)
         self.dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32)
         if main_grads is None:
-            self.gradients = experts.like(fill=True)
-            main_grads = MainGrads(self.gradients.w13, self.gradients.w2, accumulate=False)
+            zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
+            w13, w2 = (tuple(map(zeros, ts)) for ts in experts.trained)
+            main_grads = MainGrads(w13, w2, accumulate=False)
         else:
             main_grads.clear()
-        self.targets = [(ExpertWeights(of.w13, of.w2, experts.layout), of.accumulate) for of in main_grads.of_blocks()]
+        self.gradients, self.targets = main_grads, list(main_grads.of_blocks())
         self.rows_eB = row_blocks(self.plan, self.rank, main_grads.blocks)
 
     def down_grad(self, block: Block) -> None:
         """Gradient through the second GEMM, and through the activation unless that is a task of its own."""
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
-        raw = matmul(self.dy_rows(rows), self.experts.down(block.group)[:, columns])
+        dy = self.dy_rows(rows)
+        raw = matmul(dy, self.experts.down(block.group)[:, columns])
+        if (lora := self.experts.lora) is not None and lora.w2 is not None:
+            a, b = (factor[block.group] for factor in lora.w2)
+            raw += low_rank(dy, b, a[:, columns], lora.scale)
         if self.raw_NF is None:
             self._through_activation(block, raw)
         else:
@@ -334,28 +356,61 @@ class Backward(_Bodies):
     def gate_up_grad(self, block: Block) -> None:
         halves = self.experts.halves(block.group)
         weight = torch.cat([half[:, block.column0 : block.column1] for half in halves])
-        self._return(block, matmul(self.dh_NF[block.row0 : block.row1], weight))
+        dh = self.dh_NF[block.row0 : block.row1]
+        out = matmul(dh, weight)
+        if (lora := self.experts.lora) is not None and lora.w13 is not None:
+            a, b = (factor[block.group] for factor in lora.w13)
+            out += low_rank(dh, b, a[:, block.column0 : block.column1], lora.scale)
+        self._return(block, out)
 
     def down_wgrad(self, block: Block) -> None:
         columns = slice(block.column0, block.column1)
-        for rows, (into, accumulate) in self._blocks(block.group):
+        if (lora := self.experts.lora) is not None:
+            if block.row0 == block.column0 == 0 and lora.w2 is not None:  # the first of the expert's tasks
+                for rows, of in self._blocks(block.group):
+                    self._factors(
+                        self.dy_rows(rows), self.weighted_NF[rows], lora.w2, of.w2, of.accumulate, block.group
+                    )
+            return
+        for rows, of in self._blocks(block.group):
             dy = whole_tiles(self.dy_rows(rows, slice(block.row0, block.row1)))
             out = matmul(dy.T, whole_tiles(self.weighted_NF[rows, columns]))
-            _put(into.down(block.group)[block.row0 : block.row1, columns], out, accumulate)
+            into = ExpertWeights((), of.w2, self.experts.layout)
+            _put(into.down(block.group)[block.row0 : block.row1, columns], out, of.accumulate)
 
     def gate_up_wgrad(self, block: Block) -> None:
         columns = slice(block.column0, block.column1)
-        for rows, (into, accumulate) in self._blocks(block.group):
+        if (lora := self.experts.lora) is not None:
+            if block.row0 == block.column0 == 0 and lora.w13 is not None:
+                for rows, of in self._blocks(block.group):
+                    self._factors(self.dh_NF[rows], self.x_rows(rows), lora.w13, of.w13, of.accumulate, block.group)
+            return
+        for rows, of in self._blocks(block.group):
             dh = whole_tiles(self.dh_NF[rows, block.row0 : block.row1])
             out = matmul(dh.T, whole_tiles(self.x_rows(rows, columns)))
+            into = ExpertWeights(of.w13, (), self.experts.layout)
             for number, half in enumerate(into.halves(block.group)):
                 base = number * self.cfg.ffn
                 first, last = max(block.row0, base), min(block.row1, base + self.cfg.ffn)
                 if first < last:
                     value = out[first - block.row0 : last - block.row0]
-                    _put(half[first - base : last - base, columns], value, accumulate)
+                    _put(half[first - base : last - base, columns], value, of.accumulate)
 
-    def _blocks(self, expert: int) -> Iterator[tuple[slice, tuple[ExpertWeights, bool]]]:
+    def _factors(
+        self, d_out: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], into: tuple[Tensor, ...], accumulate: bool,
+        expert: int,
+    ) -> None:  # fmt: skip
+        """Gradients of A and B of out = given (W + scale B A)^T from rows of an expert: dA = scale cast(d_out B)^T
+        given, dB = scale d_out^T cast(given A^T)."""
+        assert self.experts.lora is not None
+        a, b = (factor[expert] for factor in pair)
+        d_out, given = whole_tiles(d_out), whole_tiles(given)
+        through_b, through_a = (matmul(d_out, b), matmul(given, a.T))
+        for target, left, right in ((into[0], through_b, given), (into[1], d_out, through_a)):
+            out = matmul(left.to(self.cfg.dtype).T, right.to(self.cfg.dtype)) * self.experts.lora.scale
+            _put(target[expert], out, accumulate)
+
+    def _blocks(self, expert: int) -> Iterator[tuple[slice, MainGrads]]:
         """(rows, where their gradient goes) of each block of source ranks, ascending; also of blocks without rows."""
         return zip(self.rows_eB[expert], self.targets, strict=True)
 
