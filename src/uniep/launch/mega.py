@@ -15,7 +15,7 @@ from uniep.config import MoEConfig
 from uniep.kernels import mega
 from uniep.kernels.arguments import Activation, Addresses, Direction, Dispatch, Kept, Lists, Rows, Sums, Tokens
 from uniep.kernels.lists import COUNTERS, list_kernel
-from uniep.launch.driver import Block, Bundle, Memory, launch
+from uniep.launch.driver import Block, Bundle, Memory, launch, temporary
 from uniep.launch.staged import (
     GEMM_PUSH_ROWS,
     Peers,
@@ -58,8 +58,8 @@ class TaskLists:
     ) -> TaskLists:
         """For at most `most` row tiles."""
         words = list_words(most, local, tiles, backward=backward)
-        matrix, vector = (torch.empty(n, dtype=torch.int64, device=device) for n in words)
-        counters = torch.empty(COUNTERS.value + 2 * most + local, dtype=torch.int32, device=device)
+        matrix, vector = (temporary(n, dtype=torch.int64, device=device) for n in words)
+        counters = temporary(COUNTERS.value + 2 * most + local, dtype=torch.int32, device=device)
         return cls(Lists(matrix, vector, counters), tiles)
 
 

@@ -13,7 +13,7 @@ from uniep.backends.base import LayerTag
 from uniep.backends.hopper.arena import Arena
 from uniep.dimension import GPU, MEASURED
 from uniep.kernels.arguments import ALL_HERE, Dispatch, Wire
-from uniep.launch.driver import Bundle, copy
+from uniep.launch.driver import Bundle, copy, follow, result
 from uniep.layout import hopper_arrays, kept_shape, pack
 from uniep.memory import plan_memory
 from uniep.routing.plan import recv_base
@@ -69,6 +69,11 @@ class Link:
         self.stay_local = False
         self._known_peers: dict[tuple[bool, int], Peers] = {}
 
+    def lasting(self) -> list[Tensor]:
+        """Memory that calls use and that stays until the Workspace is closed."""
+        tables = [t for peers in self._known_peers.values() for t in peers.wire.fields if t is not None]
+        return [*self.arena.memories, *self.planner.lasting(), *self._lasting, *tables]
+
     def mark(self, name: str) -> None:
         """A phase boundary for the benchmark; free when nobody listens."""
         if self.phases is not None:
@@ -87,9 +92,7 @@ class Link:
             self._follow(self._stream, self._forked.pop())
 
     def _follow(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """`wait_stream`, without a new event."""
-        self._point.record(earlier)
-        later.wait_event(self._point)
+        follow(later, earlier, self._point)
 
     @property
     def fused(self) -> bool:
@@ -199,7 +202,7 @@ class Link:
 
     def room_to_keep(self, num_tokens: int) -> Tensor:
         """Memory for received tokens, for the weight gradient: as many of each source as are expected; or none."""
-        return torch.empty(self.kept_shape(num_tokens), dtype=self.cfg.dtype, device=self.device)
+        return result(*self.kept_shape(num_tokens), dtype=self.cfg.dtype, device=self.device)
 
     def keep(self, num_tokens: int) -> Tensor:
         """A copy of received tokens for the weight gradient, made beside the GEMM that follows; or nothing."""

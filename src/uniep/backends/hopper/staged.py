@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs, aligned
+from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
-from uniep.launch.driver import Memory, tensor, unbind
+from uniep.launch.driver import Memory, fill, release, result, result_like, temporary, tensor, unbind
 from uniep.routing import RowBlock, row_block
 from uniep.weights import ExpertWeights
 
@@ -40,8 +40,8 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
     )  # fmt: skip
     link.mark("plan")
     num_rows, peers = plan.num_rows, link.peers()
-    act_NF = torch.empty(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
-    h_2NF = torch.empty(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
+    act_NF = temporary(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
+    h_2NF = result(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
     link.dispatch(x_TD, plan, peers)
     x_ND = _expand(link, x_TD, plan, peers) if way.expanded else None
     down_sms = way.down_sms
@@ -69,7 +69,7 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
         _down_and_sums(link, act_NF, plan.lines, plan, peers, inputs.experts, sums)
     else:
         _return_rows(link, launch.launch_down, act_NF, plan, peers, inputs.experts, link.sms, results_ND)
-    y_TD = torch.empty_like(x_TD)
+    y_TD = result_like(x_TD)
     if plan.lines is not None and way.returns == "sums after":
         sums = _group_sums(link, results_ND, plan.lines, plan, weighted=weighted)
         launch_groups.launch_group_sum(sums, peers, link.sms, signal=True)
@@ -88,21 +88,21 @@ def backward(
     from uniep.launch import staged as launch
 
     cfg, device, experts, way = link.cfg, link.device, inputs.experts, link.way
-    x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
+    x_TD, ids_TK = inputs.x_TD, inputs.ids_TK
     *of_plan, h_2NF, kept = saved
     plan = link.planner.restore(ids_TK.shape[0], of_plan)
     num_rows, peers, receive = plan.num_rows, link.peers(), link.arena.views["receive"]
-    address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
+    address_2N = temporary(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
     addresses = Addresses(*unbind(address_2N))
     x = Tokens(x_TD, receive[:-1] if way.again else kept)
 
     claims = None
     if way.gradient_beside:
-        claims = torch.empty(2, -(-plan.rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
+        claims = temporary(2, -(-plan.rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
 
     def meanwhile() -> None:
         if claims is not None:
-            claims.zero_()
+            fill(claims, 0)
         if needs.w13 or needs.w2:
             dy = Tokens(dy_TD, receive)
             launch.launch_row_addresses(x, dy, plan.bundle, link.num_ranks, link.sms, addresses)
@@ -110,14 +110,15 @@ def backward(
     link.enter_planned("backward", dy_TD, plan, inputs.layer, meanwhile)
     link.dispatch(dy_TD, plan, peers)
     through = _through_activation(link, dy_TD, h_2NF, plan, peers, experts, claims)
+    release()
     launch.launch_dweights(through.groups_NG, plan.bundle, peers, link.slots, link.sms)
 
     # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
     dh_NH = through.dh_N2F.view(num_rows, 2 * cfg.ffn)
     results_ND = _results(link, plan)  # kept until the other stream has joined
     _return_rows(link, launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, link.sms, results_ND)
-    dx_TD = torch.empty_like(dy_TD)
-    dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device) if needs.weights else None
+    dx_TD = result_like(dy_TD)
+    dweights_TK = result(*ids_TK.shape, dtype=torch.float32, device=device) if needs.weights else None
     link.fork(link.side)  # the sums are memory-bound, what is beside them not
     with torch.cuda.stream(link.side):
         if plan.lines is not None:
@@ -159,7 +160,7 @@ def _through_activation(
         link.mark("down_gradient")
         launch.launch_activation_gradient(made, rows, cfg, link.sms)
     link.mark("activation_gradient")
-    return made
+    return made._replace(raw_NF=None)
 
 
 def _weight_gradients(
@@ -172,18 +173,16 @@ def _weight_gradients(
 
     local, ffn = link.planner.local, link.cfg.ffn
     how = link.planner.status, link.way.weight_gradient, link.sms
-    fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
     into = main_grads
     if into is None:
-        w13 = tuple(fresh(w) for w in experts.w13) if needs.w13 else ()
-        into = MainGrads(w13, (fresh(experts.w2[0]),) if needs.w2 else (), accumulate=False)
+        w13 = tuple(map(result_like, experts.w13)) if needs.w13 else ()
+        into = MainGrads(w13, (result_like(experts.w2[0]),) if needs.w2 else (), accumulate=False)
     targets = list(into.of_blocks())
     blocks = _row_blocks(link, plan, len(targets))
-    zeros = link.arena.views["receive"][-1].data_ptr()
     if needs.w2:
         for rows, of in zip(blocks, targets, strict=True):
             launch.launch_weight_gradient(
-                _addresses(rows, addresses.dy_N, zeros), rows.of(act_NF), 0, of.w2[0], rows.start_e1, rows.rows_e,
+                _addresses(link, rows, addresses.dy_N), rows.of(act_NF), 0, of.w2[0], rows.start_e1, rows.rows_e,
                 *how, transposed=False, accumulate=of.accumulate,
             )  # fmt: skip
         link.mark("weight_gradient")
@@ -191,7 +190,7 @@ def _weight_gradients(
         link.dispatch_again(x.local, plan, layer)
     if needs.w13:
         for rows, of in zip(blocks, targets, strict=True):
-            x_N = rows.of(x.received) if link.way.expanded else _addresses(rows, addresses.x_N, zeros)
+            x_N = rows.of(x.received) if link.way.expanded else _addresses(link, rows, addresses.x_N)
             dh_of_NH = rows.of(dh_NH)
             for part, dw in enumerate(of.w13):  # w1 and w3, or both in one
                 dw_eHD = dw.view(local, -1, link.cfg.hidden)
@@ -214,16 +213,19 @@ def _row_blocks(link: Link, plan: DevicePlan, blocks: int) -> Sequence[RowBlock]
     return [row_block(*of_call, number, blocks) for number in range(blocks)]
 
 
-def _addresses(rows: RowBlock, address_N: Memory, zeros: int) -> Memory:
-    """Of the block's rows.  zeros: the address of a row of zeros."""
-    return address_N if rows.row_N is None else rows.addresses_of(tensor(address_N), zeros)
+def _addresses(link: Link, rows: RowBlock, address_N: Memory) -> Memory:
+    """Of the block's rows."""
+    if rows.row_N is None:
+        return address_N
+    zeros = link.arena.views["receive"][-1].data_ptr()
+    return rows.addresses_of(tensor(address_N), zeros)
 
 
 def _expand(link: Link, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> Tensor:
     """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
     from uniep.launch.staged import launch_expand
 
-    rows_ND = torch.empty(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
+    rows_ND = result(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
     pushing = 2 * link.way.push_programs if link.fused else 0
     tokens, tile_rows = Tokens(x_TD, link.arena.views["receive"]), link.way.gate_up.rows
     launch_expand(tokens, plan.bundle, peers, tile_rows, link.sms, rows_ND, Dispatch(link.fused, pushing))
@@ -235,7 +237,7 @@ def _results(link: Link, plan: DevicePlan) -> Tensor:
     """Memory for the rows (N, D) of a product that are to be added by groups, or pushed later; else any as wide."""
     if link.way.returns == "epilogue":
         return link.arena.views["receive"]
-    return torch.empty(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
+    return temporary(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
 
 
 def _return_rows(
@@ -277,7 +279,7 @@ def _down_and_sums(
     from uniep.launch import groups as launch_groups
 
     tile, rows = link.way.down, plan.rows
-    order_M = torch.empty(rows.order_M.shape, dtype=torch.int32, device=link.device)
+    order_M = temporary(*rows.order_M.shape, dtype=torch.int32, device=link.device)
     launch_groups.launch_return_order(plan.counts_RE, rows, link.rank, tile.rows, order_M)
     launch_groups.launch_counted_down(act_NF, plan.bundle, order_M, experts, tile, link.sms, sums.rows_ND)
     launch_groups.launch_claimed_sum(sums, rows, lines, peers, tile, link.sms)
