@@ -70,7 +70,7 @@ def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "verify", "trace", "doctor", "memory", "simulate", "tune", "explain", "bench"]
+    "command", ["demo", "verify", "trace", "doctor", "memory", "simulate", "tune", "explain", "lora", "bench"]
 )
 def test_help_describes_every_command(command):
     assert command in run("--help").output
@@ -315,8 +315,23 @@ def test_demo_with_real_processes(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "identical" in result.stdout and "✗" not in result.stdout
     assert "proof 8 of 8: EP=2 fused/local-first" in result.stdout, "without a terminal, a line for each run"
+    saved, resumed = re.findall(r"EP=\d (?:saved, went on|resumed) after step 1: (.*)", result.stdout)
+    assert saved == resumed and "1 x 2  default" in result.stdout
     for name in ("loss.png", "timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_lora_with_real_processes():
+    result = run_process("lora", *SMALL, "--rank", "8", "--steps", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = re.findall(r"(whole experts|LoRA, r = 8) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", result.stdout)
+    assert [row[0] for row in rows] == ["whole experts", "LoRA, r = 8"]
+    (_, whole, _, gradients, states), (_, factors, _, few, fewer) = rows
+    assert float(whole) == pytest.approx(4 * 3 * 64 * 64 / 1e6, abs=0.01)
+    assert float(factors) == pytest.approx(4 * 8 * (64 + 128 + 64 + 64) / 1e6, abs=0.01)
+    assert float(few) < float(gradients) and float(fewer) < float(states)
+    refused = run("lora", "--rank", "0")
+    assert refused.exit_code == 2 and "--rank" in refused.output
 
 
 def test_trace_with_real_processes(tmp_path):
