@@ -4,6 +4,7 @@ No GPU: the driver's functions are stubs that write down what they are given.
 """
 
 import ctypes
+import itertools
 import struct
 import types
 
@@ -137,6 +138,22 @@ def test_a_run_has_the_addresses_of_the_run(monkeypatch, walk):
     stub.calls.clear()
     assert walked(program, walk, others, -3, stub) == 0
     assert stub.calls == rest, "a map is made only if its memory is elsewhere"
+
+
+def test_memory_of_a_run_does_not_overlap(monkeypatch):
+    """But for results behind the release, which may take the place of what was released."""
+    given, lasting = inputs()
+    program = Program(recorded(monkeypatch, given, lasting))
+    monkeypatch.setattr(program, "walk", lambda *_: None)
+    monkeypatch.setattr(Driver, "of_library", lambda: None)
+    addresses = [t.data_ptr() for t in given]
+    first, later = program.run(STREAMS, addresses, (1, 2, 3), torch.device("cpu"))
+    slab, brief, *rest = list(program._values)[len(STREAMS) :]
+    assert rest == [*addresses, first.data_ptr(), later.data_ptr(), 1, 2, 3]
+    sizes = {slab: 1024, brief: 256, first.data_ptr(): first.nbytes}
+    ends = sorted((start, start + size) for start, size in sizes.items())
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
+    assert not slab - later.nbytes < later.data_ptr() < slab + 1024
 
 
 @pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)

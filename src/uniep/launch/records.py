@@ -320,11 +320,12 @@ class Program:
         self, streams: Sequence[int], given: Sequence[int], varying: Sequence[int], device: torch.device
     ) -> list[Tensor]:
         """The results.  given: addresses, as in the recording, all multiples of 16."""
-        bytes_: dict[str, Any] = {"dtype": torch.uint8, "device": device}
-        brief = torch.empty(self.slabs["brief"], **bytes_)
-        slabs = torch.empty(self.slabs["temporary"], **bytes_).data_ptr(), brief.data_ptr()
+        like: dict[str, Any] = {"dtype": torch.uint8, "device": device}
+        temporary, brief = torch.empty(self.slabs["temporary"], **like), torch.empty(self.slabs["brief"], **like)
+        slabs = temporary.data_ptr(), brief.data_ptr()
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._results[: self._before]]
-        del brief
+        if self._before < len(self._results):
+            del brief  # for results that are written when nothing in it is read any more
         results += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._results[self._before :]]
         made = [t.data_ptr() for t in results]
         struct.pack_into(self._format, self._values, 0, *streams, *slabs, *given, *made, *varying)
