@@ -10,10 +10,11 @@ import pytest
 import torch
 from fused_rank import BEFORE, MEGA_CASES, SCHEDULE, rounds_of, run
 from hopper_on_host import host_backends, use
-from test_fused import NAMES, run_ranks
+from test_fused import names_of, run_ranks
 
 from uniep.backends.hopper import calls as hopper_calls
 from uniep.backends.hopper import planner
+from uniep.errors import ConfigError
 from uniep.launch import groups as launch_groups
 from uniep.launch import mega as launch_mega
 from uniep.launch import staged as launchers
@@ -29,7 +30,7 @@ def results():
 @pytest.mark.parametrize("key", CASES)
 def test_equals_serial(results, key):
     for turn, how in enumerate(rounds_of("mega", key)):
-        for name in NAMES:
+        for name in names_of(CASES[key]):
             assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"
 
 
@@ -65,7 +66,7 @@ def test_one_rank(results, key):
     backend = host_backends(case.config(sum(case.tokens)), 1, SCHEDULE)[0]
     use(backend, dataclasses.replace(SCHEDULE, overlap="mega"))
     found = run(backend, case, 0, 1)
-    for name in NAMES:
+    for name in names_of(CASES[key]):
         assert torch.equal(found[name], results[key][0][name]), name
 
 
@@ -78,3 +79,24 @@ def test_main_grad(results, key):
         assert finished.dtype == torch.float32
         assert torch.equal(finished.to(CASES[key].dtype), rounds[0]["dw" + part])
         assert torch.equal(main_grads["sum" + part], finished + BEFORE)
+
+
+def test_an_order_is_made_once_and_not_in_a_capture(monkeypatch):
+    """Of calls of up to twice as many tokens, each direction; a capture would keep the host's memory."""
+    schedule = dataclasses.replace(SCHEDULE, overlap="mega", tile_order="critical-path")
+    backend = host_backends(CASES["fp16"].config(40), 1, schedule)[0]
+    backend.way = backend.ways[40]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        ConfigError, match=r"no order yet for a backward of 40 tokens.*one such call before the capture"
+    ):
+        backend.order_of(backward=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    made = backend.order_of(backward=True)
+    backend.way = backend.ways[33]
+    assert backend.order_of(backward=True) is made and made.shape == (4, 2, 4)
+    backend.way = backend.ways[32]
+    assert backend.order_of(backward=True) is not made and backend.order_of(backward=False) is not made
+    assert sum(t is made for t in backend.lasting()) == 1, "recorded calls must know it"
+    use(backend, dataclasses.replace(schedule, tile_order="natural"))
+    assert backend.order_of(backward=False) is None

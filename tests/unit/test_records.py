@@ -209,6 +209,25 @@ def test_temporary_memory_stays_until_the_end(monkeypatch):
     assert "was freed" in recording.why_not
 
 
+@pytest.mark.parametrize(
+    ("compute", "said"),
+    [
+        (lambda t: t[1:].view(-1).unbind(), ""),
+        (lambda t: torch.empty(3, dtype=t.dtype), ""),
+        (lambda t: t.detach()[::2].as_strided((1,), (1,)), ""),
+        (lambda t: torch.zeros(3), "PyTorch runs aten.zeros"),
+        (lambda t: t.fill_(1), "PyTorch runs aten.fill_"),
+        (lambda t: t.clone(), "PyTorch runs aten.clone"),
+    ],
+)
+def test_what_torch_computes_spoils_a_recording(compute, said):
+    recording, given = Recording([], [], STREAMS), torch.ones(4)
+    with records.NothingElse(recording):
+        compute(given)
+    assert recording.why_not.startswith(said)
+    assert bool(recording.why_not) == bool(said)
+
+
 def test_halves_of_one_tensor_are_told_apart(monkeypatch):
     """w1 and w3 as views of one w13: the second begins inside the first."""
     whole, lasting = torch.zeros(2, 4, 16, dtype=torch.float16), [torch.zeros(8)]

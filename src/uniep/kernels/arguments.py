@@ -84,19 +84,28 @@ class Counted(NamedTuple):
 
 
 class GateUpBlocks(NamedTuple):
-    """Descriptors of `gate_up_kernel`; made inside kernels."""
+    """Descriptors of `gate_up_kernel`, and b13 (e, 2F or F) or None; made inside kernels."""
 
     rows: Any
     w13: Any
     gate: Any
     up: Any
     act: Any
+    b13: Any
+
+
+class Biases(NamedTuple):
+    """b13 (e, 2F or F) and b2 (e, D), or None."""
+
+    b13: Pointer
+    b2: Pointer
 
 
 class Lists(NamedTuple):
     """The tasks of one direction (int64) and its counters (int32); see kernels/lists.py.
 
-    *_records: int64 rows of 5 that tasks leave, or None.
+    *_records: int64 rows of 5 that tasks leave, or None.  order: int32 (4 operators, 2, e), the place of each stretch, own
+    rows first; None: closed forms.
     """
 
     matrix: Pointer
@@ -104,6 +113,7 @@ class Lists(NamedTuple):
     counters: Pointer
     matrix_records: Pointer = None
     vector_records: Pointer = None
+    order: Pointer = None
 
 
 class Kept(NamedTuple):
@@ -127,7 +137,8 @@ class Sums(NamedTuple):
 
 class Activation(NamedTuple):
     """The activation's gradient: from raw_NF = dO @ W2 (fp32) and gate and up (N, F), dh_N2F, the activation act_NF that
-    dW2 contracts, and groups_NG (fp32), sums for d(weight)."""
+    dW2 contracts, and groups_NG (fp32), sums for d(weight).  Without a gate up_NF is None and dh (N, F).  b2 (e, D), or
+    None: d(weight) has dO . b2."""
 
     raw_NF: Pointer
     gate_NF: Pointer
@@ -135,6 +146,7 @@ class Activation(NamedTuple):
     dh_N2F: Pointer
     act_NF: Pointer
     groups_NG: Pointer
+    b2: Pointer = None
 
 
 class Addresses(NamedTuple):
@@ -157,7 +169,8 @@ class GroupRows(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a layer computes.  KP: K or the next power of two.  SLOTS: return slots of a rank."""
+    """What a layer computes.  KP: K or the next power of two.  SLOTS: return slots of a rank.  GATED: h is gate and up.
+    LIMIT: None, or what they are clamped to."""
 
     D: int
     F: int
@@ -166,6 +179,8 @@ class Layer(NamedTuple):
     SLOTS: int
     ACTIVATION: str
     WEIGHTED: bool  # the activation by the routing weight
+    GATED: bool
+    LIMIT: float | None
 
 
 class TileShape(NamedTuple):
@@ -181,7 +196,8 @@ class Product(NamedTuple):
     """A @ B of rows, A (N, HALVES * DEPTH).
 
     B: (e, WIDTH, DEPTH) if TRANSPOSED, else (e, HALVES, DEPTH, WIDTH), of which UP_FIRST turns the halves.
-    SCATTER: each row goes to its return slot, one of SLOTS of a rank.
+    SCATTER: each row goes to its return slot, one of SLOTS of a rank.  WEIGHTED: a bias is multiplied by the routing
+    weight.
     """
 
     DEPTH: int
@@ -191,6 +207,7 @@ class Product(NamedTuple):
     UP_FIRST: bool
     SLOTS: int
     SCATTER: bool
+    WEIGHTED: bool = False
 
 
 class Sending(NamedTuple):
@@ -208,17 +225,29 @@ class Sending(NamedTuple):
 class Direction(NamedTuple):
     """How one kernel runs a direction.  FUSED: peers send tokens meanwhile.  THREADS: of a program.  BLOCK_D: columns that
     are added at once.  Of a forward: UP_FIRST, w13's first half is the up projection; KEPT, received tokens of a task.  Of a
-    backward: CHUNK_EXPERTS, of chunk-major, else 0; ITEM_ROWS, rows of the activation's gradient at once; ACCUMULATE, dW is
-    added to what is there."""
+    backward: MIXED, tiles of later products lie before some of the first; ITEM_ROWS, rows of the activation's gradient at
+    once; ACCUMULATE, dW is added to what is there."""
 
     FUSED: bool
     THREADS: int
     BLOCK_D: int
     UP_FIRST: bool = False
     KEPT: int = 0
-    CHUNK_EXPERTS: int = 0
+    MIXED: bool = False
     ITEM_ROWS: int = 0
     ACCUMULATE: bool = False
+
+
+class Order(NamedTuple):
+    """Closed forms of the order of a list, of LOCAL experts.  CHUNK_EXPERTS: of chunk-major, else 0.  INTERLEAVED: weight
+    gradients behind their expert's rows.  LOCAL_FIRST: tiles of own rows apart, and first.  ROTATED: in the order of
+    peers."""
+
+    LOCAL: int
+    CHUNK_EXPERTS: int
+    INTERLEAVED: bool
+    LOCAL_FIRST: bool
+    ROTATED: bool
 
 
 class Lines(NamedTuple):

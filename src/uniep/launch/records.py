@@ -8,7 +8,8 @@ which only addresses and the few integers of `driver.Varying` are left open.  To
 and a slab for all temporary memory, and to walk the steps: by walk.c, built once with the compiler that Triton needs,
 or, where there is none, by `walk_in_python`, which does the same.
 
-Addresses that belong to nothing that is known spoil a recording: such calls stay as they are.
+Addresses that belong to nothing that is known spoil a recording, and so does what PyTorch computes by itself: such
+calls stay as they are.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from uniep.launch.driver import (
     L2_PROMOTION_128B,
@@ -231,6 +233,19 @@ class Recording:
             self.spoil(f"{user} runs on a stream that the call does not have")
             return 0
         return list(self.streams).index(handle)
+
+
+class NothingElse(TorchDispatchMode):
+    """Spoils a recording if PyTorch computes anything by itself: that would be missing when the call is made again."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten.empty.memory_format:
+            self.recording.spoil(f"PyTorch runs {func}")
+        return func(*args, **(kwargs or {}))
 
 
 class Program:

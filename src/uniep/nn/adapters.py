@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from uniep.config import refused_number
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.nn.initial import LORA, generator, normal
-from uniep.nn.modules import Experts, local_part
+from uniep.nn.modules import BIASES, Experts, local_part
 
 __all__ = ["add_lora", "merge_lora"]
 
@@ -25,7 +25,7 @@ def add_lora(
     target_parameters: Sequence[str] = ("experts.w13", "experts.w2"),
     seed: int | None = None,
 ) -> list[str]:
-    """Give experts low-rank factors beside w13 and w2, which are frozen: `W + lora_alpha / r * B A` for each expert.
+    """Give experts low-rank factors beside w13 and w2: `W + lora_alpha / r * B A`; those and any biases are frozen.
 
     Returns the new parameters' names.  In each `Experts` whose parameters are targeted they are `lora_a13` (e, r, D),
     `lora_b13` (e, 2F, r), `lora_a2` (e, r, F) and `lora_b2` (e, D, r), of this rank's e experts and the weights' dtype;
@@ -51,7 +51,7 @@ def add_lora(
     for number, (layer, weights) in enumerate(found.items()):
         experts = layers[layer]
         experts.lora_scale = lora_alpha / r
-        for name in ("w13", "w2"):
+        for name in ("w13", "w2", *(BIASES if experts.cfg.bias else ())):
             experts.get_parameter(name).requires_grad_(False)
         for name in weights:
             for factor, value in zip("ab", _factors(experts, name, r, drawn + number), strict=True):

@@ -34,10 +34,10 @@ def check_lora(experts: ExpertWeights, workspace: Workspace, main_grad: str | No
         )
     if main_grad is not None:
         raise UnsupportedError(f"main_grad is {main_grad!r}, but gradients of LoRA factors go to .grad; pass None")
-    if any(t.requires_grad for t in (*experts.w13, *experts.w2)):
+    if any(t.requires_grad for t in experts.tensors):
         raise ConfigError(
-            "w13 or w2 requires a gradient beside LoRA factors, which are for weights that are not trained; call "
-            "requires_grad_(False) on both"
+            "w13, w2 or a bias requires a gradient beside LoRA factors, which are for experts that are not trained; "
+            "call requires_grad_(False) on all of them"
         )
 
 
@@ -49,7 +49,7 @@ def call_lora(
     if not save:
         return enter_forward(x, ids, weights, experts, space, save, layer)[0]
     first, second = experts.trained
-    parts = [list(experts.w13), list(experts.w2), list(first), list(second)]
+    parts = [list(experts.w13), list(experts.w2), list(experts.biases), list(first), list(second)]
     assert experts.lora is not None
     how = space.key, layer, experts.layout, experts.lora.scale, [len(part) for part in parts]
     return _Call.apply(how, x, ids, weights, *(t for part in parts for t in part))
@@ -59,9 +59,10 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple, x: Tensor, ids: Tensor, weights: Tensor, *tensors: Tensor) -> Tensor:
         """how: keys of the Workspace and the layer, layout, scale, and the lengths of the parts of `tensors`: w13, w2,
-        factors of w13, factors of w2."""
+        biases, factors of w13, factors of w2."""
         key, layer, *of_experts = how
-        y, saved = enter_forward(x, ids, weights, _experts(tensors, *of_experts), by_key(key), True, layer)
+        space = by_key(key)
+        y, saved = enter_forward(x, ids, weights, _experts(tensors, space, *of_experts), space, True, layer)
         ctx.save_for_backward(x, ids, weights, *tensors, *saved)
         ctx.how, ctx.count = how, len(tensors)
         ctx.set_materialize_grads(False)
@@ -78,17 +79,22 @@ class _Call(torch.autograd.Function):
         key, layer, *of_experts = ctx.how
         counts = of_experts[-1]
         x, ids, weights, *rest = ctx.saved_tensors
-        experts, saved = _experts(rest[: ctx.count], *of_experts), rest[ctx.count :]
+        space = by_key(key)
+        experts, saved = _experts(rest[: ctx.count], space, *of_experts), rest[ctx.count :]
         _, need_x, _, need_weights, *wanted = ctx.needs_input_grad
-        base, end = counts[0] + counts[1], ctx.count - counts[3]
-        needs = Needs(need_x, need_weights, any(wanted[base:end]), any(wanted[end:]))
+        base, end = sum(counts[:3]), ctx.count - counts[4]
+        needs = Needs(need_x, need_weights, any(wanted[base:end]), any(wanted[end:]), biases=False)
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-        got = enter_backward(dy, x, ids, weights, experts, saved, by_key(key), needs, layer)
-        factors = *(got.w13 or [None] * counts[2]), *(got.w2 or [None] * counts[3])
+        got = enter_backward(dy, x, ids, weights, experts, saved, space, needs, layer)
+        factors = *(got.w13 or [None] * counts[3]), *(got.w2 or [None] * counts[4])
         return None, got.x, None, got.weights, *[None] * base, *factors
 
 
-def _experts(tensors: Sequence[Tensor], layout: Any, scale: float, counts: list[int]) -> ExpertWeights:
+def _experts(
+    tensors: Sequence[Tensor], space: Workspace, layout: Any, scale: float, counts: list[int]
+) -> ExpertWeights:
     ends = list(itertools.accumulate(counts, initial=0))
-    w13, w2, first, second = (tuple(tensors[a:b]) for a, b in itertools.pairwise(ends))
-    return ExpertWeights(w13, w2, layout, Lora(first or None, second or None, scale))  # type: ignore[arg-type]
+    w13, w2, biases, first, second = (tuple(tensors[a:b]) for a, b in itertools.pairwise(ends))
+    b13, b2 = biases or (None, None)
+    lora = Lora(first or None, second or None, scale)  # type: ignore[arg-type]
+    return ExpertWeights(w13, w2, layout, space.cfg.gated, b13, b2, lora)

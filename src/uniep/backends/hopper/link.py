@@ -12,6 +12,7 @@ from torch import Tensor
 from uniep.backends.base import LayerTag
 from uniep.backends.hopper.arena import Arena
 from uniep.dimension import GPU, MEASURED
+from uniep.errors import ConfigError
 from uniep.kernels.arguments import ALL_HERE, Dispatch, Wire
 from uniep.launch.driver import Bundle, copy, follow, result
 from uniep.layout import hopper_arrays, kept_shape, pack
@@ -33,6 +34,7 @@ class Link:
     ways: of calls, by the tokens of this rank.  way: of the call under way, or of the last one.
     phases: (name, event) of each phase's end, where somebody listens.  trace, traced_ids, traced_from: see
     `HopperBackend`.  stay_local: no token or row crosses the wire, to measure the rest.
+    orders: of tile_order="critical-path", tables by (backward, bucket of tokens), see `order_of`.
     """
 
     def __init__(self, member: Membership, schedule: Schedule | None) -> None:
@@ -68,6 +70,7 @@ class Link:
         self.traced_from: Tensor | None = None
         self.stay_local = False
         self._known_peers: dict[tuple[bool, int], Peers] = {}
+        self.orders: dict[tuple[bool, int], Tensor] = {}
 
     def lasting(self) -> list[Tensor]:
         """Memory that calls use and that stays until the Workspace is closed."""
@@ -167,6 +170,25 @@ class Link:
         self.planner.wait_entered(copies=self.copying)
         if self.copying:
             self.send_all(sent_TD)
+
+    def order_of(self, *, backward: bool) -> Tensor | None:
+        """The place of each stretch in the list of the call under way, on the device; None: closed forms.  Calls of
+        up to twice as many tokens share one, which the first of them makes (50 ms)."""
+        if not self.way.critical_path:
+            return None
+        from uniep.taskflow.stretches import bucket, positions
+
+        key = backward, bucket(self.way.num_tokens)
+        if key not in self.orders:
+            if torch.cuda.is_current_stream_capturing():
+                raise ConfigError(
+                    f"tile_order='critical-path' has no order yet for a {'backward' if backward else 'forward'} of "
+                    f"{self.way.num_tokens} tokens, and a captured call cannot make one; run one such call before the "
+                    "capture"
+                )
+            self.orders[key] = positions(self.cfg, self.way, backward=backward).to(self.device)
+            self._lasting.append(self.orders[key])
+        return self.orders[key]
 
     def dispatching(self, push_rounds: int = 0) -> Dispatch:
         """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""

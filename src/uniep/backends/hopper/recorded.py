@@ -16,7 +16,7 @@ from torch import Tensor
 from uniep.backends.base import LayerTag
 from uniep.backends.hopper.calls import identity
 from uniep.launch.driver import watching
-from uniep.launch.records import Program, Recording
+from uniep.launch.records import NothingElse, Program, Recording
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class RecordedCalls:
 
     def _record(self, key: Hashable, given: Sequence[Tensor], perform: Callable[[], list[Any]]) -> list[Any]:
         recording = Recording(given, self.link.lasting(), self._streams())
-        with watching(recording):
+        with watching(recording), NothingElse(recording):
             outputs = perform()
         place = {id(t): index for index, t in enumerate(recording.results)}
         if any(t is not None and id(t) not in place for t in outputs):
