@@ -21,7 +21,7 @@ def factors(cfg, rank):
     """a13, b13, a2, b2 of all experts."""
     g = torch.Generator().manual_seed(7)
     e, f, d = cfg.num_experts, cfg.ffn, cfg.hidden
-    shapes = (e, rank, d), (e, 2 * f, rank), (e, rank, f), (e, d, rank)
+    shapes = (e, rank, d), (e, cfg.h_columns, rank), (e, rank, f), (e, d, rank)
     return [(torch.randn(shape, generator=g) * shape[2] ** -0.5).to(cfg.dtype) for shape in shapes]
 
 
@@ -35,7 +35,9 @@ def step(ws, batch, rank, given=("w13", "w2"), share=None, shares=None):
     leaves = [case.leaf(t[experts]) for t in factors(ws.cfg, rank)]
     pairs = {"w13": tuple(leaves[:2]), "w2": tuple(leaves[2:])}
     lora = Lora(*(pairs[name] if name in given else None for name in ("w13", "w2")), SCALE)
-    y = uniep.moe(x, batch.ids[rows], weights, batch.w13[experts], batch.w2[experts], workspace=ws, lora=lora)
+    biases = case.named([b[experts] for b in batch.biases])
+    of_experts = batch.w13[experts], batch.w2[experts]
+    y = uniep.moe(x, batch.ids[rows], weights, *of_experts, workspace=ws, lora=lora, **biases)
     y.backward(batch.dy[rows])
     return [y.detach(), x.grad, weights.grad, *(t.grad for t in leaves)]
 
@@ -63,6 +65,7 @@ def oracle(pool, cfg, rank=8):
 CONFIGS = {
     "bf16": config(dtype=torch.bfloat16, ffn=72),
     "fp32, activation": config(weight_at="activation", combine_groups=4),
+    "biases, no gate": config(activation="relu2", bias=True, ffn=136),
 }
 
 
@@ -87,12 +90,16 @@ def dense(cfg, batch, rank, dtype, given=("w13", "w2")):
     a13, b13, a2, b2 = leaves
     w13 = batch.w13.to(dtype) + (SCALE * b13 @ a13 if "w13" in given else 0)
     w2 = batch.w2.to(dtype) + (SCALE * b2 @ a2 if "w2" in given else 0)
-    y = uniep.reference.composition(x, batch.ids, weights, w13, w2, cfg.weight_at, cfg.activation)
+    biases = tuple(b.to(dtype) for b in batch.biases) or None
+    how = (cfg.weight_at, cfg.activation, cfg.activation_limit, biases)
+    y = uniep.reference.composition(x, batch.ids, weights, w13, w2, *how)
     y.backward(batch.dy.to(dtype))
     return [y.detach(), x.grad, weights.grad, *(t.grad for t in leaves)]
 
 
-@pytest.mark.parametrize(("name", "rank"), [("bf16", 8), ("bf16", 128), ("fp32, activation", 8)])
+@pytest.mark.parametrize(
+    ("name", "rank"), [("bf16", 8), ("bf16", 128), ("fp32, activation", 8), ("biases, no gate", 8)]
+)
 def test_gradients_of_the_dense_composition(pool, name, rank):
     """Against fp64, at most twice the error of the composition in the layer's dtype."""
     cfg = CONFIGS[name]
