@@ -22,13 +22,14 @@ import uniep
 from uniep.cli import launch, model, proof
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
-from uniep.cli.model import ModelConfig, Trainer, add_in_shard_order
+from uniep.cli.model import ModelConfig, Trainer
 from uniep.cli.pictures import draw_loss
 from uniep.cli.proof import schedules
 from uniep.cli.text import Text
 from uniep.cli.timeline import draw_timeline, kind_of, recording
 from uniep.cli.verify import QUANTITIES as VERIFIED
 from uniep.cli.verify import Problem as VerifyProblem
+from uniep.integrations.torch import of_shard
 
 SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
 
@@ -69,7 +70,7 @@ def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "verify", "trace", "doctor", "memory", "simulate", "tune", "explain", "bench"]
+    "command", ["demo", "verify", "trace", "doctor", "memory", "simulate", "tune", "explain", "lora", "bench"]
 )
 def test_help_describes_every_command(command):
     assert command in run("--help").output
@@ -314,8 +315,23 @@ def test_demo_with_real_processes(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "identical" in result.stdout and "✗" not in result.stdout
     assert "proof 8 of 8: EP=2 fused/local-first" in result.stdout, "without a terminal, a line for each run"
+    saved, resumed = re.findall(r"EP=\d (?:saved, went on|resumed) after step 1: (.*)", result.stdout)
+    assert saved == resumed and "1 x 2  default" in result.stdout
     for name in ("loss.png", "timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_lora_with_real_processes():
+    result = run_process("lora", *SMALL, "--rank", "8", "--steps", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = re.findall(r"(whole experts|LoRA, r = 8) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", result.stdout)
+    assert [row[0] for row in rows] == ["whole experts", "LoRA, r = 8"]
+    (_, whole, _, gradients, states), (_, factors, _, few, fewer) = rows
+    assert float(whole) == pytest.approx(4 * 3 * 64 * 64 / 1e6, abs=0.01)
+    assert float(factors) == pytest.approx(4 * 8 * (64 + 128 + 64 + 64) / 1e6, abs=0.01)
+    assert float(few) < float(gradients) and float(fewer) < float(states)
+    refused = run("lora", "--rank", "0")
+    assert refused.exit_code == 2 and "--rank" in refused.output
 
 
 def test_trace_with_real_processes(tmp_path):
@@ -411,16 +427,10 @@ def test_twins_share_memory_but_not_dense_gradients(trainer):
     assert not torch.equal(first.head.weight, before)
 
 
-def test_shards_are_added_in_order():
-    shards = [[torch.tensor([1e8])], [torch.tensor([1.0])], [torch.tensor([-1e8])], [torch.tensor([1.0])]]
-    assert add_in_shard_order(shards, None)[0].item() == 1.0
-    assert add_in_shard_order(shards[::-1], None)[0].item() == 0.0
-
-
 def test_step_computes_the_gradient_of_the_global_mean_loss(trainer):
     """Shard by shard equals one pass over the whole batch, up to rounding."""
     tokens = batch()
-    whole = trainer.model.twin()
+    whole = of_shard(trainer.model)
     logits, imbalance = model.forward([whole] * model.NUM_SHARDS, [b[:, :-1] for b in tokens])
     parts = model.losses(logits, [b[:, 1:] for b in tokens])
     (sum(parts) + model.BALANCE / model.NUM_SHARDS * sum(imbalance)).backward()

@@ -13,6 +13,7 @@ from uniep.cli.bench import bench
 from uniep.cli.demo import demo
 from uniep.cli.doctor import doctor
 from uniep.cli.explain import explain
+from uniep.cli.lora import lora
 from uniep.cli.memory import memory
 from uniep.cli.simulate import simulate
 from uniep.cli.trace import trace
@@ -62,6 +63,6 @@ def _without_traceback(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (demo, verify, trace, doctor, memory, simulate, tune, explain):
+for command in (demo, verify, trace, doctor, memory, simulate, tune, explain, lora):
     app.command()(_without_traceback(command))
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_without_traceback(bench))

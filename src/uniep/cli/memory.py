@@ -29,6 +29,8 @@ def memory(
     dtype: Dtype = DType.bf16,
     weight_at: Weight = WeightAt.output,
     combine_groups: Groups = None,
+    gradient_shards: Annotated[int, typer.Option(help="MoEConfig.gradient_shards.", min=1)] = 1,
+    copies: Annotated[int, typer.Option(help="EP groups with the same experts, of Workspace(copies=).", min=1)] = 1,
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 8,
     backend: Annotated[BackendName, typer.Option(help="Backend whose buffers to list.")] = BackendName.hopper,
     max_rows: Annotated[
@@ -49,6 +51,7 @@ def memory(
         dtype=dtype.torch,
         weight_at=weight_at.value,
         combine_groups=combine_groups,
+        gradient_shards=gradient_shards,
         max_rows=max_rows,
     )
-    typer.echo(uniep.plan_memory(cfg, ep_size=ep, backend=backend.value).explain())
+    typer.echo(uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value).explain())

@@ -1,6 +1,7 @@
 """Layers and functions."""
 
 from uniep.nn import flops
+from uniep.nn.adapters import add_lora, merge_lora
 from uniep.nn.functional import moe, route
 from uniep.nn.invariant import activate, add, add_by_pairs, linear
 from uniep.nn.load import Load, LoadMonitor
@@ -10,12 +11,14 @@ from uniep.nn.replay import RoutingRecord, record_routing, replay_routing
 from uniep.nn.router import Router, Routing, choose_experts
 from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import attach_loss
+from uniep.weights import Lora
 
 __all__ = [
     "Experts",
     "LayerRecord",
     "Load",
     "LoadMonitor",
+    "Lora",
     "MoE",
     "Router",
     "RouterConfig",
@@ -25,9 +28,11 @@ __all__ = [
     "activate",
     "add",
     "add_by_pairs",
+    "add_lora",
     "attach_loss",
     "choose_experts",
     "linear",
+    "merge_lora",
     "moe",
     "record_routing",
     "replay_routing",

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Ne
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Addresses, Dispatch, Sums, Tokens
-from uniep.launch.driver import fill, release, result, result_like, temporary, unbind
+from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
+from uniep.routing import RowBlock, row_block
 from uniep.stages import Direction, Flags, Stage, stages
 
 if TYPE_CHECKING:
@@ -298,9 +300,33 @@ class Backward(_Call):
             stage.sms,
         )  # fmt: skip
 
+    @functools.cached_property
+    def blocks(self) -> list[tuple[RowBlock, MainGrads]]:
+        """The rows of each block of source ranks, ascending, and where its gradients go: new tensors, or given ones."""
+        link, rows, experts, needs = self.link, self.planned.rows, self.inputs.experts, self.needs
+        into = self.main_grads
+        if into is None:
+            self.dw13 = tuple(map(result_like, experts.w13)) if needs.w13 else None
+            self.dw2 = (result_like(experts.w2[0]),) if needs.w2 else None
+            into = MainGrads(self.dw13 or (), self.dw2 or (), accumulate=False)
+        targets = list(into.of_blocks())
+        if len(targets) == 1:
+            return [(RowBlock(rows.start_e1, rows.rows_e), targets[0])]
+        first, last = (rank * link.planner.local for rank in (link.rank, link.rank + 1))
+        counts_Re = tensor(self.planned.counts_RE)[:, first:last]
+        of_call = counts_Re, tensor(rows.start_e1), tensor(rows.rows_e), self.planned.num_rows
+        return [(row_block(*of_call, number, len(targets)), of) for number, of in enumerate(targets)]
+
+    def _addresses_of(self, rows: RowBlock, address_N: Memory) -> Memory:
+        """Of the block's rows."""
+        if rows.row_N is None:
+            return address_N
+        return rows.addresses_of(tensor(address_N), self.sent.received[-1].data_ptr())
+
     def down_wgrad(self, stage: Stage) -> None:
-        self.dw2 = self.main_grads.w2 if self.main_grads else (result_like(self.inputs.experts.w2[0]),)
-        self._weight_gradient(stage, self.addresses.dy_N, self.through.act_NF, 0, self.dw2[0], transposed=False)
+        for rows, into in self.blocks:
+            dy_N, act_NF = self._addresses_of(rows, self.addresses.dy_N), rows.of(self.through.act_NF)
+            self._weight_gradient(stage, rows, dy_N, act_NF, 0, into.w2[0], into.accumulate, transposed=False)
 
     def dispatch_again(self, stage: Stage) -> None:
         """When nobody reads dO any more: all tokens, once more."""
@@ -312,20 +338,21 @@ class Backward(_Call):
         link.dispatch(self.x.local, self.planned)
 
     def gate_up_wgrad(self, stage: Stage) -> None:
-        link, experts = self.link, self.inputs.experts
-        self.dw13 = self.main_grads.w13 if self.main_grads else tuple(map(result_like, experts.w13))
-        x_N = self.x.received if link.way.expanded else self.addresses.x_N
-        for part, dw in enumerate(self.dw13):  # w1 and w3, or both in one
-            dw_eHD = dw.view(link.planner.local, -1, link.cfg.hidden)
-            self._weight_gradient(stage, x_N, self.dh_NH, part * link.cfg.ffn, dw_eHD, transposed=True)
+        link, x_N = self.link, self.addresses.x_N
+        for rows, into in self.blocks:
+            of_N = rows.of(self.x.received) if link.way.expanded else self._addresses_of(rows, x_N)
+            dh_NH = rows.of(self.dh_NH)
+            for part, dw in enumerate(into.w13):  # w1 and w3, or both in one
+                dw_eHD, column = dw.view(link.planner.local, -1, link.cfg.hidden), part * link.cfg.ffn
+                self._weight_gradient(stage, rows, of_N, dh_NH, column, dw_eHD, into.accumulate, transposed=True)
 
     def _weight_gradient(
-        self, stage: Stage, a_N: Memory, b_NX: Tensor, column: int, dw: Tensor, *, transposed: bool
-    ) -> None:
+        self, stage: Stage, rows: RowBlock, a_N: Memory, b_NX: Tensor, column: int, dw: Tensor, accumulate: bool, *,
+        transposed: bool,
+    ) -> None:  # fmt: skip
         from uniep.launch.staged import launch_weight_gradient
 
-        rows = self.planned.rows
         launch_weight_gradient(
             a_N, b_NX, column, dw, rows.start_e1, rows.rows_e, self.link.planner.status, self.link.way.weight_gradient,
-            stage.sms, transposed=transposed, accumulate=self.accumulate,
+            stage.sms, transposed=transposed, accumulate=accumulate,
         )  # fmt: skip
