@@ -19,6 +19,7 @@ from uniep.dimension import COLLECTIVE, GPU
 from uniep.way import Way
 
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = "forward", "backward"
 Stream = Literal["call", "side", "copies"]
 END, SAVED, CALLER = "end", "saved", "caller"
 """How long memory is used: to the end of the call, up to the backward, as long as the caller wants."""
@@ -182,7 +183,7 @@ class _Call:
         if way.separate:
             made.append(self.make("activation", "activation"))
         if save and not expanded:
-            kept = (("kept", SAVED),)
+            kept = (("kept" if self.device else "received", SAVED),)
             keep = "keep" * (not way.again)
             made.append(self.make("keep", keep, "copy" * bool(keep), stream="copies", sms=0, buffers=kept))
         made += self.returning("down")
@@ -192,7 +193,7 @@ class _Call:
     def returning(self, name: str) -> list[Stage]:
         """The product whose rows return: from its epilogue, by a pass behind it, or added by combine groups."""
         way, kernel, sent = self.way, "product_kernel", {"signals": self.flag("returned")}
-        kept = way.returns != "epilogue" if self.device else way.grouped
+        kept = way.returns != "epilogue" if self.device else way.grouped or way.backend == COLLECTIVE
         results: Any = {"buffers": (("results", END),) * kept}
         if self.beside:
             side = {"stream": "side", "beside": "gate_up", "sms": self.beside}
@@ -218,7 +219,7 @@ class _Call:
         """Weight gradients need nothing from peers: on GPUs the sums are beside them, on another stream."""
         way, flags = self.way, self.flags
         apart = way.separate_gradient or self.device
-        raw = (("raw", "activation_gradient"),) * apart
+        raw = (("raw", "activation_gradient" if self.device else END),) * (apart or way.backend == COLLECTIVE)
         through = (*raw, ("dh", END), ("act", END), ("dweight_groups", END))
         made = [self.product("down_grad", "down_grad", "gathered_product_kernel", buffers=through)]
         if apart:
@@ -249,6 +250,8 @@ class _Call:
 
     def weight_gradient(self, name: str, dw: str) -> Stage:
         made = ((dw, CALLER),) * (not self.flags.main_grad)
+        if not self.device and self.flags.biases and self.cfg.bias:
+            made += ((dw.replace("w", "b"), CALLER),)
         return self.make(name, name, "weight_gradient_kernel", buffers=made)
 
     def in_one_kernel(self, name: str, behind: list[Stage]) -> list[Stage]:
