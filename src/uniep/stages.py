@@ -102,6 +102,11 @@ class Program(NamedTuple):
         return "\n".join([self.title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)])
 
 
+def program(cfg: MoEConfig, way: Way, direction: Direction, flags: Flags = Flags()) -> Program:  # noqa: B008
+    title = f"{direction}, {way.backend}, {way.ep_size} ranks, T={way.num_tokens}"
+    return Program(title, stages(cfg, way, direction, flags))
+
+
 @functools.lru_cache(maxsize=1024)
 def stages(cfg: MoEConfig, way: Way, direction: Direction, flags: Flags = Flags()) -> tuple[Stage, ...]:  # noqa: B008
     """The stages of a call of `way`, in the order in which they begin."""
@@ -185,7 +190,9 @@ class _Call:
         if save and not expanded:
             kept = (("kept" if self.device else "received", SAVED),)
             keep = "keep" * (not way.again)
-            made.append(self.make("keep", keep, "copy" * bool(keep), stream="copies", sms=0, buffers=kept))
+            made.append(
+                self.make("keep", keep, "copy" * (self.remote and not way.again), stream="copies", sms=0, buffers=kept)
+            )
         made += self.returning("down")
         made.append(self.combine("combine", "", after=("down",) * bool(self.beside), buffers=(("y", CALLER),)))
         return made

@@ -106,6 +106,9 @@ class HopperBackend(Link):
     def check(self) -> None:
         self.planner.check_all()
 
+    def way_of(self, tokens: int) -> Way:
+        return self.ways[tokens]
+
     def prepare(self) -> None:
         """Compile what calls of this schedule launch, by empty forwards and backwards.  Collective.
 
