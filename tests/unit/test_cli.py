@@ -274,6 +274,7 @@ def test_the_launcher_names_a_killed_rank_and_leaves_no_files(tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_interrupted_in_one_line(tmp_path):
     command = [sys.executable, "-m", "uniep", "demo", "--steps", "9999", "--out", str(tmp_path)]
     process = subprocess.Popen(
@@ -318,6 +319,7 @@ def test_demo_with_real_processes(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_trace_with_real_processes(tmp_path):
     schedule = "tile_order=critical-path, activation=separate, vector_workers=2"
     result = run_process("trace", *SMALL, "--out", str(tmp_path), "--schedule", schedule, "--predict")

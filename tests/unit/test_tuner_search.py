@@ -271,6 +271,7 @@ class Faulty:
         time.sleep(60)
 
 
+@pytest.mark.slow
 def test_ranks_are_started_anew_after_a_fault():
     job = FaultyJob(**{f.name: getattr(JOB, f.name) for f in dataclasses.fields(JOB)} | {"ep_size": 2})
     with Fleet(job) as ranks:
