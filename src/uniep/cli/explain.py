@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import DType, Dtype, ShapeName, check_folder
+from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, write_json
 from uniep.shapes import parse_shape
 from uniep.tuner import tables
 from uniep.tuner.explain import explain as explained
@@ -32,9 +31,7 @@ def explain(
     results: Annotated[
         list[Path] | None, typer.Option(help="Result file of benchmarks/moe.py with measurements; may be repeated.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the cost of strategies and dimensions into this file.")
     ] = None,
@@ -45,9 +42,8 @@ def explain(
     """
     torch.set_num_threads(1)
     console = Console(highlight=False)
-    for path in (json_file, picture):
-        if path is not None:
-            check_folder(path.parent)
+    check_file(json_file, "--json")
+    check_file(picture, "--picture")
     made, known = parse_shape(shape), load_card(tables.card_file(card))
     cfg = made.config(
         ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)
@@ -55,9 +51,7 @@ def explain(
     cfg.check_group(ep)
     document = explained(cfg, ep, backend, known, made.name, results or ())
     _print(console, document)
-    if json_file is not None:
-        json_file.write_text(json.dumps(document, indent=1) + "\n")
-        console.print(f"written: {json_file}")
+    write_json(json_file, document)
     if picture is not None:
         _draw(document, picture)
         console.print(f"written: {picture}")
