@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import logging
 import os
 import re
 import signal
@@ -268,7 +267,6 @@ def test_the_launcher_names_a_killed_rank_and_leaves_no_files(tmp_path, monkeypa
     kill = "import os, signal, time; time.sleep(9 * (os.environ['RANK'] == '0')); os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(typer.Exit) as stopped:
         launch.torchrun(2, ["--no-python", sys.executable, "-c", kill])
-    logging.disable(logging.NOTSET)
     assert stopped.value.exit_code == 1
     assert capfd.readouterr().err.splitlines() == ["rank 1 died by signal 9 (SIGKILL)"]
     assert not list(tmp_path.iterdir())
