@@ -21,6 +21,15 @@ HARNESS = Path(__file__).parents[3] / "benchmarks" / "moe.py"
 
 ON_CPUS = "uniep bench --ranks 2 --device cpu --dtype fp32 --shapes 128x128x8x2 --tokens 128"
 
+# Ctrl-C reaches every process of a terminal: ranks end silently, and the process that started them prints.
+_RANK = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+del sys.argv[0]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 
 def bench(
     context: typer.Context,
@@ -60,7 +69,8 @@ def bench(
         if json_file is None and not told & {"--help", "-h"}:
             context.args += ["--json", str(results)]
         try:
-            torchrun(ranks or max(1, torch.cuda.device_count()), [str(HARNESS), *context.args])
+            command = ["--no-python", sys.executable, "-u", "-c", _RANK, str(HARNESS), *context.args]
+            torchrun(ranks or max(1, torch.cuda.device_count()), command)
         finally:
             if results.exists():
                 summary.say(_lines(json.loads(results.read_text())))
