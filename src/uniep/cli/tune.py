@@ -49,7 +49,7 @@ def tune(
         float, typer.Option(help="Seconds after which a candidate is dropped as too slow.", min=1)
     ] = 120.0,
     sampler: Annotated[
-        str, typer.Option(help="Search: optuna (needs uniep[tune]); model: fastest predicted first; random.")
+        str, typer.Option(help="Search: optuna (which must be installed); model: fastest predicted first; random.")
     ] = "optuna",
     card: Annotated[str | None, typer.Option(help="Card that the model assumes; default: this machine's.")] = None,
     calibrate: Annotated[

@@ -342,6 +342,6 @@ def _seams() -> tuple[Any, Any, Any]:
         except importlib.metadata.PackageNotFoundError:
             found = "transformers is not installed"
         raise UnsupportedError(
-            f"{found}; uniep.integrations.hf needs transformers >= {NEEDED}, < 6: pip install 'uniep[hf]' ({cause})"
+            f"{found}; uniep.integrations.hf needs another: pip install 'transformers>={NEEDED},<6' accelerate ({cause})"
         ) from cause
     return EPImplementationInterface, ExpertsInterface, _default_apply_gate
