@@ -235,7 +235,7 @@ def test_optuna_asks_for_points_of_the_space(record):
 
 def test_without_optuna_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"pip install 'uniep\[tune\]', or search with --sampler"):
+    with pytest.raises(ConfigError, match=r"pip install optuna, or search with --sampler"):
         Optuna(SPACE, JOB, [])
 
 
