@@ -69,7 +69,7 @@ def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "verify", "trace", "doctor", "memory", "simulate", "tune", "explain", "bench"]
+    "command", ["demo", "verify", "diff", "trace", "doctor", "memory", "simulate", "tune", "explain", "bench"]
 )
 def test_help_describes_every_command(command):
     assert command in run("--help").output

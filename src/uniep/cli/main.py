@@ -12,6 +12,7 @@ import typer
 import uniep
 from uniep.cli.bench import bench
 from uniep.cli.demo import demo
+from uniep.cli.diff import diff
 from uniep.cli.doctor import doctor
 from uniep.cli.explain import explain
 from uniep.cli.memory import memory
@@ -86,6 +87,6 @@ def _without_traceback(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (demo, verify, trace, doctor, memory, simulate, tune, explain):
+for command in (demo, verify, diff, trace, doctor, memory, simulate, tune, explain):
     app.command()(_without_traceback(command))
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_without_traceback(bench))

@@ -1,6 +1,7 @@
 """Layers and functions."""
 
 from uniep.nn import flops
+from uniep.nn.digests import DigestLog
 from uniep.nn.functional import moe, route
 from uniep.nn.invariant import activate, add, add_by_pairs, linear
 from uniep.nn.load import Load, LoadMonitor
@@ -12,6 +13,7 @@ from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import attach_loss
 
 __all__ = [
+    "DigestLog",
     "Experts",
     "LayerRecord",
     "Load",
