@@ -225,6 +225,15 @@ def test_speedup_is_against_the_best_peer(result_file):
     )
 
 
+def test_a_short_table_has_both_loads_in_a_row(result_file):
+    document = json.loads(result_file.read_text())
+    document["rows"] += [{**row, "load": "sustained", "ms": 2 * row["ms"]} for row in document["rows"][:8]]
+    result_file.write_text(json.dumps(document))
+    text = table.short(results.load([result_file]))
+    assert "**2x H200, 8192 tokens per GPU, ms: deepep-nowait → uniep** (commit abc, 2026-11-27" in text
+    assert "| qwen3-30b | 1.20 → 1.00, **1.20x** | 2.40 → 2.00, **1.20x** | 3.60 → 3.00, **1.20x** |" in text
+
+
 def test_table_is_written_between_the_marks_and_again(result_file, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
