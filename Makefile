@@ -47,7 +47,7 @@ docs: $(DOCS)
 	@echo "the site: out/site/index.html"
 
 pictures: $(READY)
-	$(BIN)/python benchmarks/plot.py --all
+	$(BIN)/python benchmarks/plot.py
 
 integrations: $(READY) $(FRAMEWORKS)
 	$(PYTEST) "not gpu" tests/integrations

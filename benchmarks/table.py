@@ -133,10 +133,8 @@ def main(argv: list[str] | None = None) -> None:
         for timing in load(args.files)
         if args.load in (None, timing.load) and args.tokens in (None, timing.tokens)
     ]
-    if args.short:
-        text = short(timings)
-    else:
-        text = comparison(timings, args.impl.split(",")) if args.impl else tables(timings)
+    kind = short if args.short else tables
+    text = comparison(timings, args.impl.split(",")) if args.impl else kind(timings)
     if args.readme:
         args.readme.write_text(insert(args.readme.read_text(), text))
     else:

@@ -93,26 +93,28 @@ def _print(console: Console, document: dict[str, Any]) -> None:
 
 
 def _draw(document: dict[str, Any], path: Path) -> None:
-    """Left: predicted time of the choice and of named strategies, with measurements as dots.  Right: the cost of the
+    """Above: predicted time of the choice and of named strategies, with measurements as dots.  Below: the cost of the
     slowest value of each dimension."""
-    from uniep.cli.pictures import figure_style
+    from uniep.cli.pictures import BLUE, ORANGE, WIDTH, figure_style, title
 
     plt = figure_style()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    figure, (above, below) = plt.subplots(2, figsize=(WIDTH, 7.6), layout="constrained")
     bars = {"choice": document["choice"], "default": document["default"]}
     named = {name: {"predicted_us": us, "measured_us": None} for name, us in document["strategies"].items()}
     rows = list({**bars, **named}.items())[::-1]
-    left.barh([name for name, _ in rows], [of["predicted_us"] / 1e3 for _, of in rows], color="#2f6fde")
+    above.barh([name for name, _ in rows], [of["predicted_us"] / 1e3 for _, of in rows], color=BLUE)
     dots = [(name, of["measured_us"] / 1e3) for name, of in rows if of["measured_us"]]
     if dots:
-        left.plot([ms for _, ms in dots], [name for name, _ in dots], "o", color="#e8590c")
-    left.set_xlabel("ms, predicted; dots: measured" if dots else "ms, predicted")
+        above.plot([ms for _, ms in dots], [name for name, _ in dots], "o", color=ORANGE)
+    above.set_xlabel("ms, predicted; dots: measured" if dots else "ms, predicted")
     costs = [(name, max(of["costs"].values())) for name, of in document["dimensions"].items()][::-1]
-    right.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color="#e8590c")
-    right.set_xlabel("%, with the slowest value, all else as chosen")
-    figure.suptitle(
+    below.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color=ORANGE)
+    below.set_xlabel("%, with the slowest value, all else as chosen")
+    title(
+        figure,
+        "What strategies and dimensions cost",
         f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens a rank, forward + backward on "
-        f"{document['card']}"
+        f"{document['card']}",
     )
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)
     plt.close(figure)

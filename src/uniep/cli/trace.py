@@ -120,6 +120,11 @@ def trace(
             write_trace(spans, about, out / "trace.json")
             write_page(spans, about, out / "timeline.html")
             world.console.print(_table(spans))
+            world.console.print(
+                "waits for peers: their tokens or results are on the way, or not computed yet; for its rank: for tasks of "
+                "the same rank",
+                style="dim",
+            )
             files = f"{out / 'trace.json'} (ui.perfetto.dev), {out / 'timeline.html'} (a browser)"
             world.console.print(f"written: {files}", markup=False)
             found = [dataclasses.asdict(share) for share in shares(spans)]
@@ -148,7 +153,7 @@ def _record(problem: Problem, schedule: uniep.Schedule, world: World, backend: s
 
 def _table(spans: list[Span]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("", "workers", "busy", "exposed communication", "waiting", "idle"):
+    for column in ("", "workers", "busy", "waits for peers", "for its rank", "idle"):
         table.add_column(column, justify="left" if column in ("", "workers") else "right")
     for s in shares(spans):
         table.add_row(s.phase, s.worker, *(f"{part:.1%}" for part in (s.busy, s.exposed, s.waiting, s.idle)))
