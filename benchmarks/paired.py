@@ -43,6 +43,9 @@ def work(args: argparse.Namespace) -> None:
 
     import timing
     import uniep
+
+    if (own := Path(args.tree) / "benchmarks" / "cases.py").exists():
+        sys.path.insert(0, str(own.parent))  # what is timed may be called otherwise there
     from cases import make_case, make_weights, parse_shape
     from layers import UniEPLayer
 

@@ -21,7 +21,7 @@ class Measured(NamedTuple):
     mega_to: tokens; with more, claiming tiles costs more than the launches that one kernel saves.
     push_bytes_per_us: all pushing programs of a rank together, beside a GEMM.  copy_bytes_per_us: one copy engine.
     push_latency_us: until the first tokens arrive.  copy_lead_us: from the entry of all ranks to the first tile.
-    sm_flop_per_us: operations of one multiprocessor in a grouped GEMM.
+    sm_flop_per_us: operations of one multiprocessor in a grouped GEMM.  memory_bytes_per_us: passes over memory.
     """
 
     sms: int = 132
@@ -35,6 +35,7 @@ class Measured(NamedTuple):
     copy_bytes_per_us: float = 350_000
     copy_lead_us: float = 30
     sm_flop_per_us: float = 5.5e6
+    memory_bytes_per_us: float = 3_800_000
 
 
 MEASURED = Measured()

@@ -229,10 +229,12 @@ class Schedule:
         doc="natural: tiles in expert order. local-first: tiles whose rows are all local before the rest, each in "
         "expert order; in kernels that follow each other, those of as many leading experts as last until peers' "
         "tokens are here; of all experts elsewhere (mega, CPU). chunk-major: `chunk_experts` experts go through all "
-        "GEMMs, one GEMM after the other, while the next ones begin. critical-path: list scheduling by the CPU "
-        "executor: a free worker takes the task that most work still depends on.",
-        helps="local-first hides the journey of the first tokens; chunk-major returns rows earlier.",
-        only={"chunk-major": (CPU, MEGA), "critical-path": (CPU,)}, usual={COLLECTIVE: "natural"},
+        "GEMMs, one GEMM after the other, while the next ones begin. critical-path: list scheduling: "
+        "a free worker takes the task that most work still depends on; of tiles (CPU), or once for all routings, of "
+        "an expert's tiles of one GEMM together (mega).",
+        helps="local-first hides the journey of the first tokens; chunk-major returns rows earlier; critical-path "
+        "weighs both by measured speeds.",
+        only={"chunk-major": (CPU, MEGA), "critical-path": (CPU, MEGA)}, usual={COLLECTIVE: "natural"},
         shown={value: value for value in ("natural", "local-first", "chunk-major", "critical-path")},
     )  # fmt: skip
     chunk_experts: int = dimension(

@@ -46,14 +46,15 @@ class Way:
         in the forward and the backward.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
     leads: how many these few are, in the forward and the backward.
-    chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling.
+    chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling, of tiles on
+        the CPU, of stretches on a device (`taskflow.stretches`).
     rotated: inside an expert, tiles in the order of peers.  interleaved: weight gradients behind their expert's rows.
     expanded: rows of the first GEMM are read from a contiguous copy.  again: backward dispatches tokens again.
     device_tiles: GEMMs are split as GPU kernels do.  separate, separate_gradient: the activation, and its gradient, are
         tiles of their own.
     gate_up, down, weight_gradient: tiles of the products.
     sms: multiprocessors that kernels take.  matrix_workers, vector_workers: threads.
-    given: what it was resolved from, for `explain` alone.
+    given: what it was resolved from, for `explain` and, of measured values, list scheduling.
     """
 
     backend: str
@@ -204,7 +205,7 @@ def resolve(
     pushes = waits and (mega or not copies)
     push_us = _push_us(cfg, ep_size, num_tokens, measured)
     rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gate_up, s.down)]
-    leads = _leads(cfg, ep_size, num_tokens, copies, push_us, sms, measured) if local_first == "leading" else (0, 0)
+    leads = _leads(cfg, ep_size, num_tokens, copies, sms, measured) if local_first == "leading" else (0, 0)
     staged = device and not mega and not gates
     beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
     return Way(
@@ -228,6 +229,18 @@ def _push_us(cfg: MoEConfig, ep_size: int, num_tokens: int, measured: Measured) 
     return sent_bytes / measured.push_bytes_per_us
 
 
+def travel_us(
+    cfg: MoEConfig, ep_size: int, num_tokens: int, copies: bool, measured: Measured
+) -> tuple[float, float]:  # fmt: skip
+    """From the first tile on, until the tokens of the other ranks are here, in the forward and the backward.  Copies of
+    x are sent while the forward is planned."""
+    if not copies:
+        us = _push_us(cfg, ep_size, num_tokens, measured) + measured.push_latency_us
+        return us, us
+    us = (ep_size - 1) * num_tokens * cfg.hidden * cfg.dtype.itemsize / measured.copy_bytes_per_us
+    return us - measured.copy_lead_us, us
+
+
 def _rounds(cfg: MoEConfig, push_us: float, tile: Tile, measured: Measured) -> int:
     """Turns of the tile loop that a push lasts; pushing programs get that many tiles less."""
     tile_us = 2 * tile.rows * tile.columns * cfg.hidden / measured.sm_flop_per_us
@@ -235,15 +248,11 @@ def _rounds(cfg: MoEConfig, push_us: float, tile: Tile, measured: Measured) -> i
 
 
 def _leads(
-    cfg: MoEConfig, ep_size: int, num_tokens: int, copies: bool, push_us: float, sms: int, measured: Measured
+    cfg: MoEConfig, ep_size: int, num_tokens: int, copies: bool, sms: int, measured: Measured
 ) -> tuple[int, int]:
     """Number of experts whose local tiles run first, in the forward and the backward: enough to compute until the other
-    ranks' tokens have arrived.  Copies of x are sent while the forward is planned."""
-    if copies:
-        travel_us = (ep_size - 1) * num_tokens * cfg.hidden * cfg.dtype.itemsize / measured.copy_bytes_per_us
-        forward_us, backward_us = travel_us - measured.copy_lead_us, travel_us
-    else:
-        forward_us = backward_us = push_us + measured.push_latency_us
+    ranks' tokens have arrived."""
+    forward_us, backward_us = travel_us(cfg, ep_size, num_tokens, copies, measured)
     flop = 2 * max(num_tokens * cfg.top_k / cfg.num_experts, 1) * cfg.ffn * cfg.hidden  # of an expert's local rows
     expert_us = flop / (measured.sm_flop_per_us * sms)
     forward, backward = math.ceil(forward_us / (2 * expert_us)), math.ceil(backward_us / expert_us)

@@ -27,6 +27,7 @@ from uniep.activation import ACTIVATIONS
 from uniep.kernels.plan import clock_kernel
 from uniep.kernels.ptx import nanoseconds
 from uniep.launch import driver as call
+from uniep.launch import records
 from uniep.reference import composition
 from uniep.routing import build_plan
 
@@ -54,6 +55,7 @@ MEGA = {
     "mega, copied": Schedule(
         transfer="copy", overlap="mega", tile_order="natural", weight_gradient_order="interleaved", peer_order="rotated"
     ),
+    "mega, critical path": Schedule(transfer="push", overlap="mega", tile_order="critical-path"),
     "mega, chunks": Schedule(transfer="push", overlap="mega", tile_order="chunk-major", chunk_experts=2),
     "mega, chunks, copied": Schedule(
         transfer="copy", overlap="mega", tile_order="chunk-major", weight_gradient_order="interleaved", push_programs=1
@@ -393,6 +395,55 @@ def check_repeats(r):
                         block @ block
                 wrong = differing(want, r.run(workspace, data))
                 assert not wrong, f"{how}, repeat {repeat}: {wrong}"
+
+
+def check_recorded_calls(r):
+    """Calls that are made again have the bits of serial ones: with other tensors, layers and numbers of tokens in turn,
+    gradients into main_grad, the pair (w1, w3), on other streams, and without a C compiler."""
+    cfg = MoEConfig(**SHAPE)
+    batches = [r.data(cfg, tokens, seed=seed) for seed, tokens in enumerate((700, 300, 700))]
+    want = [r.once(cfg, data, SERIAL) for data in batches]
+    bounded = dataclasses.replace(cfg, max_rows=8192)
+    for how, schedule in {"default": None, "expanded": Schedule(operand="expanded"), **SCHEDULES}.items():
+        for walk in (records.compiled_walk, lambda: None):
+            with Workspace(bounded, r.group, schedule=schedule, timeout_s=60) as workspace:
+                recorded, side = workspace.backend.recorded, torch.cuda.Stream()
+                usual, records.compiled_walk = records.compiled_walk, walk
+                try:
+                    for turn in range(5):
+                        side.wait_stream(torch.cuda.current_stream())
+                        with torch.cuda.stream(side if turn == 4 else torch.cuda.current_stream()):
+                            for number, data in enumerate(batches):
+                                wrong = differing(want[number], r.run(workspace, data))
+                                assert not wrong, f"{how}, turn {turn}, batch {number}: {wrong}"
+                finally:
+                    records.compiled_walk = usual
+                made = [p for p in recorded.programs.values() if isinstance(p, records.Program)]
+                backwards = 0 if how.endswith("again") else 2
+                assert len(made) == 2 + backwards, f"{how}: {recorded.programs.values()}"
+    x, ids, weights, w13, w2, dy = batches[0]
+    halves = w13.view(w13.shape[0], 2, -1, cfg.hidden)
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weights, halves[:, 0], halves[:, 1], w2)]
+    with Workspace(bounded, r.group, timeout_s=60) as workspace:
+        for _ in range(4):
+            y = uniep.moe(leaves[0], ids, leaves[1], tuple(leaves[2:4]), leaves[4], workspace=workspace)
+            dx, dweights, dw1, dw3, dw2 = torch.autograd.grad(y, leaves, dy)
+            got = [y, dx, dweights, torch.cat([dw1, dw3], 1), dw2]
+            assert not differing(want[0], got)
+        parameters = [torch.nn.Parameter(t) for t in (w13, w2)]
+        for p in parameters:
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        for _ in range(4):
+            uniep.moe(x, ids, weights, *parameters, workspace=workspace, main_grad="overwrite").backward(dy)
+        assert all(torch.equal(p.main_grad.to(cfg.dtype), t) for p, t in zip(parameters, want[0][3:], strict=True))
+        made = [p for p in workspace.backend.recorded.programs.values() if isinstance(p, records.Program)]
+        assert len(made) == 4, workspace.backend.recorded.programs.values()
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:  # rows by the last call's need
+        for turn in range(12):
+            for number, data in enumerate(batches):
+                wrong = differing(want[number], r.run(workspace, data))
+                assert not wrong, f"rows as needed, turn {turn}, batch {number}: {wrong}"
+        assert any(isinstance(p, records.Program) for p in workspace.backend.recorded.programs.values())
 
 
 def check_calls_without_pause(r):

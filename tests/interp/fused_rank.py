@@ -54,6 +54,7 @@ class Case:
     ffn: int = 136
     combine_groups: int | None = None
     activation: str = "swiglu"
+    hot: int | None = None  # the only expert that is used
 
     def config(self, max_tokens: int) -> MoEConfig:
         return MoEConfig(
@@ -82,12 +83,14 @@ GROUPED_ROUNDS = (
 MEGA_CASES = {
     "fp16": Case(torch.float16, "output", False, (50, 35), hidden=136, ffn=128),
     "fp32, activation, up first, an idle rank": Case(torch.float32, "activation", True, (40, 0), activation="geglu"),
+    "fp16, all rows to one expert": Case(torch.float16, "output", False, (24, 70), hidden=64, ffn=64, hot=3),
 }
 MEGA_ROUNDS = (
     {"overlap": "serial"},
     {"overlap": "mega"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "natural", "weight_gradient_order": "interleaved"},
     {"overlap": "mega", "tile_order": "chunk-major", "peer_order": "rotated"},
+    {"overlap": "mega", "tile_order": "critical-path"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "chunk-major", "weight_gradient_order": "interleaved"},
 )
 # One rank has one token, the other as many as there may be: every two ways that one Schedule may give them.
@@ -125,6 +128,8 @@ def tensors(case: Case) -> dict[str, Tensor]:
     total, d, f, e = sum(case.tokens), case.hidden, case.ffn, case.num_experts
     ids_TK = torch.randint(-1, e, (total, case.top_k), generator=generator)
     ids_TK[: case.tokens[0]] %= e - 1  # rank 0 has no unused slots and leaves the last expert to the others
+    if case.hot is not None:
+        ids_TK[ids_TK >= 0] = case.hot
     return {
         "x": normal(total, d).to(case.dtype),
         "dy": normal(total, d).to(case.dtype),

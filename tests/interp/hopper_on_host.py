@@ -167,6 +167,7 @@ def use(backend: hopper.HopperBackend, schedule: Schedule) -> None:
     backend.schedule = schedule
     backend.ways = Ways(backend.cfg, backend.num_ranks, schedule, "hopper", backend.ways.measured)
     backend.way = backend.ways[backend.cfg.max_tokens_per_rank]
+    backend.orders.clear()
 
 
 def host_backends(

@@ -60,12 +60,13 @@ class Case:
     group_sum: str = "after"
     activation: str = "swiglu"
     sync_free: bool = False
+    tile_order: str = "local-first"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         groups = f"groups {self.combine_groups} {self.group_sum}"
         how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}, {self.activation}"
-        how += ", sync-free" * self.sync_free
+        how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
 
@@ -80,7 +81,7 @@ CASES = (
     Case("deepseek-v3", FP16, "output", 8, "fused", "stacked"),
     Case("mixtral-8x7b", BF16, "output", 1, "fused", "split", "expanded"),
     Case("dsv2-lite", FP16, "activation", 8, "mega", "split", transfer="push"),
-    Case("deepseek-v3", BF16, "activation", 4, "mega", "stacked", transfer="copy"),
+    Case("deepseek-v3", BF16, "activation", 4, "mega", "stacked", transfer="copy", tile_order="critical-path"),
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside"),
     # With the fewest registers left, and in one kernel.
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push", activation="geglu"),
@@ -100,7 +101,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         activation=case.activation, max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
-    fields = {name: getattr(case, name) for name in ("overlap", "operand", "transfer", "group_sum")}
+    fields = {name: getattr(case, name) for name in ("overlap", "operand", "transfer", "group_sum", "tile_order")}
     use(backend, dataclasses.replace(backend.schedule, **fields))
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}

@@ -14,6 +14,7 @@ from test_fused import NAMES, run_ranks
 
 from uniep.backends.hopper import calls as hopper_calls
 from uniep.backends.hopper import planner
+from uniep.errors import ConfigError
 from uniep.launch import groups as launch_groups
 from uniep.launch import mega as launch_mega
 from uniep.launch import staged as launchers
@@ -78,3 +79,24 @@ def test_main_grad(results, key):
         assert finished.dtype == torch.float32
         assert torch.equal(finished.to(CASES[key].dtype), rounds[0]["dw" + part])
         assert torch.equal(main_grads["sum" + part], finished + BEFORE)
+
+
+def test_an_order_is_made_once_and_not_in_a_capture(monkeypatch):
+    """Of calls of up to twice as many tokens, each direction; a capture would keep the host's memory."""
+    schedule = dataclasses.replace(SCHEDULE, overlap="mega", tile_order="critical-path")
+    backend = host_backends(CASES["fp16"].config(40), 1, schedule)[0]
+    backend.way = backend.ways[40]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        ConfigError, match=r"no order yet for a backward of 40 tokens.*one such call before the capture"
+    ):
+        backend.order_of(backward=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    made = backend.order_of(backward=True)
+    backend.way = backend.ways[33]
+    assert backend.order_of(backward=True) is made and made.shape == (4, 2, 4)
+    backend.way = backend.ways[32]
+    assert backend.order_of(backward=True) is not made and backend.order_of(backward=False) is not made
+    assert sum(t is made for t in backend.lasting()) == 1, "recorded calls must know it"
+    use(backend, dataclasses.replace(schedule, tile_order="natural"))
+    assert backend.order_of(backward=False) is None

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import cases  # noqa: E402
+import critical  # noqa: E402
 import kernels  # noqa: E402
 import moe  # noqa: E402
 import peers  # noqa: E402
@@ -54,6 +55,40 @@ def test_harness_runs_on_two_processes_and_the_baseline_equals_fp32(tmp_path):
     for row in content["rows"]:
         assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"] and row["tflops"] >= 0
         assert {"gate_up", "backward gate_up_wgrad"} <= set(row["phases"])
+
+
+@pytest.mark.slow
+def test_orders_are_compared_on_two_processes(tmp_path):
+    """critical.py as a whole: bits compared, a row for each order, direction and load; and the same rows simulated."""
+    out, predicted = tmp_path / "results.json", tmp_path / "predicted.json"
+    program = [str(ROOT / "benchmarks" / "critical.py"), "--shapes", "64x32x4x2", "--tokens", "5", "--orders"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    small = ["--device", "cpu", "--dtype", "fp32", "--samples", "1", "--sustained-s", "0.001", "--json", str(out)]
+    run_interpreted(*launch, *program, "local-first,critical-path", *small)
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 8 and all(0 < row["ms_min"] <= row["ms"] <= row["ms_max"] for row in rows)
+    run_interpreted(*program, "stages,critical-path", "--simulate", "h200-node", "--measured", str(out),
+                    "--json", str(predicted))  # fmt: skip
+    content = json.loads(predicted.read_text())["rows"]
+    found = {(row["direction"], row["order"]): row for row in content}
+    assert len(content) == len(found) == 4 and all(row["predicted_ms"] > 0 for row in content)
+    measured = {(r["direction"], r["order"]): r["ms"] for r in rows if r["load"] == "window"}
+    assert found["fwd", "critical-path"]["measured_ms"] == measured["fwd", "critical-path"]
+    assert found["fwd", "stages"]["measured_ms"] is None
+
+
+def test_costs_of_tasks():
+    """Between tasks of a program, whichever class they are of; of waits, the least tenth and the mean."""
+    times = {"matrix 0": [(0, 10, 100), (350, 400, 450)], "vector 0": [(130, 140, 300)], "matrix 1": [(5, 9, 50)]}
+    spans = [
+        SimpleNamespace(worker=worker, op=worker[:6], claimed_ns=a, start_ns=b, end_ns=c)
+        for worker, tasks in times.items()
+        for a, b, c in tasks
+    ]
+    found = critical.task_costs(spans)
+    assert found["tasks"] == 4 and found["between_ns"] == 40  # of 30 and 50
+    assert found["ops"]["matrix"] == {"tasks": 3, "ready_ns": 4, "waits_ns": 21}
+    assert critical.task_costs([])["between_ns"] is None
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_memory_of_a_hugging_face_config(tmp_path):
     [
         (["memory", *SMALL, "--ep", "3"], "num_experts=4 cannot be split evenly over 3 ranks"),
         (["memory", "--tokens", "x"], "Invalid value for '--tokens'"),
-        (["verfy"], "No such command 'verfy'. Did you mean 'verify'?"),
+        (["tracee"], "No such command 'tracee'. Did you mean 'trace'?"),
         (["demo", "--nosuch"], "No such option"),
         (["doctor", "--json", "/proc/uniep/x.json"], "--json /proc/uniep"),
     ],

@@ -44,7 +44,8 @@ def _section(phase: str, found: Sequence[Shares]) -> str:
         rows += f'<tr><th>{html.escape(s.worker)}</th><td class="bar"><div>{bar}</div></td>{cells}</tr>'
     return (
         f'<section data-phase="{html.escape(phase)}"><h2>{html.escape(phase)} <small></small></h2>'
-        f"<table><tr><th>workers</th><th></th><th>busy</th><th>for peers</th><th>for own rank</th><th>idle</th></tr>{rows}</table>"
+        "<table><tr><th>workers</th><th></th><th>busy</th><th>for peers</th><th>for own rank</th><th>idle</th></tr>"
+        f"{rows}</table>"
         '<div class="legend"></div><canvas tabindex="0"></canvas></section>'
     )
 
@@ -96,7 +97,8 @@ small{color:var(--muted);font-weight:400;font-size:13px}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:0 14px;margin:0 0 12px}
 dt{color:var(--muted)}dd{margin:0}
 table{border-collapse:collapse;margin:4px 0 10px}th,td{padding:2px 12px 2px 0;text-align:right;font-weight:400}
-th:first-child{text-align:left}td.bar{width:27vw;min-width:90px;max-width:340px}td.bar div{display:flex;height:13px;border-radius:3px;overflow:hidden}
+th:first-child{text-align:left}td.bar{width:27vw;min-width:90px;max-width:340px}
+td.bar div{display:flex;height:13px;border-radius:3px;overflow:hidden}
 td.bar i{display:block;height:100%}
 .legend span,.key span{display:inline-flex;align-items:center;margin-right:16px;font-size:13px}
 .legend i,.key i{width:11px;height:11px;border-radius:2px;margin-right:6px;display:inline-block}
@@ -122,7 +124,8 @@ const colour = name => getComputedStyle(document.documentElement).getPropertyVal
 const time = ns => ns >= 1e6 ? (ns / 1e6).toFixed(2) + " ms" : (ns / 1e3).toFixed(1) + " \\u00b5s";
 const tick = (ns, step) => ns === 0 ? "0" : step >= 1e6 ? ns / 1e6 + " ms" :
   step >= 1e5 ? (ns / 1e6).toFixed(1) + " ms" : (ns / 1e3).toFixed(step >= 1e3 ? 0 : 1) + " \\u00b5s";
-const steps = (span, wide) => { const raw = span / Math.max(2, Math.min(8, Math.floor((wide - LEFT) / 90))), ten = 10 ** Math.floor(Math.log10(raw));
+const steps = (span, wide) => {
+  const raw = span / Math.max(2, Math.min(8, Math.floor((wide - LEFT) / 90))), ten = 10 ** Math.floor(Math.log10(raw));
   return [1, 2, 5, 10].map(k => k * ten).find(s => s >= raw); };
 for (const section of document.querySelectorAll("section")) {
   const phase = data.phases[section.dataset.phase], canvas = section.querySelector("canvas");

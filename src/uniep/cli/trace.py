@@ -121,8 +121,8 @@ def trace(
             write_page(spans, about, out / "timeline.html")
             world.console.print(_table(spans))
             world.console.print(
-                "waits for peers: their tokens or results are on the way, or not computed yet; for its rank: for tasks of "
-                "the same rank",
+                "waits for peers: their tokens or results are on the way, or not computed yet; for its rank: for tasks "
+                "of the same rank",
                 style="dim",
             )
             files = f"{out / 'trace.json'} (ui.perfetto.dev), {out / 'timeline.html'} (a browser)"

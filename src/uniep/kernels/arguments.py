@@ -96,7 +96,8 @@ class GateUpBlocks(NamedTuple):
 class Lists(NamedTuple):
     """The tasks of one direction (int64) and its counters (int32); see kernels/lists.py.
 
-    *_records: int64 rows of 5 that tasks leave, or None.
+    *_records: int64 rows of 5 that tasks leave, or None.  order: int32 (4 operators, 2, e), the place of each stretch, own
+    rows first; None: closed forms.
     """
 
     matrix: Pointer
@@ -104,6 +105,7 @@ class Lists(NamedTuple):
     counters: Pointer
     matrix_records: Pointer = None
     vector_records: Pointer = None
+    order: Pointer = None
 
 
 class Kept(NamedTuple):
@@ -208,17 +210,29 @@ class Sending(NamedTuple):
 class Direction(NamedTuple):
     """How one kernel runs a direction.  FUSED: peers send tokens meanwhile.  THREADS: of a program.  BLOCK_D: columns that
     are added at once.  Of a forward: UP_FIRST, w13's first half is the up projection; KEPT, received tokens of a task.  Of a
-    backward: CHUNK_EXPERTS, of chunk-major, else 0; ITEM_ROWS, rows of the activation's gradient at once; ACCUMULATE, dW is
-    added to what is there."""
+    backward: MIXED, tiles of later products lie before some of the first; ITEM_ROWS, rows of the activation's gradient at
+    once; ACCUMULATE, dW is added to what is there."""
 
     FUSED: bool
     THREADS: int
     BLOCK_D: int
     UP_FIRST: bool = False
     KEPT: int = 0
-    CHUNK_EXPERTS: int = 0
+    MIXED: bool = False
     ITEM_ROWS: int = 0
     ACCUMULATE: bool = False
+
+
+class Order(NamedTuple):
+    """Closed forms of the order of a list, of LOCAL experts.  CHUNK_EXPERTS: of chunk-major, else 0.  INTERLEAVED: weight
+    gradients behind their expert's rows.  LOCAL_FIRST: tiles of own rows apart, and first.  ROTATED: in the order of
+    peers."""
+
+    LOCAL: int
+    CHUNK_EXPERTS: int
+    INTERLEAVED: bool
+    LOCAL_FIRST: bool
+    ROTATED: bool
 
 
 class Lines(NamedTuple):

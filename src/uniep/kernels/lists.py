@@ -5,8 +5,8 @@ routing (docs/taskflow.md).  A task is one int64: n (16 bits), m (24), expert (1
 and column block; of a weight gradient both together count the tiles of its expert.
 
 Counters (int32, zeroed here): COUNTERS words, then finished tiles of the first product of each row tile (M), items of the
-activation gradient of each row tile (M), and, per local expert, the vector tasks that its later matrix tasks need before
-them.
+activation gradient of each row tile (M), and, per local expert, two numbers: the vector tasks that tiles of its first
+product, and its later matrix tasks, need before them.
 
 Suffixes: R ranks, M row tiles, e local experts.
 """
@@ -74,24 +74,25 @@ def task_tile(word):
 
 
 @triton.jit
-def _stretch(
-    op,
-    late,
-    expert,
-    LOCAL: tl.constexpr,
-    CHUNK_EXPERTS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Stretches of a list in ascending order: the tiles of one operator and one expert, and if they are late."""
-    if CHUNK_EXPERTS > 0:
-        wave = expert // CHUNK_EXPERTS + (op > 0)
-        if not INTERLEAVED:
-            wave = tl.where(op >= DOWN_WEIGHTS, LOCAL + 1, wave)
-        key = (wave * 4 + op) * LOCAL + expert
+def _stretch(op, late, expert, order_ptr, VECTOR: tl.constexpr, HOW: tl.constexpr):
+    """Stretches of a list in ascending order: the tiles of one operator and one expert, and if they are late.
+
+    VECTOR: of the vector list.  In the order of a table (docs/taskflow.md) a stretch of the matrix list has its place there;
+    activation gradients come in the order of the first product, and d(weight) where their rows return.
+    """
+    if order_ptr is not None:
+        key = tl.load(order_ptr + (op * 2 + late) * HOW.LOCAL + expert, mask=expert < HOW.LOCAL, other=0)
+        if VECTOR:
+            key = key * 2 + op
+    elif HOW.CHUNK_EXPERTS > 0:
+        wave = expert // HOW.CHUNK_EXPERTS + (op > 0)
+        if VECTOR or not HOW.INTERLEAVED:
+            wave = tl.where(op >= DOWN_WEIGHTS, HOW.LOCAL + 1, wave)
+        key = (wave * 4 + op) * HOW.LOCAL + expert
     else:
-        key = (op * 2 + late) * LOCAL + expert
-        if INTERLEAVED:
-            key = tl.where(op > 0, 2 * LOCAL + expert * 3 + op - 1, key)
+        key = tl.where(op > 0, op * 2, late) * HOW.LOCAL + expert
+        if HOW.INTERLEAVED and not VECTOR:
+            key = tl.where(op > 0, 2 * HOW.LOCAL + expert * 3 + op - 1, key)
     return key
 
 
@@ -101,26 +102,36 @@ def _before(
     early,
     num_tiles,
     expert,
+    order_ptr,
     TILES0: tl.constexpr,
     TILES1: tl.constexpr,
     TILES2: tl.constexpr,
     TILES3: tl.constexpr,
-    LOCAL: tl.constexpr,
-    CHUNK_EXPERTS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Tasks of all stretches before `key`.  expert: all of this rank (and more), with their row tiles."""
     zero = tl.zeros_like(expert)
-    first = _stretch(zero, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
-    late = _stretch(zero, zero + 1, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
-    back = _stretch(zero + 1, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key
-    count = tl.where(first, early * TILES0, 0) + tl.where(late, (num_tiles - early) * TILES0, 0)
-    count += tl.where(back, num_tiles * TILES1, 0)
+    one = zero + 1
+    late = num_tiles - early
+    count = tl.where(_stretch(zero, zero, expert, order_ptr, VECTOR, HOW) < key, early * TILES0, 0)
+    count += tl.where(_stretch(zero, one, expert, order_ptr, VECTOR, HOW) < key, late * TILES0, 0)
+    count += tl.where(_stretch(one, zero, expert, order_ptr, VECTOR, HOW) < key, early * TILES1, 0)
+    count += tl.where(_stretch(one, one, expert, order_ptr, VECTOR, HOW) < key, late * TILES1, 0)
     if TILES2 > 0:
-        count += tl.where(_stretch(zero + 2, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key, TILES2, 0)
+        count += tl.where(_stretch(zero + 2, zero, expert, order_ptr, VECTOR, HOW) < key, TILES2, 0)
     if TILES3 > 0:
-        count += tl.where(_stretch(zero + 3, zero, expert, LOCAL, CHUNK_EXPERTS, INTERLEAVED) < key, TILES3, 0)
-    return tl.sum(tl.where(expert < LOCAL, count, 0))
+        count += tl.where(_stretch(zero + 3, zero, expert, order_ptr, VECTOR, HOW) < key, TILES3, 0)
+    return tl.sum(tl.where(expert < HOW.LOCAL, count, 0))
+
+
+@triton.jit
+def _first_places(expert, order_ptr, HOW: tl.constexpr):
+    """In a table: places of an expert's two stretches of the first product, the earlier one and the later one."""
+    zero = tl.zeros_like(expert)
+    own = _stretch(zero, zero, expert, order_ptr, False, HOW)
+    late = _stretch(zero, zero + 1, expert, order_ptr, False, HOW)
+    return tl.minimum(own, late), tl.maximum(own, late)
 
 
 @triton.jit
@@ -176,7 +187,6 @@ def list_kernel(
     lists: Lists,
     rank,
     E: tl.constexpr,
-    LOCAL: tl.constexpr,
     LOCAL_P: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -187,18 +197,19 @@ def list_kernel(
     TILES2: tl.constexpr,
     TILES3: tl.constexpr,
     TILES_P: tl.constexpr,
-    CHUNK_EXPERTS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LOCAL_FIRST: tl.constexpr,
-    ROTATED: tl.constexpr,
+    HOW: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
     """The lists of one direction, and its counters.
 
     TILES0, TILES1: columns of tiles of the first and the returning product; TILES2, TILES3: tiles of an expert's weight
-    gradients (0: not needed); GROUP0, GROUP1: row tiles that share a column of weights.  CHUNK_EXPERTS: of chunk-major, else 0.
+    gradients (0: not needed); GROUP0, GROUP1: row tiles that share a column of weights.
     Programs walk row tiles, each of which finds its places by counting the tiles before it.
     """
+    LOCAL: tl.constexpr = HOW.LOCAL
+    LOCAL_FIRST: tl.constexpr = HOW.LOCAL_FIRST
+    ROTATED: tl.constexpr = HOW.ROTATED
+    order_ptr = lists.order
     after_previous()
     next_may_come()
     expert = tl.arange(0, LOCAL_P)
@@ -260,49 +271,62 @@ def list_kernel(
                 before0 += _count_if(alike & (key < key0))
                 same0 += _count_if(alike & (key == key0))
                 own0 += _count_if(alike & (key == key0) & (tile < i))
+                if order_ptr is not None:
+                    exists = alike
                 key = returns * STEP + tile // GROUP1
                 before1 += _count_if(exists & (key < key1))
                 same1 += _count_if(exists & (key == key1))
                 own1 += _count_if(exists & (key == key1) & (tile < i))
-            of_first = _stretch(zero, late + zero, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
-            of_return = _stretch(zero + 1, zero, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED)
-            offset = _before(
-                of_first, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
-            )
+            half = late + zero
+            key = _stretch(zero, half, e, order_ptr, False, HOW)
+            offset = _before(key, early, num_tiles, expert, order_ptr, TILES0, TILES1, TILES2, TILES3, False, HOW)
             _store_tiles(lists.matrix, offset, FIRST, e, m, before0, same0, own0, TILES0, TILES_P)
-            offset = _before(
-                of_return, early, num_tiles, expert, TILES0, TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED
-            )
+            key = _stretch(zero + 1, half, e, order_ptr, False, HOW)
+            offset = _before(key, early, num_tiles, expert, order_ptr, TILES0, TILES1, TILES2, TILES3, False, HOW)
             _store_tiles(lists.matrix, offset, RETURN, e, m, before1, same1, own1, TILES1, TILES_P)
             if BACKWARD:
-                of_first = _stretch(zero, late + zero, e, LOCAL, CHUNK_EXPERTS, False)
-                of_return = _stretch(zero + 1, zero, e, LOCAL, CHUNK_EXPERTS, False)
-                offset = _before(of_first, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
+                key = _stretch(zero, half, e, order_ptr, True, HOW)
+                offset = _before(key, early, num_tiles, expert, order_ptr, TILES0, 1, 0, 0, True, HOW)
                 _store_tiles(lists.vector, offset, ACTIVATION_GRADIENT, e, m, before0, same0, own0, TILES0, TILES_P)
-                offset = _before(of_return, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False)
+                key = _stretch(zero + 1, half, e, order_ptr, True, HOW)
+                offset = _before(key, early, num_tiles, expert, order_ptr, TILES0, 1, 0, 0, True, HOW)
                 _store_tiles(lists.vector, offset, DWEIGHTS, e, m, before1, same1, own1, 1, TILES_P)
         elif BACKWARD:
             e = item - num_m
             zero = tl.zeros_like(e)
             if TILES2 > 0:
-                offset = _before(
-                    _stretch(zero + DOWN_WEIGHTS, zero, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
-                    TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
-                )  # fmt: skip
+                key = _stretch(zero + DOWN_WEIGHTS, zero, e, order_ptr, False, HOW)
+                offset = _before(key, early, num_tiles, expert, order_ptr, TILES0, TILES1, TILES2, TILES3, False, HOW)
                 _store_weights(lists.matrix, offset, DOWN_WEIGHTS, e, TILES2, TILES_P)
             if TILES3 > 0:
-                offset = _before(
-                    _stretch(zero + GATE_UP_WEIGHTS, zero, e, LOCAL, CHUNK_EXPERTS, INTERLEAVED), early, num_tiles, expert, TILES0,
-                    TILES1, TILES2, TILES3, LOCAL, CHUNK_EXPERTS, INTERLEAVED,
-                )  # fmt: skip
+                key = _stretch(zero + GATE_UP_WEIGHTS, zero, e, order_ptr, False, HOW)
+                offset = _before(key, early, num_tiles, expert, order_ptr, TILES0, TILES1, TILES2, TILES3, False, HOW)
                 _store_weights(lists.matrix, offset, GATE_UP_WEIGHTS, e, TILES3, TILES_P)
-            # Before its returning tiles: the activation gradients of its chunk, and what is ahead of those; before those
-            # of the last chunk, and without chunks: all.
-            need = num_m * (TILES0 + 1)
-            if CHUNK_EXPERTS > 0:
-                chunk = e // CHUNK_EXPERTS
-                of_chunk = _before(
-                    (chunk * 4 + 1) * LOCAL, early, num_tiles, expert, TILES0, 1, 0, 0, LOCAL, CHUNK_EXPERTS, False
-                )
-                need = tl.where(chunk == (LOCAL - 1) // CHUNK_EXPERTS, need, of_chunk)
-            tl.store(progress_ptr + 2 * num_m + e, need)
+            # Before its first product: what those that come before it and need vector tasks needed; of closed forms, all
+            # but chunk-major need none there.  Behind it: the activation gradients of its chunk, or of the first products
+            # up to its own, and what is ahead of those; before those of the last chunk, and without chunks: all.
+            need0 = tl.zeros_like(e)
+            need1 = num_m * (TILES0 + 1)
+            if order_ptr is not None:
+                vectors = tl.zeros_like(expert)
+                begin_e, made_e = _first_places(expert, order_ptr, HOW)
+                later_e = _stretch(vectors + 1, vectors, expert, order_ptr, False, HOW)
+                later_e = tl.minimum(later_e, _stretch(vectors + 1, vectors + 1, expert, order_ptr, False, HOW))
+                if TILES2 > 0:
+                    later_e = tl.minimum(later_e, _stretch(vectors + 2, vectors, expert, order_ptr, False, HOW))
+                if TILES3 > 0:
+                    later_e = tl.minimum(later_e, _stretch(vectors + 3, vectors, expert, order_ptr, False, HOW))
+                begin, made = _first_places(e, order_ptr, HOW)
+                made_before = tl.max(tl.where((expert < LOCAL) & (later_e < begin), made_e, -1))
+                need0 = _before(made_before * 2 + 1, early, num_tiles, expert, order_ptr, TILES0, 1, 0, 0, True, HOW)
+                need1 = _before(made * 2 + 1, early, num_tiles, expert, order_ptr, TILES0, 1, 0, 0, True, HOW)
+            elif HOW.CHUNK_EXPERTS > 0:
+                chunk = e // HOW.CHUNK_EXPERTS
+                key = (chunk * 4 + 1) * LOCAL
+                of_chunk = _before(key, early, num_tiles, expert, order_ptr, TILES0, 1, 0, 0, True, HOW)
+                need1 = tl.where(chunk == (LOCAL - 1) // HOW.CHUNK_EXPERTS, need1, of_chunk)
+                key = ((chunk - 2) * 4 + 1) * LOCAL
+                need0 = _before(key, early, num_tiles, expert, order_ptr, TILES0, 1, 0, 0, True, HOW)
+            need_ptr = progress_ptr + 2 * num_m + e * 2
+            tl.store(need_ptr, need0)
+            tl.store(need_ptr + 1, need1)

@@ -336,13 +336,11 @@ def backward_kernel(
         word = tl.load(lists.matrix + place, mask=is_matrix, other=0)
         op = task_op(word).to(tl.int32)
         expert = task_expert(word)
-        # The first product of a chunk needs what those that return before it needed; without chunks nothing.
-        of_expert = expert
-        if WAY.CHUNK_EXPERTS > 0:
-            of_expert = tl.where(op == FIRST, expert - 2 * WAY.CHUNK_EXPERTS, expert)
-        else:
-            of_expert = tl.where(op == FIRST, -1, expert)
-        need = tl.load(need_ptr + of_expert, mask=is_matrix & (of_expert >= 0), other=0)
+        # A tile of the first product needs what those before it needed, if tiles of later products lie before it.
+        asks = is_matrix
+        if not WAY.MIXED:
+            asks = is_matrix & (op != FIRST)
+        need = tl.load(need_ptr + expert * 2 + (op != FIRST), mask=asks, other=0)
         if is_matrix:
             is_matrix = vector_place >= need
         if (made > 0) & ((not is_matrix) | (op != FIRST)):

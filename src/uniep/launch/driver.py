@@ -5,10 +5,13 @@ several times a call.  What it finds is the same every time, so `launch` lets Tr
 kernel, constants and types, and from then on hands the arguments to the driver itself; at a bundle that many launches
 take it looks once.  Where that cannot work (the interpreter, no GPU, a kernel whose parameters are not as expected,
 misaligned memory) Triton launches.
+
+A call that is made again and again need not be looked at at all: see `uniep.launch.records`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -17,17 +20,17 @@ import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 log = logging.getLogger("uniep")
 
-_MAP_BYTES, _MAP_ALIGN = 128, 64  # of a CUtensorMap
-_L2_PROMOTION_128B = 2
+MAP_BYTES, MAP_ALIGN = 128, 64  # of a CUtensorMap
+L2_PROMOTION_128B = 2
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MOST_MAPS = 256  # kept per kernel; activations come and go
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b[^,\[\])]*(?:\[(\d+)\])?")
 
@@ -76,6 +79,17 @@ class Block(NamedTuple):
     block: tuple[int, ...]
 
 
+class Varying(int):
+    """An integer argument that may differ when a recorded call is made again.  name: by which the caller gives it."""
+
+    name: str
+
+    def __new__(cls, name: str, value: int) -> Varying:
+        made = super().__new__(cls, value)
+        made.name = name
+        return made
+
+
 T = TypeVar("T", bound=tuple[Any, ...])
 
 
@@ -98,6 +112,7 @@ class Bundle(Generic[T]):
 
 _bundle_kinds: dict[tuple[Any, ...], int] = {}
 
+
 Argument = Memory | int | Block | Bundle[Any] | tuple[Any, ...] | None
 """Of a kernel.  A tuple: a bundle for this launch.  None: not used; there is no parameter for it."""
 
@@ -113,14 +128,18 @@ def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict
     misaligned = _look(args, values, kinds, blocks) & 15
     device = _device(args[0])
     key = (kernel.fn, device, *kinds, *constants.values(), *options.values())
-    known = _known.get(key)
+    known, watcher = _known.get(key), current_watcher()
     if known is not None and not misaligned:
         known.run(programs, values, blocks)
+        if watcher is not None:
+            watcher.launched(known, programs, values, blocks)
         return
+    if watcher is not None:
+        watcher.spoil(f"Triton launches {kernel.fn.__name__}")
     compiled = kernel[(programs,)](*map(_for_triton, args), **constants, **options)
     if key not in _known and not misaligned:
         sizes = parameter_sizes(kernel, compiled, args) if device >= 0 else None
-        _known[key] = _Compiled(compiled, args, device, sizes) if sizes else None
+        _known[key] = Compiled(compiled, args, device, sizes) if sizes else None
 
 
 def _look(args: Sequence[Argument], values: list[Any], kinds: list[Any], blocks: list[tuple[int, Block]]) -> int:
@@ -133,7 +152,7 @@ def _look(args: Sequence[Argument], values: list[Any], kinds: list[Any], blocks:
             bits |= address
             values.append(address)
             kinds.append(a.dtype)  # type: ignore[union-attr]
-        elif kind is int:
+        elif kind is int or kind is Varying:
             values.append(a)
             kinds.append(a >> 31 > 0)  # type: ignore[operator]
         elif kind is Part:
@@ -193,9 +212,60 @@ def copy(target: Tensor, source: Tensor, stream: Any) -> None:
         target[: len(source)].copy_(source)
         return
     given = target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream
-    code = _in_context(source.get_device(), _driver().cuMemcpyDtoDAsync_v2, *given)
+    code = in_context(source.get_device(), libcuda().cuMemcpyDtoDAsync_v2, *given)
     if code:
         raise RuntimeError(f"cuMemcpyDtoDAsync of {source.nbytes} bytes failed with CUDA error {code}")
+    if (watcher := current_watcher()) is not None:
+        watcher.copied(*given)
+
+
+def temporary(*shape: int, dtype: torch.dtype, device: torch.device, briefly: bool = False) -> Tensor:
+    """New memory that only this call uses.  briefly: until `release`."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if (watcher := current_watcher()) is not None:
+        watcher.allocated(made, "brief" if briefly else "temporary")
+    return made
+
+
+def result(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory that this call may return."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if (watcher := current_watcher()) is not None:
+        watcher.allocated(made, "result")
+    return made
+
+
+def release() -> None:
+    """What was allocated briefly is not used from here on, and nobody refers to it: results may take its place."""
+    if (watcher := current_watcher()) is not None:
+        watcher.released()
+
+
+def result_like(tensor: Tensor) -> Tensor:
+    """The same, contiguous."""
+    return result(*tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def fill(memory: Tensor, word: int) -> None:
+    """Every 4-byte word of contiguous memory = word, behind the current stream's work."""
+    if not memory.is_cuda:
+        memory.view(-1).view(torch.int32).fill_(word)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(memory.get_device())
+    given = memory.data_ptr(), word & 0xFFFFFFFF, memory.nbytes // 4, stream
+    code = in_context(memory.get_device(), libcuda().cuMemsetD32Async, *given)
+    if code:
+        raise RuntimeError(f"cuMemsetD32Async of {memory.nbytes} bytes failed with CUDA error {code}")
+    if (watcher := current_watcher()) is not None:
+        watcher.filled(*given)
+
+
+def follow(later: torch.cuda.Stream, earlier: torch.cuda.Stream, point: torch.cuda.Event) -> None:
+    """`later` goes on when `earlier` has come to here: `wait_stream`, without a new event."""
+    point.record(earlier)
+    later.wait_event(point)
+    if (watcher := current_watcher()) is not None:
+        watcher.followed(later.cuda_stream, earlier.cuda_stream, point)
 
 
 def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Argument]) -> list[int] | None:
@@ -212,7 +282,7 @@ def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Argument]) -> lis
     for a in _leaves(args):
         if isinstance(a, Block):
             rank = len(a.shape)
-            want = [_MAP_BYTES, *[4] * rank, *[8] * rank]
+            want = [MAP_BYTES, *[4] * rank, *[8] * rank]
         elif isinstance(a, Memory):
             want = [8]
         else:
@@ -225,37 +295,45 @@ def parameter_sizes(kernel: Any, compiled: Any, args: Sequence[Argument]) -> lis
     return sizes
 
 
-class _Compiled:
-    """One compiled kernel and the memory of its parameters."""
+class Compiled:
+    """One compiled kernel and the memory of its parameters.
+
+    sizes, places: of each parameter in that memory, bytes.  pointers: which of them are addresses.
+    map_facts: what Triton says of the tensor map that is parameter number so many.
+    """
 
     def __init__(self, compiled: Any, args: Sequence[Argument], device: int, sizes: list[int]) -> None:
         self.compiled, self.device = compiled, device  # keeps the code loaded
         self.function, self.shared = compiled.function, compiled.metadata.shared
         self.threads = 32 * compiled.metadata.num_warps
         facts = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        self.map_facts: dict[int, Any] = {}  # by the place of the map among the parameters
+        self.map_facts: dict[int, Any] = {}
+        self.pointers: set[int] = set()
         place = 0
         for a in _leaves(args):
-            if type(a) is Block:
+            if isinstance(a, Memory):
+                self.pointers.add(place)
+            elif type(a) is Block:
                 self.map_facts[place] = next(facts)
                 place += 2 * len(a.shape)
             place += 1
         self.maps: dict[Any, bytes] = {}
-        places, self.format, end = [], "<", 0
+        self.sizes, places, self.format, end = sizes, [], "<", 0
         for size in sizes:
-            start = _up(end, _MAP_ALIGN if size == _MAP_BYTES else size)
-            self.format += f"{start - end}x" + {_MAP_BYTES: f"{_MAP_BYTES}s", 8: "q", 4: "i"}[size]
+            start = _up(end, MAP_ALIGN if size == MAP_BYTES else size)
+            self.format += f"{start - end}x" + {MAP_BYTES: f"{MAP_BYTES}s", 8: "q", 4: "i"}[size]
             places.append(start)
             end = start + size
-        self.memory = ctypes.create_string_buffer(end + _MAP_ALIGN)
-        self.offset = -ctypes.addressof(self.memory) % _MAP_ALIGN
+        self.places, self.size = places, end
+        self.memory = ctypes.create_string_buffer(end + MAP_ALIGN)
+        self.offset = -ctypes.addressof(self.memory) % MAP_ALIGN
         base = ctypes.addressof(self.memory) + self.offset
         self.parameters = (ctypes.c_void_p * len(places))(*(base + place for place in places))
-        self.launch, self.lock = _driver().cuLaunchKernelEx, threading.Lock()
+        self.launch, self.lock = libcuda().cuLaunchKernelEx, threading.Lock()
         # A kernel that waits for the one before it by itself may come while that one is finishing.
         self.early = _Attribute(id=_EARLY, value=1)
         waits = "griddepcontrol.wait" in compiled.asm["ptx"]
-        self.config = _LaunchConfig(
+        self.config = LaunchConfig(
             1, 1, 1, self.threads, 1, 1, self.shared, None, ctypes.pointer(self.early), int(waits)
         )
 
@@ -268,7 +346,7 @@ class _Compiled:
             struct.pack_into(self.format, self.memory, self.offset, *values, 0, 0)
             self.config.programs, self.config.stream = programs, stream
             given = ctypes.byref(self.config), self.function, self.parameters, None
-            code = _in_context(self.device, self.launch, *given)
+            code = in_context(self.device, self.launch, *given)
         if code:
             raise RuntimeError(f"cuLaunchKernelEx of {self.compiled.metadata.name} failed with CUDA error {code}")
 
@@ -288,7 +366,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
 
-class _LaunchConfig(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
@@ -299,16 +377,54 @@ class _LaunchConfig(ctypes.Structure):
     )  # fmt: skip
 
 
-_known: dict[Any, _Compiled | None] = {}  # None: Triton launches
+_known: dict[Any, Compiled | None] = {}  # None: Triton launches
 
 
-def _in_context(device: int, function: Any, *args: Any) -> int:
+class Watcher(Protocol):
+    """Is told what a thread does here, after it was done: see `uniep.launch.records.Recording`."""
+
+    def allocated(self, memory: Tensor, what: Literal["temporary", "brief", "result"]) -> None: ...
+
+    def released(self) -> None: ...
+
+    def launched(
+        self, known: Compiled, programs: int, values: Sequence[Any], blocks: Sequence[tuple[int, Block]]
+    ) -> None: ...
+
+    def copied(self, target: int, source: int, size: int, stream: int) -> None: ...
+
+    def filled(self, target: int, word: int, words: int, stream: int) -> None: ...
+
+    def followed(self, later: int, earlier: int, point: torch.cuda.Event) -> None: ...
+
+    def spoil(self, why: str) -> None: ...
+
+
+_watching = threading.local()
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell `watcher` what this thread does meanwhile."""
+    _watching.watcher = watcher
+    try:
+        yield
+    finally:
+        _watching.watcher = None
+
+
+def current_watcher() -> Watcher | None:
+    """Of this thread."""
+    return getattr(_watching, "watcher", None)
+
+
+def in_context(device: int, function: Any, *args: Any) -> int:
     """The code that `function` returns.  A thread in which only the caching allocator was used has no context yet."""
     code = function(*args)
-    if code == _NO_CONTEXT:
+    if code == NO_CONTEXT:
         context = ctypes.c_void_p()
-        driver = _driver()
-        code = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) or driver.cuCtxSetCurrent(context)
+        library = libcuda()
+        code = library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) or library.cuCtxSetCurrent(context)
         code = code or function(*args)
     return code
 
@@ -324,37 +440,51 @@ def _triton_descriptor(block: Block) -> Any:
 
 
 @functools.cache
-def _driver() -> Any:
+def libcuda() -> Any:
     """libcuda with the signatures of what is called here.  Calls hand over the interpreter's lock: where the GPU is a
     thousand launches behind, a launch waits for it."""
     library = ctypes.CDLL("libcuda.so.1")
     word, pointer = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernelEx.argtypes = [pointer] * 4
     library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    library.cuMemsetD32Async.argtypes = [ctypes.c_uint64, word, ctypes.c_size_t, pointer]
     library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     library.cuCtxSetCurrent.argtypes = [pointer]
     library.cuTensorMapEncodeTiled.argtypes = [pointer, word, word, *[pointer] * 5, word, word, word, word]
     return library
 
 
-def _tensor_map(block: Block, facts: dict[str, Any]) -> bytes:
-    """The CUtensorMap that Triton would make: innermost dimension first, strides in bytes."""
+class MapShape(NamedTuple):
+    """What a CUtensorMap says but for the address: CUtensorMapDataType; innermost first, extents, strides in bytes of
+    all but the first, and extents of a block; CUtensorMapSwizzle."""
+
+    type: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+def map_shape(block: Block, facts: dict[str, Any]) -> MapShape:
+    """facts: what Triton says of the descriptor."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    rank, size = len(block.shape), facts["elem_size"]
-    dims = (ctypes.c_uint64 * rank)(*reversed(block.shape))
-    strides = (ctypes.c_uint64 * rank)(*(size * s for s in reversed(block.strides[:-1])))
-    box = (ctypes.c_uint32 * rank)(*reversed(facts["block_size"]))
-    ones = (ctypes.c_uint32 * rank)(*[1] * rank)
-    memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGN)
-    offset = -ctypes.addressof(memory) % _MAP_ALIGN
-    code = _driver().cuTensorMapEncodeTiled(
-        ctypes.addressof(memory) + offset, TMA_DTYPE_DEVICE_TO_HOST[facts["elem_type"]], rank, block.base.data_ptr(),
-        dims, strides, box, ones, 0, facts["swizzle"], _L2_PROMOTION_128B, 0,
+    strides = tuple(facts["elem_size"] * s for s in reversed(block.strides[:-1]))
+    dtype, box = TMA_DTYPE_DEVICE_TO_HOST[facts["elem_type"]], tuple(reversed(facts["block_size"]))
+    return MapShape(dtype, tuple(reversed(block.shape)), strides, box, facts["swizzle"])
+
+
+def _tensor_map(block: Block, facts: dict[str, Any]) -> bytes:
+    """The CUtensorMap that Triton would make."""
+    shape, address = map_shape(block, facts), block.base.data_ptr()
+    rank = len(shape.dims)
+    memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGN)
+    offset = -ctypes.addressof(memory) % MAP_ALIGN
+    words, long_words = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
+    code = libcuda().cuTensorMapEncodeTiled(
+        ctypes.addressof(memory) + offset, shape.type, rank, address, long_words(*shape.dims),
+        long_words(*shape.strides), words(*shape.box), words(*[1] * rank), 0, shape.swizzle, L2_PROMOTION_128B, 0,
     )  # fmt: skip
     if code:
-        raise RuntimeError(
-            f"cuTensorMapEncodeTiled failed with CUDA error {code}: address {block.base.data_ptr():#x}, shape "
-            f"{block.shape}, strides {block.strides}, block {tuple(facts['block_size'])}, {size} bytes an element"
-        )
-    return memory.raw[offset : offset + _MAP_BYTES]
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {code}: address {address:#x}, {shape}")
+    return memory.raw[offset : offset + MAP_BYTES]

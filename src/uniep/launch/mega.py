@@ -13,9 +13,9 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.kernels import mega
-from uniep.kernels.arguments import Activation, Addresses, Direction, Dispatch, Kept, Lists, Rows, Sums, Tokens
+from uniep.kernels.arguments import Activation, Addresses, Direction, Dispatch, Kept, Lists, Order, Rows, Sums, Tokens
 from uniep.kernels.lists import COUNTERS, list_kernel
-from uniep.launch.driver import Block, Bundle, Memory, launch
+from uniep.launch.driver import Block, Bundle, Memory, launch, temporary
 from uniep.launch.staged import (
     GEMM_PUSH_ROWS,
     Peers,
@@ -54,13 +54,14 @@ class TaskLists:
 
     @classmethod
     def empty(
-        cls, most: int, local: int, tiles: tuple[int, int, int, int], device: torch.device, *, backward: bool
-    ) -> TaskLists:
-        """For at most `most` row tiles."""
+        cls, most: int, local: int, tiles: tuple[int, int, int, int], device: torch.device, *, backward: bool,
+        order: Tensor | None = None,
+    ) -> TaskLists:  # fmt: skip
+        """For at most `most` row tiles.  order: places of stretches on the device; None: closed forms."""
         words = list_words(most, local, tiles, backward=backward)
-        matrix, vector = (torch.empty(n, dtype=torch.int64, device=device) for n in words)
-        counters = torch.empty(COUNTERS.value + 2 * most + local, dtype=torch.int32, device=device)
-        return cls(Lists(matrix, vector, counters), tiles)
+        matrix, vector = (temporary(n, dtype=torch.int64, device=device) for n in words)
+        counters = temporary(COUNTERS.value + 2 * most + 2 * local, dtype=torch.int32, device=device)
+        return cls(Lists(matrix, vector, counters, order=order), tiles)
 
 
 def launch_lists(
@@ -76,13 +77,11 @@ def launch_lists(
         multiprocessors * 4,
         (counts_RE, rows, tasks.lists, rank),
         {
-            "E": experts, "LOCAL": local, "LOCAL_P": power_of_2(local), "NUM_RANKS": ranks, "BLOCK_M": first.rows,
+            "E": experts, "LOCAL_P": power_of_2(local), "NUM_RANKS": ranks, "BLOCK_M": first.rows,
             "GROUP0": first.group_rows, "GROUP1": way.down.group_rows,
             **{f"TILES{op}": count for op, count in enumerate(tasks.tiles)},
             "TILES_P": power_of_2(max(tasks.tiles[:2])),
-            "CHUNK_EXPERTS": way.chunk_experts,
-            "INTERLEAVED": way.interleaved,
-            "LOCAL_FIRST": way.local_first == "all", "ROTATED": way.rotated,
+            "HOW": Order(local, way.chunk_experts, way.interleaved, way.local_first == "all", way.rotated),
             "BACKWARD": backward,
         },
         num_warps=1,  # sums without barriers
@@ -206,8 +205,8 @@ def launch_backward(
             "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS),
             "WAY": Direction(
                 dispatch.fused, 32 * tile.warps, min(power_of_2(cfg.hidden), 2048),
-                CHUNK_EXPERTS=way.chunk_experts, ITEM_ROWS=min(max(8192 // tile.columns, 1), tile.rows),
-                ACCUMULATE=made.accumulate,
+                MIXED=way.chunk_experts > 0 or way.critical_path,
+                ITEM_ROWS=min(max(8192 // tile.columns, 1), tile.rows), ACCUMULATE=made.accumulate,
             ),
         },
         **mega_options((tile, weight_tile)),

@@ -45,7 +45,7 @@ from uniep.kernels.transfer import (
     row_addresses_kernel,
     used_dweights_kernel,
 )
-from uniep.launch.driver import Block, Bundle, Memory, launch, unbind
+from uniep.launch.driver import Block, Bundle, Memory, launch, temporary, unbind
 from uniep.layout import power_of_2
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
@@ -112,18 +112,18 @@ class Beside:
 
 
 def activation_memory(h_2NF: Tensor) -> Activation:
-    """New memory for the activation's gradient of gate and up (2, N, F)."""
+    """New memory for the activation's gradient of gate and up (2, N, F); raw_NF briefly."""
     _, rows, ffn = h_2NF.shape
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": h_2NF.device}
     like: dict[str, Any] = {"dtype": h_2NF.dtype, "device": h_2NF.device}
     gate_NF, up_NF = unbind(h_2NF)
     return Activation(
-        torch.empty(rows, ffn, **fp32),
+        temporary(rows, ffn, **fp32, briefly=True),
         gate_NF,
         up_NF,
-        dh_N2F=torch.empty(rows, 2, ffn, **like),
-        act_NF=torch.empty(rows, ffn, **like),
-        groups_NG=torch.empty(rows, -(-ffn // COLUMN_GROUP), **fp32),
+        dh_N2F=temporary(rows, 2, ffn, **like),
+        act_NF=temporary(rows, ffn, **like),
+        groups_NG=temporary(rows, -(-ffn // COLUMN_GROUP), **fp32),
     )
 
 

@@ -157,6 +157,16 @@ def _uniep(
     return program
 
 
+def _uniep_mega(order: str, **fields: object) -> Callable[[Problem, Machine], Program]:
+    """One kernel for each direction; its programs claim all tasks from one list, after the first have pushed."""
+
+    def program(problem: Problem, machine: Machine) -> Program:
+        operators, way = _uniep_operators(problem, machine, tile_order=order, **fields)
+        return Program(operators=operators, way=way, lanes=(Lane(("push",), way.push_programs),))
+
+    return program
+
+
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
@@ -180,6 +190,12 @@ STRATEGIES = {
         Strategy("uniep-push", "as uniep, tokens pushed by programs", _uniep("push", False)),
         Strategy("uniep-copy", "as uniep, tokens sent by copy engines", _uniep("copy", False)),
         Strategy("uniep-pipelined", "as uniep, the second product beside the first", _uniep(None, True)),
+        Strategy("uniep-mega", "uniep's operators in one kernel, own rows first", _uniep_mega("local-first")),
+        Strategy("uniep-mega-natural", "as uniep-mega, experts in turn", _uniep_mega("natural")),
+        Strategy("uniep-mega-chunk-major", "as uniep-mega, four experts at a time",
+                 _uniep_mega("chunk-major", chunk_experts=4)),
+        Strategy("uniep-mega-critical-path", "as uniep-mega, list scheduling of stretches",
+                 _uniep_mega("critical-path")),
     )
 }  # fmt: skip
 

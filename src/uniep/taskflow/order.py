@@ -1,7 +1,8 @@
 """The order of a rank's tasks: closed formulas of the plan, which a device can also evaluate.
 
 A task's place is (major, middle, operator, place inside it, number in the split); docs/taskflow.md has the formulas.
-List scheduling ("critical-path", `scheduler`) decides during its simulation, and breaks ties by this order.
+List scheduling ("critical-path") decides on the CPU during its simulation (`scheduler`), and breaks ties by this order;
+for a device it makes a table of places of stretches, which stands for closed formulas here (`stretches`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from uniep.taskflow.operators import Operator, Operators
 from uniep.taskflow.site import Site
+from uniep.taskflow.stretches import STRETCH, positions
 
 _LAST = 1 << 30
 
@@ -26,6 +28,8 @@ def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor) -> 
     elif op.where == "weights":
         inside = expert
     interleaved = op.where == "expert" or way.interleaved
+    if way.mega and way.critical_path:
+        return _places_by_table(op, site, block_n5, major, inside, backward="down_grad" in names)
     if way.gates:
         pass  # stages follow each other
     elif way.chunk_experts:
@@ -44,6 +48,41 @@ def places(operators: Operators, op: Operator, site: Site, block_n5: Tensor) -> 
     return torch.stack([major, middle, inside], 1)
 
 
+def _places_by_table(
+    op: Operator, site: Site, block_n5: Tensor, major: Tensor, inside: Tensor, *, backward: bool
+) -> Tensor:
+    """In the order of the table of `stretches`.  Vector tasks come before the first matrix task that needs them, or
+    others behind them, to be claimed: activation gradients in the order of the first product, d(weight) where its rows
+    return."""
+    if op.where in ("first", "last"):
+        return torch.stack([major + _LAST * (op.where == "last"), torch.zeros_like(major), inside], 1)
+    table, expert = positions(site.cfg, site.way, backward=backward).long(), block_n5[:, 0]
+    late = _late(site, block_n5) if op.where == "expert" else torch.zeros_like(expert)
+    if op.worker == "matrix":
+        major = 2 * table[STRETCH[op.name], late, expert] + 1
+        return torch.stack([major, torch.zeros_like(major), inside], 1)
+    key = 2 * table[op.lag, late, expert] + op.lag
+    later, order = table[1:].flatten(0, 1).T.flatten().sort()
+    needs = (2 * table[0].amax(0) + 1).repeat_interleave(6)[order].cummax(0).values
+    claimed = torch.searchsorted(needs, key, right=True)
+    major = torch.where(claimed < len(later), 2 * later[claimed.clamp(max=len(later) - 1)], _LAST)
+    return torch.stack([major, key, inside], 1)
+
+
+def _late(site: Site, block_n5: Tensor) -> Tensor:
+    """(n,): 1 for tiles that hold a row of another rank."""
+    first, last, rows = _ends(site, block_n5)
+    return ((rows > 0) & ((first != site.rank) | (last != site.rank))).long()
+
+
+def _ends(site: Site, block_n5: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(n,) each: sources of the first and the last row of a tile, and its rows without padding."""
+    used = site.rows_before
+    rows = used[block_n5[:, 2]] - used[block_n5[:, 1]]
+    first = site.source_of_row[block_n5[:, 1]]
+    return first, site.source_of_row[block_n5[:, 1] + (rows - 1).clamp(min=0)], rows
+
+
 def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     """Local tiles first if the way says so, then by expert, then by the peers whose rows a tile holds.
 
@@ -51,16 +90,13 @@ def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     of rows: rank r - 1 sends to r first, rank r + 1 last.  One with lag returns them, to rank r + 1 first.
     """
     way, rank, size = site.way, site.rank, site.ep_size
-    source_N, expert = site.source_of_row, block_n5[:, 0]
+    expert = block_n5[:, 0]
     if way.local_first == "none" and not way.rotated:
         return expert
-    used = site.rows_before
-    rows = used[block_n5[:, 2]] - used[block_n5[:, 1]]
-    first = source_N[block_n5[:, 1]]
-    last = source_N[block_n5[:, 1] + (rows - 1).clamp(min=0)]
+    first, last, rows = _ends(site, block_n5)
     late, step = torch.zeros_like(expert), torch.zeros_like(expert)
     if not op.lag and way.local_first != "none":
-        late = ((rows > 0) & ((first != rank) | (last != rank))).long()
+        late = _late(site, block_n5)
     if way.rotated and op.lag:
         step = torch.where(rows == 0, size, (first - rank - 1) % size)
     elif way.rotated:

@@ -66,7 +66,7 @@ SEARCHED = (
     Searched("vector_workers", {"cpu": (1, 2)}),
 )
 """Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
-tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major."""
+tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, critical-path on GPUs."""
 
 
 OF_PEERS = ("transfer", "chunk_tokens", "push_programs", "peer_order")

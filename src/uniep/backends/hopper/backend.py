@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, MainGrads, Needs, aligned
+from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, LayerTag, MainGrads, Needs, aligned
 from uniep.backends.hopper import mega, staged
 from uniep.backends.hopper.arena import WAY_OUT
 from uniep.backends.hopper.link import Link
+from uniep.backends.hopper.recorded import RecordedCalls, layout_of
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, UniEPError, UnsupportedError
 from uniep.limits import group_limit, why_not
@@ -82,6 +83,7 @@ class HopperBackend(Link):
     def __init__(self, member: Membership, schedule: Schedule | None) -> None:
         _check_support(member.cfg, member.ep_size, member.device)
         super().__init__(member, schedule)
+        self.recorded = RecordedCalls(self)
 
     # ---------------------------------------------------------------- what every backend has
 
@@ -160,6 +162,7 @@ class HopperBackend(Link):
                 self.planner.leave(self.planner.member.cause)
             self.arena = None  # type: ignore[assignment]
             self._known_peers.clear()
+            self.recorded.clear()
             self._lasting.clear()
 
     @_collective
@@ -172,23 +175,36 @@ class HopperBackend(Link):
         except UniEPError as error:
             self.refuse(error)
             raise
-        x_TD, ids_TK, weights_TK = map(aligned, (inputs.x_TD, inputs.ids_TK, inputs.weights_TK))
-        inputs = Inputs(x_TD, ids_TK, weights_TK, inputs.experts, inputs.layer)
+        experts, layer = inputs.experts, inputs.layer
+        x_TD, ids_TK, weights_TK = given = tuple(map(aligned, (inputs.x_TD, inputs.ids_TK, inputs.weights_TK)))
+        inputs = Inputs(x_TD, ids_TK, weights_TK, experts, layer)
+        num_tokens, planner = x_TD.shape[0], self.planner
+
+        def perform() -> list[Any]:
+            y_TD, saved = kind.forward(self, inputs, save)
+            return [y_TD, *saved]
+
         while True:
-            result = kind.forward(self, inputs, save)
-            if self.planner.fits():
-                return self._with_all_received(result, x_TD.shape[0]) if save else result
+            rows = planner.allocate, planner.received
+            key = save, num_tokens, rows, ids_TK.dtype, self.stay_local, *layout_of(experts)
+            result = (
+                self.recorded.call(key, (*given, *experts.w13, *experts.w2), layer, True, perform)
+                if way is None and num_tokens
+                else perform()
+            )
+            if planner.fits():
+                y_TD, *saved = result
+                return y_TD, self._with_all_received(saved, num_tokens) if save else saved
             del result
 
-    def _with_all_received(self, result: tuple[Tensor, list[Tensor]], num_tokens: int) -> tuple[Tensor, list[Tensor]]:
+    def _with_all_received(self, saved: list[Tensor], num_tokens: int) -> list[Tensor]:
         """The rare call in which a source has sent more tokens than there was room for keeps them now: they lie in the
         receive buffer until this rank enters another call."""
-        saved = result[1]
         gathered = not self.way.expanded and not self.way.again
         if gathered and self.num_ranks > 1 and self.planner.received > len(saved[-1]) // (self.num_ranks - 1):
             saved[-1] = self.room_to_keep(num_tokens)
             self.copy_received(saved[-1], self._stream)
-        return result
+        return saved
 
     @_collective
     def backward(
@@ -197,7 +213,27 @@ class HopperBackend(Link):
     ) -> ExpertGradients:  # fmt: skip
         self.way = way or self.ways[dy_TD.shape[0]]
         kind = mega if self.way.mega else staged
-        return kind.backward(self, dy_TD, inputs, saved, needs, main_grads)
+        experts, layer, num_tokens = inputs.experts, inputs.layer, dy_TD.shape[0]
+        dy_TD, x_TD, ids_TK = map(aligned, (dy_TD, inputs.x_TD, inputs.ids_TK))
+        inputs = Inputs(x_TD, ids_TK, inputs.weights_TK, experts, layer)
+
+        def perform() -> list[Any]:
+            got = kind.backward(self, dy_TD, inputs, saved, needs, main_grads)
+            return [got.x, got.weights, *(got.w13 or ()), *(got.w2 or ())]
+
+        into = (*main_grads.w13, *main_grads.w2) if main_grads is not None else ()
+        rows, kept = saved[1].shape[-1], len(saved[-1])
+        accumulate = main_grads is not None and main_grads.accumulate
+        key = needs, num_tokens, rows, kept, ids_TK.dtype, len(into), accumulate, self.stay_local, *layout_of(experts)
+        given = dy_TD, x_TD, ids_TK, *saved, *experts.w13, *experts.w2, *into
+        dx_TD, dweights_TK, *of_experts = (
+            self.recorded.call(key, given, LayerTag(layer.number), False, perform)
+            if way is None and num_tokens and not self.way.again
+            else perform()
+        )
+        split = len(experts.w13) if needs.w13 and main_grads is None else 0
+        dw13, dw2 = tuple(of_experts[:split]), tuple(of_experts[split:])
+        return ExpertGradients(dx_TD, dweights_TK, dw13 or None, dw2 or None)
 
     # ---------------------------------------------------------------- without communication
 

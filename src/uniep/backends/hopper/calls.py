@@ -36,7 +36,8 @@ from uniep.backends.protocol import (
 )
 from uniep.errors import CapacityError, InputError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.kernels import header, sync
-from uniep.launch.driver import Memory, copy, launch
+from uniep.launch.driver import Memory, Varying, copy, launch
+from uniep.launch.records import VARYING
 from uniep.layout import EXCHANGE_HEADER, LOST_SLOT, STATUS_RECORD
 from uniep.waiting import SAME_CALLS
 
@@ -122,6 +123,11 @@ def wrapped(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
+def identity(layer: LayerTag) -> tuple[int, int, int]:
+    """The values of `VARYING`."""
+    return layer.number, wrapped(layer.draw), wrapped(layer.draw >> 32)
+
+
 class Calls:
     """One rank's call counter, status, and what it tells and is told.
 
@@ -167,6 +173,10 @@ class Calls:
         }  # fmt: skip
         self._wait_constants: dict[tuple[str, bool, bool], dict[str, Any]] = {}
 
+    def lasting(self) -> list[Tensor]:
+        """Memory that kernels use, but for the arena's."""
+        return [self._counters, self.ticket, self._host_totals]
+
     # --- entering ---
 
     def enter(
@@ -179,6 +189,24 @@ class Calls:
         """
         from uniep.kernels.plan import exchange_kernel
 
+        digests = self.begin(layer, ids_TK is not None)
+        launch(
+            exchange_kernel,
+            EXCHANGE_PROGRAMS,
+            (
+                self.call, self.ticket, ids_TK, weights_TK, refusal,
+                # That there are digests is no constant, since the code for it would come late: any memory serves.
+                digests.view(torch.int32) if digests is not None else self.call,
+                forward, num_tokens, self.allocate, _NUMBER_OF[operation],
+                *map(Varying, VARYING, identity(layer)), int(digests is not None),
+                self.arena.tables["exchange"], self.arena.tables["flags"], self.arena.flag_offset("entered"), self.rank,
+            ),
+            self._entry_constants,
+            num_warps=4, maxnreg=64,  # left to itself, ptxas spills to use fewer
+        )  # fmt: skip
+
+    def begin(self, layer: LayerTag, has_ids: bool) -> Tensor | None:
+        """What the host does before it enters a call.  Returns the digests that go with it."""
         self.check()
         if self.cfg.max_rows is None and self._is_captured():
             raise UnsupportedError(
@@ -193,21 +221,8 @@ class Calls:
             self._words[self._parts.digests_here] = 0
             self._digests_of = wrapped(self.calls_made + 1) or 1
         self.calls_made = wrapped(self.calls_made + 1)
-        self.is_inside, self._has_ids = True, ids_TK is not None
-        launch(
-            exchange_kernel,
-            EXCHANGE_PROGRAMS,
-            (
-                self.call, self.ticket, ids_TK, weights_TK, refusal,
-                # That there are digests is no constant, since the code for it would come late: any memory serves.
-                digests.view(torch.int32) if digests is not None else self.call,
-                forward, num_tokens, self.allocate, _NUMBER_OF[operation],
-                layer.number, wrapped(layer.draw), wrapped(layer.draw >> 32), int(digests is not None),
-                self.arena.tables["exchange"], self.arena.tables["flags"], self.arena.flag_offset("entered"), self.rank,
-            ),
-            self._entry_constants,
-            num_warps=4, maxnreg=64,  # left to itself, ptxas spills to use fewer
-        )  # fmt: skip
+        self.is_inside, self._has_ids = True, has_ids
+        return digests
 
     def refuse(self, error: UniEPError) -> None:
         """Enter the call that the peers make, with nothing but the reason why this rank does not."""

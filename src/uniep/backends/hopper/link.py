@@ -12,8 +12,9 @@ from torch import Tensor
 from uniep.backends.base import LayerTag
 from uniep.backends.hopper.arena import Arena
 from uniep.dimension import GPU, MEASURED
+from uniep.errors import ConfigError
 from uniep.kernels.arguments import ALL_HERE, Dispatch, Wire
-from uniep.launch.driver import Bundle, copy
+from uniep.launch.driver import Bundle, copy, follow, result
 from uniep.layout import hopper_arrays, kept_shape, pack
 from uniep.memory import plan_memory
 from uniep.routing.plan import recv_base
@@ -33,6 +34,7 @@ class Link:
     ways: of calls, by the tokens of this rank.  way: of the call under way, or of the last one.
     phases: (name, event) of each phase's end, where somebody listens.  trace, traced_ids, traced_from: see
     `HopperBackend`.  stay_local: no token or row crosses the wire, to measure the rest.
+    orders: of tile_order="critical-path", tables by (backward, bucket of tokens), see `order_of`.
     """
 
     def __init__(self, member: Membership, schedule: Schedule | None) -> None:
@@ -68,6 +70,12 @@ class Link:
         self.traced_from: Tensor | None = None
         self.stay_local = False
         self._known_peers: dict[tuple[bool, int], Peers] = {}
+        self.orders: dict[tuple[bool, int], Tensor] = {}
+
+    def lasting(self) -> list[Tensor]:
+        """Memory that calls use and that stays until the Workspace is closed."""
+        tables = [t for peers in self._known_peers.values() for t in peers.wire.fields if t is not None]
+        return [*self.arena.memories, *self.planner.lasting(), *self._lasting, *tables]
 
     def mark(self, name: str) -> None:
         """A phase boundary for the benchmark; free when nobody listens."""
@@ -87,9 +95,7 @@ class Link:
             self._follow(self._stream, self._forked.pop())
 
     def _follow(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """`wait_stream`, without a new event."""
-        self._point.record(earlier)
-        later.wait_event(self._point)
+        follow(later, earlier, self._point)
 
     @property
     def fused(self) -> bool:
@@ -165,6 +171,25 @@ class Link:
         if self.copying:
             self.send_all(sent_TD)
 
+    def order_of(self, *, backward: bool) -> Tensor | None:
+        """The place of each stretch in the list of the call under way, on the device; None: closed forms.  Calls of
+        up to twice as many tokens share one, which the first of them makes (50 ms)."""
+        if not self.way.critical_path:
+            return None
+        from uniep.taskflow.stretches import bucket, positions
+
+        key = backward, bucket(self.way.num_tokens)
+        if key not in self.orders:
+            if torch.cuda.is_current_stream_capturing():
+                raise ConfigError(
+                    f"tile_order='critical-path' has no order yet for a {'backward' if backward else 'forward'} of "
+                    f"{self.way.num_tokens} tokens, and a captured call cannot make one; run one such call before the "
+                    "capture"
+                )
+            self.orders[key] = positions(self.cfg, self.way, backward=backward).to(self.device)
+            self._lasting.append(self.orders[key])
+        return self.orders[key]
+
     def dispatching(self, push_rounds: int = 0) -> Dispatch:
         """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""
         return Dispatch(True, self.way.push_programs, push_rounds) if self.fused else ALL_HERE
@@ -199,7 +224,7 @@ class Link:
 
     def room_to_keep(self, num_tokens: int) -> Tensor:
         """Memory for received tokens, for the weight gradient: as many of each source as are expected; or none."""
-        return torch.empty(self.kept_shape(num_tokens), dtype=self.cfg.dtype, device=self.device)
+        return result(*self.kept_shape(num_tokens), dtype=self.cfg.dtype, device=self.device)
 
     def keep(self, num_tokens: int) -> Tensor:
         """A copy of received tokens for the weight gradient, made beside the GEMM that follows; or nothing."""

@@ -5,18 +5,17 @@ The kernels are in `uniep.kernels.mega`; what they may be asked to do, in `uniep
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs, aligned
+from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.backends.hopper.trace import Records, exchanged_ids, lead_host, spans
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import Addresses, Sums, Tokens
-from uniep.launch.driver import unbind
+from uniep.launch.driver import result, result_like, temporary, unbind
 from uniep.layout import backward_tiles, forward_tiles
 from uniep.weights import ExpertWeights
 
@@ -31,7 +30,7 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
     from uniep.launch import mega as launch_mega
 
     cfg, x_TD, way = link.cfg, inputs.x_TD, link.way
-    copying, tracing = link.copying, link.trace is not None
+    copying, tracing, order = link.copying, link.trace is not None, link.order_of(backward=False)
     if tracing:
         lead_host(link)
     entered_ns = torch.zeros(1, dtype=torch.int64, device=link.device) if tracing else None
@@ -40,16 +39,16 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
         entered_ns=entered_ns, operation="forward" if save else "forward without gradients", layer=inputs.layer,
     )  # fmt: skip
     num_rows = plan.num_rows
-    lists = _lists(link, plan, forward_tiles(cfg, way), backward=False)
+    lists = _lists(link, plan, forward_tiles(cfg, way), order, backward=False)
     link.mark("plan")
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": link.device}
-    act_NF = torch.empty(num_rows, cfg.ffn, **like)
-    h_2NF = torch.empty(2, num_rows, cfg.ffn, **like) if save else None
+    act_NF = temporary(num_rows, cfg.ffn, **like)
+    h_2NF = result(2, num_rows, cfg.ffn, **like) if save else None
     x = Tokens(x_TD, link.arena.views["receive"])
     kept = launch_mega.Room(link.room_to_keep(x_TD.shape[0]), *_sent(link, plan.recv_count_R)) if save else None
     made = launch_mega.Made(act_NF, h_2NF, kept)
     weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
-    sums = Sums(link.arena.views["returns"], inputs.ids_TK, weights_TK, torch.empty_like(x_TD))
+    sums = Sums(link.arena.views["returns"], inputs.ids_TK, weights_TK, result(*x_TD.shape, **like))
     records = Records.empty(link, lists) if tracing else None
     if records is not None:
         lists = lists.recorded(*records.buffers)
@@ -74,15 +73,14 @@ def backward(
     from uniep.launch import mega as launch_mega
     from uniep.launch import staged as launch
 
-    cfg, device, way = link.cfg, link.device, link.way
+    cfg, device, way, order = link.cfg, link.device, link.way, link.order_of(backward=True)
     if link.trace is not None:
         lead_host(link)
-    experts = inputs.experts
-    x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
+    experts, x_TD, ids_TK = inputs.experts, inputs.x_TD, inputs.ids_TK
     *of_plan, h_2NF, kept = saved
     plan = link.planner.restore(ids_TK.shape[0], of_plan)
     num_rows, dy = plan.num_rows, Tokens(dy_TD, link.arena.views["receive"])
-    addresses = Addresses(*unbind(torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)))
+    addresses = Addresses(*unbind(temporary(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)))
 
     def find_rows() -> None:
         if needs.w13 or needs.w2:
@@ -90,14 +88,15 @@ def backward(
 
     link.enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
     tiles = backward_tiles(cfg, way, w13=needs.w13, w2=needs.w2)
-    lists = _lists(link, plan, tiles, backward=True)
+    lists = _lists(link, plan, tiles, order, backward=True)
     through = launch.activation_memory(h_2NF)
     dw = _weight_gradients(link, experts, needs, main_grads)
     accumulate = main_grads is not None and main_grads.accumulate
     made = launch_mega.Gradients(through, addresses, dw, accumulate)
     views = link.arena.views
-    dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device) if needs.weights else None
-    sums = Sums(views["returns"], ids_TK, None, torch.empty_like(dy_TD), views["dweights"], dweights_TK)
+    dweights_TK = result(*ids_TK.shape, dtype=torch.float32, device=device) if needs.weights else None
+    dx_TD = result(*dy_TD.shape, dtype=cfg.dtype, device=device)
+    sums = Sums(views["returns"], ids_TK, None, dx_TD, views["dweights"], dweights_TK)
     records = Records.empty(link, lists) if link.trace is not None else None
     if records is not None:
         lists = lists.recorded(*records.buffers)
@@ -128,19 +127,21 @@ def _weight_gradients(link: Link, experts: ExpertWeights, needs: Needs, main_gra
         if needs.w2:
             dw2 = main_grads.w2
     else:
-        fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-        dw13 = tuple(map(fresh, dw13)) if needs.w13 else dw13
-        dw2 = tuple(map(fresh, dw2)) if needs.w2 else dw2
+        dw13 = tuple(map(result_like, dw13)) if needs.w13 else dw13
+        dw2 = tuple(map(result_like, dw2)) if needs.w2 else dw2
     return ExpertWeights(dw13, dw2, experts.layout)
 
 
-def _lists(link: Link, plan: DevicePlan, tiles: tuple[int, int, int, int], *, backward: bool) -> TaskLists:
+def _lists(
+    link: Link, plan: DevicePlan, tiles: tuple[int, int, int, int], order: Tensor | None, *, backward: bool
+) -> TaskLists:
     """The tasks of a direction, made on the device."""
     from uniep.launch import mega as launch_mega
 
     way = link.way
     most = plan.num_rows // way.gate_up.rows
-    lists = launch_mega.TaskLists.empty(most, link.planner.local, tiles, link.device, backward=backward)
+    local, device = link.planner.local, link.device
+    lists = launch_mega.TaskLists.empty(most, local, tiles, device, backward=backward, order=order)
     launch_mega.launch_lists(plan.counts_RE, plan.bundle, lists, way, link.rank, link.sms, backward=backward)
     return lists
 

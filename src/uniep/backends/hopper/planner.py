@@ -17,10 +17,10 @@ from torch import SymInt, Tensor
 from uniep.backends.base import UNKNOWN_LAYER, LayerTag
 from uniep.backends.hopper.arena import Arena
 from uniep.backends.hopper.calls import GAVE_UP, Calls
-from uniep.config import ROW_ALIGN
+from uniep.config import ROW_ALIGN, align_rows
 from uniep.errors import PeerTimeoutError
 from uniep.kernels.arguments import PlanShape, Rows
-from uniep.launch.driver import Bundle, Memory, Part, launch, tensor, unbind
+from uniep.launch.driver import Bundle, Memory, Part, fill, launch, result, temporary, tensor, unbind
 from uniep.launch.groups import LineTables, launch_parts
 from uniep.layout import (
     FIRST_TOKENS,
@@ -83,6 +83,14 @@ class DevicePlan:
 
     def saved(self) -> list[Tensor]:
         return [self.head, self.rows_3N, *([self.lines.flat] if self.lines is not None else [])]
+
+
+def enough(room: int, needed: int) -> int:
+    """Room for the next call, after one for which `room` was there: the same while it is neither too little nor an
+    eighth too much, so that calls are alike; then halfway to what was needed."""
+    if needed <= room <= needed + needed // 8:
+        return room
+    return max(needed, align_rows((room + needed) // 2))
 
 
 class Planner(Calls):
@@ -171,9 +179,9 @@ class Planner(Calls):
         tiles = table_tiles(self.allocate, self.tile_rows)
         most_programs = 8 * self.sms
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        histogram = torch.empty(self._histogram, **int32)
+        histogram = temporary(*self._histogram, **int32)
         layout = self._layout(num_tokens, self.allocate)
-        plan = DevicePlan(layout, torch.empty(layout.words, **int32), torch.empty(3, self.allocate, **int32))
+        plan = DevicePlan(layout, result(layout.words, **int32), result(3, self.allocate, **int32))
         rows, exchange = plan.rows, self.arena.views["exchange"]
         self.enter(ids_TK, weights_TK, num_tokens, operation, layer, plan.forward)
         self.wait_entered(copies=send_all is not None)
@@ -213,7 +221,8 @@ class Planner(Calls):
             num_warps=4, maxnreg=96,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
         if cfg.combine_groups is not None:
-            lines = LineTables.of(torch.full((self._parts_words,), -1, **int32), cfg, ranks)
+            lines = LineTables.of(result(self._parts_words, **int32), cfg, ranks)
+            fill(lines.flat, -1)
             launch_parts(exchange, rows, lines, self.call, self.rank, ranks, num_tokens, cfg, self.sms)
             plan.lines = lines
         return plan
@@ -242,8 +251,8 @@ class Planner(Calls):
         self.is_inside = False  # all that peers need is on its way
         self.judge_digests(0)
         _, total, fitted, received = self._totals_words[:4]
-        self.allocate = with_headroom(max(total, (self.allocate + total) // 2) if fitted else total)
-        self.received = max(received, (self.received + received) // 2)
+        self.allocate = enough(self.allocate, with_headroom(total))
+        self.received = enough(self.received, received)
         return bool(fitted)
 
     def kept_block(self, num_tokens: int, *, copying: bool) -> int:

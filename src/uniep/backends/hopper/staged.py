@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs, aligned
+from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
-from uniep.launch.driver import unbind
+from uniep.launch.driver import fill, release, result, result_like, temporary, unbind
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
     )  # fmt: skip
     link.mark("plan")
     num_rows, peers = plan.num_rows, link.peers()
-    act_NF = torch.empty(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
-    h_2NF = torch.empty(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
+    act_NF = temporary(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
+    h_2NF = result(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
     link.dispatch(x_TD, plan, peers)
     x_ND = _expand(link, x_TD, plan, peers) if way.expanded else None
     down_sms = way.down_sms
@@ -68,7 +68,7 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
         _down_and_sums(link, act_NF, plan.lines, plan, peers, inputs.experts, sums)
     else:
         _return_rows(link, launch.launch_down, act_NF, plan, peers, inputs.experts, link.sms, results_ND)
-    y_TD = torch.empty_like(x_TD)
+    y_TD = result_like(x_TD)
     if plan.lines is not None and way.returns == "sums after":
         sums = _group_sums(link, results_ND, plan.lines, plan, weighted=weighted)
         launch_groups.launch_group_sum(sums, peers, link.sms, signal=True)
@@ -87,21 +87,21 @@ def backward(
     from uniep.launch import staged as launch
 
     cfg, device, experts, way = link.cfg, link.device, inputs.experts, link.way
-    x_TD, dy_TD, ids_TK = map(aligned, (inputs.x_TD, dy_TD, inputs.ids_TK))
+    x_TD, ids_TK = inputs.x_TD, inputs.ids_TK
     *of_plan, h_2NF, kept = saved
     plan = link.planner.restore(ids_TK.shape[0], of_plan)
     num_rows, peers, receive = plan.num_rows, link.peers(), link.arena.views["receive"]
-    address_2N = torch.empty(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
+    address_2N = temporary(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
     addresses = Addresses(*unbind(address_2N))
     x = Tokens(x_TD, receive[:-1] if way.again else kept)
 
     claims = None
     if way.gradient_beside:
-        claims = torch.empty(2, -(-plan.rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
+        claims = temporary(2, -(-plan.rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
 
     def meanwhile() -> None:
         if claims is not None:
-            claims.zero_()
+            fill(claims, 0)
         if needs.w13 or needs.w2:
             dy = Tokens(dy_TD, receive)
             launch.launch_row_addresses(x, dy, plan.bundle, link.num_ranks, link.sms, addresses)
@@ -109,14 +109,15 @@ def backward(
     link.enter_planned("backward", dy_TD, plan, inputs.layer, meanwhile)
     link.dispatch(dy_TD, plan, peers)
     through = _through_activation(link, dy_TD, h_2NF, plan, peers, experts, claims)
+    release()
     launch.launch_dweights(through.groups_NG, plan.bundle, peers, link.slots, link.sms)
 
     # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
     dh_NH = through.dh_N2F.view(num_rows, 2 * cfg.ffn)
     results_ND = _results(link, plan)  # kept until the other stream has joined
     _return_rows(link, launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, link.sms, results_ND)
-    dx_TD = torch.empty_like(dy_TD)
-    dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device) if needs.weights else None
+    dx_TD = result_like(dy_TD)
+    dweights_TK = result(*ids_TK.shape, dtype=torch.float32, device=device) if needs.weights else None
     link.fork(link.side)  # the sums are memory-bound, what is beside them not
     with torch.cuda.stream(link.side):
         if plan.lines is not None:
@@ -158,7 +159,7 @@ def _through_activation(
         link.mark("down_gradient")
         launch.launch_activation_gradient(made, rows, cfg, link.sms)
     link.mark("activation_gradient")
-    return made
+    return made._replace(raw_NF=None)
 
 
 def _weight_gradients(
@@ -172,16 +173,15 @@ def _weight_gradients(
     rows, local, ffn = plan.rows, link.planner.local, link.cfg.ffn
     how = rows.start_e1, rows.rows_e, link.planner.status, link.way.weight_gradient, link.sms
     accumulate = main_grads is not None and main_grads.accumulate
-    fresh = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
     dw13 = dw2 = None
     if needs.w2:
-        dw2 = main_grads.w2 if main_grads else (fresh(experts.w2[0]),)
+        dw2 = main_grads.w2 if main_grads else (result_like(experts.w2[0]),)
         launch.launch_weight_gradient(addresses.dy_N, act_NF, 0, dw2[0], *how, transposed=False, accumulate=accumulate)
         link.mark("weight_gradient")
     if link.way.again:
         link.dispatch_again(x.local, plan, layer)
     if needs.w13:
-        dw13 = main_grads.w13 if main_grads else tuple(fresh(w) for w in experts.w13)
+        dw13 = main_grads.w13 if main_grads else tuple(map(result_like, experts.w13))
         x_N = x.received if link.way.expanded else addresses.x_N
         for part, dw in enumerate(dw13):  # w1 and w3, or both in one
             dw_eHD = dw.view(local, -1, link.cfg.hidden)
@@ -194,7 +194,7 @@ def _expand(link: Link, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> Tensor:
     """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
     from uniep.launch.staged import launch_expand
 
-    rows_ND = torch.empty(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
+    rows_ND = result(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
     pushing = 2 * link.way.push_programs if link.fused else 0
     tokens, tile_rows = Tokens(x_TD, link.arena.views["receive"]), link.way.gate_up.rows
     launch_expand(tokens, plan.bundle, peers, tile_rows, link.sms, rows_ND, Dispatch(link.fused, pushing))
@@ -206,7 +206,7 @@ def _results(link: Link, plan: DevicePlan) -> Tensor:
     """Memory for the rows (N, D) of a product that are to be added by groups, or pushed later; else any as wide."""
     if link.way.returns == "epilogue":
         return link.arena.views["receive"]
-    return torch.empty(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
+    return temporary(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
 
 
 def _return_rows(
@@ -248,7 +248,7 @@ def _down_and_sums(
     from uniep.launch import groups as launch_groups
 
     tile, rows = link.way.down, plan.rows
-    order_M = torch.empty(rows.order_M.shape, dtype=torch.int32, device=link.device)
+    order_M = temporary(*rows.order_M.shape, dtype=torch.int32, device=link.device)
     launch_groups.launch_return_order(plan.counts_RE, rows, link.rank, tile.rows, order_M)
     launch_groups.launch_counted_down(act_NF, plan.bundle, order_M, experts, tile, link.sms, sums.rows_ND)
     launch_groups.launch_claimed_sum(sums, rows, lines, peers, tile, link.sms)

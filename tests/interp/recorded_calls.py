@@ -1,0 +1,181 @@
+"""A process that makes calls of the Hopper backend whose kernels are never compiled, and compares what they launch.
+
+Prints a line for each schedule and direction: how many steps a recording has, and what a later call, with other tensors
+at other addresses and of another layer, launches otherwise.  See test_recorded_calls.py.
+"""
+
+import functools
+import types
+
+import hopper_on_host
+import torch
+import triton
+
+from uniep import MoEConfig, Schedule
+from uniep.backends.base import Inputs, LayerTag, MainGrads, Needs
+from uniep.backends.hopper import link, planner, staged
+from uniep.launch import driver, records
+from uniep.launch.driver import Block, Varying
+from uniep.weights import ExpertWeights
+
+STREAMS = tuple(range(3))
+WAYS = {
+    "default, few tokens": (None, 300),
+    "default": (None, 700),
+    "serial": (Schedule(overlap="serial"), 700),
+    "copied": (Schedule(transfer="copy", activation_gradient="beside", beside_from=0), 700),
+    "pipelined": (Schedule(transfer="copy", overlap="pipelined", pipelined_from=0), 700),
+    "expanded": (Schedule(operand="expanded", transfer="push"), 700),
+    "mega, copied": (Schedule(overlap="mega", transfer="copy"), 700),
+}
+
+
+class Stream:
+    """Knows its handle."""
+
+    made = 0
+
+    def __init__(self, *_):
+        Stream.made += 1
+        self.cuda_stream = Stream.made
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+def install():
+    hopper_on_host.install(multiprocessors=8)
+    here = Stream()
+    here.cuda_stream = 0
+    current = [here]
+    torch.cuda.Stream = Stream
+    torch.cuda.current_stream = lambda device=None: here
+
+    class On:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            current.append(self.stream)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    torch.cuda.stream = On
+    torch._C._cuda_getCurrentRawStream = lambda device: handle(current[-1])
+    nothing = types.SimpleNamespace(cuLaunchKernelEx=lambda *_: 0, cuTensorMapEncodeTiled=lambda *_: 0)
+    driver.libcuda = lambda: nothing
+    driver._device = lambda first: 0
+    driver._for_triton = lambda argument: argument
+    driver.parameter_sizes = lambda kernel, compiled, args: [*sizes(args), 8, 8]
+    triton.runtime.jit.JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **_: compiled(kernel, args)
+
+    def copy(target, source, stream):
+        if (watcher := driver.current_watcher()) is not None:
+            watcher.copied(target.data_ptr(), source.data_ptr(), source.nbytes, handle(stream))
+
+    def fill(memory, word):
+        if (watcher := driver.current_watcher()) is not None:
+            watcher.filled(memory.data_ptr(), word, memory.nbytes // 4, handle(current[-1]))
+
+    def follow(later, earlier, point):
+        if (watcher := driver.current_watcher()) is not None:
+            watcher.followed(handle(later), handle(earlier), types.SimpleNamespace(cuda_event=1))
+
+    link.copy, link.follow, planner.fill, staged.fill = copy, follow, fill, fill
+
+
+def handle(stream):
+    """Of the current stream, of that for sums, of that for copies."""
+    return stream.cuda_stream and 1 + (stream.cuda_stream - 1) % 2
+
+
+def sizes(args):
+    for a in driver._leaves(args):
+        if isinstance(a, Block):
+            yield from (128, *[4] * len(a.shape), *[8] * len(a.shape))
+        else:
+            yield 8 if isinstance(a, driver.Memory) or a >> 31 > 0 else 4
+
+
+def compiled(kernel, args):
+    blocks = [a for a in driver._leaves(args) if isinstance(a, Block)]
+    facts = [{"elem_size": 2, "elem_type": 10, "block_size": list(b.block), "swizzle": 0} for b in blocks]
+    metadata = types.SimpleNamespace(shared=0, num_warps=4, tensordesc_meta=facts, name=kernel.fn.__name__)
+    return types.SimpleNamespace(function=1, metadata=metadata, asm={"ptx": ""})
+
+
+def step(note):
+    """A note without addresses and `Varying`."""
+    if note[0] != records.LAUNCH:
+        return note[: 3 if note[0] == records.FOLLOW else None]
+    _, known, programs, values, maps, owners, stream = note
+    rest = [None if i in owners or isinstance(v, bytes | Varying) else v for i, v in enumerate(values)]
+    return known.compiled.metadata.name, programs, rest, maps, owners, stream
+
+
+def record(backend, given, call):
+    """(the result, steps, program)."""
+    recording = records.Recording(given, backend.lasting(), STREAMS)
+    with driver.watching(recording), records.NothingElse(recording):
+        result = call()
+    assert not recording.why_not, recording.why_not
+    return result, [step(note) for note in recording.notes], records.Program(recording)
+
+
+def data(tokens, number):
+    """Of its own addresses."""
+    like = {"dtype": torch.bfloat16}
+    hold.append([torch.empty(1 << (10 + (number + i) % 9)) for i in range(7)])
+    x, dy = torch.zeros(tokens, 512, **like), torch.zeros(tokens, 512, **like)
+    experts = ExpertWeights((torch.zeros(8, 528, 512, **like),), (torch.zeros(8, 512, 264, **like),), "stacked")
+    tag = LayerTag(number, draw=number << 40 | number)
+    given = Inputs(x, torch.zeros(tokens, 4, dtype=torch.int64), torch.zeros(tokens, 4), experts, tag)
+    hold.append((given, dy))
+    return given, dy
+
+
+hold = []
+
+
+def calls(backend, given, dy, watched):
+    """{direction: (steps, program)} of a forward and its backwards."""
+
+    def made(tensors, call):
+        if not watched:  # compiles
+            return call(), [], None
+        return record(backend, tensors, call)
+
+    x, ids, weights, experts = given.x_TD, given.ids_TK, given.weights_TK, given.experts
+    both = *experts.w13, *experts.w2
+    (y, saved), *found = made((x, ids, weights, *both), lambda: backend.forward(given, True))
+    seen = {"forward": found}
+    into = tuple(torch.zeros(t.shape) for t in both)
+    main_grads = MainGrads(into[:1], into[1:], True)
+    backward = functools.partial(backend.backward, dy, given, saved, Needs())
+    got, *seen["backward"] = made((dy, x, ids, *saved, *both), backward)
+    got_too, *seen["main_grad"] = made((dy, x, ids, *saved, *both, *into), functools.partial(backward, main_grads))
+    hold.append((y, saved, got, got_too, into))
+    return seen
+
+
+def main():
+    install()
+    ways = {name: (schedule, tokens, None) for name, (schedule, tokens) in WAYS.items()}
+    ways |= {how: (Schedule(group_sum=how.split()[1]), 700, 2) for how in ("groups after", "groups beside")}
+    for name, (schedule, tokens, groups) in ways.items():
+        cfg = MoEConfig(
+            hidden=512, ffn=264, num_experts=16, top_k=4, max_tokens_per_rank=1024, max_rows=8192, combine_groups=groups
+        )
+        memories = [torch.zeros(1 << 26, dtype=torch.uint8) for _ in range(2)]
+        backend = hopper_on_host.host_backend(cfg, 0, 2, lambda size, m=memories: [t[:size] for t in m], schedule)
+        _, first, second = (calls(backend, *data(tokens, number), number > 1) for number in (1, 2, 3))
+        for direction, (steps, program) in first.items():
+            other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]
+            patches = sum(patch.place.slot >= 0 for s in program.steps for patch in s.patches[: s.num_patches])
+            print(f"{name}, {direction}: {len(steps)} steps, {patches} patches, differing {other}", flush=True)
+        hold.clear()
+
+
+if __name__ == "__main__":
+    main()

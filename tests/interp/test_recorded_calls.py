@@ -1,0 +1,25 @@
+"""What a recording of the Hopper backend leaves open is all that differs when the call is made again."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from uniep.launch.records import VARYING
+
+
+def test_calls_differ_in_what_recordings_leave_open():
+    """A later call, with other tensors and of another layer, launches the same, in the same order, on the same streams,
+    at the same places of what it is given, of its results and of its temporary memory."""
+    script = Path(__file__).parent / "recorded_calls.py"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    found = [re.fullmatch(r"(.+): (\d+) steps, (\d+) patches, differing (.*)", line) for line in lines]
+    assert len(found) == 27
+    assert not [m[0] for m in found if m[4] != "[]"]
+    assert all(int(m[2]) > 4 and int(m[3]) > len(VARYING) for m in found)
+    of_default = next(m for m in found if m[1] == "default, forward")
+    assert int(of_default[2]) >= 12
