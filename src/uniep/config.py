@@ -38,7 +38,10 @@ class MoEConfig:
     hidden: D, width of a token.  ffn: F, width of one expert.  num_experts: E, total over all ranks.
     top_k: K, slots per token (ids of -1 leave a slot unused).
     max_tokens_per_rank: largest T any rank passes in one call; T may differ per rank and per call.
-    activation: of a row's gate and up, the halves of x W13^T; see `activation.ACTIVATIONS`.
+    activation: of a row's gate and up, the halves of h = x W13^T, or of h itself; see `activation.ACTIVATIONS`.
+    activation_limit: None, or the largest gate, and the largest |up|, that the activation takes; larger ones are
+        clamped, and their gradients are zeros.  Of gated activations only.
+    bias: each expert has biases b13, of h, and b2, of its result (`uniep.moe`).
     dtype: of x, the expert parameters and y.  Routing weights are always fp32.
     weight_at: where the routing weight is applied.  "output": to the expert's result, in fp32, on the
         token's own rank (HF, torchtitan).  "activation": to the activation before the second GEMM
@@ -59,6 +62,8 @@ class MoEConfig:
     top_k: int
     max_tokens_per_rank: int
     activation: str = "swiglu"
+    activation_limit: float | None = None
+    bias: bool = False
     dtype: torch.dtype = torch.bfloat16
     weight_at: Literal["output", "activation"] = "output"
     combine_groups: int | None = None
@@ -79,9 +84,21 @@ class MoEConfig:
         if self.activation not in tuple(ACTIVATIONS):
             names = ", ".join(map(repr, ACTIVATIONS))
             raise UnsupportedError(
-                f"MoEConfig.activation is {self.activation!r}; supported: {names}. Other activations and "
-                "per-expert biases are refused rather than approximated"
+                f"MoEConfig.activation is {self.activation!r}; supported: {names}. Others are refused rather than "
+                "approximated"
             )
+        if (limit := self.activation_limit) is not None:
+            if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < math.inf:
+                raise ConfigError(
+                    f"MoEConfig.activation_limit is {limit!r}; it must be a finite number above 0, or None for no limit"
+                )
+            if not self.gated:
+                raise UnsupportedError(
+                    f"MoEConfig.activation_limit is {limit!r} but activation {self.activation!r} has no gate; pass "
+                    "activation_limit=None"
+                )
+        if not isinstance(self.bias, bool):
+            raise ConfigError(f"MoEConfig.bias is {self.bias!r}; it must be True or False")
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             names = ", ".join(str(d) for d in DTYPES)
             raise ConfigError(f"MoEConfig.dtype is {self.dtype!r}; supported: {names}")
@@ -93,7 +110,7 @@ class MoEConfig:
                 f"MoEConfig.combine_groups is {self.combine_groups}, which does not divide num_experts="
                 f"{self.num_experts}; use one of {fits}, or None for one sum over all of a token's slots"
             )
-        _refuse_bytes("w13 of all experts", self.num_experts * 2 * self.ffn, self.hidden)
+        _refuse_bytes("w13 of all experts", self.num_experts * self.h_columns, self.hidden)
 
     def experts_per_rank(self, ep_size: int) -> int:
         """e = E / R.  Raises ConfigError when R does not divide E."""
@@ -136,7 +153,17 @@ class MoEConfig:
                 f"slots; plans count up to {MAX_INDEX}. Lower max_tokens_per_rank"
             )
         rows = slots + self.num_experts * ROW_ALIGN
-        _refuse_bytes("the experts' tokens", rows, max(self.hidden, 2 * self.ffn))
+        _refuse_bytes("the experts' tokens", rows, max(self.hidden, self.h_columns))
+
+    @property
+    def gated(self) -> bool:
+        """Whether h has two halves, gate and up."""
+        return ACTIVATIONS[self.activation].gated
+
+    @property
+    def h_columns(self) -> int:
+        """Columns of h = x W13^T: 2F, or F of an activation without a gate."""
+        return (1 + self.gated) * self.ffn
 
     @property
     def return_slots(self) -> int:

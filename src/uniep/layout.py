@@ -172,7 +172,7 @@ def backward_tiles(cfg: MoEConfig, way: Way, *, w13: bool, w2: bool) -> tuple[in
     needed."""
     tile, columns = way.weight_gradient, way.down.columns
     of_expert = steps(cfg.hidden, tile.rows) * steps(cfg.ffn, tile.columns)
-    return steps(cfg.ffn, columns), steps(cfg.hidden, columns), of_expert * w2, 2 * of_expert * w13
+    return steps(cfg.ffn, columns), steps(cfg.hidden, columns), of_expert * w2, (1 + cfg.gated) * of_expert * w13
 
 
 def list_words(most: int, local: int, tiles: tuple[int, int, int, int], *, backward: bool) -> tuple[int, int]:

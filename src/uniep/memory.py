@@ -30,6 +30,7 @@ from uniep.layout import (
     kept_shape,
     list_words,
     plan_words,
+    steps,
     table_tiles,
 )
 from uniep.limits import group_limit, shape_limit
@@ -236,12 +237,12 @@ def _cpu(c: _Call) -> list[Buffer]:
         *(raw if c.way.separate_gradient else []),
         *c.shared(cpu_arrays(cfg, c.ep_size, c.way)),
         Buffer("received", (received, cfg.hidden), dtype, "saved", "compact copy of other ranks' tokens, for dW13"),
-        Buffer("h", (rows, 2 * cfg.ffn), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
+        Buffer("h", (rows, cfg.h_columns), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
         Buffer("fingerprint", (1,), _I64, "saved", "names the forward that a backward belongs to"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
-        Buffer("dh", (rows, 2 * cfg.ffn), dtype, "transient", "backward: gradient of h"),
+        Buffer("dh", (rows, cfg.h_columns), dtype, "transient", "backward: gradient of h"),
         *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS)] if c.way.grouped else []),
-        _groups(c, rows),
+        _groups(c, rows, of_bias=True),
     ]
 
 
@@ -273,7 +274,7 @@ def _hopper(c: _Call) -> list[Buffer]:
         Buffer("histogram", hopper_histogram(cfg, c.ep_size), _I32, "transient", "what the plan counts", (FORWARD,)),
         Buffer("rows", (3, rows), _I32, "saved", f"source, return slot and weight of every row; {rows_why}"),
         *parts,
-        Buffer("h", (2, rows, cfg.ffn), dtype, "saved", "gate and up before the activation"),
+        Buffer("h", (1 + cfg.gated, rows, cfg.ffn), dtype, "saved", "gate and up before the activation"),
         Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "received tokens, for dW13"),
         Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
         Buffer(
@@ -285,7 +286,7 @@ def _hopper(c: _Call) -> list[Buffer]:
             _BACKWARD if mega else (ACTIVATION_GRADIENT,),
         ),
         *lists,
-        Buffer("dh", (rows, 2, cfg.ffn), dtype, "transient", "backward: gradient of h", _BACKWARD),
+        Buffer("dh", (rows, 1 + cfg.gated, cfg.ffn), dtype, "transient", "backward: gradient of h", _BACKWARD),
         Buffer("address", (2, rows + 2 * ROW_ALIGN), _I64, "transient", "of rows of x and dO", _BACKWARD),
         _groups(c, rows),
         *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS, _RETURNING)] if in_place else []),
@@ -299,7 +300,7 @@ def _nccl(c: _Call) -> list[Buffer]:
     plan = ranks * (cfg.num_experts + c.tokens + 2) + c.local + 1
     return [
         Buffer("received", (received, cfg.hidden), dtype, "saved", "other ranks' tokens and a zero row, for dW13"),
-        Buffer("h", (rows, 2 * cfg.ffn), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
+        Buffer("h", (rows, cfg.h_columns), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
         Buffer("fingerprint", (1,), _I64, "saved", "names the forward that a backward belongs to"),
         Buffer("row_weight", (rows,), _F32, "saved", "routing weight of every row"),
         Buffer("plan", (plan,), _I32, "saved", "RoutingPlan: counts, segments, send lists"),
@@ -310,7 +311,7 @@ def _nccl(c: _Call) -> list[Buffer]:
         Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS),
         *_nccl_returns(c),
         Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2"),
-        Buffer("dh", (rows, 2 * cfg.ffn), dtype, "transient", "backward: gradient of h"),
+        Buffer("dh", (rows, cfg.h_columns), dtype, "transient", "backward: gradient of h"),
         _groups(c, rows),
     ]
 
@@ -330,9 +331,11 @@ def _nccl_returns(c: _Call) -> list[Buffer]:
 _BUFFERS: dict[str, Callable[[_Call], list[Buffer]]] = {"hopper": _hopper, "cpu": _cpu, "nccl": _nccl}
 
 
-def _groups(c: _Call, rows: int) -> Buffer:
+def _groups(c: _Call, rows: int, of_bias: bool = False) -> Buffer:
+    """of_bias: those of dO . b2 are kept, too."""
     why = f"backward: sums of {COLUMN_GROUP} columns"
-    return Buffer("dweight_groups", (rows, c.column_groups), _F32, "transient", why, _BACKWARD)
+    groups = c.column_groups + (steps(c.cfg.hidden, COLUMN_GROUP) if of_bias and c.cfg.bias else 0)
+    return Buffer("dweight_groups", (rows, groups), _F32, "transient", why, _BACKWARD)
 
 
 def _results(c: _Call) -> list[Buffer]:
@@ -340,6 +343,11 @@ def _results(c: _Call) -> list[Buffer]:
     return [
         Buffer("y", (c.tokens, cfg.hidden), cfg.dtype, "transient", "the result; belongs to the caller"),
         Buffer("dx", (c.tokens, cfg.hidden), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
-        Buffer("dw13", (c.local, 2 * cfg.ffn, cfg.hidden), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
+        Buffer("dw13", (c.local, cfg.h_columns, cfg.hidden), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
         Buffer("dw2", (c.local, cfg.hidden, cfg.ffn), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
+        *(
+            Buffer(name, (c.local, columns), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,))
+            for name, columns in (("db13", cfg.h_columns), ("db2", cfg.hidden))
+            if cfg.bias
+        ),
     ]

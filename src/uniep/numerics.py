@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniep.config import COLUMN_GROUP
+from uniep.config import COLUMN_GROUP, ROW_ALIGN
 from uniep.errors import UniEPError
 
 
@@ -164,6 +164,27 @@ def pair_tree_sum(x: Tensor) -> Tensor:
 def column_group_sums(x_RF: Tensor) -> Tensor:
     """(R, F) fp32 -> (R, F / COLUMN_GROUP): each group of columns by its adjacent-pairs tree."""
     return pair_tree_sum(x_RF.unflatten(-1, (-1, COLUMN_GROUP)))
+
+
+def column_groups(columns: int) -> int:
+    """Groups of COLUMN_GROUP columns, the last of which may be narrower."""
+    return -(-columns // COLUMN_GROUP)
+
+
+def bias_groups(dy_RD: Tensor, b2_D: Tensor) -> Tensor:
+    """(R, G) fp32: the column groups of dO * b2, products rounded to fp32; see `column_group_sums`."""
+    return column_group_sums(widened(dy_RD) * widened(b2_D[None]))
+
+
+def row_block_sums(x_RC: Tensor) -> Tensor:
+    """(R, C) fp32, R a multiple of ROW_ALIGN -> (C,): sums of columns.
+
+    **Order**: each block of ROW_ALIGN rows by its adjacent-pairs tree; blocks ascending, from 0.
+    """
+    total_C = torch.zeros(x_RC.shape[1], dtype=torch.float32, device=x_RC.device)
+    for block_RC in x_RC.split(ROW_ALIGN):
+        total_C += pair_tree_sum(block_RC.T)
+    return total_C
 
 
 def add_ascending(x_RG: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""Expert parameters as frameworks store them, without ever concatenating them."""
+"""Expert parameters as frameworks store them, without ever concatenating them.
+
+Experts of an activation without a gate have F rows of W13 instead of 2F.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,34 +26,40 @@ class ExpertWeights:
     layout "split": w13 = [w1 (e, F, D), w3 (e, F, D)], gate and up.
     layout "list": w13 = e tensors (2F, D).
     w2 is [(e, D, F)] or e tensors (D, F), independent of w13's layout.
+    gated: False: w13 = [(e, F, D)] or e tensors (F, D), "stacked" or "list".
+    b13 (e, 2F or F), gate first, and b2 (e, D): biases, both or none.
     """
 
     w13: tuple[Tensor, ...]
     w2: tuple[Tensor, ...]
     layout: Layout
+    gated: bool = True
+    b13: Tensor | None = None
+    b2: Tensor | None = None
 
     @classmethod
     def parse(
-        cls, w13: Tensor | Sequence[Tensor], w2: Tensor | Sequence[Tensor], cfg: MoEConfig, ep_size: int
-    ) -> ExpertWeights:
+        cls, w13: Tensor | Sequence[Tensor], w2: Tensor | Sequence[Tensor], cfg: MoEConfig, ep_size: int,
+        b13: Tensor | None = None, b2: Tensor | None = None,
+    ) -> ExpertWeights:  # fmt: skip
         """Recognise the layout by shape.  Raises ConfigError or DTypeError with both shapes or dtypes."""
         e, f, d = cfg.experts_per_rank(ep_size), cfg.ffn, cfg.hidden
         first = (w13,) if isinstance(w13, Tensor) else tuple(w13)
         second = (w2,) if isinstance(w2, Tensor) else tuple(w2)
-        shapes = [tuple(t.shape) for t in first]
+        shapes, h = [tuple(t.shape) for t in first], cfg.h_columns
         layout: Layout
-        if shapes in ([(e, 2 * f, d)], [(e, 2, f, d)]):
+        if shapes == [(e, h, d)] or (cfg.gated and shapes == [(e, 2, f, d)]):
             layout = "stacked"
-        elif shapes == [(e, f, d)] * 2:
+        elif cfg.gated and shapes == [(e, f, d)] * 2:
             layout = "split"
-        elif shapes == [(2 * f, d)] * e and not isinstance(w13, Tensor):
+        elif shapes == [(h, d)] * e and not isinstance(w13, Tensor):
             layout = "list"
         else:
+            pair = f" (gate rows first), [{e}, 2, {f}, {d}], a pair (w1, w3) of [{e}, {f}, {d}]" if cfg.gated else ""
             raise ConfigError(
                 f"w13 has shape {shapes if len(shapes) != 1 else shapes[0]}; for {e} local experts "
-                f"(num_experts={cfg.num_experts} over {ep_size} ranks), ffn={f}, hidden={d} it must be "
-                f"[{e}, {2 * f}, {d}] (gate rows first), [{e}, 2, {f}, {d}], a pair (w1, w3) of [{e}, {f}, {d}], "
-                f"or {e} tensors of [{2 * f}, {d}]"
+                f"(num_experts={cfg.num_experts} over {ep_size} ranks), ffn={f}, hidden={d}, activation "
+                f"{cfg.activation!r} it must be [{e}, {h}, {d}]{pair}, or {e} tensors of [{h}, {d}]"
             )
         down = [tuple(t.shape) for t in second]
         if down != [(e, d, f)] and down != [(d, f)] * e:
@@ -64,15 +73,39 @@ class ExpertWeights:
                     raise DTypeError(
                         f"{name} has dtype {t.dtype} but the layer computes in {cfg.dtype}; convert one of them"
                     )
-        return cls(first, second, layout)
+        _check_biases({"b13": (b13, (e, h)), "b2": (b2, (e, d))}, cfg)
+        return cls(first, second, layout, cfg.gated, b13, b2)
 
-    def halves(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Gate and up rows, two (F, D) views, of local expert `expert`."""
+    @classmethod
+    def zeros(cls, cfg: MoEConfig, local: int, **like: Any) -> ExpertWeights:
+        """Of `local` experts, stacked, to try calls with.  like: dtype and device."""
+        h = cfg.h_columns
+        biases = (torch.zeros(local, h, **like), torch.zeros(local, cfg.hidden, **like)) if cfg.bias else ()
+        w13, w2 = torch.zeros(local, h, cfg.hidden, **like), torch.zeros(local, cfg.hidden, cfg.ffn, **like)
+        return cls((w13,), (w2,), "stacked", cfg.gated, *biases)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return *self.w13, *self.w2, *self.biases
+
+    @property
+    def biases(self) -> tuple[Tensor, ...]:
+        """(b13, b2), or ()."""
+        return () if self.b13 is None or self.b2 is None else (self.b13, self.b2)
+
+    def halves(self, expert: int) -> tuple[Tensor, ...]:
+        """Gate and up rows, two (F, D) views, of local expert `expert`; without a gate one."""
         if self.layout == "split":
             return self.w13[0][expert], self.w13[1][expert]
         w = self.w13[expert] if self.layout == "list" else self.w13[0][expert]
-        pair = w.view(2, -1, w.shape[-1])
-        return pair[0], pair[1]
+        return w.view(1 + self.gated, -1, w.shape[-1]).unbind(0)
+
+    def half_biases(self, expert: int) -> tuple[Tensor | None, ...]:
+        """Of `halves`: two (F,) views of b13, or one."""
+        if self.b13 is None:
+            return (None,) * (1 + self.gated)
+        return self.b13[expert].chunk(1 + self.gated)
 
     def down(self, expert: int) -> Tensor:
         """(D, F) view of w2 of local expert `expert`."""
@@ -82,4 +115,21 @@ class ExpertWeights:
         """Same layout and dtypes in new memory: zeros if `fill`, else uninitialised."""
         new = torch.zeros_like if fill else torch.empty_like
         make = lambda ts: tuple(new(t, memory_format=torch.contiguous_format) for t in ts)  # noqa: E731
-        return ExpertWeights(make(self.w13), make(self.w2), self.layout)
+        return dataclasses.replace(self, w13=make(self.w13), w2=make(self.w2))
+
+
+def _check_biases(given: dict[str, tuple[Tensor | None, tuple[int, int]]], cfg: MoEConfig) -> None:
+    """Raise ConfigError or DTypeError unless there are biases of these shapes where the configuration has biases."""
+    for name, (bias, shape) in given.items():
+        if (bias is not None) != cfg.bias:
+            remedy = f"pass {name} {list(shape)}" if cfg.bias else f"set MoEConfig(bias=True), or pass {name}=None"
+            found = "None" if bias is None else f"a tensor of shape {tuple(bias.shape)}"
+            raise ConfigError(f"{name} is {found} but MoEConfig.bias is {cfg.bias}; {remedy}")
+        if bias is None:
+            continue
+        if tuple(bias.shape) != shape:
+            raise ConfigError(f"{name} has shape {tuple(bias.shape)}; it must be {list(shape)}")
+        if bias.dtype != cfg.dtype:
+            raise DTypeError(
+                f"{name} has dtype {bias.dtype} but the layer computes in {cfg.dtype}; convert one of them"
+            )

@@ -26,6 +26,7 @@ SCHEDULES = tuple(
     for order in ("natural", "local-first")
 )
 FIELDS = ("y", "dx", "dweights", "dw13", "dw2")
+BIASES = ("db13", "db2")  # fields that are None without biases
 POISON = float("nan")
 
 
@@ -37,7 +38,8 @@ def config(**changes: Any) -> uniep.MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """x (T, D), ids (T, K), weights (T, K) fp32, dy (T, D), w13 (E, 2F, D), w2 (E, D, F); T of each shard."""
+    """x (T, D), ids (T, K), weights (T, K) fp32, dy (T, D), w13 (E, 2F or F, D), w2 (E, D, F); T of each shard;
+    biases: b13 (E, 2F or F) and b2 (E, D), or none."""
 
     x: Tensor
     ids: Tensor
@@ -46,6 +48,7 @@ class Batch:
     w13: Tensor
     w2: Tensor
     shard_tokens: tuple[int, ...]
+    biases: tuple[Tensor, ...] = ()
 
     def rows(self, rank: int, ep_size: int) -> slice:
         share = SHARDS // ep_size
@@ -81,11 +84,12 @@ def random_batch(
     values = {
         "x": torch.randn(total, d, generator=g),
         "dy": torch.randn(total, d, generator=g),
-        "w13": torch.randn(e, 2 * f, d, generator=g) * d**-0.5,
+        "w13": torch.randn(e, cfg.h_columns, d, generator=g) * d**-0.5,
         "w2": torch.randn(e, d, f, generator=g) * f**-0.5,
     }
     values = {name: value.to(cfg.dtype) for name, value in values.items()}
-    return Batch(ids=ids, weights=weights, shard_tokens=tuple(shard_tokens), **values)
+    biases = tuple(torch.randn(e, n, generator=g).to(cfg.dtype) for n in (cfg.h_columns, d)) if cfg.bias else ()
+    return Batch(ids=ids, weights=weights, shard_tokens=tuple(shard_tokens), **values, biases=biases)
 
 
 def exact_batch(
@@ -122,6 +126,8 @@ class Outcome:
     dweights: Tensor
     dw13: Tensor
     dw2: Tensor
+    db13: Tensor | None = None
+    db2: Tensor | None = None
 
 
 def workspace(
@@ -152,6 +158,11 @@ def equal_where_wanted(found, wanted, batch, want):
                 equal_bits(got, getattr(want, name)[side(rank, len(found))], f"rank {rank} {name}")
 
 
+def named(biases) -> dict[str, Tensor]:
+    """As arguments of `uniep.moe`."""
+    return dict(zip(("b13", "b2"), biases, strict=True)) if biases else {}
+
+
 def leaf(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_()
 
@@ -160,11 +171,11 @@ def forward_backward(ws: uniep.Workspace, batch: Batch) -> Outcome:
     """This rank's part of one step."""
     rows, experts = batch.rows(ws.rank, ws.ep_size), batch.experts(ws.rank, ws.ep_size)
     x, weights = leaf(batch.x[rows]), leaf(batch.weights[rows])
-    w13, w2 = leaf(batch.w13[experts]), leaf(batch.w2[experts])
-    y = uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws)
+    w13, w2, *biases = (leaf(t[experts]) for t in (batch.w13, batch.w2, *batch.biases))
+    y = uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws, **named(biases))
     y.backward(batch.dy[rows])
-    grads = [t.grad for t in (x, weights, w13, w2)]
-    missing = [name for name, g in zip(FIELDS[1:], grads, strict=True) if g is None]
+    grads = [t.grad for t in (x, weights, w13, w2, *biases)]
+    missing = [name for name, g in zip((*FIELDS, *BIASES)[1:], grads, strict=False) if g is None]
     assert not missing, f"rank {ws.rank}: gradients are None: {missing}"
     return Outcome(y.detach(), *grads)
 
@@ -174,8 +185,9 @@ def forward_only(ws: uniep.Workspace, batch: Batch) -> Tensor:
     rows, experts = batch.rows(ws.rank, ws.ep_size), batch.experts(ws.rank, ws.ep_size)
     with torch.no_grad():
         return uniep.moe(
-            batch.x[rows], batch.ids[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts], workspace=ws
-        )
+            batch.x[rows], batch.ids[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts], workspace=ws,
+            **named([b[experts] for b in batch.biases]),
+        )  # fmt: skip
 
 
 def poison(ws: uniep.Workspace) -> None:
@@ -204,7 +216,8 @@ def steps_of_rank(world, cfg, batches, ep_size, schedule=None, poisoned=False, r
 
 
 def gather(per_rank: list[Outcome]) -> Outcome:
-    return Outcome(*(torch.cat([getattr(o, name) for o in per_rank]) for name in FIELDS))
+    names = FIELDS if per_rank[0].db13 is None else (*FIELDS, *BIASES)
+    return Outcome(*(torch.cat([getattr(o, name) for o in per_rank]) for name in names))
 
 
 def steps(pool, cfg, batches, ep_size, schedule=None, **options) -> list[Outcome]:
@@ -230,6 +243,11 @@ def same_bits(got: Outcome, want: Outcome, what: str = "") -> None:
     """torch.equal on the bit patterns (so NaN equals itself and -0.0 is not 0.0), each tensor on its own."""
     for name in FIELDS:
         equal_bits(getattr(got, name), getattr(want, name), f"{what} {name}")
+    for name in BIASES:
+        a, b = getattr(got, name), getattr(want, name)
+        assert (a is None) == (b is None), f"{what} {name}"
+        if a is not None and b is not None:
+            equal_bits(a, b, f"{what} {name}")
 
 
 def equal_bits(a: Tensor, b: Tensor, what: str) -> None:
@@ -246,15 +264,17 @@ def equal_bits(a: Tensor, b: Tensor, what: str) -> None:
 
 def autograd(batch: Batch, cfg: uniep.MoEConfig, dtype: torch.dtype) -> Outcome:
     """The plain composition and its autograd in `dtype`."""
-    x, weights, w13, w2 = (leaf(t.to(dtype)) for t in (batch.x, batch.weights, batch.w13, batch.w2))
-    y = reference.composition(x, batch.ids, weights, w13, w2, cfg.weight_at, cfg.activation)
+    leaves = [leaf(t.to(dtype)) for t in (batch.x, batch.weights, batch.w13, batch.w2, *batch.biases)]
+    x, weights, w13, w2, *biases = leaves
+    how = (cfg.weight_at, cfg.activation, cfg.activation_limit, tuple(biases) or None)
+    y = reference.composition(x, batch.ids, weights, w13, w2, *how)
     y.backward(batch.dy.to(dtype))
-    return Outcome(y.detach(), x.grad, weights.grad, w13.grad, w2.grad)
+    return Outcome(y.detach(), *(t.grad for t in leaves))
 
 
 def flat_rows(name: str, t: Tensor, cfg: uniep.MoEConfig) -> dict[str, Tensor]:
     """Each gradient as rows, the gate and up halves of dw13 apart."""
-    if name == "dw13":
+    if name == "dw13" and cfg.gated:
         return {
             "dw1 (gate)": t[:, : cfg.ffn].reshape(-1, cfg.hidden),
             "dw3 (up)": t[:, cfg.ffn :].reshape(-1, cfg.hidden),
@@ -272,7 +292,7 @@ def reordered(batch: Batch, cfg: uniep.MoEConfig, seed: int) -> Outcome:
     tokens = len(batch.x)
     copies = max(1, 1024 // max(tokens, 1))
     t, d, f = (torch.randperm(size, generator=g) for size in (copies * tokens, cfg.hidden, cfg.ffn))
-    halves = torch.cat([f, f + cfg.ffn])
+    halves = torch.cat([f, f + cfg.ffn]) if cfg.gated else f
     first = (t < tokens)[:, None]
     t = t % max(tokens, 1)
     moved = dataclasses.replace(
@@ -283,6 +303,7 @@ def reordered(batch: Batch, cfg: uniep.MoEConfig, seed: int) -> Outcome:
         dy=batch.dy[t][:, d] * first,
         w13=batch.w13[:, halves][:, :, d],
         w2=batch.w2[:, d][:, :, f],
+        biases=tuple(b[:, order] for b, order in zip(batch.biases, (halves, d), strict=False)),
     )
     got = autograd(moved, cfg, cfg.dtype)
     place = torch.empty(tokens, dtype=torch.int64)
@@ -294,6 +315,8 @@ def reordered(batch: Batch, cfg: uniep.MoEConfig, seed: int) -> Outcome:
         got.dweights[place],
         got.dw13[:, halves][:, :, d],
         got.dw2[:, d][:, :, f],
+        None if got.db13 is None else got.db13[:, halves],
+        None if got.db2 is None else got.db2[:, d],
     )
 
 
@@ -304,7 +327,7 @@ def accurate(got: Outcome, batch: Batch, cfg: uniep.MoEConfig) -> None:
     """
     exact = autograd(batch, cfg, torch.float64)
     plain = [reordered(batch, cfg, seed) for seed in range(8)]
-    for name in FIELDS:
+    for name in FIELDS if got.db13 is None else (*FIELDS, *BIASES):
         ours, truth, *theirs = (flat_rows(name, getattr(o, name).double(), cfg) for o in (got, exact, *plain))
         for part, rows in ours.items():
             if not rows.numel():

@@ -83,10 +83,18 @@ def test_ep_sizes_and_schedules(pool, dtype, weight_at):
     case.accurate(want, batch, cfg)
 
 
-@pytest.mark.parametrize(("activation", "weight_at"), [("geglu", "output"), ("geglu_tanh", "activation")])
-def test_activations(pool, activation, weight_at):
-    """The same with each other activation, whose tiles end in ragged columns."""
-    cfg = config(ffn=200, top_k=3, dtype=torch.bfloat16, activation=activation, weight_at=weight_at)
+@pytest.mark.parametrize(
+    ("activation", "weight_at", "more"),
+    [
+        ("geglu", "output", {}),
+        ("geglu_tanh", "activation", {"bias": True}),
+        ("swiglu_oai", "output", {"bias": True, "activation_limit": 1.0}),
+        ("relu2", "activation", {}),
+    ],
+)
+def test_activations(pool, activation, weight_at, more):
+    """The same with other activations, gated and not, with a limit, and biases; tiles end in ragged columns."""
+    cfg = config(ffn=200, top_k=3, dtype=torch.bfloat16, activation=activation, weight_at=weight_at, **more)
     batch = random_batch(cfg, (70, 0, 101, 33), unused=0.1)
     want = compare_schedules(pool, cfg, batch, (1, 2, 4), variants(1, seed=4))
     same_bits(want, by_reference(cfg, batch))
@@ -114,8 +122,10 @@ def test_a_hot_expert_of_many_tiles(pool):
 
 def by_reference(cfg, batch):
     inputs = (batch.x, batch.ids, batch.weights, batch.w13, batch.w2)
-    grads = reference.backward(batch.dy, *inputs, cfg)
-    return case.Outcome(reference.forward(*inputs, cfg), grads.x, grads.weights, grads.w13, grads.w2)
+    biases = batch.biases or None
+    grads = reference.backward(batch.dy, *inputs, cfg, biases)
+    y = reference.forward(*inputs, cfg, biases)
+    return case.Outcome(y, grads.x, grads.weights, grads.w13, grads.w2, grads.b13, grads.b2)
 
 
 @pytest.mark.parametrize("weight_at", BOTH)
@@ -130,6 +140,7 @@ def test_the_oracle_equals_the_reference(pool, dtype, weight_at):
 def random_problem(seed):
     """A shape, inputs and a schedule nobody chose."""
     chance = random.Random(seed)
+    activation = chance.choice(list(ACTIVATIONS))
     cfg = config(
         hidden=chance.choice((64, 65, 128, 136)),
         ffn=chance.choice((8, 64, 100, 192)),
@@ -138,7 +149,9 @@ def random_problem(seed):
         max_tokens_per_rank=chance.choice((256, 300)),
         dtype=chance.choice(DTYPES),
         weight_at=chance.choice(BOTH),
-        activation=chance.choice(list(ACTIVATIONS)),
+        activation=activation,
+        activation_limit=chance.choice((None, 0.5)) if ACTIVATIONS[activation].gated else None,
+        bias=chance.choice((False, True)),
     )
     tokens = tuple(chance.choice((0, 1, 5, 33, 60)) for _ in range(4))
     ids = None

@@ -380,7 +380,7 @@ def test_life_of_a_workspace(schedule):
     ws.check()
     assert uniep.report(ws)["backend"].startswith("nccl: rank 0 of 1")
     w13, w2 = case.leaf(batch.w13), case.leaf(batch.w2)
-    arguments = (batch.x, batch.ids, batch.weights, [w13], [w2], "stacked", ws.key, True, [], [], False)
+    arguments = (batch.x, batch.ids, batch.weights, [w13], [w2], [], "stacked", ws.key, True, [], [], False)
     torch.library.opcheck(torch.ops.uniep.moe_fwd.default, arguments, test_utils="test_faketensor")
     ws.close()
     ws.close()

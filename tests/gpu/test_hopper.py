@@ -36,7 +36,7 @@ HAVE = torch.cuda.device_count() if torch.cuda.is_available() else 0
 if HAVE < 2 or torch.cuda.get_device_capability(0)[0] != 9:
     pytest.skip("needs two Hopper GPUs", allow_module_level=True)
 
-FIELDS = ("y", "dx", "dweights", "dw13", "dw2")
+FIELDS = ("y", "dx", "dweights", "dw13", "dw2", "db13", "db2")
 SERIAL = Schedule(overlap="serial", tile_order="natural")
 SCHEDULES = {
     "pushed": Schedule(transfer="push"),
@@ -85,7 +85,7 @@ class Rank:
         return [t[:n] for t, n in zip(self.gather(padded), counts, strict=True)]
 
     def data(self, cfg, tokens, seed=0, unused=0.1):
-        """x, ids, weights, w13, w2, dy of this rank; every expert from its own generator."""
+        """x, ids, weights, w13, w2, dy of this rank, and any b13, b2; every expert from its own generator."""
         make = torch.Generator(self.device).manual_seed(seed * 1000 + self.rank)
         like = {"device": self.device, "generator": make}
         x = torch.randn(tokens, cfg.hidden, **like).to(cfg.dtype)
@@ -94,19 +94,23 @@ class Rank:
         weights = torch.rand(tokens, cfg.top_k, **like)
         dy = torch.randn(tokens, cfg.hidden, **like).to(cfg.dtype)
         local = cfg.num_experts // self.size
-        w13 = torch.empty(local, 2 * cfg.ffn, cfg.hidden, device=self.device, dtype=cfg.dtype)
-        w2 = torch.empty(local, cfg.hidden, cfg.ffn, device=self.device, dtype=cfg.dtype)
+        memory = {"device": self.device, "dtype": cfg.dtype}
+        w13 = torch.empty(local, cfg.h_columns, cfg.hidden, **memory)
+        w2 = torch.empty(local, cfg.hidden, cfg.ffn, **memory)
+        biases = [torch.empty(local, n, **memory) for n in ((cfg.h_columns, cfg.hidden) if cfg.bias else ())]
         for e in range(local):
             own = torch.Generator(self.device).manual_seed(seed * 1000 + 500 + self.rank * local + e)
             w13[e] = torch.randn(w13.shape[1:], device=self.device, generator=own) * cfg.hidden**-0.5
             w2[e] = torch.randn(w2.shape[1:], device=self.device, generator=own) * cfg.ffn**-0.5
-        return x, ids, weights, w13, w2, dy
+            for bias in biases:
+                bias[e] = torch.randn(bias.shape[1], device=self.device, generator=own)
+        return x, ids, weights, w13, w2, dy, *biases
 
     def run(self, workspace, data):
-        """(y, dx, dweights, dw13, dw2)."""
-        x, ids, weights, w13, w2, dy = data
-        leaves = [t.detach().clone().requires_grad_() for t in (x, weights, w13, w2)]
-        y = uniep.moe(leaves[0], ids, *leaves[1:], workspace=workspace)
+        """(y, dx, dweights, dw13, dw2), with biases also db13 and db2."""
+        x, ids, weights, w13, w2, dy, *biases = data
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weights, w13, w2, *biases)]
+        y = uniep.moe(leaves[0], ids, *leaves[1:4], workspace=workspace, **named(leaves[4:]))
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
     def once(self, cfg, data, schedule=None, **kwargs):
@@ -118,9 +122,9 @@ class Rank:
 
     def alone(self, cfg, data):
         """The same global batch at EP=1, this rank's part of it."""
-        x, ids, weights, w13, w2, dy = data
+        ids, w13 = data[1], data[3]
         rows = [t.shape[0] for t in self.gather_ragged(ids, -1)]
-        joined = [torch.cat(self.gather_ragged(t, -1 if t is ids else 0)) for t in (x, ids, weights, w13, w2, dy)]
+        joined = [torch.cat(self.gather_ragged(t, -1 if t is ids else 0)) for t in data]
         whole = dataclasses.replace(cfg, max_tokens_per_rank=cfg.max_tokens_per_rank * self.size, max_rows=None)
         with Workspace(whole, None, device=self.device, timeout_s=60) as workspace:
             out = self.run(workspace, joined)
@@ -131,8 +135,13 @@ class Rank:
         return [t[mine] for t in out[:3]] + [t[experts] for t in out[3:]], joined, mine, experts
 
 
+def named(biases):
+    """As arguments of `uniep.moe`."""
+    return dict(zip(("b13", "b2"), biases, strict=True)) if len(biases) else {}
+
+
 def differing(want, got):
-    return [name for name, a, b in zip(FIELDS, want, got, strict=True) if not torch.equal(a, b)]
+    return [name for name, a, b in zip(FIELDS[: len(want)], want, got, strict=True) if not torch.equal(a, b)]
 
 
 def check_plan(r):
@@ -247,12 +256,14 @@ def check_bits(r):
 
 
 def check_activations(r):
-    """The same with every other activation, and with combine groups; each over a dense grid of gates against fp64."""
+    """The same with gelu, gated and not, and with combine groups; every activation over a dense grid of gates against
+    fp64."""
     for name, activation in ACTIVATIONS.items():
-        said = activation_grid.check(activation, r.device, blocks=2**10)
-        if r.rank == 0:
-            print(said, flush=True)
-        if name == "swiglu":  # in check_bits
+        for limit in (None, 3.0) if activation.gated else (None,):
+            said = activation_grid.check(activation, r.device, blocks=2**10, limit=limit)
+            if r.rank == 0:
+                print(said, flush=True)
+        if name not in ("geglu", "geglu_tanh", "gelu"):  # others are in check_bits and check_biases
             continue
         same_everywhere(r, {"activation": name})
         same_everywhere(r, {"activation": name, "weight_at": "activation", "dtype": torch.float16})
@@ -262,6 +273,33 @@ def check_activations(r):
         wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in BESIDE.items()}
         wrong["nccl"] = differing(want, r.once(cfg, data, backend="nccl"))
         assert not any(wrong.values()), (name, wrong)
+
+
+def check_biases(r):
+    """The same with biases, a limit and no gate, with combine groups, too; then a layer of GPT-OSS-20B's shape."""
+    same_everywhere(r, {"bias": True, "activation": "swiglu_oai", "activation_limit": 1.0})
+    same_everywhere(r, {"bias": True, "activation": "relu2", "weight_at": "activation", "dtype": torch.float16})
+    same_everywhere(r, {"bias": True, "activation": "silu"})
+    cfg = MoEConfig(**SHAPE, bias=True, weight_at="activation", combine_groups=8)
+    data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
+    want = r.once(cfg, data, SERIAL)
+    wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in GROUP_SCHEDULES.items()}
+    wrong |= {
+        "nccl": differing(want, r.once(cfg, data, backend="nccl")),
+        "EP=1": differing(want, r.alone(cfg, data)[0]),
+    }
+    assert not any(wrong.values()), wrong
+    gpt_oss = {"hidden": 2880, "ffn": 2880, "num_experts": 32, "top_k": 4, "max_tokens_per_rank": 2048}
+    cfg = MoEConfig(**gpt_oss, bias=True, activation="swiglu_oai", activation_limit=7.0)
+    data = r.data(cfg, 2000)
+    want = r.once(cfg, data, SERIAL)
+    chosen = {how: SCHEDULES[how] for how in ("copied", "pipelined", "gradient beside", "mega", "mega, copied")}
+    wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in {**chosen, "": None}.items()}
+    wrong |= {
+        "nccl": differing(want, r.once(cfg, data, backend="nccl")),
+        "EP=1": differing(want, r.alone(cfg, data)[0]),
+    }
+    assert not any(wrong.values()), wrong
 
 
 def same_everywhere(r, changes):
@@ -285,14 +323,15 @@ def same_everywhere(r, changes):
     assert not any(wrong.values()), {k: v for k, v in wrong.items() if v}
 
     def gradients(dtype, batch=joined, rows=mine, own=experts, weight_at=cfg.weight_at):
-        x, ids, weights, w13, w2, dy = batch
-        leaves = [t.to(dtype).requires_grad_() for t in (x, weights.float(), w13, w2)]
-        y = composition(leaves[0], ids, *leaves[1:], weight_at, cfg.activation)
+        x, ids, weights, w13, w2, dy, *biases = batch
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weights.float(), w13, w2, *biases)]
+        how = weight_at, cfg.activation, cfg.activation_limit, tuple(leaves[4:]) or None
+        y = composition(leaves[0], ids, *leaves[1:4], *how)
         grads = torch.autograd.grad(y, leaves, dy.to(dtype))
-        return [y.detach()[rows], grads[0][rows], grads[1][rows], grads[2][own], grads[3][own]]
+        return [y.detach()[rows], grads[0][rows], grads[1][rows], *(grad[own] for grad in grads[2:])]
 
     exact, torch_own = gradients(torch.float32), gradients(cfg.dtype)
-    for name, e, t, u in zip(FIELDS, exact, torch_own, want, strict=True):
+    for name, e, t, u in zip(FIELDS[: len(want)], exact, torch_own, want, strict=True):
         if e.numel():
             theirs, ours = (t.float() - e).norm() / e.norm(), (u.float() - e).norm() / e.norm()
             assert ours <= 2 * theirs, f"{name}: error {ours:.2e}, torch's own {theirs:.2e}"
@@ -581,7 +620,7 @@ def check_shapes(r):
             y = composition(leaves[0], ids, *leaves[1:], "output")
             grads = torch.autograd.grad(y, leaves, dy.to(dtype))
             of[dtype] = [y.detach()[mine], grads[0][mine], grads[1][mine], grads[2][own], grads[3][own]]
-        for name, e, t, u in zip(FIELDS, of[torch.float32], of[cfg.dtype], got, strict=True):
+        for name, e, t, u in zip(FIELDS[: len(got)], of[torch.float32], of[cfg.dtype], got, strict=True):
             if e.numel():
                 theirs, ours = (t.float() - e).norm() / e.norm(), (u.float() - e).norm() / e.norm()
                 assert ours <= 2 * theirs, f"D={hidden} {name}: error {ours:.2e}, torch's own {theirs:.2e}"
@@ -666,7 +705,7 @@ def check_empty(r):
             for tokens in (0, 32):
                 x, ids, weights, w13, w2, dy = r.data(cfg, tokens)
                 got = r.run(workspace, (x, torch.full_like(ids, -1), weights, w13, w2, dy))
-                wrong = [n for n, t in zip(FIELDS, got, strict=True) if t.any()]
+                wrong = [n for n, t in zip(FIELDS, got, strict=False) if t.any()]
                 assert not wrong, (schedule, wrong)
 
 

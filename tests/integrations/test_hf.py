@@ -5,6 +5,7 @@ Numbers: a tensor may be as far from fp64 as twice transformers' own result, or 
 
 import importlib.metadata
 import os
+import re
 
 import pytest
 import torch
@@ -46,6 +47,27 @@ OWN = {
         "intermediate_size": 64, "moe_intermediate_size": 32, "enable_moe_block": True, "num_experts": 8,
         "top_k_experts": 2, "head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 64,
+    },
+}  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+OWN |= {
+    "GptOss": {
+        "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "swiglu_limit": 0.5,
+    },
+    "NemotronH": {
+        "layers_block_type": ["moe", "full_attention"], "head_dim": 16, "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "mamba_num_heads": 4, "mamba_head_dim": 16,
+    },
+    "AriaText": {"intermediate_size": 32, "moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "HYV4": {
+        **LATENT, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "num_key_value_heads": 4, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "swiglu_limit": 0.5,
+        "mlp_layer_types": ["dense", "sparse"], "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "Beam": {
+        "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3, "n_group": 2,
+        "topk_group": 1, "head_dim": 16, "mlp_layer_types": ["dense", "sparse"],
     },
 }  # fmt: skip
 OWN["Qwen3Moe, gelu"] = {**OWN["Qwen3Moe"], "hidden_act": "gelu"}
@@ -295,16 +317,8 @@ def test_given_max_tokens_per_rank():
 
 # What is refused, and who says so.
 
-FLAGS = {
-    "has_bias": True,
-    "has_gate": False,
-    "has_post_expert_norm": True,
-    "is_transposed": True,
-    "is_concatenated": False,
-}
 
-
-def experts_like(activation: str = "silu", own_gate: bool = False, **flags) -> nn.Module:
+def experts_like(activation: str = "silu", own_gate=None, limit=None, swiglu_limit=None, **flags) -> nn.Module:
     class PlainExperts(nn.Module):
         def __init__(self, config) -> None:
             super().__init__()
@@ -312,28 +326,76 @@ def experts_like(activation: str = "silu", own_gate: bool = False, **flags) -> n
             self.gate_up_proj = nn.Parameter(torch.randn(8, 64, 64))
             self.down_proj = nn.Parameter(torch.randn(8, 64, 32))
             self.act_fn = transformers.activations.ACT2FN[activation]
+            self.limit, self.swiglu_limit = limit, swiglu_limit
 
         def forward(self, hidden_states, top_k_index, top_k_weights):
             raise NotImplementedError
 
-    if own_gate:
-        PlainExperts._apply_gate = lambda self, gate_up: gate_up
+    if own_gate is not None:
+        PlainExperts._apply_gate = own_gate
     made = use_experts_implementation(**flags)(PlainExperts)
     config = transformers.Qwen3MoeConfig(experts_implementation="uniep")
     config._experts_implementation = "uniep"
     return made(config)
 
 
+REFUSED = {
+    "a norm": ({"has_post_expert_norm": True}, "has_post_expert_norm is True: a norm follows each expert"),
+    "no biases": ({"has_bias": True}, "it has no tensor gate_up_proj_bias"),
+    "no up_proj": ({"has_gate": False}, "it has no tensor up_proj"),
+    "own gate": ({"own_gate": lambda self, h: h[..., ::2]}, "_apply_gate is its own, and none of swiglu, swiglu_oai, "),
+    "gate beyond": (
+        {"own_gate": lambda self, h: nn.functional.silu(h.chunk(2, -1)[0].clamp(max=9.0)) * h.chunk(2, -1)[1]},
+        "_apply_gate is its own, and none of .* with or without a limit",
+    ),
+}
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("flag", FLAGS)
-def test_refused_flags(flag, registration):
-    experts = experts_like(**{flag: FLAGS[flag]})
-    with pytest.raises(
-        uniep.UnsupportedError, match=f"PlainExperts of model type 'qwen3_moe': {flag} is {FLAGS[flag]}"
-    ):
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_experts(case, registration):
+    how, why = REFUSED[case]
+    experts = experts_like(**how)
+    with pytest.raises(uniep.UnsupportedError, match=f"PlainExperts of model type 'qwen3_moe': {why}"):
         call(experts, 3)
     (layer,) = hf.status(nn.ModuleDict({"mlp": experts})).layers
-    assert not layer.active and flag in layer.why and "not uniep" in str(hf.status(nn.ModuleDict({"mlp": experts})))
+    assert (
+        not layer.active
+        and re.search(why, layer.why)
+        and "not uniep" in str(hf.status(nn.ModuleDict({"mlp": experts})))
+    )
+
+
+def test_own_gates(registration):
+    """A gate of the experts' own is known by its values, with the limit that they have."""
+
+    def oai(self, h):
+        gate, up = h[..., ::2].clamp(max=self.limit), h[..., 1::2].clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(gate * 1.702) * (up + 1)
+
+    def silu(self, h):
+        gate, up = h.float().chunk(2, -1)
+        return (self.act_fn(gate) * up).to(h.dtype)
+
+    experts = experts_like(own_gate=oai, is_concatenated=False)
+    assert hf._refused(experts)  # which limit?
+    experts.limit = 7.0
+    assert hf._activation(experts) == ("swiglu_oai", 7.0, "")
+    experts.limit = 3.0
+    assert hf._activation(experts) == ("swiglu_oai", 3.0, "")
+    assert hf._refused(experts_like(own_gate=oai, limit=7.0))  # oai is of interleaved columns
+    assert hf._activation(experts_like(own_gate=silu, swiglu_limit=10.0)) == ("swiglu", None, "")
+    assert hf._activation(experts_like("gelu_new", own_gate=silu)) == ("geglu_tanh", None, "")
+
+
+@pytest.mark.parametrize("kind", ["GptOss", "AriaText"])
+def test_copied_weights(kind, registration):
+    """Transposed weights copied as rows: the bits of those read in place."""
+    model = build(kind, experts_implementation="uniep")
+    in_place = run(model, batch())
+    registration.copy_weights = True
+    for name, got in run(model, batch()).items():
+        equal_bits(got, in_place[name], name)
 
 
 GATES = {
@@ -362,8 +424,6 @@ def test_gates(name, registration):
 def test_refused_gates_and_dtypes(registration):
     with pytest.raises(uniep.UnsupportedError, match=r"act_fn is QuickGELU\w*; supported: SiLU, .*GELUTanh"):
         call(experts_like("quick_gelu"), 3)
-    with pytest.raises(uniep.UnsupportedError, match="_apply_gate is its own"):
-        call(experts_like(own_gate=True), 3)
     with pytest.raises(
         uniep.UnsupportedError, match=r"gate_up_proj has dtype torch.float64; supported: torch.bfloat16"
     ):
@@ -610,10 +670,12 @@ def refused_pair(world, folder: str) -> str:
 
 
 def test_expert_parallel_refused(pair, tmp_path):
-    config = transformers.GptOssConfig(**COMMON, head_dim=16, intermediate_size=32, num_local_experts=4)
+    config = transformers.GptOssConfig(
+        **COMMON, head_dim=16, intermediate_size=32, num_local_experts=4, swiglu_alpha=1.5
+    )
     transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
     for text in pair.run(refused_pair, str(tmp_path)):
-        assert "uniep cannot run GptOssExperts of model type 'gpt_oss': has_bias is True" in text
+        assert "uniep cannot run GptOssExperts of model type 'gpt_oss': _apply_gate is its own, and none of" in text
 
 
 def layouts(world, folder: str, sizes: dict, batches: list[int], experts: bool) -> dict:

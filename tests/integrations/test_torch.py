@@ -117,7 +117,7 @@ ADAMW = {"lr": 1e-2, "eps": 1e-3}  # with a smaller eps, rounding of the smalles
 @functools.cache
 def alone(num_experts=8):
     """Gradients, their norm, and the parameters after each step of one process with all tokens."""
-    cfg = config(num_experts=num_experts)
+    cfg = config(num_experts=num_experts, bias=True)
     with uniep.Workspace(cfg, device="cpu") as workspace:
         model = Model(workspace)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -169,14 +169,14 @@ RUNS = {
     "fsdp2, accumulated": Run("fsdp2", 2, micro_batches=2),
     "fsdp2, accumulated without synchronizing": Run("fsdp2", 2, micro_batches=3, synchronize=False),
     "fsdp2, experts do not divide": Run("fsdp2", 1, num_experts=6),
-    "fsdp2, split by columns": Run("fsdp2", 2, {"experts": {"shard_placement_fn": lambda _: Shard(2)}}),
+    "fsdp2, split by columns": Run("fsdp2", 2, {"experts": {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}}),
 }
 
 
 def trained(world, name):
     """As `alone`, each rank with its share of each batch; gradients and parameters gathered whole."""
     run = RUNS[name]
-    cfg = config(num_experts=run.num_experts)
+    cfg = config(num_experts=run.num_experts, bias=True)
     if run.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # groups made from here on compare every collective
     mesh, world_mesh = meshes(world, run.ep, run.dims)

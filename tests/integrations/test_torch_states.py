@@ -75,7 +75,7 @@ def saved_and_loaded(world, folder, kind, build, hows, asynchronous=False):
     found = []
     for how, ep in hows:
         mesh, world_mesh = plain.meshes(world, ep)
-        with uniep.Workspace(config(), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+        with uniep.Workspace(config(bias=True), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
             model = plain.wrapped(how, MODELS[build](workspace), mesh, world_mesh)
             optimizer = made(model, kind)
             state = {"train": uniep_torch.TrainState(model, optimizer, mesh["ep"])}

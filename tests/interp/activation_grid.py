@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from uniep.activation import Activation
+from uniep.activation import Activation, activation_of
 from uniep.kernels.activation import activate, gate_gradient, up_gradient
 
 EPS = 2.0**-24
@@ -12,17 +12,19 @@ EPS = 2.0**-24
 
 @triton.jit
 def grid_kernel(
-    gate_ptr, up_ptr, d_act_ptr, act_ptr, d_gate_ptr, d_up_ptr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):
+    d_act_ptr, act_ptr, d_gate_ptr, gate_ptr, up_ptr, d_up_ptr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    gate, up = tl.load(gate_ptr + at), tl.load(up_ptr + at)
-    tl.store(act_ptr + at, activate(gate, up, ACTIVATION))
-    d_act = tl.load(d_act_ptr + at)
-    tl.store(d_gate_ptr + at, gate_gradient(gate, up, d_act, ACTIVATION))
-    tl.store(d_up_ptr + at, up_gradient(gate, d_act, ACTIVATION))
+    gate, d_act = tl.load(gate_ptr + at), tl.load(d_act_ptr + at)
+    up = tl.load(up_ptr + at) if up_ptr is not None else None
+    tl.store(act_ptr + at, activate(gate, up, ACTIVATION, LIMIT))
+    tl.store(d_gate_ptr + at, gate_gradient(gate, up, d_act, ACTIVATION, LIMIT))
+    if up_ptr is not None:
+        tl.store(d_up_ptr + at, up_gradient(gate, up, d_act, ACTIVATION, LIMIT))
 
 
-def check(activation: Activation, device: str, blocks: int) -> str:
+def check(activation: Activation, device: str, blocks: int, limit: float | None = None) -> str:
     """Assert that errors are few ulps and the rounding of an exponent, which is worth as much as it is large.
 
     Returns the largest: of the activation and d_up relative to what they are; of d_gate, whose terms cancel, relative
@@ -30,13 +32,21 @@ def check(activation: Activation, device: str, blocks: int) -> str:
     """
     gate = torch.linspace(-9, 9, blocks * 2**14, device=device)
     up, d_act = torch.full_like(gate, 1.5), torch.full_like(gate, -0.75)
-    got = [torch.empty_like(gate) for _ in range(3)]
-    grid_kernel[(blocks,)](gate, up, d_act, *got, activation.name, 2**14, enable_fp_fusion=False)
-    wide = [t.double() for t in (gate, up, d_act)]
-    exact = activation.forward(*wide[:2]), *activation.backward(*wide)
-    sizes = exact[0].abs(), (d_act * up).abs(), exact[2].abs()
+    up[1::2] = -8  # beyond a limit
+    inputs = (gate, up) if activation.gated else (gate,)
+    act, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
+    of_up = (up, d_up) if activation.gated else (None, None)
+    grid_kernel[(blocks,)](
+        d_act, act, d_gate, gate, *of_up, activation.name, limit, 2**14, enable_fp_fusion=False
+    )  # fmt: skip
+    wide, got = [t.double() for t in (*inputs, d_act)], (act, d_gate, d_up)[: 1 + len(inputs)]
+    function = activation_of(activation.name, limit)
+    exact = function.forward(*wide[:-1]), *function.backward(*wide)
+    # What d_gate is made of: without the slope, which is 1 where the activation is its input, or 2 |gate| of relu2.
+    size = d_act.abs() * (up.abs() + 1 if activation.gated else gate.abs().clamp(min=1))
+    sizes = exact[0].abs(), size, exact[-1].abs()
     bound, said = (16 + 4 * wide[0].square()) * EPS, []
-    for name, g, e, size in zip(("act", "d_gate", "d_up"), got, exact, sizes, strict=True):
+    for name, g, e, size in zip(("act", "d_gate", "d_up"), got, exact, sizes, strict=False):
         error = torch.where(size > 0, (g - e).abs() / size.clamp(min=2.0**-126), 0.0)
         central = gate.abs() < 3
         said.append(f"{name} {float(error.max()):.1e} ({float(error[central].max()):.1e} for |gate| < 3)")

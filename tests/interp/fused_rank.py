@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from uniep.activation import ACTIVATIONS
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.routing import build_plan
@@ -54,25 +55,29 @@ class Case:
     ffn: int = 136
     combine_groups: int | None = None
     activation: str = "swiglu"
+    limit: float | None = None
+    bias: bool = False
     hot: int | None = None  # the only expert that is used
 
     def config(self, max_tokens: int) -> MoEConfig:
         return MoEConfig(
             hidden=self.hidden, ffn=self.ffn, num_experts=self.num_experts, top_k=self.top_k,
             max_tokens_per_rank=max_tokens, dtype=self.dtype, weight_at=self.weight_at,
-            combine_groups=self.combine_groups, activation=self.activation,
+            combine_groups=self.combine_groups, activation=self.activation, activation_limit=self.limit, bias=self.bias,
         )  # fmt: skip
 
 
 CASES = {
     "fp16": Case(torch.float16, "output", False, (50, 35)),
-    "activation, up first, an idle rank": Case(torch.float16, "activation", True, (40, 0), activation="geglu"),
-    "fp32, most tokens remote": Case(torch.float32, "output", False, (3, 60), activation="geglu_tanh"),
+    "activation, up first, an idle rank": Case(
+        torch.float16, "activation", True, (40, 0), activation="swiglu_oai", limit=0.75, bias=True
+    ),
+    "fp32, most tokens remote": Case(torch.float32, "output", False, (3, 60), activation="relu2", bias=True),
 }
 GROUPED_CASES = {
     "a group on each rank": Case(torch.float16, "output", False, (50, 35), 4, 3, combine_groups=2),
     "fp32, two groups on each rank": Case(
-        torch.float32, "activation", True, (40, 0), 4, 3, combine_groups=4, activation="geglu_tanh"
+        torch.float32, "activation", True, (40, 0), 4, 3, combine_groups=4, activation="geglu_tanh", bias=True
     ),
 }
 GROUPED_ROUNDS = (
@@ -82,7 +87,9 @@ GROUPED_ROUNDS = (
 # With stacked weights, tiles of dW13 begin where serial tiles do: an interpreted product rounds by its place in a tile.
 MEGA_CASES = {
     "fp16": Case(torch.float16, "output", False, (50, 35), hidden=136, ffn=128),
-    "fp32, activation, up first, an idle rank": Case(torch.float32, "activation", True, (40, 0), activation="geglu"),
+    "fp32, activation, up first, an idle rank": Case(
+        torch.float32, "activation", True, (40, 0), activation="geglu", bias=True
+    ),
     "fp16, all rows to one expert": Case(torch.float16, "output", False, (24, 70), hidden=64, ffn=64, hot=3),
 }
 MEGA_ROUNDS = (
@@ -94,7 +101,9 @@ MEGA_ROUNDS = (
     {"overlap": "mega", "transfer": "copy", "tile_order": "chunk-major", "weight_gradient_order": "interleaved"},
 )
 # One rank has one token, the other as many as there may be: every two ways that one Schedule may give them.
-PAIR_CASES = {"fp16": Case(torch.float16, "output", False, (1, 40), hidden=64, ffn=64)}
+PAIR_CASES = {
+    "fp16": Case(torch.float16, "output", False, (1, 40), hidden=64, ffn=64, activation="gelu_tanh", bias=True)
+}
 PAIRS = (
     {"mega_to": 1},
     {"mega_to": 1, "overlap": "pipelined", "activation_gradient": "beside"},
@@ -119,13 +128,15 @@ def rounds_of(suite: str, key: str) -> tuple:
 
 
 def tensors(case: Case) -> dict[str, Tensor]:
-    """x, dy (T, D), ids, weights (T, K) of all ranks, w13 (E, 2, F, D), w2 (E, D, F)."""
+    """x, dy (T, D), ids, weights (T, K) of all ranks, w13 (E, 2, F, D), w2 (E, D, F), b13 (E, 2F), b2 (E, D); without a
+    gate w13 (E, 1, F, D), b13 (E, F)."""
     generator = torch.Generator().manual_seed(sum(case.tokens))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     total, d, f, e = sum(case.tokens), case.hidden, case.ffn, case.num_experts
+    halves = 1 + ACTIVATIONS[case.activation].gated
     ids_TK = torch.randint(-1, e, (total, case.top_k), generator=generator)
     ids_TK[: case.tokens[0]] %= e - 1  # rank 0 has no unused slots and leaves the last expert to the others
     if case.hot is not None:
@@ -135,13 +146,15 @@ def tensors(case: Case) -> dict[str, Tensor]:
         "dy": normal(total, d).to(case.dtype),
         "ids": ids_TK,
         "weights": torch.rand(total, case.top_k, generator=generator) + 0.1,
-        "w13": (normal(e, 2, f, d) * d**-0.5).to(case.dtype),
+        "w13": (normal(e, halves, f, d) * d**-0.5).to(case.dtype),
         "w2": (normal(e, d, f) * f**-0.5).to(case.dtype),
+        "b13": normal(e, halves * f).to(case.dtype),
+        "b2": normal(e, d).to(case.dtype),
     }
 
 
 def run(backend, case: Case, rank: int, ranks: int, needs: Needs | None = None) -> dict[str, Tensor | None]:
-    """Forward and backward of one rank's share: y, dx, dweights, dw13 (e, 2, F, D), dw2."""
+    """Forward and backward of one rank's share: y, dx, dweights, dw13 (e, 2, F, D), dw2; with biases db13, db2."""
     inputs, dy_TD = share(case, rank, ranks)
     forget(backend)
     y_TD, saved = backend.forward(inputs, save=True)
@@ -149,7 +162,10 @@ def run(backend, case: Case, rank: int, ranks: int, needs: Needs | None = None) 
     grads = backend.backward(dy_TD, inputs, saved, needs or Needs())
     dw13 = stacked(case, grads.w13) if grads.w13 else None
     dw2 = grads.w2[0] if grads.w2 else None
-    return {"y": y_TD, "dx": grads.x, "dweights": grads.weights, "dw13": dw13, "dw2": dw2}
+    found = {"y": y_TD, "dx": grads.x, "dweights": grads.weights, "dw13": dw13, "dw2": dw2}
+    biases = dict(zip(("db13", "db2"), grads.biases, strict=True)) if grads.biases else {}
+    assert bool(biases) == (case.bias and (needs is None or needs.biases))
+    return found | biases
 
 
 def forget(backend) -> None:
@@ -182,8 +198,8 @@ def run_main_grad(backend, case: Case, rank: int, ranks: int) -> dict[str, Tenso
 
 
 def stacked(case: Case, w13: tuple[Tensor, ...]) -> Tensor:
-    """(e, 2, F, D) of one tensor or two."""
-    return torch.stack(w13, 1) if len(w13) == 2 else w13[0].unflatten(1, (2, case.ffn))
+    """(e, 2, F, D) of one tensor or two; without a gate (e, 1, F, D)."""
+    return torch.stack(w13, 1) if len(w13) == 2 else w13[0].unflatten(1, (-1, case.ffn))
 
 
 def share(case: Case, rank: int, ranks: int) -> tuple[Inputs, Tensor]:
@@ -191,12 +207,13 @@ def share(case: Case, rank: int, ranks: int) -> tuple[Inputs, Tensor]:
     every, local = tensors(case), case.num_experts // ranks
     tokens = case.tokens if ranks > 1 else (sum(case.tokens),)
     mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
-    w13, w2 = (every[name][rank * local : (rank + 1) * local] for name in ("w13", "w2"))
+    w13, w2, *biases = (every[name][rank * local : (rank + 1) * local] for name in ("w13", "w2", "b13", "b2"))
+    more = w13.shape[1] == 2, *(biases if case.bias else ())
     if case.up_first:
         memory = w13.transpose(0, 1).flip(0).contiguous()  # up projections at the lower addresses
-        experts = ExpertWeights((memory[1], memory[0]), (w2.contiguous(),), "split")
+        experts = ExpertWeights((memory[1], memory[0]), (w2.contiguous(),), "split", *more)
     else:
-        experts = ExpertWeights((w13.flatten(1, 2).contiguous(),), (w2.contiguous(),), "stacked")
+        experts = ExpertWeights((w13.flatten(1, 2).contiguous(),), (w2.contiguous(),), "stacked", *more)
     inputs = Inputs(every["x"][mine].clone(), every["ids"][mine], every["weights"][mine], experts)
     return inputs, every["dy"][mine].clone()
 
@@ -258,7 +275,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
             continue
         # What one rank needs, another may not.
         backend.trace = [] if suite == "mega" else None
-        part = run(backend, case, rank, RANKS, Needs(rank == 0, rank == 1, rank == 1, rank == 0))
+        part = run(backend, case, rank, RANKS, Needs(rank == 0, rank == 1, rank == 1, rank == 0, rank == 1))
         for name, value in part.items():
             assert value is None or torch.equal(value, results[0][name]), f"{name}, needed by rank {rank} only"
         if backend.trace is not None:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from hopper_on_host import host_backend, install, use
 from inspection import inspect, offline
 
-from cases import SHAPES
+from cases import SHAPES, parse_shape
 from uniep.activation import ACTIVATIONS
 from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.backends.collective.local_experts import KernelExperts, Routed, Tokens
@@ -59,6 +59,8 @@ class Case:
     combine_groups: int | None = None
     group_sum: str = "after"
     activation: str = "swiglu"
+    limit: float | None = None
+    bias: bool = False
     sync_free: bool = False
     tile_order: str = "local-first"
 
@@ -66,11 +68,13 @@ class Case:
         dtype = str(self.dtype).removeprefix("torch.")
         groups = f"groups {self.combine_groups} {self.group_sum}"
         how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}, {self.activation}"
+        how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
+GPT_OSS = "2880x2880x32x4"
 CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push"),
     Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
@@ -87,6 +91,14 @@ CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push", activation="geglu"),
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push", activation="geglu_tanh"),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="geglu"),
+    # GPT-OSS-20B; with the fewest registers left; without a gate.
+    Case(GPT_OSS, BF16, "output", 2, "pipelined", activation="swiglu_oai", limit=7.0, bias=True),
+    Case(GPT_OSS, BF16, "output", 2, "mega", transfer="push", activation="swiglu_oai", limit=7.0, bias=True),
+    Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", activation="geglu_tanh", limit=7.0, bias=True),
+    Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside", bias=True),
+    Case("deepseek-v3", FP16, "activation", 8, "mega", "split", transfer="copy", bias=True),
+    Case("dsv2-lite", BF16, "activation", 2, "pipelined", activation="relu2", bias=True),
+    Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="gelu"),
 )
 FEW = 4  # so many of CASES have every kernel
 
@@ -94,21 +106,24 @@ FEW = 4  # so many of CASES have every kernel
 def compile_case(case: Case) -> list[tuple[str, object]]:
     """(kernel name, compiled kernel) of every launch of a forward without saving, another one, and its backwards: with
     gradients in the layer's dtype, and in fp32 for main_grad."""
-    shape, launched = SHAPES[case.shape], []
+    shape, launched = parse_shape(case.shape), []
     cfg = MoEConfig(
         hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
         max_tokens_per_rank=TOKENS, dtype=case.dtype, weight_at=case.weight_at, combine_groups=case.combine_groups,
-        activation=case.activation, max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
+        activation=case.activation, activation_limit=case.limit, bias=case.bias,
+        max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
     fields = {name: getattr(case, name) for name in ("overlap", "operand", "transfer", "group_sum", "tile_order")}
     use(backend, dataclasses.replace(backend.schedule, **fields))
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
-    w13 = torch.empty(2, local, cfg.ffn, cfg.hidden, **like)
+    w13 = torch.empty(1 + cfg.gated, local, cfg.ffn, cfg.hidden, **like)
     stacked = case.layout == "stacked"
-    first = (w13.view(local, 2 * cfg.ffn, cfg.hidden),) if stacked else (w13[1], w13[0])  # w3 below w1
-    experts = ExpertWeights(first, (torch.empty(local, cfg.hidden, cfg.ffn, **like),), case.layout)
+    first = (w13.view(local, cfg.h_columns, cfg.hidden),) if stacked else (w13[1], w13[0])  # w3 below w1
+    biases = [torch.empty(local, n, **like) for n in (cfg.h_columns, cfg.hidden)] if cfg.bias else []
+    second = (torch.empty(local, cfg.hidden, cfg.ffn, **like),)
+    experts = ExpertWeights(first, second, case.layout, cfg.gated, *biases)
     x_TD = torch.empty(TOKENS, cfg.hidden, **like)
     ids_TK = torch.zeros(TOKENS, cfg.top_k, dtype=torch.int64)
     inputs = Inputs(x_TD, ids_TK, torch.zeros(TOKENS, cfg.top_k), experts)
@@ -178,8 +193,14 @@ def every_case() -> list[Case]:
         SHAPES, (BF16, FP16), ("output", "activation"), (1, 2, 4, 8), ("mega", "pipelined", "fused", "serial"),
         ("stacked", "split"), ("gathered", "expanded"), ("copy", "push"),
     )  # fmt: skip
-    cases = [Case(*choice, activation=name) for name in ACTIVATIONS for choice in itertools.product(*choices)]
-    return [c for c in cases if (c.overlap, c.operand) != ("mega", "expanded")]
+    cases = [
+        Case(*choice, activation=name, bias=bias, limit=7.0 if bias and ACTIVATIONS[name].gated else None)
+        for name in ACTIVATIONS
+        for bias in (False, True)
+        for choice in itertools.product(*choices)
+    ]
+    cases = [c for c in cases if (c.overlap, c.operand) != ("mega", "expanded")]
+    return [c for c in cases if c.layout == "stacked" or ACTIVATIONS[c.activation].gated]
 
 
 def main() -> None:
@@ -187,7 +208,7 @@ def main() -> None:
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--all", action="store_true", help="the whole product of cases")
     part.add_argument("--part", choices=("few", "others"), help="a part of CASES")
-    parser.add_argument("--shape", choices=SHAPES, help="only this shape")
+    parser.add_argument("--shape", help="only this shape")
     arguments = parser.parse_args()
     install(multiprocessors=132)
     parts = {None: CASES, "few": CASES[:FEW], "others": CASES[FEW:]}

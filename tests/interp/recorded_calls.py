@@ -15,6 +15,7 @@ from uniep import MoEConfig, Schedule
 from uniep.backends.base import Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper import link, planner, staged
 from uniep.launch import driver, records
+from uniep.launch.ahead import Kernel
 from uniep.launch.driver import Block, Varying
 from uniep.weights import ExpertWeights
 
@@ -28,6 +29,9 @@ WAYS = {
     "expanded": (Schedule(operand="expanded", transfer="push"), 700),
     "mega, copied": (Schedule(overlap="mega", transfer="copy"), 700),
 }
+
+
+BIASED = "serial", "pipelined", "mega, copied", "groups beside"
 
 
 class Stream:
@@ -123,12 +127,12 @@ def record(backend, given, call):
     return result, [step(note) for note in recording.notes], records.Program(recording)
 
 
-def data(tokens, number):
+def data(cfg, tokens, number):
     """Of its own addresses."""
     like = {"dtype": torch.bfloat16}
     hold.append([torch.empty(1 << (10 + (number + i) % 9)) for i in range(7)])
     x, dy = torch.zeros(tokens, 512, **like), torch.zeros(tokens, 512, **like)
-    experts = ExpertWeights((torch.zeros(8, 528, 512, **like),), (torch.zeros(8, 512, 264, **like),), "stacked")
+    experts = ExpertWeights.zeros(cfg, 8, **like)
     tag = LayerTag(number, draw=number << 40 | number)
     given = Inputs(x, torch.zeros(tokens, 4, dtype=torch.int64), torch.zeros(tokens, 4), experts, tag)
     hold.append((given, dy))
@@ -147,14 +151,14 @@ def calls(backend, given, dy, watched):
         return record(backend, tensors, call)
 
     x, ids, weights, experts = given.x_TD, given.ids_TK, given.weights_TK, given.experts
-    both = *experts.w13, *experts.w2
-    (y, saved), *found = made((x, ids, weights, *both), lambda: backend.forward(given, True))
+    (y, saved), *found = made((x, ids, weights, *experts.tensors), lambda: backend.forward(given, True))
     seen = {"forward": found}
-    into = tuple(torch.zeros(t.shape) for t in both)
+    into = tuple(torch.zeros(t.shape) for t in (*experts.w13, *experts.w2))
     main_grads = MainGrads(into[:1], into[1:], True)
     backward = functools.partial(backend.backward, dy, given, saved, Needs())
-    got, *seen["backward"] = made((dy, x, ids, *saved, *both), backward)
-    got_too, *seen["main_grad"] = made((dy, x, ids, *saved, *both, *into), functools.partial(backward, main_grads))
+    used = dy, x, ids, *saved, *experts.tensors
+    got, *seen["backward"] = made(used, backward)
+    got_too, *seen["main_grad"] = made((*used, *into), functools.partial(backward, main_grads))
     hold.append((y, saved, got, got_too, into))
     return seen
 
@@ -165,11 +169,20 @@ def main():
     ways |= {how: (Schedule(group_sum=how.split()[1]), 700, 2) for how in ("groups after", "groups beside")}
     for name, (schedule, tokens, groups) in ways.items():
         cfg = MoEConfig(
-            hidden=512, ffn=264, num_experts=16, top_k=4, max_tokens_per_rank=1024, max_rows=8192, combine_groups=groups
-        )
+            hidden=512, ffn=264, num_experts=16, top_k=4, max_tokens_per_rank=1024, max_rows=8192,
+            combine_groups=groups, bias=name in BIASED,
+        )  # fmt: skip
         memories = [torch.zeros(1 << 26, dtype=torch.uint8) for _ in range(2)]
         backend = hopper_on_host.host_backend(cfg, 0, 2, lambda size, m=memories: [t[:size] for t in m], schedule)
-        _, first, second = (calls(backend, *data(tokens, number), number > 1) for number in (1, 2, 3))
+        given, dy = data(cfg, tokens, 1)
+        with driver.listing() as launched:
+            _, saved = backend.forward(given, True)
+            backend.backward(dy, given, saved, Needs())
+            backend.forward(given, False)
+        ahead = {Kernel.of(launch).key for launch in backend.launches(given.experts)}
+        late = {Kernel.of(launch).name for launch in launched if Kernel.of(launch).key not in ahead}
+        print(f"{name}: {len(launched)} launches, of which {sorted(late)} are not compiled ahead", flush=True)
+        _, first, second = (calls(backend, *data(cfg, tokens, number), number > 1) for number in (1, 2, 3))
         for direction, (steps, program) in first.items():
             other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]
             patches = sum(patch.place.slot >= 0 for s in program.steps for patch in s.patches[: s.num_patches])

@@ -9,3 +9,5 @@ from uniep.activation import ACTIVATIONS
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_dense_grid(activation):
     print(activation_grid.check(activation, "cpu", blocks=4))
+    if activation.gated:
+        print(activation_grid.check(activation, "cpu", blocks=4, limit=3.0))

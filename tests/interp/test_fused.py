@@ -22,6 +22,11 @@ from uniep.way import resolve
 NAMES = ("y", "dx", "dweights", "dw13", "dw2")
 
 
+def names_of(case) -> tuple[str, ...]:
+    """What a step of the case gives."""
+    return NAMES + ("db13", "db2") * case.bias
+
+
 def make_memory(folder: Path, number: int, case) -> None:
     """Zero memory for every rank, NaN where peers will write: a row that is read too early shows."""
     cfg = case.config(max(case.tokens))
@@ -88,13 +93,13 @@ def alone():
 def test_fused_equals_serial(results, key):
     """Every round, fused or not, warm or on fresh memory, has the same bits."""
     for turn, how in enumerate(rounds_of("usual", key)):
-        for name in NAMES:
+        for name in names_of(CASES[key]):
             assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"
 
 
 @pytest.mark.parametrize("key", CASES)
 def test_two_ranks_equal_one(results, alone, key):
-    for name in NAMES:
+    for name in names_of(CASES[key]):
         assert torch.equal(results[key][1][name], alone[key][name]), name
 
 
@@ -115,14 +120,16 @@ def test_error(results, key):
     case, every = CASES[key], tensors(CASES[key])
 
     def composed(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        names = ("x", "weights", "w13", "w2")
-        x, weights, w13, w2 = (every[n].to(dtype).requires_grad_() for n in names)
-        y_TD = composition(x, every["ids"], weights, w13.flatten(1, 2), w2, case.weight_at, case.activation)
+        leaves = [every[n].to(dtype).requires_grad_() for n in ("x", "weights", "w13", "w2", "b13", "b2")]
+        x, weights, w13, w2, *biases = leaves
+        biases = tuple(biases) if case.bias else None
+        given = (w13.flatten(1, 2), w2, case.weight_at, case.activation, case.limit, biases)
+        y_TD = composition(x, every["ids"], weights, *given)
         y_TD.backward(every["dy"].to(dtype))
-        return dict(zip(NAMES, (y_TD.detach(), x.grad, weights.grad, w13.grad, w2.grad), strict=True))
+        return dict(zip((*NAMES, "db13", "db2"), (y_TD.detach(), *(t.grad for t in leaves)), strict=True))
 
     exact, torchs = composed(torch.float64), composed(case.dtype)
-    for name in NAMES:
+    for name in names_of(case):
         used = torch.isfinite(results[key][1][name])
         assert used.all(), name
 

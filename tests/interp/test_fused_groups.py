@@ -6,7 +6,7 @@ import pytest
 import torch
 from fused_rank import GROUPED_CASES, SCHEDULE, rounds_of, run
 from hopper_on_host import host_backends
-from test_fused import NAMES, run_ranks
+from test_fused import names_of, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_bits(results, key):
     """Every round and one rank alone have the same bits; without groups y and dx are others, and nothing else is."""
     case = GROUPED_CASES[key]
     want, plain = alone(case), alone(dataclasses.replace(case, combine_groups=None))
-    for name in NAMES:
+    for name in names_of(case):
         for turn, how in enumerate(rounds_of("grouped", key)):
             assert torch.equal(results[key][turn][name], want[name]), f"round {turn}, {how}: {name}"
         assert torch.equal(plain[name], want[name]) == (name not in ("y", "dx")), name

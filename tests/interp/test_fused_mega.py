@@ -10,7 +10,7 @@ import pytest
 import torch
 from fused_rank import BEFORE, MEGA_CASES, SCHEDULE, rounds_of, run
 from hopper_on_host import host_backends, use
-from test_fused import NAMES, run_ranks
+from test_fused import names_of, run_ranks
 
 from uniep.backends.hopper import calls as hopper_calls
 from uniep.backends.hopper import planner
@@ -30,7 +30,7 @@ def results():
 @pytest.mark.parametrize("key", CASES)
 def test_equals_serial(results, key):
     for turn, how in enumerate(rounds_of("mega", key)):
-        for name in NAMES:
+        for name in names_of(CASES[key]):
             assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"
 
 
@@ -66,7 +66,7 @@ def test_one_rank(results, key):
     backend = host_backends(case.config(sum(case.tokens)), 1, SCHEDULE)[0]
     use(backend, dataclasses.replace(SCHEDULE, overlap="mega"))
     found = run(backend, case, 0, 1)
-    for name in NAMES:
+    for name in names_of(CASES[key]):
         assert torch.equal(found[name], results[key][0][name]), name
 
 

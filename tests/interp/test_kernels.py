@@ -109,6 +109,7 @@ def launch(kernel, tile: Tile | None = None, **given) -> None:
         "finished_offset": 0, "num_tokens": 0, "push_programs": 0, "push_rounds": 0, "programs": PROGRAMS,
         "COUNT_TILES": False, "TILES_BEFORE": 0, "NUM_RANKS": 1, "CHUNK": 1, "RECEIVE_BLOCK": 1, "PUSH_D": 16,
         "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F, "K": K, "ACTIVATION": "swiglu",
+        "GATED": True, "LIMIT": None, "b13_ptr": None, "bias_ptr": None, "b2_ptr": None, "dy_ptr": None,
     }  # fmt: skip
     if tile is not None:
         usual |= {"TILE": TileShape(tile.rows, tile.columns, tile.depth, 2), "BLOCK_M": tile.rows}
@@ -503,9 +504,18 @@ def test_dweights():
         "dweights_table": addresses(got),
         "status": torch.zeros(1, dtype=torch.int32),
     }
-    launch(dweights_kernel, **p.tables, **given, GROUPS=4, SLOTS=slots, ROWS=128)
+    constants = {"GROUPS": 4, "SLOTS": slots, "ROWS": 128, "BLOCK_M": 128}
+    launch(dweights_kernel, **p.tables, **given, **constants)
     given["status"].fill_(1)
-    launch(dweights_kernel, **p.tables, **given | {"groups_ptr": groups_NG + 1}, GROUPS=4, SLOTS=slots, ROWS=128)
+    launch(
+        dweights_kernel,
+        **p.tables,
+        **given | {"groups_ptr": groups_NG + 1},
+        GROUPS=4,
+        SLOTS=slots,
+        ROWS=128,
+        BLOCK_M=128,
+    )
     want = unwritten(2 * slots, dtype=torch.float32)  # after a failure nothing is stored
     want[p.plan.row_return_N[p.used].long()] = add_ascending(groups_NG)[p.used]
     assert torch.equal(torch.cat(got).nan_to_num(12345.0), want.nan_to_num(12345.0))

@@ -6,17 +6,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from uniep.launch.records import VARYING
 
 
-def test_calls_differ_in_what_recordings_leave_open():
-    """A later call, with other tensors and of another layer, launches the same, in the same order, on the same streams,
-    at the same places of what it is given, of its results and of its temporary memory."""
+@pytest.fixture(scope="module")
+def printed():
     script = Path(__file__).parent / "recorded_calls.py"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_all_kernels_of_a_call_are_compiled_ahead(printed):
+    lines = [line for line in printed if "compiled ahead" in line]
+    assert len(lines) == 9
+    assert all(re.fullmatch(r".+: \d\d launches, of which \[\] are not compiled ahead", line) for line in lines), lines
+
+
+def test_calls_differ_in_what_recordings_leave_open(printed):
+    """A later call, with other tensors and of another layer, launches the same, in the same order, on the same streams,
+    at the same places of what it is given, of its results and of its temporary memory."""
+    lines = [line for line in printed if "steps" in line]
     found = [re.fullmatch(r"(.+): (\d+) steps, (\d+) patches, differing (.*)", line) for line in lines]
     assert len(found) == 27
     assert not [m[0] for m in found if m[4] != "[]"]

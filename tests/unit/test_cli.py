@@ -111,7 +111,7 @@ def test_memory_of_a_hugging_face_config(tmp_path):
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     size, shape = of_config(tmp_path / "config.json")
-    assert shape == {"hidden": 64, "ffn": 48, "num_experts": 8, "top_k": 2}
+    assert shape == {"hidden": 64, "ffn": 48, "num_experts": 8, "top_k": 2, "bias": False}
     model = transformers.AutoModelForCausalLM.from_config(config)
     assert (size.layers, size.experts) == (2, 2 * 8 * 3 * 64 * 48)
     assert size.experts + size.dense == sum(p.numel() for p in model.parameters())

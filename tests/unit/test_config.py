@@ -35,7 +35,10 @@ def test_sizes_are_positive_integers(name, value):
     ("change", "error", "text"),
     [
         ({"top_k": 9}, ConfigError, "top_k is 9.*num_experts=8.*lower top_k"),
-        ({"activation": "gelu"}, UnsupportedError, "'gelu'.*'swiglu', 'geglu', 'geglu_tanh'"),
+        ({"activation": "mish"}, UnsupportedError, "'mish'.*'swiglu', 'swiglu_oai', 'geglu', .*'silu', .*'relu2'"),
+        ({"activation_limit": -1.0}, ConfigError, "activation_limit is -1.0.*above 0, or None"),
+        ({"activation": "relu2", "activation_limit": 7.0}, UnsupportedError, "limit is 7.0 but .*'relu2' has no gate"),
+        ({"bias": None}, ConfigError, "bias is None; it must be True or False"),
         ({"dtype": torch.float64}, ConfigError, "float64.*supported.*bfloat16"),
         ({"weight_at": "input"}, ConfigError, "'input'.*'output' or 'activation'"),
         ({"combine_groups": 3}, ConfigError, "combine_groups is 3.*num_experts=8.*1, 2, 4, 8, or None"),

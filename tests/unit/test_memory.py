@@ -122,7 +122,7 @@ def test_the_plan_is_what_the_backend_has(backend, received, groups):
     w13, w2 = torch.zeros(4, 144, 64, dtype=cfg.dtype), torch.zeros(4, 64, 72, dtype=cfg.dtype)
     x = torch.zeros(70, 64, dtype=cfg.dtype)
     with uniep.Workspace(cfg, device="cpu", backend=backend, schedule=schedule) as ws:
-        saved = moe_forward(x, ids, torch.zeros(70, 2), [w13], [w2], "stacked", ws.key, True, [], [], False)[1:]
+        saved = moe_forward(x, ids, torch.zeros(70, 2), [w13], [w2], [], "stacked", ws.key, True, [], [], False)[1:]
         assert sum(t.nbytes for t in saved) == plan.total_bytes("saved")
         if backend == "cpu":
             assert sorted(ws.backend.peers.tensors[0]) == sorted(b.name for b in plan.buffers if b.kind == "shared")

@@ -113,17 +113,22 @@ def test_results_are_fresh_memory(workspace):
 
 def test_no_grad_saves_nothing(workspace):
     batch = random_batch(workspace.cfg, (5, 5, 5, 5))
-    arguments = (batch.x, batch.ids, batch.weights, [batch.w13], [batch.w2], "stacked", workspace.key)
+    arguments = (batch.x, batch.ids, batch.weights, [batch.w13], [batch.w2], [], "stacked", workspace.key)
     assert len(moe_forward(*arguments, False, [], [], False)) == 1
     assert len(moe_forward(*arguments, True, [], [], False)) > 1
 
 
 @pytest.mark.parametrize("tokens", [(5, 5, 5, 5), (0, 0, 0, 0)])
-def test_operator_checks(workspace, tokens):
+@pytest.mark.parametrize("bias", [False, True])
+def test_operator_checks(tokens, bias):
     """72: schema, fake tensors and autograd registration, by torch's own checker."""
-    batch = random_batch(workspace.cfg, tokens)
-    x, weights, w13, w2 = (case.leaf(t) for t in (batch.x, batch.weights, batch.w13, batch.w2))
-    arguments = (x, batch.ids, weights, [w13], [w2], "stacked", workspace.key, True, [], [], False)
+    with uniep.Workspace(case.config(bias=bias), device="cpu") as workspace:
+        check_operator(workspace, random_batch(workspace.cfg, tokens))
+
+
+def check_operator(workspace, batch):
+    x, weights, w13, w2, *biases = map(case.leaf, (batch.x, batch.weights, batch.w13, batch.w2, *batch.biases))
+    arguments = (x, batch.ids, weights, [w13], [w2], biases, "stacked", workspace.key, True, [], [], False)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.uniep.moe_fwd.default, arguments, test_utils=tests)
 

@@ -1,5 +1,7 @@
 """Expert parameters in each layout a framework uses, recognised by shape, never copied."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -65,6 +67,45 @@ def test_two_experts_of_two_rows_are_not_a_pair():
     cfg = MoEConfig(hidden=D, ffn=F, num_experts=2, top_k=1, max_tokens_per_rank=4, dtype=torch.float32)
     assert ExpertWeights.parse(list(W13[:2].clone()), W2[:2], cfg, 1).layout == "list"
     assert ExpertWeights.parse((W13[:2, :F], W13[:2, F:]), W2[:2], cfg, 1).layout == "split"
+
+
+B13, B2 = (
+    torch.arange(E * 2 * F, dtype=torch.float32).view(E, 2 * F),
+    torch.arange(E * D, dtype=torch.float32).view(E, D),
+)
+BIASED, PLAIN = (dataclasses.replace(CFG, **how) for how in ({"bias": True}, {"activation": "relu2"}))
+
+
+def test_biases_lie_as_the_rows_do():
+    parsed = ExpertWeights.parse(W13, W2, BIASED, 2, B13, B2)
+    gate, up = parsed.half_biases(1)
+    assert torch.equal(gate, B13[1, :F]) and torch.equal(up, B13[1, F:])
+    assert parsed.biases == (B13, B2) and ExpertWeights.parse(W13, W2, CFG, 2).biases == ()
+
+
+def test_without_a_gate_there_is_one_half():
+    for w13 in (W13[:, :F], list(W13[:, :F].clone())):
+        (half,) = ExpertWeights.parse(w13, W2, PLAIN, 2).halves(2)
+        assert torch.equal(half, W13[2, :F])
+    for w13 in (W13, (W13[:, :F], W13[:, F:])):
+        with pytest.raises(ConfigError, match=r"activation 'relu2' it must be \[4, 3, 5\], or 4 tensors of \[3, 5\]"):
+            ExpertWeights.parse(w13, W2, PLAIN, 2)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "b13", "b2", "text"),
+    [
+        (BIASED, None, B2, r"b13 is None but MoEConfig.bias is True; pass b13 \[4, 6\]"),
+        (BIASED, B13, None, r"b2 is None but MoEConfig.bias is True; pass b2 \[4, 5\]"),
+        (CFG, B13, B2, r"b13 is a tensor of shape \(4, 6\) but MoEConfig.bias is False; set MoEConfig\(bias=True\)"),
+        (BIASED, B13[:, :F], B2, r"b13 has shape \(4, 3\); it must be \[4, 6\]"),
+        (BIASED, B13, B2[:3], r"b2 has shape \(3, 5\); it must be \[4, 5\]"),
+        (BIASED, B13, B2.half(), r"b2 has dtype torch.float16 but the layer computes in torch.float32"),
+    ],
+)
+def test_wrong_biases(cfg, b13, b2, text):
+    with pytest.raises(ConfigError if "dtype" not in text else DTypeError, match=text):
+        ExpertWeights.parse(W13, W2, cfg, 2, b13, b2)
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,12 @@ class Needs:
     weights: bool = True
     w13: bool = True
     w2: bool = True
+    biases: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class MainGrads:
-    """Where backward stores the fp32 gradients of experts: in the parameters' layout, contiguous and 16-byte aligned.
+    """Where backward stores the fp32 gradients of w13, w2: in the parameters' layout, contiguous and 16-byte aligned.
 
     accumulate: each finished gradient is added to the stored value; else it replaces that value.
     Parameters whose gradients are not needed are left out, w13 or w2 as a whole.
@@ -78,12 +79,13 @@ class MainGrads:
 @dataclasses.dataclass(frozen=True)
 class ExpertGradients:
     """dx (T, D), dweights (T, K) fp32, experts in the parameters' own layout; None where not needed, and for experts
-    with `MainGrads`."""
+    with `MainGrads`.  biases: (db13, db2), or () without biases and where not needed."""
 
     x: Tensor | None
     weights: Tensor | None
     w13: tuple[Tensor, ...] | None
     w2: tuple[Tensor, ...] | None
+    biases: tuple[Tensor, ...] = ()
 
 
 class Backend(Protocol):

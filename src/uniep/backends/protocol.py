@@ -68,14 +68,14 @@ def tag_words(tag: LayerTag) -> tuple[int, ...]:
 
 
 def needs_bits(needs: Needs | None) -> int:
-    """The wanted gradients as bits: 1 x, 2 weights, 4 w13, 8 w2."""
+    """The wanted gradients as bits: 1 x, 2 weights, 4 w13, 8 w2, 16 biases."""
     wanted = dataclasses.astuple(needs) if needs is not None else ()
     return sum(1 << bit for bit, want in enumerate(wanted) if want)
 
 
 def wanted_anywhere(headers: Sequence[Header]) -> Needs:
     """The gradients that at least one rank wants.  dx and d(weight) need work on all ranks, so all compute them."""
-    return Needs(*(any(h.needs >> bit & 1 for h in headers) for bit in range(4)))
+    return Needs(*(any(h.needs >> bit & 1 for h in headers) for bit in range(5)))
 
 
 def error_index(error: UniEPError | None) -> int:

@@ -10,15 +10,18 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from uniep.activation import ACTIVATIONS
-from uniep.backends.base import MainGrads
+from uniep.activation import activation_of
+from uniep.backends.base import MainGrads, Needs
 from uniep.config import COLUMN_GROUP, MoEConfig
 from uniep.numerics import (
     add_ascending,
+    bias_groups,
     column_group_sums,
+    column_groups,
     combine_parts,
     combine_slots,
     matmul,
+    row_block_sums,
     widened,
 )
 from uniep.routing import Parts, RoutingPlan, recv_base, token_groups
@@ -101,6 +104,12 @@ def compact_base(plan: RoutingPlan, rank: int) -> Tensor:
     counts = plan.recv_count_R.long()
     others = torch.cat([counts[:rank], counts[rank + 1 :], counts.new_zeros(1)])
     return torch.cumsum(others, 0) - others
+
+
+def _of_h(h_NF: Tensor, block: Block, cfg: MoEConfig) -> list[Tensor]:
+    """The columns of a tile in each half of h, or of dh."""
+    rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
+    return [half[rows, columns] for half in h_NF.chunk(1 + cfg.gated, 1)]
 
 
 class _Bodies:
@@ -199,33 +208,34 @@ class Forward(Dispatch):
         self.experts = experts
         self.x_rows = Gather(x_TD, shared[self.rank].receive, rows)
         self.y_TD = torch.empty_like(x_TD)
-        self.h_NF = x_TD.new_empty(self.num_rows, 2 * self.cfg.ffn)
+        self.h_NF = x_TD.new_empty(self.num_rows, self.cfg.h_columns)
         self.act_NF = x_TD.new_empty(self.num_rows, self.cfg.ffn)
 
     def gate_up(self, block: Block) -> None:
-        rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
-        ffn, dtype = self.cfg.ffn, self.cfg.dtype
-        x = self.x_rows(rows)
-        gate, up = (matmul(x, half[columns].T).to(dtype) for half in self.experts.halves(block.group))
-        self.h_NF[rows, columns] = gate
-        self.h_NF[rows, ffn + block.column0 : ffn + block.column1] = up
+        columns = slice(block.column0, block.column1)
+        x, experts = self.x_rows(slice(block.row0, block.row1)), self.experts
+        halves = _of_h(self.h_NF, block, self.cfg), experts.halves(block.group), experts.half_biases(block.group)
+        for h, weight, bias in zip(*halves, strict=True):
+            product = matmul(x, weight[columns].T)
+            h.copy_(product if bias is None else product + bias[columns].float())
         if not self.separate:
-            self._activate(block, gate, up)
+            self.activation(block)
 
     def activation(self, block: Block) -> None:
-        h, ffn = self.h_NF[block.row0 : block.row1], self.cfg.ffn
-        self._activate(block, h[:, block.column0 : block.column1], h[:, ffn + block.column0 : ffn + block.column1])
-
-    def _activate(self, block: Block, gate: Tensor, up: Tensor) -> None:
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
-        act = ACTIVATIONS[self.cfg.activation].forward(widened(gate), widened(up))
+        inputs = (widened(half) for half in _of_h(self.h_NF, block, self.cfg))
+        act = activation_of(self.cfg.activation, self.cfg.activation_limit).forward(*inputs)
         if self.cfg.weight_at == "activation":
             act = self.rows.weight_N1[rows] * act
-        self.act_NF[rows, columns] = act[:, : gate.shape[1]].to(self.cfg.dtype)
+        self.act_NF[rows, columns] = act[:, : block.column1 - block.column0].to(self.cfg.dtype)
 
     def down(self, block: Block) -> None:
-        weight = self.experts.down(block.group)[block.column0 : block.column1]
-        self._return(block, matmul(self.act_NF[block.row0 : block.row1], weight.T))
+        rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
+        product = matmul(self.act_NF[rows], self.experts.down(block.group)[columns].T)
+        if self.experts.b2 is not None:
+            bias = self.experts.b2[block.group, columns].float()
+            product += bias if self.weight_results else self.rows.weight_N1[rows] * bias
+        self._return(block, product)
 
     def combine(self, block: Block) -> None:
         self._sum(block, self.y_TD, self.weights_TK)
@@ -234,7 +244,8 @@ class Forward(Dispatch):
 class Backward(_Bodies):
     """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for gate_up_wgrad.  separate: as in `Forward`.
 
-    gradients: those of the experts, in the layer's dtype, or `main_grads`."""
+    gradients: those of the experts, in the layer's dtype, or `main_grads`.  Those of biases (db13, db2) are made with
+    those of the weights beside them."""
 
     def __init__(
         self,
@@ -245,30 +256,36 @@ class Backward(_Bodies):
         experts: ExpertWeights,
         h_NF: Tensor,
         x_rows: Gather,
+        needs: Needs,
         main_grads: MainGrads | None = None,
         separate: bool = False,
     ) -> None:
         super().__init__(rows, shared, dy_TD, ids_TK)
         self.raw_NF = torch.empty(self.num_rows, self.cfg.ffn, dtype=torch.float32) if separate else None
-        self.experts, self.h_NF, self.x_rows = experts, h_NF, x_rows
+        self.experts, self.h_NF, self.x_rows, self.needs = experts, h_NF, x_rows, needs
         self.dy_rows = Gather(dy_TD, shared[self.rank].receive, rows)
-        groups = -(-self.cfg.ffn // COLUMN_GROUP)
+        self.ffn_groups = column_groups(self.cfg.ffn)
+        groups = self.ffn_groups + (column_groups(self.cfg.hidden) if experts.biases else 0)
         self.group_sums_NG = torch.empty(self.num_rows, groups, dtype=torch.float32)
         self.weighted_NF = dy_TD.new_empty(self.num_rows, self.cfg.ffn)
-        self.dh_NF = dy_TD.new_empty(self.num_rows, 2 * self.cfg.ffn)
+        self.dh_NF = dy_TD.new_empty(self.num_rows, self.cfg.h_columns)
         self.dx_TD = torch.empty_like(dy_TD)
         self.dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32)
         self.accumulate = main_grads is not None and main_grads.accumulate
         if main_grads is None:
             self.gradients = experts.like(fill=True)
         else:
-            self.gradients = ExpertWeights(main_grads.w13, main_grads.w2, experts.layout)
+            self.gradients = dataclasses.replace(experts, w13=main_grads.w13, w2=main_grads.w2)
             main_grads.clear()
+        self.biases = tuple(torch.zeros_like(b) for b in experts.biases)  # of b13 and b2, or none
 
     def down_grad(self, block: Block) -> None:
         """Gradient through the second GEMM, and through the activation unless that is a task of its own."""
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
-        raw = matmul(self.dy_rows(rows), self.experts.down(block.group)[:, columns])
+        dy = self.dy_rows(rows)
+        raw = matmul(dy, self.experts.down(block.group)[:, columns])
+        if self.experts.b2 is not None and block.column0 == 0:
+            self.group_sums_NG[rows, self.ffn_groups :] = bias_groups(dy, self.experts.b2[block.group])
         if self.raw_NF is None:
             self._through_activation(block, raw)
         else:
@@ -281,21 +298,20 @@ class Backward(_Bodies):
     def _through_activation(self, block: Block, raw: Tensor) -> None:
         """dh, the weighted activation, column groups of d(weight)."""
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
-        ffn, dtype, width = self.cfg.ffn, self.cfg.dtype, block.column1 - block.column0
-        up_columns = slice(ffn + block.column0, ffn + block.column1)
+        dtype, width = self.cfg.dtype, block.column1 - block.column0
         raw = widened(raw)
-        gate, up = widened(self.h_NF[rows, columns]), widened(self.h_NF[rows, up_columns])
-        activation = ACTIVATIONS[self.cfg.activation]
-        weight, act = self.rows.weight_N1[rows], activation.forward(gate, up)
+        inputs = [widened(half) for half in _of_h(self.h_NF, block, self.cfg)]
+        activation = activation_of(self.cfg.activation, self.cfg.activation_limit)
+        weight, act = self.rows.weight_N1[rows], activation.forward(*inputs)
         if self.cfg.weight_at == "output":
             act = act.to(dtype).float()
         first = block.column0 // COLUMN_GROUP
         sums = column_group_sums(raw * act)
         self.group_sums_NG[rows, first : first + sums.shape[1]] = sums
         self.weighted_NF[rows, columns] = (weight * act)[:, :width].to(dtype)
-        d_gate, d_up = activation.backward(gate, up, weight * raw)
-        self.dh_NF[rows, columns] = d_gate[:, :width].to(dtype)
-        self.dh_NF[rows, up_columns] = d_up[:, :width].to(dtype)
+        gradients = activation.backward(*inputs, weight * raw)
+        for dh, gradient in zip(_of_h(self.dh_NF, block, self.cfg), gradients, strict=True):
+            dh.copy_(gradient[:, :width])
 
     def dweight(self, block: Block) -> None:
         self._write(block, add_ascending(self.group_sums_NG[block.row0 : block.row1]), "dweights")
@@ -310,14 +326,24 @@ class Backward(_Bodies):
         return slice(start, stop)
 
     def down_wgrad(self, block: Block) -> None:
+        """A tile of dW2; those of its first columns make db2 of the same rows."""
         rows, columns = self._segment(block.group), slice(block.column0, block.column1)
         dy = self.dy_rows(rows, slice(block.row0, block.row1))
-        out = matmul(dy.T, self.weighted_NF[rows, columns])
-        self._put(self.gradients.down(block.group)[block.row0 : block.row1, columns], out)
+        if self.biases and self.needs.biases and block.column0 == 0:
+            self.biases[1][block.group, block.row0 : block.row1] = row_block_sums(self.rows.weight_N1[rows] * dy)
+        if self.needs.w2:
+            out = matmul(dy.T, self.weighted_NF[rows, columns])
+            self._put(self.gradients.down(block.group)[block.row0 : block.row1, columns], out)
 
     def gate_up_wgrad(self, block: Block) -> None:
+        """A tile of dW13; those of its first columns make db13 of the same rows."""
         rows, columns = self._segment(block.group), slice(block.column0, block.column1)
-        out = matmul(self.dh_NF[rows, block.row0 : block.row1].T, self.x_rows(rows, columns))
+        dh = self.dh_NF[rows, block.row0 : block.row1]
+        if self.biases and self.needs.biases and block.column0 == 0:
+            self.biases[0][block.group, block.row0 : block.row1] = row_block_sums(dh.float())
+        if not self.needs.w13:
+            return
+        out = matmul(dh.T, self.x_rows(rows, columns))
         for number, half in enumerate(self.gradients.halves(block.group)):
             base = number * self.cfg.ffn
             first, last = max(block.row0, base), min(block.row1, base + self.cfg.ffn)

@@ -48,6 +48,10 @@ Weight = Annotated[
     typer.Option(help="Where the routing weight is applied: to the expert's output, or to its activation (Megatron)."),
 ]
 Activation = Annotated[str, typer.Option(help=f"Activation between the experts' two GEMMs: {', '.join(ACTIVATIONS)}.")]
+Limit = Annotated[
+    float | None, typer.Option("--activation-limit", help="What gate and up are clamped to; none by default.")
+]
+Bias = Annotated[bool, typer.Option("--bias", help="Experts have biases.")]
 Groups = Annotated[
     int | None,
     typer.Option(

@@ -21,12 +21,14 @@ from uniep.cli.bits import BitTable, Digests, digest, merge, verdict
 from uniep.cli.launch import World
 from uniep.cli.options import (
     Activation,
+    Bias,
     DType,
     Dtype,
     Ffn,
     Groups,
     Hidden,
     JsonFile,
+    Limit,
     NumExperts,
     Seed,
     Tokens,
@@ -44,6 +46,8 @@ from uniep.reference import composition
 from uniep.schedule import is_valid
 
 QUANTITIES = ("y", "dx", "dweights", "dw13", "dw2")
+BIASES = ("db13", "db2")
+"""Further quantities, of experts with biases."""
 WORST_RATIO = 2.0
 """Largest allowed error against the precise result, relative to the error of the PyTorch composition in that dtype."""
 FEW = 64
@@ -60,6 +64,8 @@ def verify(
     tokens: Tokens = 1024,
     dtype: Dtype = DType.bf16,
     activation: Activation = "swiglu",
+    activation_limit: Limit = None,
+    bias: Bias = False,
     weight_at: Weight = WeightAt.output,
     combine_groups: Groups = None,
     ep: Annotated[str, typer.Option(help="EP sizes to compare; EP=1 is always included.")] = "1,2,4",
@@ -72,7 +78,7 @@ def verify(
 ) -> None:
     """Compare bits and errors across EP sizes and schedules for one shape.
 
-    Forward and backward of one layer on random data: y, dx, dweights, dw13 and dw2. The same global
+    Forward and backward of one layer on random data: y, dx, dweights, dw13, dw2, and db13, db2. The same global
     tokens, routing and experts are split over 1, 2, 4 ... ranks and run under every
     schedule; every bit must equal EP=1, serial. The error against a more precise run (fp32; fp64 for
     fp32 layers) must be at most twice that of a plain PyTorch composition in the layer's dtype. The exit
@@ -94,6 +100,8 @@ def verify(
         max_tokens_per_rank=tokens,
         dtype=dtype.torch,
         activation=activation,
+        activation_limit=activation_limit,
+        bias=bias,
         weight_at=weight_at.value,
         combine_groups=combine_groups,
     )
@@ -172,7 +180,7 @@ class Results:
         """Digests per shard and per expert, so that EP sizes can be compared."""
         out: Digests = {}
         for name, tensor in self.tensors.items():
-            if name in ("dw13", "dw2"):
+            if name in ("dw13", "dw2", *BIASES):
                 out |= {(name, f"expert {e}"): digest(part) for e, part in zip(self.experts, tensor, strict=True)}
             else:
                 parts = tensor.split(self.shard_sizes)
@@ -181,7 +189,8 @@ class Results:
 
 
 class Problem:
-    """One global batch: x and dy (T, D), ids and weights (T, K), and all experts' parameters.
+    """One global batch: x and dy (T, D), ids and weights (T, K), and all experts' parameters; quantities: what a step
+    gives.
 
     num_shards: a multiple of every EP size, so that a rank's tokens are always whole shards.
     The routing is uneven, and one slot in 32 is unused.
@@ -198,8 +207,11 @@ class Problem:
         logits = normal(tokens, cfg.num_experts) + normal(cfg.num_experts)
         self.weights, ids = torch.softmax(logits, -1).topk(cfg.top_k)
         self.ids = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 1 / 32, -1)
-        self.w13 = (normal(cfg.num_experts, 2 * cfg.ffn, cfg.hidden) * cfg.hidden**-0.5).to(cfg.dtype)
+        self.w13 = (normal(cfg.num_experts, cfg.h_columns, cfg.hidden) * cfg.hidden**-0.5).to(cfg.dtype)
         self.w2 = (normal(cfg.num_experts, cfg.hidden, cfg.ffn) * cfg.ffn**-0.5).to(cfg.dtype)
+        widths = (cfg.h_columns, cfg.hidden) if cfg.bias else ()
+        self.biases = tuple(normal(cfg.num_experts, width).to(cfg.dtype) for width in widths)
+        self.quantities = (*QUANTITIES, *BIASES) if cfg.bias else QUANTITIES
         self.back: dict[str, tuple[Any, ...]] = {}  # where `in_another_order` put each part
         self.num_shards = num_shards
         self.shard_sizes = [len(part) for part in torch.arange(tokens).tensor_split(num_shards)]
@@ -217,18 +229,22 @@ class Problem:
             return part.to(workspace.device, copy=True).requires_grad_()
 
         x, weights = leaf(self.x[tokens]), leaf(self.weights[tokens])
-        w13, w2 = leaf(self.w13[local]), leaf(self.w2[local])
-        y = uniep.moe(x, self.ids[tokens].to(x.device), weights, w13, w2, workspace=workspace)
-        grads = torch.autograd.grad(y, (x, weights, w13, w2), self.dy[tokens].to(x.device))
-        return Results(shards, sizes, experts, dict(zip(QUANTITIES, (y.detach(), *grads), strict=True)))
+        w13, w2, *biases = (leaf(t[local]) for t in (self.w13, self.w2, *self.biases))
+        b13, b2 = biases or (None, None)
+        y = uniep.moe(x, self.ids[tokens].to(x.device), weights, w13, w2, workspace=workspace, b13=b13, b2=b2)
+        grads = torch.autograd.grad(y, (x, weights, w13, w2, *biases), self.dy[tokens].to(x.device))
+        return Results(shards, sizes, experts, dict(zip(self.quantities, (y.detach(), *grads), strict=True)))
 
     def composition(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The same formulas with plain PyTorch operators and autograd, in `dtype`."""
-        x, w13, w2 = (t.to(dtype, copy=True).requires_grad_() for t in (self.x, self.w13, self.w2))
+        x, w13, w2, *biases = (
+            t.to(dtype, copy=True).requires_grad_() for t in (self.x, self.w13, self.w2, *self.biases)
+        )
         weights = self.weights.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
-        y = composition(x, self.ids, weights, w13, w2, self.cfg.weight_at, self.cfg.activation)
-        grads = torch.autograd.grad(y, (x, weights, w13, w2), self.dy.to(dtype))
-        found = dict(zip(QUANTITIES, (y.detach(), *grads), strict=True))
+        how = (self.cfg.weight_at, self.cfg.activation, self.cfg.activation_limit, tuple(biases) or None)
+        y = composition(x, self.ids, weights, w13, w2, *how)
+        grads = torch.autograd.grad(y, (x, weights, w13, w2, *biases), self.dy.to(dtype))
+        found = dict(zip(self.quantities, (y.detach(), *grads), strict=True))
         return {name: tensor[self.back[name]] if self.back else tensor for name, tensor in found.items()}
 
     def in_another_order(self, number: int) -> Problem:
@@ -245,7 +261,7 @@ class Problem:
         columns, ffn = (places(width, -(-width // tile) * tile) for width in (cfg.hidden, cfg.ffn))
         rows = places(len(self.x), len(self.x) + experts * tile)
         hidden, half = (-(-width // tile) * tile for width in (cfg.hidden, cfg.ffn))
-        both = torch.cat([ffn, half + ffn])
+        both = torch.cat([ffn, half + ffn]) if cfg.gated else ffn
         ids = torch.full((len(self.x) + experts * tile, cfg.top_k), -1)
         idle = torch.ones(len(ids), dtype=torch.bool).index_fill(0, rows, False)
         ids[idle, 0] = torch.arange(experts).repeat_interleave(tile)
@@ -258,7 +274,8 @@ class Problem:
         made.ids = ids
         made.x, made.dy = (placed(t, len(ids), hidden, at=(rows[:, None], columns)) for t in (self.x, self.dy))
         made.weights = placed(self.weights, *ids.shape, at=(rows,))
-        made.w13 = placed(self.w13, experts, 2 * half, hidden, at=(every, both[:, None], columns))
+        halves = (1 + cfg.gated) * half
+        made.w13 = placed(self.w13, experts, halves, hidden, at=(every, both[:, None], columns))
         made.w2 = placed(self.w2, experts, hidden, half, at=(every, columns[:, None], ffn))
         made.back = {
             "y": (rows[:, None], columns),
@@ -266,7 +283,14 @@ class Problem:
             "dweights": (rows,),
             "dw13": (every, both[:, None], columns),
             "dw2": (every, columns[:, None], ffn),
+            "db13": (every[:, 0], both),
+            "db2": (every[:, 0], columns),
         }
+        places_of = ((both, halves), (columns, hidden))
+        made.biases = tuple(
+            placed(bias, experts, width, at=(every[:, 0], at))
+            for bias, (at, width) in zip(self.biases, places_of, strict=False)
+        )
         return made
 
 
@@ -278,7 +302,7 @@ def _compare(
 ) -> tuple[list[str], dict[str, Tensor]]:
     """Print the bit table.  Returns the parts that differ, and this rank's results of the first run."""
     layer = _describe(problem.cfg, len(problem.x))
-    table = BitTable(f"Parts with the bits of EP=1 serial/natural\n{layer}", QUANTITIES)
+    table = BitTable(f"Parts with the bits of EP=1 serial/natural\n{layer}", problem.quantities)
     first: dict[str, Tensor] = {}
     runs = [(size, schedule) for size in groups for schedule in schedules]
     with progress(world.console, "verified", len(runs)) as done:
@@ -315,14 +339,15 @@ def _errors(problem: Problem, world: World, results: dict[str, Tensor]) -> dict[
         exact = precise[quantity].double()  # all zero where no slot is in use
         return float((of[quantity].cpu().double() - exact).norm()) / (float(exact.norm()) or 1.0)
 
-    ours, theirs = ({quantity: error(of, quantity) for quantity in QUANTITIES} for of in (results, plain))
-    if any(math.isfinite(ours[q]) and ours[q] > WORST_RATIO * theirs[q] for q in QUANTITIES):
+    names = problem.quantities
+    ours, theirs = ({quantity: error(of, quantity) for quantity in names} for of in (results, plain))
+    if any(math.isfinite(ours[q]) and ours[q] > WORST_RATIO * theirs[q] for q in names):
         for number in range(ORDERS):
             other = problem.in_another_order(number).composition(problem.cfg.dtype)
-            theirs = {quantity: max(theirs[quantity], error(other, quantity)) for quantity in QUANTITIES}
+            theirs = {quantity: max(theirs[quantity], error(other, quantity)) for quantity in names}
     activations = int((problem.ids >= 0).sum()) * problem.cfg.ffn
     found = {}
-    for quantity in QUANTITIES:
+    for quantity in names:
         ratio = ours[quantity] / theirs[quantity] if theirs[quantity] else (math.inf if ours[quantity] else 1.0)
         if not math.isfinite(ours[quantity]):
             ratio = math.inf
@@ -339,5 +364,7 @@ def _describe(cfg: uniep.MoEConfig, tokens: int) -> str:
     return (
         f"hidden {cfg.hidden}, ffn {cfg.ffn}, {cfg.num_experts} experts, top-{cfg.top_k}, {tokens} tokens, "
         f"{str(cfg.dtype).removeprefix('torch.')}, {cfg.activation}, weight_at {cfg.weight_at}"
+        + (f", gate and up up to {cfg.activation_limit:g}" if cfg.activation_limit is not None else "")
+        + ", biases" * cfg.bias
         + (f", {cfg.combine_groups} combine groups" if cfg.combine_groups else "")
     )

@@ -54,7 +54,7 @@ def of_layers(cfg: MoEConfig, layers: int, dense: int) -> ModelSize:
     return ModelSize(f"{layers} layers", layers, experts, dense + layers * cfg.num_experts * cfg.hidden)
 
 
-def of_config(path: Path) -> tuple[ModelSize, dict[str, int]]:
+def of_config(path: Path) -> tuple[ModelSize, dict[str, Any]]:
     """The model of a configuration of transformers (config.json, or its folder), and its layers' part of a MoEConfig.
 
     Every parameter is counted, in the model built without memory.
@@ -83,21 +83,23 @@ def of_config(path: Path) -> tuple[ModelSize, dict[str, int]]:
     shapes = {_shape(experts, text.hidden_size) for experts in found.values()}
     if len(shapes) > 1:
         raise ConfigError(f"--config {path}: MoE layers of {len(shapes)} shapes; give --layers and the shape instead")
-    (num_experts, ffn), *_ = shapes
+    (num_experts, ffn, gated, bias), *_ = shapes
     of_experts = sum(p.numel() for experts in found.values() for p in experts.parameters())
     size = ModelSize(
         getattr(config, "model_type", path.name), len(found), of_experts,
         sum(p.numel() for p in model.parameters()) - of_experts,
     )  # fmt: skip
-    return size, {"hidden": text.hidden_size, "ffn": ffn, "num_experts": num_experts, "top_k": top_k}
+    layer = {"hidden": text.hidden_size, "ffn": ffn, "num_experts": num_experts, "top_k": top_k, "bias": bias}
+    return size, layer if gated else layer | {"activation": "silu"}
 
 
-def _shape(experts: torch.nn.Module, hidden: int) -> tuple[int, int]:
-    """(number of experts, width of one) of the module that holds a layer's experts, each with three matrices."""
+def _shape(experts: torch.nn.Module, hidden: int) -> tuple[int, int, bool, bool]:
+    """(number of experts, width of one, whether there is a gate, are biases) of the module with a layer's experts."""
     stacked = [p for p in experts.parameters() if p.ndim > 2]
     number = stacked[0].shape[0] if stacked else len(list(experts.children()))
     matrices = stacked or [p for p in experts.parameters() if p.ndim > 1]
-    return number, sum(p.numel() for p in matrices) // (3 * number * hidden)
+    gated, bias = bool(getattr(experts, "has_gate", True)), bool(getattr(experts, "has_bias", False))
+    return number, sum(p.numel() for p in matrices) // ((3 if gated else 2) * number * hidden), gated, bias
 
 
 def rows(size: ModelSize, plan: MemoryPlan, dtype: torch.dtype, ep: int, fsdp: int, optimizer: Optimizer) -> list[

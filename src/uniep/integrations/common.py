@@ -64,6 +64,8 @@ class Workspaces:
         *,
         num_local: int,
         activation: str = "swiglu",
+        activation_limit: float | None = None,
+        biases: tuple[Tensor, Tensor] | None = None,
         weight_at: Literal["output", "activation"] = "output",
         main_grad: MainGrad | None = None,
         agreed: str = "",
@@ -73,6 +75,7 @@ class Workspaces:
         """`uniep.moe` in the parameters' dtype, or autocast's; y in x's.  Collective over `group`, None for one rank.
 
         num_local: e, the number of experts in w13 and w2.
+        biases: b13 and b2, or None.
         agreed: what must be the same on all ranks of the group; calls with other values use another Workspace.
             Ranks that differ in it raise an error when they make a Workspace; later they wait for each other until the
             timeout.
@@ -90,6 +93,8 @@ class Workspaces:
             max_tokens_per_rank=self.max_tokens_per_rank or 1,
             max_rows=self.max_rows,
             activation=activation,
+            activation_limit=activation_limit,
+            bias=biases is not None,
             dtype=autocast or down.dtype,
             weight_at=weight_at,
         )
@@ -98,7 +103,8 @@ class Workspaces:
             workspace.tell(error, workspace.entered)
             raise error
         x = x_TD.to(shape.dtype)
-        y = moe(x, ids_TK, weights_TK, w13, w2, workspace=workspace, main_grad=main_grad, layer=layer)
+        b13, b2 = biases or (None, None)
+        y = moe(x, ids_TK, weights_TK, w13, w2, workspace=workspace, b13=b13, b2=b2, main_grad=main_grad, layer=layer)
         return y.to(x_TD.dtype)
 
     def _workspace(self, shape: MoEConfig, group: Any, x_TD: Tensor, agreed: str) -> Workspace:

@@ -8,10 +8,12 @@
         name, distributed_config=DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="uniep"))
     print(hf.status(model))
 
-The model keeps its modules and parameters (gate_up_proj (e, 2F, D), gate rows first, and down_proj (e, D, F)), so
-checkpoints, optimizers and FSDP2 see no change; uniep reads the parameters in place.  Routing stays the model's own.
-Anything that uniep would compute differently raises UnsupportedError; nothing is approximated.  So does
-experts_implementation="uniep" for models that ignore it.  `status` shows which layers those are.
+The model keeps its modules and parameters, so checkpoints, optimizers and FSDP2 see no change; uniep reads the
+parameters in place: gate_up_proj (e, 2F, D), gate rows first, or up_proj (e, F, D), and down_proj (e, D, F), and any
+biases.  Transposed ones (GPT-OSS, Aria) are read in place on CPUs; on GPUs `register(copy_weights=True)` copies them in
+every call.  Routing stays the model's own.  Anything that uniep would compute differently raises UnsupportedError;
+nothing is approximated.  So does experts_implementation="uniep" for models that ignore it.  `status` shows which layers
+those are.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import atexit
 import functools
 import importlib.metadata
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
-from uniep.activation import ACTIVATIONS
+from uniep.activation import ACTIVATIONS, activation_of
 from uniep.config import DTYPES
 from uniep.errors import UniEPError, UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
@@ -52,6 +57,16 @@ ACTIVATION_OF = {
     ),
 }
 """The activation of experts, by the label of the gate's function."""
+UNGATED_OF = {
+    **{
+        label: {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}[name]
+        for label, name in ACTIVATION_OF.items()
+    },
+    "ReLUSquaredActivation": "relu2",
+}
+"""Of experts without a gate."""
+LIMITS = ("limit", "swiglu_limit")
+"""Attributes of experts that may hold the limit of a gate of their own."""
 
 
 _UNREACHED = "its class is not made with transformers' use_experts_implementation"
@@ -64,7 +79,10 @@ class Registration(Workspaces):
 
     options: keywords of `Workspace`.
     max_tokens_per_rank: None, or T for all Workspaces.
+    copy_weights: as for `register`.
     """
+
+    copy_weights = False
 
     def run(
         self,
@@ -77,13 +95,13 @@ class Registration(Workspaces):
         layer: LayerRecord | None = None,
     ) -> Tensor:
         """`uniep.moe` on the parameters of `experts`.  Collective over `group`."""
-        w13, w2 = experts.gate_up_proj, experts.down_proj
-        if reason := _refused_tensors(w13, w2):
+        if reason := _refused_tensors(experts, self.copy_weights):
             raise UnsupportedError(f"uniep cannot run {_name(experts)}: {reason}")
-        activation = ACTIVATION_OF[_label(experts)]
+        w13, w2, biases = _parameters(experts, self.copy_weights)
+        activation, limit, _ = _activation(experts)
         return self.moe(
-            group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w13.shape[0], activation=activation, layer=layer,
-            error=experts.__dict__.pop(_ERROR, None),
+            group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w2.shape[0], activation=activation,
+            activation_limit=limit, biases=biases, layer=layer, error=experts.__dict__.pop(_ERROR, None),
         )  # fmt: skip
 
 
@@ -96,7 +114,7 @@ class _OneDevice:
     def __call__(self, experts: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         _refuse(experts)
         if getattr(experts, "_is_expert_parallel", False):  # transformers marks slots of other devices with larger ids
-            ids_TK = ids_TK.masked_fill(ids_TK >= experts.gate_up_proj.shape[0], -1)
+            ids_TK = ids_TK.masked_fill(ids_TK >= experts.down_proj.shape[0], -1)
         return self.registration.run(experts, None, x_TD, ids_TK, weights_TK)
 
 
@@ -133,6 +151,7 @@ def register(
     backend: str = "auto",
     schedule: Any = None,
     timeout_s: float | None = None,
+    copy_weights: bool = False,
 ) -> Registration:
     """Make "uniep" known to transformers, as experts_implementation and as ep_implementation.
 
@@ -140,6 +159,8 @@ def register(
         with expert parallelism every call first exchanges the numbers of tokens of all ranks, and the host waits for
         it.
     max_rows, backend, schedule, timeout_s: as for `MoEConfig` and `Workspace`.
+    copy_weights: copy transposed weights, (e, D, 2F) and (e, F, D), into rows in every call, and their gradients back.
+        Needed on GPUs; a layer then takes its experts' memory twice while it runs.  False: refused there.
     Returns the Registration that owns the Workspaces; they are freed by its `free`, or at exit.
     A second call applies to models loaded after it, and to all models on one device.
 
@@ -149,6 +170,7 @@ def register(
     made = Registration(
         max_tokens_per_rank, max_rows, {"backend": backend, "schedule": schedule, "timeout_s": timeout_s}
     )
+    made.copy_weights = copy_weights
     atexit.register(made.free)
     implementations.register(NAME, functools.partial(_ExpertParallel, made))
     functions.register(NAME, _OneDevice(made))
@@ -293,26 +315,85 @@ def _refused(experts: Any) -> str:
     """Why uniep cannot compute what these experts compute; empty if it can."""
     if not _is_experts(experts):
         return _UNREACHED
-    wanted = {
-        "has_bias": (False, "experts have biases"),
-        "has_post_expert_norm": (False, "a norm follows each expert"),
-        "is_transposed": (False, "weights are stored transposed"),
-        "is_concatenated": (True, "gate and up rows are interleaved"),
-    }
-    for flag, (value, meaning) in wanted.items():
-        if (found := getattr(experts, flag)) != value:
-            return f"{flag} is {found}: {meaning}"
-    _, _, default_gate = _seams()
-    if type(experts)._apply_gate is not default_gate:
-        return "_apply_gate is its own; supported: act_fn(gate) * up"
-    if (label := _label(experts)) not in ACTIVATION_OF:
-        return f"act_fn is {label}; supported: {', '.join(ACTIVATION_OF)}"
-    if experts.has_gate != ACTIVATIONS[ACTIVATION_OF[label]].gated:
-        return f"has_gate is {experts.has_gate}: experts have {'a' if experts.has_gate else 'no'} gate"
-    for name in ("gate_up_proj", "down_proj"):
+    if experts.has_post_expert_norm:
+        return f"has_post_expert_norm is {experts.has_post_expert_norm}: a norm follows each expert"
+    for name in _names(experts):
         if not isinstance(getattr(experts, name, None), Tensor):
             return f"it has no tensor {name}"
-    return ""
+    return _activation(experts)[2]
+
+
+def _names(experts: Any) -> tuple[str, ...]:
+    """Of the parameters: w13, w2, and with biases b13, b2."""
+    names = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+    return names + tuple(f"{name}_bias" for name in names) if experts.has_bias else names
+
+
+def _parameters(experts: Any, copy: bool) -> tuple[Any, Tensor, tuple[Tensor, Tensor] | None]:
+    """(w13, w2, biases) as `uniep.moe` takes them, views; copy: transposed weights as rows in new memory."""
+    w13, w2, *biases = (getattr(experts, name) for name in _names(experts))
+    if experts.is_transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    interleaved = experts.has_gate and not experts.is_concatenated
+    if interleaved:
+        w13 = w13[:, 0::2], w13[:, 1::2]
+        biases[:1] = [torch.cat([b[:, 0::2], b[:, 1::2]], 1) for b in biases[:1]]
+    if experts.is_transposed and copy:
+        w13, w2 = torch.cat(w13, 1) if interleaved else w13.contiguous(), w2.contiguous()
+    return w13, w2, (biases[0], biases[1]) if biases else None
+
+
+def _activation(experts: Any) -> tuple[str, float | None, str]:
+    """(activation, its limit, "") of experts, or ("", None, why uniep has none)."""
+    _, _, default_gate = _seams()
+    if experts.has_gate and type(experts)._apply_gate is not default_gate:
+        if (found := _own_gate(experts)) is not None:
+            return *found, ""
+        known = ", ".join(name for name, activation in ACTIVATIONS.items() if activation.gated)
+        return "", None, f"_apply_gate is its own, and none of {known}, with or without a limit"
+    names, label = ACTIVATION_OF if experts.has_gate else UNGATED_OF, _label(experts)
+    if label not in names:
+        return "", None, f"act_fn is {label}; supported: {', '.join(names)}"
+    return names[label], None, ""
+
+
+_own_gates: dict[Any, tuple[str, float | None] | None] = {}
+
+
+@_disable_dynamo
+def _own_gate(experts: Any) -> tuple[str, float | None] | None:
+    """The activation and limit that the experts' own `_apply_gate` is, by its values on a grid; None if it is none.
+
+    The grid reaches from -1000 to 1000 and beyond the limit, and values may differ by the rounding of fp32.
+    """
+    numbers = {name: value for name, value in vars(experts).items() if isinstance(value, int | float)}
+    key = type(experts)._apply_gate, _label(experts), tuple(sorted(numbers.items()))
+    if key not in _own_gates:
+        _own_gates[key] = _matched(
+            experts, {None, *(float(numbers[name]) for name in LIMITS if 0 < numbers.get(name, 0) < math.inf)}
+        )
+    return _own_gates[key]
+
+
+def _matched(experts: Any, limits: set[float | None]) -> tuple[str, float | None] | None:
+    most = max((limit for limit in limits if limit is not None), default=1.0)
+    steps = torch.linspace(-1, 1, 81, device="cpu")
+    line = torch.cat([12 * steps, 2 * most * steps, torch.tensor([-1e3, -30.0, 30.0, 1e3], device="cpu")])
+    gate, up = (t.flatten() for t in torch.meshgrid(line, line, indexing="ij"))
+    together = torch.cat([gate, up]) if experts.is_concatenated else torch.stack([gate, up], 1).flatten()
+    try:
+        with torch.no_grad():
+            found = experts._apply_gate(together[None])[0].double()
+    except Exception as cause:  # whatever a gate of other experts may raise for these
+        log.debug("%s: _apply_gate: %s", _name(experts), cause)
+        return None
+    for name, activation in ACTIVATIONS.items():
+        for limit in sorted(limits, key=lambda limit: limit or 0.0) if activation.gated else ():
+            exact = activation_of(name, limit).plain(gate.double(), up.double())
+            near = 1e-5 * exact.abs() + 1e-6 * gate.abs() * (up.abs() + 1)  # 1 + tanh cancels in fp32
+            if found.shape == exact.shape and ((found - exact).abs() <= near).all():
+                return name, limit
+    return None
 
 
 def _label(experts: Any) -> str:
@@ -322,8 +403,14 @@ def _label(experts: Any) -> str:
     return f"{name}(tanh)" if getattr(function, "approximate", "none") == "tanh" else name
 
 
-def _refused_tensors(w13: Tensor, w2: Tensor) -> str:
-    for name, tensor in (("gate_up_proj", w13), ("down_proj", w2)):
+def _refused_tensors(experts: Any, copy: bool) -> str:
+    for name in _names(experts):
+        tensor = getattr(experts, name)
+        if experts.is_transposed and not copy and tensor.is_cuda and tensor.dim() == 3:
+            return (
+                f"is_transposed is True: {name} {tuple(tensor.shape)} is stored transposed, which GPU kernels do not "
+                "read; hf.register(copy_weights=True) copies it in every call"
+            )
         if tensor.dtype not in DTYPES:
             return f"{name} has dtype {tensor.dtype}; supported: {', '.join(map(str, DTYPES))}"
         if hasattr(tensor, "full_tensor"):

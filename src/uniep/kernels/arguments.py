@@ -84,13 +84,21 @@ class Counted(NamedTuple):
 
 
 class GateUpBlocks(NamedTuple):
-    """Descriptors of `gate_up_kernel`; made inside kernels."""
+    """Descriptors of `gate_up_kernel`, and b13 (e, 2F or F) or None; made inside kernels."""
 
     rows: Any
     w13: Any
     gate: Any
     up: Any
     act: Any
+    b13: Any
+
+
+class Biases(NamedTuple):
+    """b13 (e, 2F or F) and b2 (e, D), or None."""
+
+    b13: Pointer
+    b2: Pointer
 
 
 class Lists(NamedTuple):
@@ -129,7 +137,8 @@ class Sums(NamedTuple):
 
 class Activation(NamedTuple):
     """The activation's gradient: from raw_NF = dO @ W2 (fp32) and gate and up (N, F), dh_N2F, the activation act_NF that
-    dW2 contracts, and groups_NG (fp32), sums for d(weight)."""
+    dW2 contracts, and groups_NG (fp32), sums for d(weight).  Without a gate up_NF is None and dh (N, F).  b2 (e, D), or
+    None: d(weight) has dO . b2."""
 
     raw_NF: Pointer
     gate_NF: Pointer
@@ -137,6 +146,7 @@ class Activation(NamedTuple):
     dh_N2F: Pointer
     act_NF: Pointer
     groups_NG: Pointer
+    b2: Pointer = None
 
 
 class Addresses(NamedTuple):
@@ -159,7 +169,8 @@ class GroupRows(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a layer computes.  KP: K or the next power of two.  SLOTS: return slots of a rank."""
+    """What a layer computes.  KP: K or the next power of two.  SLOTS: return slots of a rank.  GATED: h is gate and up.
+    LIMIT: None, or what they are clamped to."""
 
     D: int
     F: int
@@ -168,6 +179,8 @@ class Layer(NamedTuple):
     SLOTS: int
     ACTIVATION: str
     WEIGHTED: bool  # the activation by the routing weight
+    GATED: bool
+    LIMIT: float | None
 
 
 class TileShape(NamedTuple):
@@ -183,7 +196,8 @@ class Product(NamedTuple):
     """A @ B of rows, A (N, HALVES * DEPTH).
 
     B: (e, WIDTH, DEPTH) if TRANSPOSED, else (e, HALVES, DEPTH, WIDTH), of which UP_FIRST turns the halves.
-    SCATTER: each row goes to its return slot, one of SLOTS of a rank.
+    SCATTER: each row goes to its return slot, one of SLOTS of a rank.  WEIGHTED: a bias is multiplied by the routing
+    weight.
     """
 
     DEPTH: int
@@ -193,6 +207,7 @@ class Product(NamedTuple):
     UP_FIRST: bool
     SLOTS: int
     SCATTER: bool
+    WEIGHTED: bool = False
 
 
 class Sending(NamedTuple):

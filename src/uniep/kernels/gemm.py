@@ -15,6 +15,7 @@ import triton.language as tl
 
 from uniep.kernels.activation import activate
 from uniep.kernels.arguments import Counted, GateUpBlocks, Offsets, Rows, Tokens, Wire
+from uniep.kernels.biases import add_b2, bias_columns
 from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come
 from uniep.kernels.rows import load_rows, num_row_tiles, row_pointers, wait_for_rows
 from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
@@ -90,11 +91,14 @@ def halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def weights_step(b_desc, expert, half, n, depth, B: tl.constexpr, TILE: tl.constexpr):
     """The block (TILE.K, TILE.N) of an expert's weights from row `depth` of B on, columns n.
 
-    B: how they lie.  "gate_up": (e, 2, F, D), half of the columns from each half.  "transposed": (e, WIDTH, DEPTH).
-    "plain": (e, DEPTH, WIDTH).  "halves": (e, HALVES, DEPTH, WIDTH), of which `half` is meant.
+    B: how they lie.  "gate_up": (e, 2, F, D), half of the columns from each half; "ungated": (e, 1, F, D), of a tile half
+    as wide.  "transposed": (e, WIDTH, DEPTH).  "plain": (e, DEPTH, WIDTH).  "halves": (e, HALVES, DEPTH, WIDTH), of which
+    `half` is meant.
     """
     if B == "gate_up":
         return b_desc.load([expert, 0, n * (TILE.N // 2), depth]).reshape(TILE.N, TILE.K).T
+    elif B == "ungated":
+        return b_desc.load([expert, 0, n * (TILE.N // 2), depth]).reshape(TILE.N // 2, TILE.K).T
     elif B == "transposed":
         return b_desc.load([expert, n * TILE.N, depth]).reshape(TILE.N, TILE.K).T
     elif B == "plain":
@@ -118,14 +122,14 @@ def product_of_rows(
     UP_FIRST: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile of A @ B in fp32, k ascending: the loop over k of all products of rows.
+    """A tile of A @ B in fp32, k ascending: the loop over k of all products of rows.  "ungated": of TILE.N / 2 columns.
 
     A: (N, DEPTH), gathered (a_ptrs: first step of its rows) or row tile m of a_desc; with HALVES > 0 (N, HALVES * DEPTH).
     UP_FIRST turns the halves of B.  B: see `weights_step`.
     With HALVES = 1 k is divided as with 2, and the row is found inside the loop: code that was timed.
     """
     BLOCK_M: tl.constexpr = TILE.M
-    BLOCK_N: tl.constexpr = TILE.N
+    BLOCK_N: tl.constexpr = TILE.N // 2 if B == "ungated" else TILE.N
     STEPS: tl.constexpr = (DEPTH + TILE.K - 1) // TILE.K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, STEPS if HALVES == 0 else HALVES * STEPS):
@@ -175,18 +179,34 @@ def gate_up_tile(
     """
     dtype: tl.constexpr = blocks.act.dtype
     HALF: tl.constexpr = TILE.N // 2
-    acc = product_of_rows(a_ptrs, blocks.rows, blocks.w13, m, expert, n, LAYER.D, 0, "gate_up", False, TILE)
-    gate, up = halves(acc, TILE.M, TILE.N)
-    if UP_FIRST:
-        up, gate = gate, up
+    B: tl.constexpr = "gate_up" if LAYER.GATED else "ungated"
+    F: tl.constexpr = LAYER.F
+    acc = product_of_rows(a_ptrs, blocks.rows, blocks.w13, m, expert, n, LAYER.D, 0, B, False, TILE)
+    if LAYER.GATED:
+        gate, up = halves(acc, TILE.M, TILE.N)
+        if UP_FIRST:
+            up, gate = gate, up
+    else:
+        gate = acc
+    if blocks.b13 is not None:
+        COLUMNS: tl.constexpr = (1 + LAYER.GATED) * F
+        gate += bias_columns(blocks.b13, expert, 0, n * HALF, F, COLUMNS, HALF)
+        if LAYER.GATED:
+            up += bias_columns(blocks.b13, expert, F, n * HALF, F, COLUMNS, HALF)
     gate_16 = narrow(gate, dtype)
-    up_16 = narrow(up, dtype)
+    if LAYER.GATED:
+        up_16 = narrow(up, dtype)
     count_before(counted)
     if blocks.gate is not None:
         blocks.gate.store([row, n * HALF], gate_16)
-        blocks.up.store([row, n * HALF], up_16)
+        if LAYER.GATED:
+            blocks.up.store([row, n * HALF], up_16)
     ACTIVATION: tl.constexpr = LAYER.ACTIVATION  # a text reaches a function as a constexpr only (Triton 3.6)
-    act = activate(gate_16.to(tl.float32), up_16.to(tl.float32), ACTIVATION)
+    LIMIT: tl.constexpr = LAYER.LIMIT
+    if LAYER.GATED:
+        act = activate(gate_16.to(tl.float32), up_16.to(tl.float32), ACTIVATION, LIMIT)
+    else:
+        act = activate(gate_16.to(tl.float32), None, ACTIVATION, LIMIT)
     if LAYER.WEIGHTED:
         act = act * weight[:, None]
     blocks.act.store([row, n * HALF], narrow(act, dtype))
@@ -213,6 +233,7 @@ def gate_up_kernel(
     gate_desc,
     up_desc,
     act_desc,
+    b13_ptr,
     LAYER: tl.constexpr,
     TILE: tl.constexpr,
     SENDING: tl.constexpr,
@@ -220,13 +241,14 @@ def gate_up_kernel(
     UP_FIRST: tl.constexpr,
     COUNT_TILES: tl.constexpr,
 ):
-    """h = rows @ W13^T, act = ACTIVATION of h (times the routing weight if WEIGHTED).
+    """h = rows @ W13^T, plus b13 unless it is None; act = ACTIVATION of h (times the routing weight if WEIGHTED).
 
     rows_desc: (N, D), or None: rows are read where they lie, local tokens and receive slots.
     FUSED (and gathered): tiles wait for their tokens; where programs push (CHUNK > 0), the first `push_programs`
     push this rank's before they join.
     COUNT_TILES: progress (M,) counts the finished tiles of each row tile, for a product that runs beside.
-    w13_desc: (e, 2, F, D); a tile multiplies TILE.N/2 gate columns and the same up columns.  UP_FIRST:
+    w13_desc: (e, 2, F, D); a tile multiplies TILE.N/2 gate columns and the same up columns; without a gate (e, 1, F, D),
+    tiles of TILE.N/2 columns, and no up_desc.  b13: (e, 2F or F).  UP_FIRST:
     the descriptor's first half is the up projection (w1 and w3 apart, w3 at the lower address).
     gate_desc, up_desc (the halves of h, or None), act_desc: (N, F).  Blocks of one shape leave through the same shared
     memory, which makes room for a fourth stage.
@@ -235,7 +257,7 @@ def gate_up_kernel(
     GATHERED: tl.constexpr = rows_desc is None
     # The tables of the next tile are read while this one is multiplied, where the lint finds registers left for them.
     AHEAD: tl.constexpr = GATHERED and (SENDING.CHUNK == 0 or LAYER.WEIGHTED)
-    blocks = GateUpBlocks(rows_desc, w13_desc, gate_desc, up_desc, act_desc)
+    blocks = GateUpBlocks(rows_desc, w13_desc, gate_desc, up_desc, act_desc, b13_ptr)
     program = tl.program_id(0)
     if FUSED and SENDING.CHUNK > 0:
         if program < push_programs:
@@ -372,6 +394,12 @@ def gathered_product_kernel(
 def store_tile(acc, out_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile in out_desc's dtype, in blocks that take half of its shared memory, or, in fp32, a quarter."""
     left, right = halves(acc, BLOCK_M, BLOCK_N)
+    store_halves(left, right, out_desc, row, column, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def store_halves(left, right, out_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """As `store_tile`."""
     if out_desc.dtype == tl.float32:
         QUARTER: tl.constexpr = BLOCK_N // 4
         a, b = halves(left, BLOCK_M, 2 * QUARTER)
@@ -387,7 +415,8 @@ def store_tile(acc, out_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def product_tile(
-    a_desc, b_desc, out_desc, rows: Rows, wire: Wire, m, n, PRODUCT: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr
+    a_desc, b_desc, out_desc, bias_ptr, rows: Rows, wire: Wire, m, n, PRODUCT: tl.constexpr, TILE: tl.constexpr,
+    CHECKED: tl.constexpr
 ):  # fmt: skip
     """One tile of `product_kernel`.  CHECKED (and SCATTER): nothing is stored once this call has failed."""
     BLOCK_M: tl.constexpr = TILE.M
@@ -401,8 +430,8 @@ def product_tile(
     if CHECKED:
         is_lost = tl.load(wire.status, volatile=True) != 0
     acc = product_of_rows(None, a_desc, b_desc, m, expert, n, PRODUCT.DEPTH, PRODUCT.HALVES, B, PRODUCT.UP_FIRST, TILE)
+    left, right = biased_halves(acc, bias_ptr, rows, row, expert, n * BLOCK_N, WIDTH, PRODUCT.WEIGHTED, TILE)
     if PRODUCT.SCATTER:
-        left, right = halves(acc, BLOCK_M, BLOCK_N)
         slot = tl.load(rows.return_N + row + tl.arange(0, BLOCK_M))
         if CHECKED:
             slot = tl.where(is_lost, -1, slot)
@@ -419,7 +448,21 @@ def product_tile(
             column += HALF
             tl.store(ptrs[:, None] + column[None, :], narrow(right, dtype), mask=used & (column < WIDTH)[None, :])
     else:
-        store_tile(acc, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+        store_halves(left, right, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def biased_halves(
+    acc, b2_ptr, rows: Rows, row, expert, column, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, TILE: tl.constexpr
+):
+    """The halves of a tile from `row` and `column` on, plus b2, or plus w * b2 if WEIGHTED; None: without."""
+    HALF: tl.constexpr = TILE.N // 2
+    left, right = halves(acc, TILE.M, TILE.N)
+    if b2_ptr is not None:  # half by half: the biases of a whole tile take too many registers
+        weight = tl.load(rows.weight_N + row + tl.arange(0, TILE.M)) if WEIGHTED else None
+        left = add_b2(left, b2_ptr, weight, expert, column, WIDTH, HALF)
+        right = add_b2(right, b2_ptr, weight, expert, column + HALF, WIDTH, HALF)
+    return left, right
 
 
 @triton.jit(do_not_specialize=["returned_offset", "programs", "rank", "timeout_ns"])
@@ -433,6 +476,7 @@ def product_kernel(
     a_desc,
     b_desc,
     out_desc,
+    bias_ptr,
     PRODUCT: tl.constexpr,
     TILE: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -440,6 +484,7 @@ def product_kernel(
 ):
     """out = a @ B, each row stored straight into its slot at the source rank (SCATTER) or in place.
 
+    bias: (e, WIDTH), added before the rounding, by the routing weight if WEIGHTED; or None.
     a_desc: (N, HALVES * DEPTH); where TILE.K does not divide DEPTH, a step reads on into the next half and
     meets zeros of B.  b_desc: (e, WIDTH, DEPTH) if TRANSPOSED (W2 in the forward), else (e, HALVES, DEPTH, WIDTH)
     (W13, and W2 with one half, in the backward).  The contraction runs over gate, then up; UP_FIRST as above.
@@ -456,7 +501,7 @@ def product_kernel(
     if TILES_BEFORE == 0:
         for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=True):
             m, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
-            product_tile(a_desc, b_desc, out_desc, rows, wire, m, n, PRODUCT, TILE, False)
+            product_tile(a_desc, b_desc, out_desc, bias_ptr, rows, wire, m, n, PRODUCT, TILE, False)
     else:
         # Twice the time: whoever makes `a` may wait for its peers as long as that.
         deadline_ns = deadline(wire.status, timeout_ns.to(tl.int64) * 2)
@@ -470,7 +515,7 @@ def product_kernel(
             block_loads_follow()
             for i in tl.range(0, height, flatten=True):
                 m = tl.load(rows.order_M + first + i)
-                product_tile(a_desc, b_desc, out_desc, rows, wire, m, column % NUM_N, PRODUCT, TILE, False)
+                product_tile(a_desc, b_desc, out_desc, bias_ptr, rows, wire, m, column % NUM_N, PRODUCT, TILE, False)
             column = tl.atomic_add(rows.cursor, 1, sem="relaxed")
     if PRODUCT.SCATTER:
         signal_all(wire, returned_offset, tl.load(wire.call), wire.return_ticket, programs, NUM_RANKS)

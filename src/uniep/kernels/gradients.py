@@ -12,20 +12,7 @@ from uniep.kernels.gemm import halves, tile_coordinates
 from uniep.kernels.ptx import after_previous, narrow
 from uniep.kernels.rows import num_row_tiles
 from uniep.kernels.sync import STAGE_RAW, WIDE, deadline, wait_for
-
-
-@triton.jit
-def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, COLUMNS) -> (ROWS, COLUMNS / 64): adjacent pairs, six times.
-
-    A sum of two has one order only, so that no layout can change it.
-    """
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 2, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 4, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 8, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 16, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 32, 2)), 2)
-    return tl.sum(tl.reshape(x, (ROWS, COLUMNS // 64, 2)), 2)
+from uniep.kernels.trees import pair_tree_sum
 
 
 @triton.jit
@@ -38,6 +25,7 @@ def activation_gradient_item(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
     """What `activation_gradient_kernel` does with these rows (int64) and this block of columns."""
@@ -47,20 +35,25 @@ def activation_gradient_item(
     inside = (column < F)[None, :]
     at = row[:, None] * F + column[None, :]
     gate = tl.load(made.gate_NF + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(made.up_NF + at, mask=inside, other=0.0).to(tl.float32)
+    if made.up_NF is not None:
+        up = tl.load(made.up_NF + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        up = None
     raw = tl.load(made.raw_NF + at, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + row)[:, None]
-    act = activate(gate, up, ACTIVATION)
+    act = activate(gate, up, ACTIVATION, LIMIT)
     if WEIGHTED:
         scored = act
     else:
         scored = narrow(act, dtype).to(tl.float32)
     tl.store(made.act_NF + at, narrow(weight * scored, dtype), mask=inside)
     d_act = weight * raw
-    d_gate = gate_gradient(gate, up, d_act, ACTIVATION)
-    at += row[:, None] * F
+    d_gate = gate_gradient(gate, up, d_act, ACTIVATION, LIMIT)
+    if up is not None:
+        at += row[:, None] * F
     tl.store(made.dh_N2F + at, narrow(d_gate, dtype), mask=inside)
-    tl.store(made.dh_N2F + at + F, narrow(up_gradient(gate, d_act, ACTIVATION), dtype), mask=inside)
+    if up is not None:
+        tl.store(made.dh_N2F + at + F, narrow(up_gradient(gate, up, d_act, ACTIVATION, LIMIT), dtype), mask=inside)
     sums = pair_tree_sum(raw * scored, ROWS, COLUMNS)
     group = block * (COLUMNS // 64) + tl.arange(0, COLUMNS // 64)
     tl.store(made.groups_NG + row[:, None] * GROUPS + group[None, :], sums, mask=(group < GROUPS)[None, :])
@@ -74,18 +67,19 @@ def activation_gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
     """From raw = dO @ W2 (N, F) fp32, gate and up (N, F): dh, the activation that dW2 contracts, sums for d(weight).
 
-    dh: (N, 2, F).  act: (N, F).  groups: (N, ceil(F / 64)) fp32, raw * act by the adjacent-pairs tree.
+    dh: (N, 2, F), or (N, F) without a gate.  act: (N, F).  groups: (N, ceil(F / 64)) fp32, raw * act by the adjacent-pairs tree.
     A pass of its own, at memory bandwidth: as the GEMM's epilogue it took twice as long (docs/log.md).
     """
     BLOCKS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     num_rows = tl.load(rows.totals)
     for item in range(tl.program_id(0), num_rows // ROWS * BLOCKS, tl.num_programs(0)):
         row = (item // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        activation_gradient_item(made, rows.weight_N, row, item % BLOCKS, F, ROWS, COLUMNS, ACTIVATION, WEIGHTED)
+        activation_gradient_item(made, rows.weight_N, row, item % BLOCKS, F, ROWS, COLUMNS, ACTIVATION, LIMIT, WEIGHTED)
 
 
 @triton.jit(do_not_specialize=["timeout_ns", "rank"])
@@ -101,6 +95,7 @@ def claimed_activation_gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ITEM_ROWS: tl.constexpr,
@@ -125,7 +120,9 @@ def claimed_activation_gradient_kernel(
         first = m * BLOCK_M + item % PER_TILE * ITEM_ROWS
         for part in range(0, ITEM_ROWS // ROWS * BLOCKS):
             row = (first + part // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-            activation_gradient_item(made, rows.weight_N, row, part % BLOCKS, F, ROWS, COLUMNS, ACTIVATION, WEIGHTED)
+            activation_gradient_item(
+                made, rows.weight_N, row, part % BLOCKS, F, ROWS, COLUMNS, ACTIVATION, LIMIT, WEIGHTED
+            )
         item = tl.atomic_add(cursor_ptr, 1, sem="relaxed")
     after_previous()
 

@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.arguments import GroupRows, Rows, Wire
-from uniep.kernels.gemm import count_tile, product_of_rows, row_tile_of_step, store_tile, tile_coordinates
+from uniep.kernels.gemm import (
+    biased_halves,
+    count_tile,
+    product_of_rows,
+    row_tile_of_step,
+    store_halves,
+    tile_coordinates,
+)
 from uniep.kernels.header import HEADER, header_of
 from uniep.kernels.ptx import after_previous, narrow, next_may_come
 from uniep.kernels.rows import num_row_tiles
@@ -238,12 +245,15 @@ def counted_product_kernel(
     a_desc,
     b_desc,
     out_desc,
+    bias_ptr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
     """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`; progress (M,) counts the finished tiles
-    of each row tile, for the next kernel, which may run beside this one.  b_desc: (e, WIDTH, DEPTH)."""
+    of each row tile, for the next kernel, which may run beside this one.  b_desc: (e, WIDTH, DEPTH).
+    bias: as in `product_kernel`."""
     NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
     program = tl.program_id(0)
     next_may_come()
@@ -257,7 +267,8 @@ def counted_product_kernel(
         if step > program:
             before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, NUM_N, TILE.GROUP_M)
             count_tile(rows.progress_M, before)
-        store_tile(acc, out_desc, m * TILE.M, n * TILE.N, TILE.M, TILE.N)
+        left, right = biased_halves(acc, bias_ptr, rows, m * TILE.M, expert, n * TILE.N, WIDTH, WEIGHTED, TILE)
+        store_halves(left, right, out_desc, m * TILE.M, n * TILE.N, TILE.M, TILE.N)
     if program < num_steps:
         last = program + (num_steps - 1 - program) // tl.num_programs(0) * tl.num_programs(0)
         count_tile(rows.progress_M, row_tile_of_step(last, num_m, order_ptr, NUM_N, TILE.GROUP_M))

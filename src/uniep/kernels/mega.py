@@ -15,6 +15,7 @@ import triton.language as tl
 from uniep.kernels.arguments import (
     Activation,
     Addresses,
+    Biases,
     Counted,
     GateUpBlocks,
     Kept,
@@ -109,6 +110,7 @@ def forward_kernel(
     made_desc,
     act_desc,
     w2_desc,
+    biases: Biases,
     LAYER: tl.constexpr,
     TILE: tl.constexpr,
     DOWN_TILE: tl.constexpr,
@@ -128,7 +130,7 @@ def forward_kernel(
     NUM_N2: tl.constexpr = (LAYER.D + DOWN_TILE.N - 1) // DOWN_TILE.N
     NUM_RANKS: tl.constexpr = SENDING.NUM_RANKS
     PUSHES: tl.constexpr = WAY.FUSED and SENDING.CHUNK > 0
-    blocks = GateUpBlocks(None, w13_desc, gate_desc, up_desc, made_desc)
+    blocks = GateUpBlocks(None, w13_desc, gate_desc, up_desc, made_desc, biases.b13)
     offsets = Offsets(arrived_offset, finished_offset, returned_offset)
     arrival = tl.atomic_add(lists.counters + ARRIVED, 1, sem="relaxed")
     deadline_ns = deadline(wire.status, timeout_ns)
@@ -197,7 +199,7 @@ def forward_kernel(
                         )  # fmt: skip
                     block_loads_follow()
                 started_ns = now_if(lists.matrix_records)
-                product_tile(act_desc, w2_desc, made_desc, rows, wire, m, n, DOWN, DOWN_TILE, True)
+                product_tile(act_desc, w2_desc, made_desc, biases.b2, rows, wire, m, n, DOWN, DOWN_TILE, True)
                 unsent += 1
                 record_task(lists.matrix_records, place, claimed_ns, started_ns)
             place = claimed(answer, WAY.THREADS)
@@ -298,6 +300,7 @@ def backward_kernel(
     D: tl.constexpr = LAYER.D
     F: tl.constexpr = LAYER.F
     ACTIVATION: tl.constexpr = LAYER.ACTIVATION
+    LIMIT: tl.constexpr = LAYER.LIMIT
     NUM_F: tl.constexpr = (F + TILE.N - 1) // TILE.N
     NUM_D: tl.constexpr = (D + TILE.N - 1) // TILE.N
     WEIGHT_D: tl.constexpr = (D + WEIGHT_TILE.M - 1) // WEIGHT_TILE.M
@@ -389,7 +392,7 @@ def backward_kernel(
                 if op == RETURN:
                     m = task_m(word)
                     n = task_n(word)
-                    product_tile(dh_desc, w13_desc, dh_desc, rows, wire, m, n, RETURNING, TILE, True)
+                    product_tile(dh_desc, w13_desc, dh_desc, None, rows, wire, m, n, RETURNING, TILE, True)
                     unsent += 1
                 else:
                     is_lost = tl.load(wire.status, volatile=True) != 0
@@ -435,7 +438,7 @@ def backward_kernel(
                                 acc, dw_gate_desc, expert, m * WEIGHT_TILE.M, n * WEIGHT_TILE.N, WEIGHT_TILE.M, WEIGHT_TILE.N,
                                 True, WAY.ACCUMULATE,
                             )  # fmt: skip
-                        else:
+                        elif LAYER.GATED:
                             put_tile(
                                 acc, dw_up_desc, expert, m * WEIGHT_TILE.M, n * WEIGHT_TILE.N, WEIGHT_TILE.M, WEIGHT_TILE.N,
                                 True, WAY.ACCUMULATE,
@@ -461,7 +464,7 @@ def backward_kernel(
                     for first in range(0, TILE.M, WAY.ITEM_ROWS):
                         row = (m * TILE.M + first + tl.arange(0, WAY.ITEM_ROWS)).to(tl.int64)
                         activation_gradient_item(
-                            through, rows.weight_N, row, n, F, WAY.ITEM_ROWS, TILE.N, ACTIVATION, LAYER.WEIGHTED
+                            through, rows.weight_N, row, n, F, WAY.ITEM_ROWS, TILE.N, ACTIVATION, LIMIT, LAYER.WEIGHTED
                         )
                     block_loads_follow()  # of what was stored here, by whoever counts on it
                     tl.atomic_add(activated_ptr + m, 1, sem="release", scope="gpu")
@@ -474,7 +477,9 @@ def backward_kernel(
                         )  # fmt: skip
                     started_ns = now_if(lists.matrix_records)
                     row = m * TILE.M + tl.arange(0, TILE.M)
-                    return_dweights(through.groups_NG, rows, wire, row, GROUPS, LAYER.SLOTS)
+                    return_dweights(
+                        through.groups_NG, addresses.dy_N, through.b2, rows, wire, row, m, GROUPS, LAYER.SLOTS, D
+                    )
                     unsent += 1
             else:
                 if back == 0:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.arguments import Addresses, Offsets, Rows, Sums, Tokens, Wire
+from uniep.kernels.biases import add_bias_groups
 from uniep.kernels.ptx import narrow
 from uniep.kernels.rows import num_row_tiles, row_pointers, wait_for_rows
 from uniep.kernels.sync import deadline, failed, pass_on, signal_all
@@ -178,24 +179,41 @@ def expand_kernel(
 
 
 @triton.jit
-def return_dweights(groups_ptr, rows: Rows, wire: Wire, row, GROUPS: tl.constexpr, SLOTS: tl.constexpr):
-    """d(weight) of each row, its column groups added in ascending order, stored at the source rank; not after a failure,
-    when a late peer may still read what an earlier call returned."""
+def return_dweights(
+    groups_ptr, dy_ptr, b2_ptr, rows: Rows, wire: Wire, row, m, GROUPS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """d(weight) of each row, of row tile m, its column groups added in ascending order, then, unless b2 is None, those of
+    dO . b2; stored at the source rank; not after a failure, when a late peer may still read what an earlier call
+    returned.  dy: addresses of the rows of dO."""
     slot = tl.load(rows.return_N + row)
     total = tl.load(groups_ptr + row.to(tl.int64) * GROUPS)
     for group in range(1, GROUPS):
         total += tl.load(groups_ptr + row.to(tl.int64) * GROUPS + group)
+    if b2_ptr is not None:
+        total = add_bias_groups(total, dy_ptr, b2_ptr, tl.load(rows.expert_M + m), row, D)
     base = tl.load(wire.dweights_table + tl.maximum(slot, 0) // SLOTS).to(tl.pointer_type(tl.float32))
     is_lost = tl.load(wire.status, volatile=True) != 0
     tl.store(base + tl.maximum(slot, 0) % SLOTS, total, mask=(slot >= 0) & (not is_lost))
 
 
 @triton.jit
-def dweights_kernel(groups_ptr, rows: Rows, wire: Wire, GROUPS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr):
-    """`return_dweights` of all rows.  groups: (N, GROUPS)."""
+def dweights_kernel(
+    groups_ptr,
+    dy_ptr,
+    b2_ptr,
+    rows: Rows,
+    wire: Wire,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """`return_dweights` of all rows.  groups: (N, GROUPS).  BLOCK_M: of row tiles, a divisor of ROWS."""
     num_rows = tl.load(rows.totals)
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        return_dweights(groups_ptr, rows, wire, first + tl.arange(0, ROWS), GROUPS, SLOTS)
+        row = first + tl.arange(0, ROWS)
+        return_dweights(groups_ptr, dy_ptr, b2_ptr, rows, wire, row, first // BLOCK_M, GROUPS, SLOTS, D)
 
 
 @triton.jit(do_not_specialize=["kept_block"])

@@ -122,6 +122,9 @@ def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict
 
     options: of Triton, such as num_warps.
     """
+    if (listed := _listed()) is not None:
+        listed.append(Launch(kernel, args, constants, options))
+        return
     values: list[Any] = []  # of the parameters; a Block's first one, its tensor map, comes later
     kinds: list[Any] = []  # what the code depends on
     blocks: list[tuple[int, Block]] = []
@@ -208,6 +211,8 @@ def _for_triton(a: Any) -> Any:
 
 def copy(target: Tensor, source: Tensor, stream: Any) -> None:
     """The first rows of target = source, both contiguous, behind `stream`'s work; between GPUs by a copy engine."""
+    if _listed() is not None:
+        return
     if not source.is_cuda:
         target[: len(source)].copy_(source)
         return
@@ -248,6 +253,8 @@ def result_like(tensor: Tensor) -> Tensor:
 
 def fill(memory: Tensor, word: int) -> None:
     """Every 4-byte word of contiguous memory = word, behind the current stream's work."""
+    if _listed() is not None:
+        return
     if not memory.is_cuda:
         memory.view(-1).view(torch.int32).fill_(word)
         return
@@ -411,6 +418,30 @@ def watching(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _watching.watcher = None
+
+
+class Launch(NamedTuple):
+    """What `launch` is given, but for the number of programs."""
+
+    kernel: Any
+    args: Sequence[Argument]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+@contextlib.contextmanager
+def listing() -> Iterator[list[Launch]]:
+    """What this thread would launch meanwhile.  Nothing is launched, copied or filled."""
+    listed: list[Launch] = []
+    _watching.listed = listed
+    try:
+        yield listed
+    finally:
+        _watching.listed = None
+
+
+def _listed() -> list[Launch] | None:
+    return getattr(_watching, "listed", None)
 
 
 def current_watcher() -> Watcher | None:

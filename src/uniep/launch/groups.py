@@ -24,6 +24,7 @@ from uniep.launch.driver import Bundle, Memory, launch
 from uniep.launch.staged import (
     BESIDE_PROGRAMS,
     Peers,
+    down,
     options,
     rows_block,
     stored_columns,
@@ -138,18 +139,21 @@ def launch_return_order(counts_RE: Memory, rows: Rows, rank: int, tile_rows: int
 
 
 def launch_counted_down(
-    act_NF: Tensor, rows: Bundle[Rows], order_M: Tensor, experts: ExpertWeights, tile: Tile, multiprocessors: int,
-    out_ND: Tensor,
+    act_NF: Tensor, rows: Bundle[Rows], order_M: Tensor, experts: ExpertWeights, cfg: MoEConfig, tile: Tile,
+    multiprocessors: int, out_ND: Tensor,
 ) -> None:  # fmt: skip
-    """out (N, D) = act @ W2^T in the order of `order`, counting finished tiles for sums that run beside, next."""
+    """out (N, D) = act @ W2^T + b2 in the order of `order`, counting finished tiles for sums that run beside, next."""
     launch(
         counted_product_kernel,
         multiprocessors * tile.programs_per_sm,
         (
             rows, order_M, rows_block(act_NF, tile.rows, tile.depth), w2_block(experts, 1, tile.columns, tile.depth),
-            rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)),
+            rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)), experts.b2,
         ),
-        {"DEPTH": act_NF.shape[1], "WIDTH": out_ND.shape[1], "TILE": tile_shape(tile)},
+        {
+            "DEPTH": act_NF.shape[1], "WIDTH": out_ND.shape[1], "TILE": tile_shape(tile),
+            "WEIGHTED": down(cfg, slots=1, scatter=False).WEIGHTED,
+        },
         **options(tile),
     )  # fmt: skip
 

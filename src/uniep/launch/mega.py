@@ -13,7 +13,19 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.kernels import mega
-from uniep.kernels.arguments import Activation, Addresses, Direction, Dispatch, Kept, Lists, Order, Rows, Sums, Tokens
+from uniep.kernels.arguments import (
+    Activation,
+    Addresses,
+    Biases,
+    Direction,
+    Dispatch,
+    Kept,
+    Lists,
+    Order,
+    Rows,
+    Sums,
+    Tokens,
+)
 from uniep.kernels.lists import COUNTERS, list_kernel
 from uniep.launch.driver import Block, Bundle, Memory, launch, temporary
 from uniep.launch.staged import (
@@ -145,7 +157,7 @@ def launch_forward(
     """A forward behind its plan."""
     tile, down_tile, half = way.gate_up, way.down, way.gate_up.columns // 2
     num_tokens, layer, others = x.local.shape[0], layer_shape(cfg), max(peers.num_ranks - 1, 1)
-    w13_desc, up_first = w13_block(experts, 1, 2, half, tile.depth)
+    w13_desc, up_first = w13_block(experts, 1, 1 + cfg.gated, half, tile.depth)
     gate_desc, up_desc = h_blocks(made.h_2NF, tile.rows, half)
     kept, parity, stride, block = Kept(None, None), 0, 0, 0
     if (room := made.kept) is not None:
@@ -159,7 +171,7 @@ def launch_forward(
             dispatch.push_programs, sum_tokens(num_tokens, multiprocessors), parity, stride, block,
             w13_desc, gate_desc, up_desc, rows_block(made.act_NF, tile.rows, half),
             rows_block(made.act_NF, down_tile.rows, down_tile.depth),
-            w2_block(experts, 1, down_tile.columns, down_tile.depth),
+            w2_block(experts, 1, down_tile.columns, down_tile.depth), Biases(experts.b13, experts.b2),
         ),
         {
             "LAYER": layer, "TILE": tile_shape(tile), "DOWN_TILE": tile_shape(down_tile),
@@ -180,7 +192,8 @@ def launch_backward(
     """A backward behind its entry."""
     tile, weight_tile = way.down, way.weight_gradient
     through, dw, num_tokens, layer = made.through, made.dw, dy.local.shape[0], layer_shape(cfg)
-    dh_NH = through.dh_N2F.view(-1, 2 * cfg.ffn)
+    dh_NH = through.dh_N2F.view(-1, cfg.h_columns)
+    values = 8192 if cfg.activation_limit is None else 4096  # at once; what is clamped takes registers
     w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     launch(
         mega.backward_kernel,
@@ -197,7 +210,7 @@ def launch_backward(
                 dw.w2[0], tuple(dw.w2[0].shape), dw.w2[0].stride(),
                 (1, weight_tile.rows, stored_columns(weight_tile, dw.w2[0])),
             ),
-            *(_half_block(dw, half, weight_tile) for half in (0, 1)),
+            _half_block(dw, 0, weight_tile), _half_block(dw, 1, weight_tile) if cfg.gated else None,
         ),
         {
             "LAYER": layer, "TILE": tile_shape(tile), "WEIGHT_TILE": tile_shape(weight_tile),
@@ -206,7 +219,7 @@ def launch_backward(
             "WAY": Direction(
                 dispatch.fused, 32 * tile.warps, min(power_of_2(cfg.hidden), 2048),
                 MIXED=way.chunk_experts > 0 or way.critical_path,
-                ITEM_ROWS=min(max(8192 // tile.columns, 1), tile.rows), ACCUMULATE=made.accumulate,
+                ITEM_ROWS=min(max(values // tile.columns, 1), tile.rows), ACCUMULATE=made.accumulate,
             ),
         },
         **mega_options((tile, weight_tile)),

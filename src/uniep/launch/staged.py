@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.errors import UnsupportedError
 from uniep.kernels.arguments import (
     ALL_HERE,
@@ -30,6 +30,7 @@ from uniep.kernels.arguments import (
     Tokens,
     Wire,
 )
+from uniep.kernels.biases import bias_gradient_kernel
 from uniep.kernels.gemm import gate_up_kernel, gathered_product_kernel, product_kernel
 from uniep.kernels.gradients import (
     activation_gradient_kernel,
@@ -45,7 +46,7 @@ from uniep.kernels.transfer import (
     row_addresses_kernel,
     used_dweights_kernel,
 )
-from uniep.launch.driver import Block, Bundle, Memory, launch, temporary, unbind
+from uniep.launch.driver import Block, Bundle, Memory, launch, result_like, temporary, unbind
 from uniep.layout import power_of_2
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
@@ -111,19 +112,21 @@ class Beside:
     programs: int
 
 
-def activation_memory(h_2NF: Tensor) -> Activation:
-    """New memory for the activation's gradient of gate and up (2, N, F); raw_NF briefly."""
-    _, rows, ffn = h_2NF.shape
+def activation_memory(h_2NF: Tensor, b2: Tensor | None = None) -> Activation:
+    """New memory for the activation's gradient of gate and up (2, N, F), or, without a gate, of h (1, N, F); raw_NF
+    briefly."""
+    halves, rows, ffn = h_2NF.shape
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": h_2NF.device}
     like: dict[str, Any] = {"dtype": h_2NF.dtype, "device": h_2NF.device}
-    gate_NF, up_NF = unbind(h_2NF)
+    gate_NF, *up_NF = unbind(h_2NF)
     return Activation(
         temporary(rows, ffn, **fp32, briefly=True),
         gate_NF,
-        up_NF,
-        dh_N2F=temporary(rows, 2, ffn, **like),
+        up_NF[0] if up_NF else None,
+        dh_N2F=temporary(rows, halves, ffn, **like),
         act_NF=temporary(rows, ffn, **like),
         groups_NG=temporary(rows, -(-ffn // COLUMN_GROUP), **fp32),
+        b2=b2,
     )
 
 
@@ -134,7 +137,7 @@ def tile_shape(tile: Tile) -> TileShape:
 def layer_shape(cfg: MoEConfig) -> Layer:
     return Layer(
         cfg.hidden, cfg.ffn, cfg.top_k, power_of_2(cfg.top_k), cfg.max_tokens_per_rank * cfg.top_k, cfg.activation,
-        cfg.weight_at == "activation",
+        cfg.weight_at == "activation", cfg.gated, cfg.activation_limit,
     )  # fmt: skip
 
 
@@ -155,17 +158,17 @@ def rows_block(matrix: Memory, rows: int, columns: int) -> Block:
 
 
 def w13_block(experts: ExpertWeights, *block: int) -> tuple[Block, bool]:
-    """(blocks of (e, 2, F, D), whether its first half is the up projection).
+    """(blocks of (e, 2, F, D), whether its first half is the up projection); without a gate of (e, 1, F, D).
 
     A pair (w1, w3) is one 4-dimensional tensor whose second stride is the distance between the two.
     """
     if experts.layout == "stacked":  # (e, 2F, D) or (e, 2, F, D)
-        w13 = experts.w13[0]
+        w13, halves = experts.w13[0], 1 + experts.gated
         f, row = w13.shape[-2], w13.stride(-2)
         if w13.dim() == 3:
-            f //= 2
+            f //= halves
         half = f * row if w13.dim() == 3 else w13.stride(1)
-        return Block(w13, (w13.shape[0], 2, f, w13.shape[-1]), (w13.stride(0), half, row, 1), block), False
+        return Block(w13, (w13.shape[0], halves, f, w13.shape[-1]), (w13.stride(0), half, row, 1), block), False
     gate, up = experts.w13
     if gate.stride() != up.stride():
         raise UnsupportedError(
@@ -222,7 +225,7 @@ def launch_gate_up(
     rows_ND: the rows' inputs; None: gathered where they lie.  count_tiles: in rows.progress_M.
     """
     half = tile.columns // 2
-    w13_desc, up_first = w13_block(experts, 1, 2, half, tile.depth)
+    w13_desc, up_first = w13_block(experts, 1, 1 + cfg.gated, half, tile.depth)
     gate_desc, up_desc = h_blocks(h_2NF, tile.rows, half)
     rows_desc = None if rows_ND is None else rows_block(rows_ND, tile.rows, tile.depth)
     launch(
@@ -231,6 +234,7 @@ def launch_gate_up(
         (
             tokens, rows, peers.wire, *peers.waiting, tokens.local.shape[0], dispatch.push_programs,
             dispatch.push_rounds, rows_desc, w13_desc, gate_desc, up_desc, rows_block(act_NF, tile.rows, half),
+            experts.b13,
         ),
         {
             "LAYER": layer_shape(cfg), "TILE": tile_shape(tile),
@@ -242,30 +246,31 @@ def launch_gate_up(
 
 
 def h_blocks(h_2NF: Tensor | None, *block: int) -> tuple[Block | None, Block | None]:
-    """Of the halves of h, if it is saved."""
+    """Of the halves of h, if it is saved; without a gate of h."""
     if h_2NF is None:
         return None, None
-    gate_NF, up_NF = unbind(h_2NF)
-    return rows_block(gate_NF, *block), rows_block(up_NF, *block)
+    gate_NF, *up_NF = unbind(h_2NF)
+    return rows_block(gate_NF, *block), rows_block(up_NF[0], *block) if up_NF else None
 
 
 def down(cfg: MoEConfig, *, slots: int, scatter: bool) -> Product:
     """act @ W2^T."""
-    return Product(cfg.ffn, cfg.hidden, 1, True, False, slots, scatter)
+    weighted = cfg.bias and cfg.weight_at == "activation"
+    return Product(cfg.ffn, cfg.hidden, 1, True, False, slots, scatter, weighted)
 
 
 def gate_up_gradient(cfg: MoEConfig, *, up_first: bool, slots: int, scatter: bool) -> Product:
-    """dh (N, 2F) @ W13."""
-    return Product(cfg.ffn, cfg.hidden, 2, False, up_first, slots, scatter)
+    """dh (N, 2F or F) @ W13."""
+    return Product(cfg.ffn, cfg.hidden, 1 + cfg.gated, False, up_first, slots, scatter)
 
 
 def launch_down(
     act_NF: Tensor, rows: Bundle[Rows], experts: ExpertWeights, peers: Peers, cfg: MoEConfig, tile: Tile,
     multiprocessors: int, out_ND: Tensor, *, slots: int, scatter: bool, beside: Beside | None = None,
 ) -> None:  # fmt: skip
-    """out (N, D) = act @ W2^T.  scatter: each row into its slot at the source rank; out gives the dtype."""
+    """out (N, D) = act @ W2^T + b2.  scatter: each row into its slot at the source rank; out gives the dtype."""
     b_desc, product = w2_block(experts, 1, tile.columns, tile.depth), down(cfg, slots=slots, scatter=scatter)
-    _launch_product(act_NF, b_desc, out_ND, product, rows, peers, tile, multiprocessors, beside)
+    _launch_product(act_NF, b_desc, out_ND, product, rows, peers, tile, multiprocessors, beside, experts.b2)
 
 
 def launch_down_gradient(
@@ -314,7 +319,7 @@ def launch_gate_up_gradient(
 
 def _launch_product(
     a: Tensor, b_desc: Block, out: Tensor, product: Product, rows: Bundle[Rows], peers: Peers, tile: Tile,
-    multiprocessors: int, beside: Beside | None = None,
+    multiprocessors: int, beside: Beside | None = None, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     programs = multiprocessors * tile.programs_per_sm
     launch(
@@ -323,7 +328,7 @@ def _launch_product(
         (
             rows, peers.wire, peers.returned_offset, beside.programs if beside else programs, peers.timeout_ns,
             peers.rank, rows_block(a, tile.rows, tile.depth), b_desc,
-            rows_block(out, tile.rows, stored_columns(tile, out)),
+            rows_block(out, tile.rows, stored_columns(tile, out)), bias,
         ),
         {
             "PRODUCT": product, "TILE": tile_shape(tile), "NUM_RANKS": peers.num_ranks,
@@ -334,13 +339,14 @@ def _launch_product(
 
 
 def launch_activation_gradient(made: Activation, rows: Bundle[Rows], cfg: MoEConfig, multiprocessors: int) -> None:
-    """dh (N, 2, F), the activation that dW2 contracts (N, F), and the column-group sums of d(weight) (N, G)."""
+    """dh (N, 2, F), or (N, 1, F) without a gate, the activation that dW2 contracts (N, F), and the column-group sums of
+    d(weight) (N, G)."""
     launch(
         activation_gradient_kernel,
         multiprocessors * 8,  # 32 warps: memory-bound
         (made, rows),
         {
-            "F": cfg.ffn, "ROWS": 16, "COLUMNS": 256, "ACTIVATION": cfg.activation,
+            "F": cfg.ffn, "ROWS": 16, "COLUMNS": 256, "ACTIVATION": cfg.activation, "LIMIT": cfg.activation_limit,
             "WEIGHTED": cfg.weight_at == "activation",
         },
         num_warps=4, enable_fp_fusion=False,
@@ -357,7 +363,8 @@ def launch_claimed_activation_gradient(
         multiprocessors * BESIDE_PROGRAMS,
         (made, rows, progress_M, cursor, peers.wire.fields.status, peers.timeout_ns, peers.rank),
         {
-            "F": cfg.ffn, "ROWS": 8, "COLUMNS": 256, "ACTIVATION": cfg.activation,
+            "F": cfg.ffn, "ROWS": 8 if cfg.activation_limit is None else 4,  # what is clamped takes registers
+            "COLUMNS": 256, "ACTIVATION": cfg.activation, "LIMIT": cfg.activation_limit,
             "WEIGHTED": cfg.weight_at == "activation", "BLOCK_M": tile.rows, "ITEM_ROWS": 32,
             "TILES": -(-cfg.ffn // tile.columns),
         },
@@ -365,15 +372,40 @@ def launch_claimed_activation_gradient(
     )  # fmt: skip
 
 
-def launch_dweights(groups_NG: Tensor, rows: Bundle[Rows], peers: Peers, slots: int, multiprocessors: int) -> None:
-    """d(weight) of every row, into its slot of the array whose address `dweights_table` has for the source rank."""
+def launch_dweights(
+    made: Activation, dy_N: Memory, rows: Bundle[Rows], peers: Peers, cfg: MoEConfig, tile: Tile, multiprocessors: int
+) -> None:
+    """d(weight) of every row, into its slot of the array whose address `dweights_table` has for the source rank.
+
+    dy: address of each row of dO, where there is a b2.  tile: of the rows' tables.
+    """
+    biased, slots = made.b2 is not None, cfg.max_tokens_per_rank * cfg.top_k
     launch(
         dweights_kernel,
         multiprocessors * 2,
-        (groups_NG, rows, peers.wire),
-        {"GROUPS": groups_NG.shape[1], "SLOTS": slots, "ROWS": 128},
-        num_warps=4,
-    )
+        (made.groups_NG, dy_N if biased else None, made.b2, rows, peers.wire),
+        {
+            "GROUPS": made.groups_NG.shape[1], "SLOTS": slots, "D": cfg.hidden, "ROWS": ROW_ALIGN,
+            "BLOCK_M": tile.rows,
+        },
+        num_warps=4, **({"enable_fp_fusion": False} if biased else {}),
+    )  # fmt: skip
+
+
+def launch_bias_gradients(
+    made: Activation, dy_N: Memory, rows: Bundle[Rows], experts: ExpertWeights, status: Tensor, multiprocessors: int
+) -> tuple[Tensor, ...]:
+    """(db13, db2), new: sums over each expert's rows of dh, and of w * dO, at addresses dy; () without biases."""
+    grads = tuple(map(result_like, experts.biases))
+    for grad, values in zip(grads, (made.dh_N2F, None), strict=False):
+        launch(
+            bias_gradient_kernel,
+            multiprocessors * 8,
+            (rows, values, dy_N if values is None else None, status, grad),
+            {"LOCAL": grad.shape[0], "WIDTH": grad.shape[1], "COLUMNS": 128},
+            num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+    return grads
 
 
 def launch_used_dweights(

@@ -59,17 +59,24 @@ def _gemms(count: int, ids_TK: Tensor, w2: Sequence[Tensor]) -> int:
     return count * 2 * used * hidden * ffn
 
 
-def _forward(x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Sequence[Tensor], *args: Any, **_: Any) -> int:
-    return _gemms(3, ids, w2)  # gate, up, down
+def _halves(w13: Sequence[Tensor], w2: Sequence[Tensor]) -> int:
+    """2: gate and up; 1 without a gate."""
+    return sum(w.numel() for w in w13) // sum(w.numel() for w in w2)
+
+
+def _forward(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Sequence[Tensor], w2: Sequence[Tensor], *args: Any, **_: Any
+) -> int:
+    return _gemms(_halves(w13, w2) + 1, ids, w2)
 
 
 def _backward(
-    dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Sequence[Tensor], saved: Any, layout: str,
-    workspace: str, needs: Sequence[bool], *args: Any, **_: Any,
+    dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w13: Sequence[Tensor], w2: Sequence[Tensor], biases: Any,
+    saved: Any, layout: str, workspace: str, needs: Sequence[bool], *args: Any, **_: Any,
 ) -> int:  # fmt: skip
-    need_x, need_weights, need_w13, need_w2 = needs
-    through_w2 = need_x or need_weights or need_w13
-    return _gemms(through_w2 + 2 * need_x + 2 * need_w13 + need_w2, ids, w2)
+    need_x, need_weights, need_w13, need_w2, need_biases = needs
+    through_w2 = need_x or need_weights or need_w13 or (need_biases and bool(biases))
+    return _gemms(through_w2 + _halves(w13, w2) * (need_x + need_w13) + need_w2, ids, w2)
 
 
 def _product(x: Tensor, weight: Tensor) -> int:

@@ -34,6 +34,8 @@ def moe(
     w2: Weights,
     *,
     workspace: Workspace,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
     main_grad: MainGrad | None = None,
     layer: LayerRecord | None = None,
 ) -> Tensor:
@@ -45,15 +47,20 @@ def moe(
     ids_TK: (T, K) int8 to int64 or uint8, global expert ids; -1 leaves a slot unused; repeats in a row both count.
     weights_TK: (T, K) routing weights, used in fp32, never renormalised.
     w13: this rank's e experts: (e, 2F, D) gate rows first, (e, 2, F, D), a pair (w1, w3) of (e, F, D), or a
-        list of e tensors (2F, D); never concatenated.
+        list of e tensors (2F, D); never concatenated.  Interleaved rows (gate, up, gate, ...) are the pair
+        (w13[:, 0::2], w13[:, 1::2]), not a copy.  Of activations without a gate (e, F, D), or a list of (F, D).
     w2: (e, D, F) or a list of e tensors (D, F).
-    main_grad: None, "accumulate" or "overwrite".  If given, each expert parameter that requires a gradient must have an
+    b13, b2: biases (e, 2F), gate first, or (e, F) without a gate, and (e, D), of cfg.dtype; given if cfg.bias, else
+        None: h = cast(x W13^T + b13), y_k = cast(act W2^T + b2), added in fp32 before the cast; with
+        weight_at="activation" w * b2.
+    main_grad: None, "accumulate" or "overwrite".  If given, each of w13 and w2 that requires a gradient must have an
         attribute main_grad, fp32 and of its shape.  Backward adds the finished fp32 gradient to it ("accumulate") or
         writes it there ("overwrite"), without rounding to cfg.dtype.  It sets the parameter's grad_added_to_main_grad
         to True and returns zeros as its gradient, so that hooks run (Megatron's protocol).  The zeros share one
         element: a hook must not write into them.  Every backward through the call does this, even
         `torch.autograd.grad` for x alone.  If several parameters share a main_grad, such as one given twice, only
-        "accumulate" works.  On GPUs the first such backward compiles kernels that `prepare` did not.
+        "accumulate" works.  Biases get ordinary gradients, which hooks add to their main_grad.  On GPUs the first such
+        backward compiles kernels that `prepare` did not.
     layer: identifies this layer; made once and passed in every call of it.  Then ranks raise an error, instead of
         computing something else, if they are in different layers (in a forward, a recomputation or a backward) or if a
         tool has made their experts equal.  None: the layer is identified by w13 if that is an nn.Parameter.
@@ -68,23 +75,25 @@ def moe(
     **Order**: rows of an expert by (source rank, token, slot); slots of a token summed k = 0..K-1 in fp32.
     Bits depend on neither schedule, EP size, nor timing: docs/numerics.md.
     """
-    given = w13, w2
-    ordinary = _are_ordinary((x_TD, ids_TK, weights_TK, w13, w2), workspace)
+    given, biases = (w13, w2), {name: b for name, b in (("b13", b13), ("b2", b2)) if b is not None}
+    ordinary = _are_ordinary((x_TD, ids_TK, weights_TK, w13, w2, *biases.values()), workspace)
     if not ordinary:
-        check_dense(x=x_TD, ids=ids_TK, weights=weights_TK, w13=w13, w2=w2)
+        check_dense(x=x_TD, ids=ids_TK, weights=weights_TK, w13=w13, w2=w2, **biases)
     if torch.is_autocast_enabled(workspace.device.type):
         x_TD, w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (x_TD, w13, w2))
+        biases = {name: _cast(b, workspace.cfg.dtype) for name, b in biases.items()}
     _check(x_TD, ids_TK, workspace)
     if weights_TK.shape[1:] != ids_TK.shape[1:] or not weights_TK.is_floating_point():
         raise ConfigError(
             f"weights have shape {tuple(weights_TK.shape)} and dtype {weights_TK.dtype}; they must be floating "
             f"point with the shape of ids, {tuple(ids_TK.shape)}"
         )
-    experts = ExpertWeights.parse(w13, w2, workspace.cfg, workspace.ep_size)
+    experts = ExpertWeights.parse(w13, w2, workspace.cfg, workspace.ep_size, **biases)
     parameters, main_grads = _main_grads(*given, main_grad, workspace)
-    tensors = (x_TD, weights_TK, *experts.w13, *experts.w2)
+    tensors = (x_TD, weights_TK, *experts.w13, *experts.w2, *experts.biases)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     named = {"x": [x_TD], "ids": [ids_TK], "weights": [weights_TK], "w13": experts.w13, "w2": experts.w2}
+    named |= {name: [b] for name, b in biases.items()}
     if not ordinary:
         check_devices(named, workspace)
         if save:
@@ -98,6 +107,7 @@ def moe(
         weights_TK.float().contiguous(),
         list(experts.w13),
         list(experts.w2),
+        [b.contiguous() for b in experts.biases],
         experts.layout,
         workspace.key,
         save,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uniep.activation import ACTIVATIONS
+from uniep.activation import ACTIVATIONS, activation_of
 from uniep.config import COLUMN_GROUP
 from uniep.errors import ConfigError, DTypeError
 from uniep.nn import flops
@@ -157,9 +157,9 @@ def linear(x: Tensor, weight_ND: Tensor) -> Tensor:
 # --- activation ---
 
 
-def _halves(h_T2F: Tensor) -> list[Tensor]:
-    """gate and up in fp32, columns padded with zeros to whole groups."""
-    halves = h_T2F.float().chunk(2, 1)
+def _halves(h_T2F: Tensor, ffn: int) -> list[Tensor]:
+    """gate and up, or h itself, in fp32, columns padded with zeros to whole groups."""
+    halves = h_T2F.float().split(ffn, 1)
     if h_T2F.device.type == "cpu":
         return [widened(half) for half in halves]
     pad = -halves[0].shape[1] % COLUMN_GROUP
@@ -167,50 +167,52 @@ def _halves(h_T2F: Tensor) -> list[Tensor]:
 
 
 @torch.library.custom_op("uniep::activate", mutates_args=())
-def _activate(h: Tensor, name: str) -> Tensor:
+def _activate(h: Tensor, name: str, limit: float | None = None) -> Tensor:
+    ffn = h.shape[1] // (1 + ACTIVATIONS[name].gated)
     with settings(h):
-        act = ACTIVATIONS[name].forward(*_halves(h))
-        return act[:, : h.shape[1] // 2].to(h.dtype).contiguous()
+        act = activation_of(name, limit).forward(*_halves(h, ffn))
+        return act[:, :ffn].to(h.dtype).contiguous()
 
 
 @_activate.register_fake
-def _(h, name):
-    return h.new_empty(h.shape[0], h.shape[1] // 2)
+def _(h, name, limit=None):
+    return h.new_empty(h.shape[0], h.shape[1] // (1 + ACTIVATIONS[name].gated))
 
 
 @torch.library.custom_op("uniep::activate_bwd", mutates_args=())
-def _activate_backward(dy: Tensor, h: Tensor, name: str) -> Tensor:
-    ffn = h.shape[1] // 2
+def _activate_backward(dy: Tensor, h: Tensor, name: str, limit: float | None = None) -> Tensor:
+    ffn = dy.shape[1]
     with settings(h):
-        gate, up = _halves(h)
-        d_act = torch.zeros_like(gate)
+        halves = _halves(h, ffn)
+        d_act = torch.zeros_like(halves[0])
         d_act[:, :ffn] = dy
-        grads = ACTIVATIONS[name].backward(gate, up, d_act)
+        grads = activation_of(name, limit).backward(*halves, d_act)
         return torch.cat([grad[:, :ffn] for grad in grads], 1).to(h.dtype)
 
 
 @_activate_backward.register_fake
-def _(dy, h, name):
+def _(dy, h, name, limit=None):
     return h.new_empty(h.shape)
 
 
 def _setup_activate(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    h, ctx.name = inputs
+    h, ctx.name, ctx.limit = inputs
     ctx.save_for_backward(h)
 
 
 def _differentiate_activate(ctx: Any, dy: Tensor) -> tuple:
-    return _activate_backward(dy, *ctx.saved_tensors, ctx.name), None
+    return _activate_backward(dy, *ctx.saved_tensors, ctx.name, ctx.limit), None, None
 
 
 _activate.register_autograd(_differentiate_activate, setup_context=_setup_activate)
 
 
-def activate(h_T2F: Tensor, activation: str) -> Tensor:
-    """cast(f(gate, up)) of one of `MoEConfig`'s activations.  h: (T, 2F), gate columns first.  -> (T, F)."""
+def activate(h_T2F: Tensor, activation: str, limit: float | None = None) -> Tensor:
+    """cast(f(gate, up)) of one of `MoEConfig`'s activations, with its limit.  h: (T, 2F), gate columns first, or (T, F)
+    without a gate.  -> (T, F)."""
     if activation not in ACTIVATIONS:
         raise ConfigError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
-    return _activate(h_T2F, activation)
+    return _activate(h_T2F, activation, limit)
 
 
 # --- sum ---

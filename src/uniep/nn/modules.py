@@ -23,11 +23,15 @@ from uniep.nn.wrappers import is_full_state_taken, whole_tensor
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, told_to_all
 
+BIASES = ("b13", "b2")
+"""Names of the parameters that `Experts` have with `MoEConfig(bias=True)`."""
+
 
 class Experts(nn.Module):
     """This rank's e = E / EP experts.  forward(x_TD, ids_TK, weights_TK) -> y_TD.
 
-    Parameters: w13 (e, 2F, D), gate rows first, and w2 (e, D, F), or DTensors of which this is the local part.
+    Parameters: w13 (e, 2F, D), gate rows first, or (e, F, D) for an activation without a gate, and w2 (e, D, F); with
+    cfg.bias b13 (e, 2F or F) and b2 (e, D), else None; or DTensors of which this is the local part.
     Their global expert ids are `first_expert .. first_expert + e - 1`.  Initialised per global expert id from the seed,
     so the whole model is the same at every EP size.
 
@@ -55,7 +59,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.main_grad: MainGrad | None = main_grad
-        self.expert_dims: dict[str, int | None] = {"w13": 0, "w2": 0}
+        self.expert_dims: dict[str, int | None] = {"w13": 0, "w2": 0, **(dict.fromkeys(BIASES, 0) if cfg.bias else {})}
         if workspace is None:
             workspace = Workspace(cfg, group, device=device)
         elif group is not None or device is not None:
@@ -68,22 +72,27 @@ class Experts(nn.Module):
         self.first_expert = self.workspace.rank * local
         meta = torch.get_default_device().type == "meta"
         make: dict[str, Any] = {"dtype": cfg.dtype, "device": "meta" if meta else self.workspace.device}
-        self.w13 = nn.Parameter(torch.empty(local, 2 * cfg.ffn, cfg.hidden, **make))
+        self.w13 = nn.Parameter(torch.empty(local, cfg.h_columns, cfg.hidden, **make))
         self.w2 = nn.Parameter(torch.empty(local, cfg.hidden, cfg.ffn, **make))
+        for name, columns in zip(BIASES, (cfg.h_columns, cfg.hidden), strict=True):
+            bias = nn.Parameter(torch.empty(local, columns, **make)) if cfg.bias else None
+            self.register_parameter(name, bias)
         self._seed = Seed(seed)
         self.record = LayerRecord(self)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Normal with std 1/sqrt(fan-in), each expert from its own generator.
+        """Normal with std 1/sqrt(fan-in), each expert from its own generator; biases zeros.
 
         seed: None: the seed that the layer was made with, or else a new draw; the resets of a router and of its experts
             share one draw, in either order.  Parameters on the meta device stay as they are.
         """
-        w13, w2 = self._local()
+        w13, w2, *biases = self._local()
         if w13.is_meta or w2.is_meta:
             return
+        for bias in biases:
+            bias.zero_()
         if not self._is_whole(w13):
             raise ConfigError(f"this rank has {tuple(w13.shape)} of w13, not whole experts; initialise before sharding")
         drawn = seed is None and self._seed.given is None
@@ -96,10 +105,11 @@ class Experts(nn.Module):
 
     @told_to_all(lambda self, *_, **__: self.workspace)
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        w13, w2 = self._local()
+        w13, w2, *biases = self._local()
         return moe(
-            x_TD, ids_TK, weights_TK, w13, w2, workspace=self.workspace, main_grad=self.main_grad, layer=self.record
-        )
+            x_TD, ids_TK, weights_TK, w13, w2, workspace=self.workspace, main_grad=self.main_grad, layer=self.record,
+            **dict(zip(BIASES, biases, strict=False)),
+        )  # fmt: skip
 
     # --- states, copies ---
 
@@ -151,14 +161,14 @@ class Experts(nn.Module):
             )
 
     def _made(self, draw: int = 0) -> None:
-        w13, w2 = self._local()
+        w13, w2, *biases = self._local()
         whole = self.workspace.ep_size > 1 and self._is_whole(w13)
-        experts = ExpertWeights((w13,), (w2,), "stacked") if whole else None
+        experts = ExpertWeights((w13,), (w2,), "stacked", self.cfg.gated, *biases) if whole else None
         self.record.made(experts, self.cfg.dtype, self.workspace.rank, draw)
 
     def _is_whole(self, w13: Tensor) -> bool:
         """Whether it holds all of this rank's experts, not a shard."""
-        return tuple(w13.shape) == (self.num_local, 2 * self.cfg.ffn, self.cfg.hidden)
+        return tuple(w13.shape) == (self.num_local, self.cfg.h_columns, self.cfg.hidden)
 
     def _holds_all(self) -> bool:
         """Whether a state of this module has all experts: there is one rank, or its parameters are DTensors of them."""
@@ -173,14 +183,14 @@ class Experts(nn.Module):
 
     # --- parameters ---
 
-    def _local(self) -> tuple[Tensor, Tensor]:
-        """w13 and w2 as plain tensors, differentiable."""
-        if type(self.w13) is nn.Parameter and type(self.w2) is nn.Parameter:
-            return self.w13, self.w2
+    def _local(self) -> tuple[Tensor, ...]:
+        """w13, w2 and any b13, b2 as plain tensors, differentiable."""
+        given = (self.w13, self.w2, *((self.b13, self.b2) if self.cfg.bias else ()))
+        if all(type(t) is nn.Parameter for t in given):
+            return given
         from torch.distributed.tensor import DTensor  # takes half a second, which a user of DTensors has already spent
 
-        w13, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13, self.w2))
-        return w13, w2
+        return tuple(t.to_local() if isinstance(t, DTensor) else t for t in given)
 
     def extra_repr(self) -> str:
         return f"experts {self.first_expert}..{self.first_expert + self.num_local - 1}, {self.cfg}"
@@ -189,8 +199,9 @@ class Experts(nn.Module):
 class SharedExperts(nn.Module):
     """A dense FFN for every token, the same on every rank.  forward(x_TD) -> (T, D), rows as `uniep.nn.linear`'s.
 
-    h = cast(x W13^T); act = cast(f(h)); y = cast(act W2^T), x and weights in cfg.dtype.  w13 (2F, D), gate rows first;
-    w2 (D, F).  Its parameters are dense ones: data parallelism reduces their gradients.
+    h = cast(x W13^T); act = cast(f(h)); y = cast(act W2^T), x and weights in cfg.dtype, f with cfg's limit.  w13 (2F,
+    D), gate rows first, or (F, D) without a gate; w2 (D, F).  No biases, whatever cfg.bias.  Its parameters are dense
+    ones: data parallelism reduces their gradients.
     """
 
     def __init__(
@@ -204,11 +215,11 @@ class SharedExperts(nn.Module):
         super().__init__()
         if ffn < 1:
             raise ConfigError(f"ffn of the shared experts is {ffn}; it must be at least 1")
-        self.activation, self.dtype = cfg.activation, cfg.dtype
+        self.activation, self.limit, self.dtype = cfg.activation, cfg.activation_limit, cfg.dtype
         place: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
         if torch.get_default_device().type == "meta":
             place["device"] = "meta"
-        self.w13 = nn.Parameter(torch.empty(2 * ffn, cfg.hidden, **place))
+        self.w13 = nn.Parameter(torch.empty((1 + cfg.gated) * ffn, cfg.hidden, **place))
         self.w2 = nn.Parameter(torch.empty(cfg.hidden, ffn, **place))
         self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self.reset_parameters()
@@ -224,7 +235,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         x_TD, w13, w2 = (t.to(self.dtype) for t in (x_TD, self.w13, self.w2))
-        return linear(activate(linear(x_TD, w13), self.activation), w2)
+        return linear(activate(linear(x_TD, w13), self.activation, self.limit), w2)
 
 
 class MoE(nn.Module):

@@ -54,6 +54,7 @@ def _forward(
     weights: Tensor,
     w13: list[Tensor],
     w2: list[Tensor],
+    biases: list[Tensor],
     layout: str,
     workspace: str,
     save: bool,
@@ -62,7 +63,8 @@ def _forward(
     accumulate: bool,
     layer: Tensor | None = None,
 ) -> list[Tensor]:
-    """[y, *saved].  x (T, D), ids (T, K), weights (T, K) fp32, experts as in `ExpertWeights`.
+    """[y, *saved].  x (T, D), ids (T, K), weights (T, K) fp32, experts as in `ExpertWeights`; biases: b13 and b2, or
+    none.
 
     parameters, main_grads, accumulate: for backward, unless empty.  main_grads: where gradients go, for those of
     w13, w2 that need one, in this order; parameters: the parameters they belong to.
@@ -71,7 +73,7 @@ def _forward(
     space, tokens = by_key(workspace), ids.shape[0]
     if not tokens == x.shape[0] == weights.shape[0] or tokens > space.cfg.max_tokens_per_rank:
         check_tokens({"ids": ids, "x": x, "weights": weights}, space)
-    experts = ExpertWeights(tuple(w13), tuple(w2), layout)  # type: ignore[arg-type]
+    experts = _experts(w13, w2, biases, layout, space)
     with space.entering:
         record, tag = _layer_of(layer, experts, space)
         y, saved = space.enter().forward(Inputs(x, ids, weights, experts, tag), save)
@@ -83,21 +85,25 @@ def _forward(
     return [y, *saved]
 
 
+def _experts(w13: list[Tensor], w2: list[Tensor], biases: list[Tensor], layout: str, space: Workspace) -> ExpertWeights:
+    return ExpertWeights(tuple(w13), tuple(w2), layout, space.cfg.gated, *biases)  # type: ignore[arg-type]
+
+
 def _inputs(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], layout: str, space: Workspace,
-    layer: Tensor | None,
+    x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], biases: list[Tensor], layout: str,
+    space: Workspace, layer: Tensor | None,
 ) -> Inputs:  # fmt: skip
     """The inputs of a backward."""
     record = find_record(layer, w13[0], space)
     tag = LayerTag(record.number(space)) if record is not None else UNKNOWN_LAYER
-    return Inputs(x, ids, weights, ExpertWeights(tuple(w13), tuple(w2), layout), tag)  # type: ignore[arg-type]
+    return Inputs(x, ids, weights, _experts(w13, w2, biases, layout, space), tag)
 
 
 moe_forward = torch.library.custom_op("uniep::moe_fwd", _forward, mutates_args=())
 
 
 @moe_forward.register_fake
-def _(x, ids, weights, w13, w2, layout, workspace, save, parameters, main_grads, accumulate, layer=None):
+def _(x, ids, weights, w13, w2, biases, layout, workspace, save, parameters, main_grads, accumulate, layer=None):
     y = x.new_empty(x.shape)
     if not save:
         return [y]
@@ -112,17 +118,18 @@ def _gradients(
     weights: Tensor,
     w13: list[Tensor],
     w2: list[Tensor],
+    biases: list[Tensor],
     saved: list[Tensor],
     layout: str,
     workspace: str,
     needs: list[bool],
     layer: Tensor | None = None,
 ) -> list[Tensor]:
-    """The gradients that `needs` names (x, weights, w13, w2), flattened in that order."""
+    """The gradients that `needs` names (x, weights, w13, w2, biases), flattened in that order."""
     space = by_key(workspace)
-    inputs = _inputs(x, ids, weights, w13, w2, layout, space, layer)
+    inputs = _inputs(x, ids, weights, w13, w2, biases, layout, space, layer)
     got = space.enter().backward(dy, inputs, saved, Needs(*needs))
-    parts = ([got.x], [got.weights], got.w13 or (), got.w2 or ())
+    parts = ([got.x], [got.weights], got.w13 or (), got.w2 or (), got.biases)
     return [t for part, needed in zip(parts, needs, strict=True) if needed for t in part if t is not None]
 
 
@@ -130,8 +137,8 @@ moe_backward = torch.library.custom_op("uniep::moe_bwd", _gradients, mutates_arg
 
 
 @moe_backward.register_fake
-def _(dy, x, ids, weights, w13, w2, saved, layout, workspace, needs, layer=None):
-    parts = ([x], [weights], w13, w2)
+def _(dy, x, ids, weights, w13, w2, biases, saved, layout, workspace, needs, layer=None):
+    parts = ([x], [weights], w13, w2, biases)
     return [t.new_empty(t.shape) for part, needed in zip(parts, needs, strict=True) if needed for t in part]
 
 
@@ -142,6 +149,7 @@ def _gradients_main_grad(
     weights: Tensor,
     w13: list[Tensor],
     w2: list[Tensor],
+    biases: list[Tensor],
     saved: list[Tensor],
     layout: str,
     workspace: str,
@@ -152,10 +160,11 @@ def _gradients_main_grad(
     parameters: list[Tensor],
     turn: Tensor,
     layer: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(dx, dweights), empty where not needed; writes `MainGrads` and sets the parameters' grad_added_to_main_grad."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dweights, db13, db2), empty where not needed; writes `MainGrads` and sets the parameters'
+    grad_added_to_main_grad."""
     space = by_key(workspace)
-    inputs = _inputs(x, ids, weights, w13, w2, layout, space, layer)
+    inputs = _inputs(x, ids, weights, w13, w2, biases, layout, space, layer)
     given = [*main_w13, *main_w2]
     fit = [
         t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
@@ -168,8 +177,9 @@ def _gradients_main_grad(
             theirs.copy_(ours)
     for parameter in parameters:
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    nothing = weights.new_empty(0)
-    return got.x if got.x is not None else x.new_empty(0), got.weights if got.weights is not None else nothing
+    found = got.x, got.weights, *(got.biases or (None, None))
+    dx, dweights, db13, db2 = (weights.new_empty(0) if t is None else t for t in found)
+    return dx, dweights, db13, db2
 
 
 moe_backward_main_grad = torch.library.custom_op(
@@ -179,10 +189,12 @@ moe_backward_main_grad = torch.library.custom_op(
 
 @moe_backward_main_grad.register_fake
 def _(
-    dy, x, ids, weights, w13, w2, saved, layout, workspace, needs, main_w13, main_w2, accumulate, parameters, turn,
-    layer=None,
+    dy, x, ids, weights, w13, w2, biases, saved, layout, workspace, needs, main_w13, main_w2, accumulate, parameters,
+    turn, layer=None,
 ):  # fmt: skip
-    return tuple(t.new_empty(t.shape if needed else 0) for t, needed in zip((x, weights), needs[:2], strict=True))
+    like = (x, needs[0]), (weights, needs[1]), *((b, needs[4]) for b in biases)
+    empty = [weights.new_empty(0) for _ in range(4 - len(like))]
+    return *(t.new_empty(t.shape) if needed else weights.new_empty(0) for t, needed in like), *empty
 
 
 @torch.library.custom_op("uniep::in_turn", mutates_args=())
@@ -197,12 +209,14 @@ def _(after):
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, ids, weights, w13, w2, layout, workspace, _, ctx.parameters, ctx.main_grads, ctx.accumulate, layer = inputs
-    ctx.counts = len(w13), len(w2)
+    x, ids, weights, w13, w2, biases, layout, workspace, _, ctx.parameters, ctx.main_grads, ctx.accumulate, layer = (
+        inputs
+    )
+    ctx.counts = len(w13), len(w2), len(biases)
     ctx.layout, ctx.workspace = layout, workspace
-    ctx.needs = [any(t.requires_grad for t in ts) for ts in ([x], [weights], w13, w2)]
+    ctx.needs = [any(t.requires_grad for t in ts) for ts in ([x], [weights], w13, w2, biases)]
     ctx.wanted = [t.requires_grad for t in (*w13, *w2)]
-    ctx.save_for_backward(layer, x, ids, weights, *w13, *w2, *output[1:])  # main_grads may change until then
+    ctx.save_for_backward(layer, x, ids, weights, *w13, *w2, *biases, *output[1:])  # main_grads may change until then
     ctx.set_materialize_grads(False)
 
 
@@ -217,21 +231,22 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False)
     tensors = ctx.saved_tensors  # read once: under checkpointing this recomputes them
     direct = direct and not _operators_are_seen(tensors[1:])
     layer, x, ids, weights, *rest = tensors
-    a, b = ctx.counts
-    w13, w2, saved = rest[:a], rest[a : a + b], rest[a + b :]
+    a, b, c = ctx.counts
+    w13, w2, biases, saved = rest[:a], rest[a : a + b], rest[a + b : a + b + c], rest[a + b + c :]
     dy = torch.zeros_like(x) if grads[0] is None else grads[0].contiguous()
     if ctx.main_grads:
-        return _backward_main_grad(ctx, dy, x, ids, weights, w13, w2, saved, layer, direct)
+        return _backward_main_grad(ctx, dy, x, ids, weights, w13, w2, biases, saved, layer, direct)
     out = (_gradients if direct else moe_backward)(
-        dy, x, ids, weights, w13, w2, saved, ctx.layout, ctx.workspace, ctx.needs, layer
+        dy, x, ids, weights, w13, w2, biases, saved, ctx.layout, ctx.workspace, ctx.needs, layer
     )
     left = iter(out)
-    need_x, need_weights, need_w13, need_w2 = ctx.needs
+    need_x, need_weights, need_w13, need_w2, need_biases = ctx.needs
     dx = next(left) if need_x else None
     dweights = next(left) if need_weights else None
     dw13 = [next(left) if need_w13 else None for _ in range(a)]
     dw2 = [next(left) if need_w2 else None for _ in range(b)]
-    return dx, None, dweights, dw13, dw2, None, None, None, [], [], None, *_of_layer(layer)
+    dbiases = [next(left) if need_biases else None for _ in range(c)]
+    return dx, None, dweights, dw13, dw2, dbiases, None, None, None, [], [], None, *_of_layer(layer)
 
 
 def _of_layer(layer: Tensor | None) -> tuple[None, ...]:
@@ -241,11 +256,11 @@ def _of_layer(layer: Tensor | None) -> tuple[None, ...]:
 
 def _backward_main_grad(
     ctx: Any, dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor],
-    saved: list[Tensor], layer: Tensor | None, direct: bool,
+    biases: list[Tensor], saved: list[Tensor], layer: Tensor | None, direct: bool,
 ) -> tuple:  # fmt: skip
     """Zeros instead of gradients that went to main_grads: the parameters' hooks run, and nothing is added twice."""
     left, wanted = iter(ctx.main_grads), iter(ctx.wanted)
-    need_x, need_weights, *need_experts = ctx.needs
+    need_x, need_weights, *need_experts, need_biases = ctx.needs
     targets: list[list[Tensor]] = []
     dummies: list[list[Tensor | None]] = []
     for tensors, needed in zip((w13, w2), need_experts, strict=True):
@@ -256,17 +271,18 @@ def _backward_main_grad(
         filled = [torch.zeros_like(t, dtype=torch.float32) if m is None else m for m, t in pairs]
         targets.append(filled if needed else [])
     arguments: list[Any] = [
-        dy, x, ids, weights, w13, w2, saved, ctx.layout, ctx.workspace, ctx.needs, *targets, ctx.accumulate,
+        dy, x, ids, weights, w13, w2, biases, saved, ctx.layout, ctx.workspace, ctx.needs, *targets, ctx.accumulate,
         ctx.parameters, dy if direct else in_turn(dy), layer,
     ]  # fmt: skip
     if direct:
-        dx, dweights = _gradients_main_grad(*arguments)
+        dx, dweights, *dbiases = _gradients_main_grad(*arguments)
         torch.autograd.graph.increment_version(ctx.main_grads)
     else:
-        dx, dweights = moe_backward_main_grad(*arguments)
+        dx, dweights, *dbiases = moe_backward_main_grad(*arguments)
         in_turn(dx)
     nothing: list[None] = [None] * len(ctx.main_grads)
-    grads = dx if need_x else None, None, dweights if need_weights else None, *dummies
+    of_biases = [db if need_biases else None for db in dbiases[: len(biases)]]
+    grads = dx if need_x else None, None, dweights if need_weights else None, *dummies, of_biases
     return *grads, None, None, None, nothing, nothing, None, *_of_layer(layer)
 
 
@@ -274,22 +290,26 @@ class _Direct(torch.autograd.Function):
     """The operators' functions and autograd, for tensors that autograd sees one by one."""
 
     @staticmethod
-    def forward(ctx: Any, how: tuple, count: int, x: Tensor, ids: Tensor, weights: Tensor, *experts: Tensor) -> Tensor:
-        """how: the arguments of `_forward` from layout on.  experts: `count` of w13, then w2."""
-        inputs = (x, ids, weights, list(experts[:count]), list(experts[count:]), *how)
+    def forward(
+        ctx: Any, how: tuple, counts: tuple[int, int], x: Tensor, ids: Tensor, weights: Tensor, *experts: Tensor
+    ) -> Tensor:
+        """how: the arguments of `_forward` from layout on.  experts: so many of w13 and of w2, then biases."""
+        a, b = counts[0], sum(counts)
+        inputs = (x, ids, weights, list(experts[:a]), list(experts[a:b]), list(experts[b:]), *how)
         output = _forward(*inputs)
         _setup_context(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        dx, _, dweights, dw13, dw2, *_ = _backward(ctx, grads, direct=True)
-        return None, None, dx, None, dweights, *dw13, *dw2
+        dx, _, dweights, dw13, dw2, dbiases, *_ = _backward(ctx, grads, direct=True)
+        return None, None, dx, None, dweights, *dw13, *dw2, *dbiases
 
 
 def call(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], layout: str, workspace: str,
-    save: bool, parameters: list[Tensor], main_grads: list[Tensor], accumulate: bool, layer: Tensor | None,
+    x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], biases: list[Tensor], layout: str,
+    workspace: str, save: bool, parameters: list[Tensor], main_grads: list[Tensor], accumulate: bool,
+    layer: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """y of `moe_forward`, differentiable."""
     if not torch.compiler.is_compiling():
@@ -300,11 +320,11 @@ def call(
         if torch.jit.is_tracing():
             raise UnsupportedError("torch.jit.trace does not know uniep's calls; use torch.compile")
     how = (layout, workspace, save, parameters, main_grads, accumulate, layer)
-    if _operators_are_seen((x, ids, weights, *w13, *w2)):
-        return moe_forward(x, ids, weights, w13, w2, *how)[0]
+    if _operators_are_seen((x, ids, weights, *w13, *w2, *biases)):
+        return moe_forward(x, ids, weights, w13, w2, biases, *how)[0]
     if not save:
-        return _forward(x, ids, weights, w13, w2, *how)[0]
-    return _Direct.apply(how, len(w13), x, ids, weights, *w13, *w2)
+        return _forward(x, ids, weights, w13, w2, biases, *how)[0]
+    return _Direct.apply(how, (len(w13), len(w2)), x, ids, weights, *w13, *w2, *biases)
 
 
 def _operators_are_seen(tensors: Sequence[Tensor]) -> bool:

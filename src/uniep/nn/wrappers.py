@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from uniep.errors import ConfigError
 
+PARAMETERS = ("w13", "w2", "b13", "b2")
+"""Names of the parameters of `Experts`."""
+
 
 def refuse_wrappers(module: nn.Module, group: dist.ProcessGroup, num_experts: int, ddp: Any) -> None:
     """Raise ConfigError if DDP, FSDP1 or FSDP2 reduces or splits the experts of `module` over ranks with others.
@@ -23,7 +26,7 @@ def refuse_wrappers(module: nn.Module, group: dist.ProcessGroup, num_experts: in
         for name, p in ddp.module.named_parameters():
             if id(p) in ours and name not in ddp.parameters_to_ignore:
                 raise _error("DistributedDataParallel", name, shared)
-    for name in ("w13", "w2"):
+    for name in PARAMETERS:
         parameter = getattr(module, name, None)
         if getattr(getattr(parameter, "_base", None), "_is_flat_param", False):
             raise _error("FullyShardedDataParallel (FSDP1)", name, others)
@@ -78,7 +81,7 @@ def _error(wrapper: str, name: str, others: set[int]) -> ConfigError:
 
 
 def _is_expert(name: str) -> bool:
-    return name in ("w13", "w2") or name.startswith(("parametrizations.w13.original", "parametrizations.w2.original"))
+    return name in PARAMETERS or name.startswith(tuple(f"parametrizations.{p}.original" for p in PARAMETERS))
 
 
 def _sharded_parameters(module: nn.Module) -> Iterator[Tensor]:

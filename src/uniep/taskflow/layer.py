@@ -70,10 +70,10 @@ def _gate_up_wgrad_tiles(site: Site) -> Tensor:
     """A GPU computes dW13 transposed, gate and up separately, and writes zeros for experts without rows."""
     cfg, way = site.cfg, site.way
     if not way.device_tiles:
-        return site.weight_tiles(2 * cfg.ffn, cfg.hidden, way.gate_up)
+        return site.weight_tiles(cfg.h_columns, cfg.hidden, way.gate_up)
     tile = way.weight_gradient
     turned = dataclasses.replace(tile, rows=tile.columns, columns=tile.rows)
-    return site.weight_tiles(cfg.ffn, cfg.hidden, turned, 2, True)
+    return site.weight_tiles(cfg.ffn, cfg.hidden, turned, 1 + cfg.gated, True)
 
 
 def _weights(site: Site, columns: int, rows: int) -> tuple[Block, ...]:
@@ -86,13 +86,14 @@ def _area(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles[:, 2] - tiles[:, 1], tiles[:, 4] - tiles[:, 3]
 
 
-def _gemm(depth: Callable[[Site], int], products: int = 1, returns: bool = False) -> Work:
-    """Work of a tile of `products` products of this depth; returns: its rows go to the ranks of their tokens.  Rows
-    count as read once for all columns, and weights once for all rows of an expert, because of caches."""
+def _gemm(depth: Callable[[Site], int], halves: bool = False, returns: bool = False) -> Work:
+    """Work of a tile of a product of this depth, or, with `halves`, of those of gate and up; returns: its rows go to
+    the ranks of their tokens.  Rows count as read once for all columns, and weights once for all rows of an expert,
+    because of caches."""
 
     def work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
         rows, columns = _area(tiles)
-        k, size = depth(site), site.cfg.dtype.itemsize
+        k, size, products = depth(site), site.cfg.dtype.itemsize, 1 + (halves and site.cfg.gated)
         tiles_e = torch.bincount(tiles[:, 0])
         wide = torch.bincount(tiles[:, 1])[tiles[:, 1]]  # tiles with the same rows
         high = tiles_e[tiles[:, 0]] // wide
@@ -197,7 +198,7 @@ def forward_operators(way: Way, *, keep: bool) -> Operators:
             "gate_up", "matrix", lambda s: s.row_tiles(s.way.forward_tile, s.cfg.ffn),
             lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),),
             writes=(Access("gate_up", by_tile if separate else rows_of(_rows1)),),
-            work=_gemm(_hidden, products=2),
+            work=_gemm(_hidden, halves=True),
         ),
     ]  # fmt: skip
     if separate:
@@ -241,13 +242,13 @@ def backward_operators(way: Way) -> Operators:
                 "dweight", "vector", lambda s: s.row_tiles(s.way.down, 1), lambda s: s.segments(1),
                 reads=(rows,), writes=(Access("weights returned", returns),), work=_passes(2, 4, sends=True), lag=1,
             ),
-            *_returning("gate_up_grad", lambda s: 2 * s.cfg.ffn, rows, way.grouped),
+            *_returning("gate_up_grad", lambda s: s.cfg.h_columns, rows, way.grouped),
             Operator(
                 "down_wgrad", "matrix", _down_wgrad_tiles, lambda s: _weights(s, s.cfg.ffn, s.cfg.hidden),
                 reads=(segment,), work=_wgrad_work, where="weights", lag=1,
             ),
             Operator(
-                "gate_up_wgrad", "matrix", _gate_up_wgrad_tiles, lambda s: _weights(s, s.cfg.hidden, 2 * s.cfg.ffn),
+                "gate_up_wgrad", "matrix", _gate_up_wgrad_tiles, lambda s: _weights(s, s.cfg.hidden, s.cfg.h_columns),
                 reads=(segment,), work=_wgrad_work, where="weights", lag=1,
             ),
             COLLECT,

@@ -181,7 +181,9 @@ class CollectiveBackend:
                     dx_TD = self._combine(got.x_ND, ids_TK, None, routing)
                 if got.weights_N is not None:
                     dweights_TK = torch.where(ids_TK >= 0, self._return(got.weights_N, ids_TK, routing), 0.0)
-            return ExpertGradients(dx_TD if needs.x else None, dweights_TK if needs.weights else None, got.w13, got.w2)
+            return ExpertGradients(
+                dx_TD if needs.x else None, dweights_TK if needs.weights else None, got.w13, got.w2, got.biases
+            )
 
     def refuse(self, error: UniEPError) -> None:
         if self.ep_size > 1:
@@ -197,7 +199,7 @@ class CollectiveBackend:
         plan = ((ranks, cfg.num_experts), (local + 1,), (ranks,), (ranks, num_tokens), (ranks,), (rows,), (rows,))
         return [
             x_TD.new_empty(received, cfg.hidden),
-            x_TD.new_empty(rows, 2 * cfg.ffn),
+            x_TD.new_empty(rows, cfg.h_columns),
             x_TD.new_empty(1, dtype=torch.int64),
             x_TD.new_empty(rows, dtype=torch.float32),
             *(x_TD.new_empty(shape, dtype=torch.int32) for shape in plan),
@@ -209,11 +211,7 @@ class CollectiveBackend:
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
         with self._settings():
             local = cfg.experts_per_rank(self.ep_size)
-            experts = ExpertWeights(
-                (torch.zeros(local, 2 * cfg.ffn, cfg.hidden, **like),),
-                (torch.zeros(local, cfg.hidden, cfg.ffn, **like),),
-                "stacked",
-            )
+            experts = ExpertWeights.zeros(cfg, local, **like)
             ids_TK = torch.full((tokens, cfg.top_k), -1)
             ids_TK[:, 0] = self.rank * local
             x_TD = torch.zeros(tokens, cfg.hidden, **like)

@@ -19,7 +19,7 @@ from torch import Tensor
 from uniep.backends import torch_tiles as cpu_tiles
 from uniep.backends.base import MainGrads, Needs
 from uniep.config import MoEConfig
-from uniep.kernels.arguments import Rows, Sums, Tokens
+from uniep.kernels.arguments import Activation, Rows, Sums, Tokens
 from uniep.launch.driver import Bundle
 from uniep.limits import why_not
 from uniep.numerics import combine_parts, combine_slots
@@ -41,12 +41,13 @@ class Routed:
 @dataclasses.dataclass(frozen=True)
 class RowGradients:
     """dx (N, D) and d(weight) (N,) by row, None where not needed; experts in the parameters' own layout, unless they
-    went to `MainGrads`."""
+    went to `MainGrads`; biases as in `ExpertGradients`."""
 
     x_ND: Tensor | None
     weights_N: Tensor | None
     w13: tuple[Tensor, ...] | None
     w2: tuple[Tensor, ...] | None
+    biases: tuple[Tensor, ...]
 
 
 class LocalExperts(Protocol):
@@ -57,7 +58,7 @@ class LocalExperts(Protocol):
     def forward(
         self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(results of the rows (N, D), h (N, 2F) if `save`)."""
+        """(results of the rows (N, D), h (N, 2F or F) if `save`)."""
         ...
 
     def backward(
@@ -137,24 +138,26 @@ class TorchExperts:
         rows, shared = self._rows(routed), self._shared(dy, routed)
         x_rows = cpu_tiles.Gather(x.local, x.received, rows, compact=True)
         no_ids = torch.empty(0, cfg.top_k)
-        bodies = cpu_tiles.Backward(rows, shared, dy.local, no_ids, experts, h_NF, x_rows, main_grads)
+        bodies = cpu_tiles.Backward(rows, shared, dy.local, no_ids, experts, h_NF, x_rows, needs, main_grads)
+        biases = needs.biases and cfg.bias
         bodies.dy_rows = cpu_tiles.Gather(dy.local, dy.received, rows, compact=True)
         for block in _segments(plan, cfg.ffn):
             bodies.down_grad(block)
             if needs.weights:
                 bodies.dweight(block)
-            if needs.w2:
+            if needs.w2 or biases:
                 bodies.down_wgrad(Block(block.group, 0, cfg.hidden, 0, cfg.ffn))
         for block in _segments(plan, cfg.hidden):
             if needs.x:
                 bodies.gate_up_grad(block)
-            if needs.w13:
-                bodies.gate_up_wgrad(Block(block.group, 0, 2 * cfg.ffn, 0, cfg.hidden))
+            if needs.w13 or biases:
+                bodies.gate_up_wgrad(Block(block.group, 0, cfg.h_columns, 0, cfg.hidden))
         return RowGradients(
             shared[self.rank].returns if needs.x else None,
             shared[self.rank].dweights if needs.weights else None,
             bodies.gradients.w13 if needs.w13 and main_grads is None else None,
             bodies.gradients.w2 if needs.w2 and main_grads is None else None,
+            bodies.biases if needs.biases else (),
         )
 
     def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
@@ -221,7 +224,7 @@ class KernelExperts:
         self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
     ) -> tuple[Tensor, Tensor | None]:
         cfg, way, x_TD, num_rows = self.cfg, self.way, tokens.local, routed.plan.num_rows
-        h_2NF = x_TD.new_empty(2, num_rows, cfg.ffn) if save else None
+        h_2NF = x_TD.new_empty(1 + cfg.gated, num_rows, cfg.ffn) if save else None
         act_NF = x_TD.new_empty(num_rows, cfg.ffn)
         out_ND = x_TD.new_empty(num_rows, cfg.hidden)
         if num_rows:  # a descriptor needs memory
@@ -234,7 +237,7 @@ class KernelExperts:
             self.launch.launch_down(
                 act_NF, rows, experts, self.alone, cfg, way.down, self.sms, out_ND, slots=1, scatter=False
             )
-        return out_ND, h_2NF.view(num_rows, 2 * cfg.ffn) if h_2NF is not None else None
+        return out_ND, h_2NF.view(num_rows, cfg.h_columns) if h_2NF is not None else None
 
     def backward(
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
@@ -248,18 +251,22 @@ class KernelExperts:
         if main_grads is None:
             grads = experts.like(fill=num_rows == 0)
         else:
-            grads = ExpertWeights(main_grads.w13, main_grads.w2, experts.layout)
+            grads = dataclasses.replace(experts, w13=main_grads.w13, w2=main_grads.w2)
             if not num_rows:
                 main_grads.clear()
+        biases = tuple(torch.zeros_like(b) for b in experts.biases)
         if num_rows:
             rows, stacked = self._rows(routed, tile), _stacked(experts)
             dy_ND = self._expand(dy, rows, tile)
-            made = self.launch.activation_memory(h_NF.view(2, num_rows, cfg.ffn))
+            dy_N = dy_ND.data_ptr() + torch.arange(num_rows, device=dy_ND.device) * (cfg.hidden * dy_ND.element_size())
+            made = self.launch.activation_memory(h_NF.view(1 + cfg.gated, num_rows, cfg.ffn), experts.b2)
             self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, made.raw_NF)
             self.launch.launch_activation_gradient(made, rows, cfg, self.sms)
             dh_NH = made.dh_N2F.view(num_rows, -1)
             if needs.weights:
-                weights_N = self._dweights(made.groups_NG, plan, rows)
+                weights_N = self._dweights(made, dy_N, plan, rows)
+            if needs.biases:
+                biases = self.launch.launch_bias_gradients(made, dy_N, rows, experts, self._zero, self.sms)
             if needs.x:
                 self.launch.launch_gate_up_gradient(
                     dh_NH, rows, stacked, self.alone, cfg, tile, self.sms, dx_ND, slots=1, scatter=False
@@ -278,14 +285,16 @@ class KernelExperts:
             weights_N if needs.weights else None,
             grads.w13 if needs.w13 and main_grads is None else None,
             grads.w2 if needs.w2 and main_grads is None else None,
+            biases if needs.biases else (),
         )
 
-    def _dweights(self, groups_NG: Tensor, plan: RoutingPlan, rows: Any) -> Tensor:
+    def _dweights(self, made: Activation, dy_N: Tensor, plan: RoutingPlan, rows: Any) -> Tensor:
         """d(weight) by row.  The kernel sorts them by source rank and slot, here into one array for all ranks."""
         num_ranks, slots = plan.counts_RE.shape[0], self.cfg.max_tokens_per_rank * self.cfg.top_k
-        found = groups_NG.new_empty(num_ranks * slots)
+        found = made.groups_NG.new_empty(num_ranks * slots)
         table = found.data_ptr() + torch.arange(num_ranks, device=found.device) * (slots * found.element_size())
-        self.launch.launch_dweights(groups_NG, rows, self._alone(dweights_table=table), slots, self.sms)
+        alone = self._alone(dweights_table=table)
+        self.launch.launch_dweights(made, dy_N, rows, alone, self.cfg, self.way.down, self.sms)
         return found[plan.row_return_N.clamp(min=0)]
 
     def _weight_gradients(
@@ -333,4 +342,4 @@ def _stacked(experts: ExpertWeights) -> ExpertWeights:
         w2 = (torch.stack(w2),)
     alike = len({t.stride() for t in w13}) == 1  # one tensor map reads w1 and w3
     dense = lambda ts: tuple(t if t.stride(-1) == 1 and alike else t.contiguous() for t in ts)  # noqa: E731
-    return ExpertWeights(dense(w13), dense(w2), layout)
+    return dataclasses.replace(experts, w13=dense(w13), w2=dense(w2), layout=layout)

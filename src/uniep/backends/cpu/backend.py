@@ -183,14 +183,14 @@ class CpuBackend:
         routing = call.routing
         anywhere = wanted_anywhere(call.headers)
         # All ranks compile what any of them needs: queues that were planned together cannot block each other.
-        nowhere = unneeded(**dataclasses.asdict(anywhere))
-        here = unneeded(w13=needs.w13, w2=needs.w2)
+        nowhere = unneeded(**_operators_for(anywhere, self.cfg))
+        here = unneeded(**{**_operators_for(needs, self.cfg), "x": True, "weights": True})
         with self._or_give_up():
             program = routing.program(self.backward_operators.without(nowhere), self.rank, here)
             rows = self._rows(call)
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
             bodies = Backward(
-                rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows, main_grads,
+                rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows, needs, main_grads,
                 separate=self.way.separate_gradient,
             )  # fmt: skip
             self._run(call, "backward", program, bodies)
@@ -199,6 +199,7 @@ class CpuBackend:
             bodies.dweights_TK if needs.weights else None,
             bodies.gradients.w13 if needs.w13 and main_grads is None else None,
             bodies.gradients.w2 if needs.w2 and main_grads is None else None,
+            bodies.biases if needs.biases else (),
         )
 
     def _dispatch_again(self, inputs: Inputs, fingerprint: int) -> Tensor:
@@ -231,7 +232,7 @@ class CpuBackend:
         received = new_size() if not self.way.again and self.ep_size > 1 else 0
         return [
             x_TD.new_empty(received, self.cfg.hidden),
-            x_TD.new_empty(new_size(), 2 * self.cfg.ffn),
+            x_TD.new_empty(new_size(), self.cfg.h_columns),
             x_TD.new_empty(1, dtype=torch.int64),
         ]
 
@@ -375,6 +376,12 @@ class CpuBackend:
                 self._peers.fail(text)
                 self._member.fail(text)
             raise
+
+
+def _operators_for(needs: Needs, cfg: MoEConfig) -> dict[str, bool]:
+    """The gradients whose operators run; those of weights make those of biases, too."""
+    biases = needs.biases and cfg.bias
+    return {"x": needs.x, "weights": needs.weights, "w13": needs.w13 or biases, "w2": needs.w2 or biases}
 
 
 def _raw(tensor: Tensor) -> bytes:

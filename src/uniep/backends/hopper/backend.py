@@ -24,6 +24,8 @@ from uniep.backends.hopper.link import Link
 from uniep.backends.hopper.recorded import RecordedCalls, layout_of
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, UniEPError, UnsupportedError
+from uniep.launch.ahead import compile_ahead, processes_of
+from uniep.launch.driver import Launch, listing
 from uniep.limits import group_limit, why_not
 from uniep.routing import RoutingPlan
 from uniep.schedule import Schedule
@@ -84,6 +86,7 @@ class HopperBackend(Link):
         _check_support(member.cfg, member.ep_size, member.device)
         super().__init__(member, schedule)
         self.recorded = RecordedCalls(self)
+        self._compilers = processes_of(self.num_ranks)  # 0: all is compiled
 
     # ---------------------------------------------------------------- what every backend has
 
@@ -110,11 +113,10 @@ class HopperBackend(Link):
         """
         cfg, local = self.cfg, self.planner.local
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
-        w13, w2 = torch.zeros(local, 2 * cfg.ffn, cfg.hidden, **like), torch.zeros(local, cfg.hidden, cfg.ffn, **like)
         x_TD = torch.zeros(0, cfg.hidden, **like)
         ids_TK = torch.zeros(0, cfg.top_k, dtype=torch.int64, device=self.device)
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
-        inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights((w13,), (w2,), "stacked"))
+        inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights.zeros(cfg, local, **like))
         with self._order.turn:
             planner = self.planner
             room = planner.allocate, planner.received  # these calls need none
@@ -127,6 +129,30 @@ class HopperBackend(Link):
                 planner.allocate, planner.received = room
         torch.cuda.synchronize(self.device)
 
+    def _compile_ahead(self, experts: ExpertWeights) -> None:
+        """What forwards and backwards launch, before the first."""
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            compile_ahead(self.launches(experts), self.rank, self.num_ranks, self._compilers)
+            self._compilers = 0
+
+    def launches(self, experts: ExpertWeights) -> list[Launch]:
+        """Of a forward without gradients, a forward and its backward, of every kind of way."""
+        cfg, planner, usual = self.cfg, self.planner, self.way
+        x_TD = torch.empty(0, cfg.hidden, dtype=cfg.dtype, device=self.device)
+        ids_TK = torch.empty(0, cfg.top_k, dtype=torch.int64, device=self.device)
+        inputs = Inputs(x_TD, ids_TK, torch.empty(ids_TK.shape, device=self.device), experts)
+        entered = planner.calls_made, planner.is_inside
+        with listing() as listed:
+            for way in self.ways.kinds():
+                self.way = way
+                kind = mega if self.way.mega else staged
+                kind.forward(self, inputs, False)
+                _, saved = kind.forward(self, inputs, True)
+                kind.backward(self, x_TD, inputs, saved, Needs(), None)
+                self.join()
+        self.way, (planner.calls_made, planner.is_inside) = usual, entered
+        return listed
+
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
         exact, way = self.cfg.max_rows is None, self.way
         rows = new_size() if exact else self.planner.capacity
@@ -136,7 +162,7 @@ class HopperBackend(Link):
             kept = new_size(), self.cfg.hidden
         else:
             kept = self.kept_shape(0)
-        h = 2, rows, self.cfg.ffn
+        h = 1 + self.cfg.gated, rows, self.cfg.ffn
         return [*self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(kept)]
 
     def report(self) -> dict[str, str]:
@@ -176,6 +202,8 @@ class HopperBackend(Link):
             self.refuse(error)
             raise
         experts, layer = inputs.experts, inputs.layer
+        if self._compilers:
+            self._compile_ahead(experts)
         x_TD, ids_TK, weights_TK = given = tuple(map(aligned, (inputs.x_TD, inputs.ids_TK, inputs.weights_TK)))
         inputs = Inputs(x_TD, ids_TK, weights_TK, experts, layer)
         num_tokens, planner = x_TD.shape[0], self.planner
@@ -188,7 +216,7 @@ class HopperBackend(Link):
             rows = planner.allocate, planner.received
             key = save, num_tokens, rows, ids_TK.dtype, self.stay_local, *layout_of(experts)
             result = (
-                self.recorded.call(key, (*given, *experts.w13, *experts.w2), layer, True, perform)
+                self.recorded.call(key, (*given, *experts.tensors), layer, True, perform)
                 if way is None and num_tokens
                 else perform()
             )
@@ -219,21 +247,22 @@ class HopperBackend(Link):
 
         def perform() -> list[Any]:
             got = kind.backward(self, dy_TD, inputs, saved, needs, main_grads)
-            return [got.x, got.weights, *(got.w13 or ()), *(got.w2 or ())]
+            return [got.x, got.weights, *(got.w13 or ()), *(got.w2 or ()), *got.biases]
 
         into = (*main_grads.w13, *main_grads.w2) if main_grads is not None else ()
         rows, kept = saved[1].shape[-1], len(saved[-1])
         accumulate = main_grads is not None and main_grads.accumulate
         key = needs, num_tokens, rows, kept, ids_TK.dtype, len(into), accumulate, self.stay_local, *layout_of(experts)
-        given = dy_TD, x_TD, ids_TK, *saved, *experts.w13, *experts.w2, *into
+        given = dy_TD, x_TD, ids_TK, *saved, *experts.tensors, *into
         dx_TD, dweights_TK, *of_experts = (
             self.recorded.call(key, given, LayerTag(layer.number), False, perform)
             if way is None and num_tokens and not self.way.again
             else perform()
         )
         split = len(experts.w13) if needs.w13 and main_grads is None else 0
-        dw13, dw2 = tuple(of_experts[:split]), tuple(of_experts[split:])
-        return ExpertGradients(dx_TD, dweights_TK, dw13 or None, dw2 or None)
+        last = len(of_experts) - len(experts.biases) * needs.biases
+        dw13, dw2, biases = tuple(of_experts[:split]), tuple(of_experts[split:last]), tuple(of_experts[last:])
+        return ExpertGradients(dx_TD, dweights_TK, dw13 or None, dw2 or None, biases)
 
     # ---------------------------------------------------------------- without communication
 
@@ -276,7 +305,7 @@ def _check_experts(experts: ExpertWeights) -> None:
                     f"{name} has strides {t.stride()} at address {t.data_ptr():#x}; rows must be consecutive values "
                     f"that begin at multiples of 16 bytes; pass a contiguous, aligned {name}"
                 )
-    w13_block(experts, 1, 2, 8, 8)  # of w1 and w3, the distance
+    w13_block(experts, 1, 1 + experts.gated, 8, 8)  # of w1 and w3, the distance
 
 
 def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:

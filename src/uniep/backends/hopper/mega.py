@@ -5,6 +5,7 @@ The kernels are in `uniep.kernels.mega`; what they may be asked to do, in `uniep
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,7 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
     link.mark("plan")
     like: dict[str, Any] = {"dtype": cfg.dtype, "device": link.device}
     act_NF = temporary(num_rows, cfg.ffn, **like)
-    h_2NF = result(2, num_rows, cfg.ffn, **like) if save else None
+    h_2NF = result(1 + cfg.gated, num_rows, cfg.ffn, **like) if save else None
     x = Tokens(x_TD, link.arena.views["receive"])
     kept = launch_mega.Room(link.room_to_keep(x_TD.shape[0]), *_sent(link, plan.recv_count_R)) if save else None
     made = launch_mega.Made(act_NF, h_2NF, kept)
@@ -83,13 +84,13 @@ def backward(
     addresses = Addresses(*unbind(temporary(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)))
 
     def find_rows() -> None:
-        if needs.w13 or needs.w2:
+        if needs.w13 or needs.w2 or cfg.bias:
             launch.launch_row_addresses(Tokens(x_TD, kept), dy, plan.bundle, link.num_ranks, link.sms, addresses)
 
     link.enter_planned("backward", dy_TD, plan, inputs.layer, find_rows)
     tiles = backward_tiles(cfg, way, w13=needs.w13, w2=needs.w2)
     lists = _lists(link, plan, tiles, order, backward=True)
-    through = launch.activation_memory(h_2NF)
+    through = launch.activation_memory(h_2NF, experts.b2)
     dw = _weight_gradients(link, experts, needs, main_grads)
     accumulate = main_grads is not None and main_grads.accumulate
     made = launch_mega.Gradients(through, addresses, dw, accumulate)
@@ -104,6 +105,10 @@ def backward(
         dy, plan.bundle, lists, experts, link.peers(), cfg, way, link.sms, made, sums,
         link.dispatching(),
     )  # fmt: skip
+    biases: tuple[Tensor, ...] = ()
+    if needs.biases:
+        status = link.planner.status
+        biases = launch.launch_bias_gradients(through, addresses.dy_N, plan.bundle, experts, status, link.sms)
     link.join()
     if records is not None and link.trace is not None:
         step = launch_mega.sum_tokens(dy_TD.shape[0], link.sms)
@@ -115,6 +120,7 @@ def backward(
         dweights_TK,
         dw.w13 if given and needs.w13 else None,
         dw.w2 if given and needs.w2 else None,
+        biases,
     )
 
 
@@ -129,7 +135,7 @@ def _weight_gradients(link: Link, experts: ExpertWeights, needs: Needs, main_gra
     else:
         dw13 = tuple(map(result_like, dw13)) if needs.w13 else dw13
         dw2 = tuple(map(result_like, dw2)) if needs.w2 else dw2
-    return ExpertWeights(dw13, dw2, experts.layout)
+    return dataclasses.replace(experts, w13=dw13, w2=dw2)
 
 
 def _lists(

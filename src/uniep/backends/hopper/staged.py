@@ -40,7 +40,7 @@ def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor
     link.mark("plan")
     num_rows, peers = plan.num_rows, link.peers()
     act_NF = temporary(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
-    h_2NF = result(2, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
+    h_2NF = result(1 + cfg.gated, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
     link.dispatch(x_TD, plan, peers)
     x_ND = _expand(link, x_TD, plan, peers) if way.expanded else None
     down_sms = way.down_sms
@@ -102,7 +102,7 @@ def backward(
     def meanwhile() -> None:
         if claims is not None:
             fill(claims, 0)
-        if needs.w13 or needs.w2:
+        if needs.w13 or needs.w2 or cfg.bias:
             dy = Tokens(dy_TD, receive)
             launch.launch_row_addresses(x, dy, plan.bundle, link.num_ranks, link.sms, addresses)
 
@@ -110,10 +110,10 @@ def backward(
     link.dispatch(dy_TD, plan, peers)
     through = _through_activation(link, dy_TD, h_2NF, plan, peers, experts, claims)
     release()
-    launch.launch_dweights(through.groups_NG, plan.bundle, peers, link.slots, link.sms)
+    launch.launch_dweights(through, addresses.dy_N, plan.bundle, peers, cfg, way.down, link.sms)
 
     # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
-    dh_NH = through.dh_N2F.view(num_rows, 2 * cfg.ffn)
+    dh_NH = through.dh_N2F.view(num_rows, cfg.h_columns)
     results_ND = _results(link, plan)  # kept until the other stream has joined
     _return_rows(link, launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, link.sms, results_ND)
     dx_TD = result_like(dy_TD)
@@ -129,6 +129,11 @@ def backward(
             launch.launch_used_dweights(
                 link.arena.views["dweights"], ids_TK, link.planner.status, link.sms, dweights_TK
             )
+    biases: tuple[Tensor, ...] = ()
+    if needs.biases:  # while dO is here
+        biases = launch.launch_bias_gradients(
+            through, addresses.dy_N, plan.bundle, experts, link.planner.status, link.sms
+        )
     dw13, dw2 = _weight_gradients(
         link, addresses, x, through.act_NF, dh_NH, experts, plan, needs, main_grads, inputs.layer
     )
@@ -136,7 +141,7 @@ def backward(
     link.mark("combine")
     if main_grads is not None:
         dw13 = dw2 = None
-    return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2)
+    return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2, biases)
 
 
 def _through_activation(
@@ -147,7 +152,7 @@ def _through_activation(
     both at once; or None."""
     from uniep.launch import staged as launch
 
-    cfg, rows, tile, made = link.cfg, plan.bundle, link.way.down, launch.activation_memory(h_2NF)
+    cfg, rows, tile, made = link.cfg, plan.bundle, link.way.down, launch.activation_memory(h_2NF, experts.b2)
     progress_M, cursor = unbind(claims) if claims is not None else (None, None)
     launch.launch_gathered_down_gradient(
         Tokens(dy_TD, link.arena.views["receive"]), rows, experts, peers, tile, link.sms, made.raw_NF,
@@ -250,7 +255,7 @@ def _down_and_sums(
     tile, rows = link.way.down, plan.rows
     order_M = temporary(*rows.order_M.shape, dtype=torch.int32, device=link.device)
     launch_groups.launch_return_order(plan.counts_RE, rows, link.rank, tile.rows, order_M)
-    launch_groups.launch_counted_down(act_NF, plan.bundle, order_M, experts, tile, link.sms, sums.rows_ND)
+    launch_groups.launch_counted_down(act_NF, plan.bundle, order_M, experts, link.cfg, tile, link.sms, sums.rows_ND)
     launch_groups.launch_claimed_sum(sums, rows, lines, peers, tile, link.sms)
     link.mark("group_sum")
 

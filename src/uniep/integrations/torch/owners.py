@@ -1,8 +1,8 @@
 """Ownership: along which dimension of each tensor inside an `Experts` this rank's experts lie.
 
-Every function of this package uses it.  w13 and w2 are known.  Any other tensor of a subclass, parametrization or
-adapter inside an `Experts` must be declared in its `expert_dims`, because a shape is ambiguous: (e, D) may be a bias of
-e experts, or a matrix that all experts of the layer share.
+Every function of this package uses it.  w13, w2, b13 and b2 are known.  Any other tensor of a subclass,
+parametrization or adapter inside an `Experts` must be declared in its `expert_dims`, because a shape is ambiguous: (e,
+D) may be a bias of e experts, or a matrix that all experts of the layer share.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def _dim(layer: str, module: Experts, name: str, tensor: Tensor) -> int | None:
     path = name.split(".")
     if len(path) == 3 and path[0] == "parametrizations" and path[2].startswith("original"):
         cfg = module.cfg
-        shapes = {"w13": (2 * cfg.ffn, cfg.hidden), "w2": (cfg.hidden, cfg.ffn)}
+        shapes = {
+            "w13": (cfg.h_columns, cfg.hidden), "w2": (cfg.hidden, cfg.ffn), "b13": (cfg.h_columns,),
+            "b2": (cfg.hidden,),
+        }  # fmt: skip
         if name not in declared and tuple(tensor.shape[1:]) == shapes.get(path[1]):
             known = path[1]  # its name before it was parametrized
     if known not in declared:

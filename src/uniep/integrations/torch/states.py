@@ -158,7 +158,7 @@ class TrainState(Stateful):
         about = {
             "dtypes": {name: _dtype(value) for name, value in model.items()},
             "layers": {
-                layer: {"top_k": module.cfg.top_k, "activation": module.cfg.activation}
+                layer: {"top_k": module.cfg.top_k, "activation": module.cfg.activation, **_limit(module)}
                 for layer, module in layers(self.model)
             },
             "groups": groups,
@@ -437,6 +437,12 @@ def _set(target: Any, key: str, value: Any) -> None:
             old.copy_(value) if isinstance(value, Tensor) else old.fill_(value)
     else:
         target[key] = value
+
+
+def _limit(module: Experts) -> dict[str, float]:
+    """The activation's limit, if there is one: checkpoints without are as they were before there were any."""
+    limit = module.cfg.activation_limit
+    return {} if limit is None else {"activation_limit": limit}
 
 
 def _dtype(value: Any) -> str:
