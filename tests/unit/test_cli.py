@@ -355,8 +355,8 @@ def test_interrupted_in_one_line(tmp_path):
 def test_verify_fails_on_a_wrong_bit_and_on_a_large_error(one_rank, monkeypatch, broken):
     right = uniep.moe
 
-    def wrong(x, ids, weights, w13, w2, *, workspace):
-        y = right(x, ids, weights, w13, w2, workspace=workspace)
+    def wrong(*args, workspace, **options):
+        y = right(*args, workspace=workspace, **options)
         if broken == "accuracy":
             return y * 1.05
         if workspace.backend.schedule.overlap == "fused":
