@@ -49,6 +49,10 @@ class MoEConfig:
     combine_groups: None: a token's K results are added in one sum on its own rank.  G: the experts form G contiguous
         groups, and the results of one group are added, and rounded, on the experts' rank: fewer rows travel back.
         Rounds differently, so results differ.  The same for every EP size that divides G; refused for others.
+    gradient_shards: 1: an expert's weight gradient is one fp32 chain over its rows in the EP group.  G: the source
+        ranks of all EP groups with copies of the same experts (`Workspace(copies=)`) form G blocks of consecutive
+        ranks.  Each block is a chain of its own from 0, and blocks are added in fp32, ascending.  Rounds differently,
+        so expert gradients differ.  The same for every split of the ranks into EP and copies; see `check_group`.
     max_rows: most routed rows (not counting alignment) one rank may receive in one call.  None: rows are allocated as
         needed, with one host read per call.  A number: no host read (CUDA graphs); more rows raise `CapacityError`,
         tokens are never dropped.
@@ -67,10 +71,12 @@ class MoEConfig:
     dtype: torch.dtype = torch.bfloat16
     weight_at: Literal["output", "activation"] = "output"
     combine_groups: int | None = None
+    gradient_shards: int = 1
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "ffn", "num_experts", "top_k", "max_tokens_per_rank", "combine_groups", "max_rows"):
+        counts = ("hidden", "ffn", "num_experts", "top_k", "max_tokens_per_rank", "gradient_shards")
+        for name in (*counts, "combine_groups", "max_rows"):
             value = getattr(self, name)
             if name in ("combine_groups", "max_rows") and value is None:
                 continue
@@ -99,6 +105,11 @@ class MoEConfig:
                 )
         if not isinstance(self.bias, bool):
             raise ConfigError(f"MoEConfig.bias is {self.bias!r}; it must be True or False")
+        if self.bias and self.gradient_shards > 1:
+            raise UnsupportedError(
+                f"MoEConfig.gradient_shards is {self.gradient_shards}, but gradients of biases are not summed by "
+                "blocks; use 1, or bias=False"
+            )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             names = ", ".join(str(d) for d in DTYPES)
             raise ConfigError(f"MoEConfig.dtype is {self.dtype!r}; supported: {names}")
@@ -135,9 +146,11 @@ class MoEConfig:
                 return 1.0
         return 1 - none
 
-    def check_group(self, ep_size: int) -> None:
-        """Raise ConfigError where `ep_size` ranks cannot run this."""
+    def check_group(self, ep_size: int, copies: int = 1) -> None:
+        """Raise ConfigError where `ep_size` ranks, in each of `copies` EP groups with the same experts, cannot run
+        this."""
         self.experts_per_rank(ep_size)
+        self._check_shards(ep_size, copies)
         groups = self.combine_groups
         if groups is not None and groups % ep_size:
             fits = _listed(divisors(groups), ep_size)
@@ -164,6 +177,17 @@ class MoEConfig:
     def h_columns(self) -> int:
         """Columns of h = x W13^T: 2F, or F of an activation without a gate."""
         return (1 + self.gated) * self.ffn
+
+    def _check_shards(self, ep_size: int, copies: int) -> None:
+        shards = self.gradient_shards
+        if shards % copies == 0 and ep_size % (shards // copies) == 0:
+            return
+        fits = _listed([copies * d for d in divisors(ep_size)], shards)
+        raise ConfigError(
+            f"gradient_shards={shards} cannot be blocks of whole ranks of {copies} EP groups of {ep_size} ranks, each "
+            f"with as many blocks; use gradient_shards of {fits}, or other sizes of the EP group and of the group of "
+            "its copies (Workspace(copies=))"
+        )
 
     @property
     def return_slots(self) -> int:

@@ -143,6 +143,7 @@ PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend
 PLAN_CHUNKS = 1024  # chunks of the tokens of all ranks, each counted by one program
 TILE_STEP = 64  # tables of row tiles grow by this many, so that there are few sizes
 FIRST_TOKENS = 4096  # per rank; a first call allocates rows for at least so many
+SUMMED_AT_ONCE = 2**24  # elements of each block of gradients that ranks sum at once
 
 
 def plan_blocks(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:

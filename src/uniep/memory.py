@@ -14,9 +14,10 @@ from typing import Literal
 
 import torch
 
-from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, refused_number
 from uniep.errors import CapacityError, ConfigError
 from uniep.layout import (
+    SUMMED_AT_ONCE,
     Arrays,
     backward_tiles,
     balanced_rows,
@@ -141,21 +142,25 @@ def plan_memory(
     cfg: MoEConfig,
     ep_size: int,
     *,
+    copies: int = 1,
     backend: str = "hopper",
     schedule: Schedule | None = None,
     tokens: int | None = None,
 ) -> MemoryPlan:
     """The buffers of one rank: those that peers write into, those saved for backward, and the large ones of a call.
 
-    Needs no GPU and no process group.  backend: "hopper", "cpu" or "nccl".  schedule: default the backend's own.
+    Needs no GPU and no process group.  copies: EP groups with the same experts, of `Workspace(copies=)`.
+    backend: "hopper", "cpu" or "nccl".  schedule: default the backend's own.
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
     routing unless cfg.max_rows fixes them (hopper).
-    Raises ConfigError if ep_size ranks of this backend cannot run cfg or schedule, tokens exceed the maximum, or the
-    backend is unknown.
+    Raises ConfigError if ep_size ranks of this backend, and their copies, cannot run cfg or schedule, tokens exceed the
+    maximum, or the backend is unknown.
     """
     if backend not in _BUFFERS:
         raise ConfigError(f"backend is {backend!r}; plan_memory knows {', '.join(map(repr, _BUFFERS))}")
-    cfg.check_group(ep_size)
+    if reason := refused_number(copies, 1):
+        raise ConfigError(f"copies is {reason}")
+    cfg.check_group(ep_size, copies)
     if schedule is not None:
         refuse_invalid(schedule, cfg)
     if backend == "hopper" and (limit := shape_limit(cfg) or group_limit(ep_size)) is not None:
@@ -163,12 +168,13 @@ def plan_memory(
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
     if not isinstance(tokens, int) or not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")
-    call = _Call(cfg, ep_size, tokens, resolve(cfg, ep_size, tokens, schedule, backend=backend))
+    call = _Call(cfg, ep_size, tokens, resolve(cfg, ep_size, tokens, schedule, backend=backend), copies)
     title = (
         f"{backend}: {cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, "
         f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
+        + (f", {cfg.gradient_shards} gradient shards over {copies} copies" if cfg.gradient_shards > 1 else "")
     )
-    return MemoryPlan(title, (*_BUFFERS[backend](call), *_results(call)))
+    return MemoryPlan(title, (*_BUFFERS[backend](call), *_gradient_blocks(call, backend), *_results(call)))
 
 
 def check_room(plan: MemoryPlan, needed: int, free_R: Sequence[int]) -> None:
@@ -194,6 +200,7 @@ class _Call:
     ep_size: int
     tokens: int
     way: Way
+    copies: int
 
     @property
     def local(self) -> int:
@@ -336,6 +343,34 @@ def _groups(c: _Call, rows: int, of_bias: bool = False) -> Buffer:
     why = f"backward: sums of {COLUMN_GROUP} columns"
     groups = c.column_groups + (steps(c.cfg.hidden, COLUMN_GROUP) if of_bias and c.cfg.bias else 0)
     return Buffer("dweight_groups", (rows, groups), _F32, "transient", why, _BACKWARD)
+
+
+def _gradient_blocks(c: _Call, backend: str) -> list[Buffer]:
+    """What `MoEConfig.gradient_shards` needs beyond the gradients."""
+    cfg, blocks = c.cfg, c.cfg.gradient_shards // c.copies
+    if cfg.gradient_shards == 1:
+        return []
+    during = (WEIGHT_GRADIENT,)
+    apart = (blocks,) if c.copies > 1 else ()
+    of_13, of_2 = (c.local, cfg.h_columns, cfg.hidden), (c.local, cfg.hidden, cfg.ffn)
+    why = f"fp32, {blocks} blocks of ranks apart" if apart else f"fp32, the sum of {blocks} blocks of ranks"
+    found = [
+        Buffer(f"dw{n}_blocks", (*apart, *of), _F32, "transient", why, during) for n, of in ((13, of_13), (2, of_2))
+    ]
+    if apart:
+        at_once = (2 * blocks + 2, min(math.prod(of_13), SUMMED_AT_ONCE))
+        found += [
+            Buffer("dw_copies", at_once, _F32, "transient", "sent to copies and received, a part at a time", during),
+            Buffer("dw13_sum", of_13, _F32, "transient", "fp32, over all blocks", during),
+            Buffer("dw2_sum", of_2, _F32, "transient", "fp32, over all blocks", during),
+        ]
+    if backend != "cpu" and blocks > 1:
+        rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
+        width = cfg.h_columns + (cfg.hidden if backend == "nccl" or c.way.expanded else 0)
+        why = "rows of one block, for its gradient, and where they lie"
+        found.append(Buffer("block_rows", (rows, width), cfg.dtype, "transient", why, during))
+        found.append(Buffer("block_index", (2 * blocks, rows), _I64, "transient", why, during))
+    return found
 
 
 def _results(c: _Call) -> list[Buffer]:

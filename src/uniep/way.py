@@ -131,6 +131,9 @@ class Way:
         overlap: str = s.overlap
         if self.backend == GPU and s.overlap == usual.overlap:
             overlap += f"; {share}, pipelined from {measured.worth_pipelining} on"
+        if cfg.gradient_shards > 1:
+            why = f"{cfg.gradient_shards}: one kernel would sum an expert's rows in one chain"
+            kernels = Choice("kernels", "in stages", "gradient_shards", why)
         staged = (
             Choice(
                 "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
@@ -191,7 +194,8 @@ def resolve(
     s = schedule or default_schedule(backend, cfg, ep_size, measured)
     device, sms, grouped = backend == GPU, measured.sms - s.free_sms, cfg.combine_groups is not None
     gates = s.overlap == "serial"
-    mega = device and (s.overlap == "mega" or (not gates and 0 < s.mega_to >= num_tokens))
+    wanted = s.overlap == "mega" or (not gates and 0 < s.mega_to >= num_tokens)
+    mega = device and wanted and cfg.gradient_shards == 1
     waits, copies = ep_size > 1 and not gates, ep_size > 1 and s.transfer == "copy"
     down = down_sms(s, num_tokens, sms) if device and not mega else 0
     local_first: Literal["none", "leading", "all"] = "none"

@@ -6,6 +6,7 @@ Experts of an activation without a gate have F rows of W13 instead of 2F.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,46 @@ Layout = Literal["stacked", "split", "list"]
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank factors of this rank's e experts, each pair (A, B) for W + scale B A; None: W alone.
+
+    w13: A (e, r, D), B (e, 2F, r), gate rows first, without a gate (e, F, r).  w2: A (e, r, F), B (e, D, r).  The two
+    ranks r may differ.
+    """
+
+    w13: tuple[Tensor, Tensor] | None
+    w2: tuple[Tensor, Tensor] | None
+    scale: float
+
+    def to(self, dtype: torch.dtype) -> Lora:
+        """Differentiable."""
+        w13, w2 = (None if pair is None else (pair[0].to(dtype), pair[1].to(dtype)) for pair in (self.w13, self.w2))
+        return Lora(w13, w2, self.scale)
+
+    def check(self, cfg: MoEConfig, ep_size: int) -> None:
+        """Raises ConfigError or DTypeError with both shapes or dtypes."""
+        e, f, d = cfg.experts_per_rank(ep_size), cfg.ffn, cfg.hidden
+        if not math.isfinite(self.scale):
+            raise ConfigError(f"scale of LoRA is {self.scale}; it must be a finite number")
+        for name, pair, wide, high in (("w13", self.w13, d, cfg.h_columns), ("w2", self.w2, f, d)):
+            if pair is None:
+                continue
+            a, b = pair
+            rank = a.shape[1] if a.dim() == 3 else 0
+            if rank < 1 or tuple(a.shape) != (e, rank, wide) or tuple(b.shape) != (e, high, rank):
+                raise ConfigError(
+                    f"LoRA factors of {name} have shapes {tuple(a.shape)} and {tuple(b.shape)}; for {e} local experts "
+                    f"they must be ({e}, r, {wide}) and ({e}, {high}, r), r at least 1"
+                )
+            for t in pair:
+                if t.dtype != cfg.dtype:
+                    raise DTypeError(
+                        f"a LoRA factor of {name} has dtype {t.dtype} but the layer computes in {cfg.dtype}; convert "
+                        "it, or run under torch.autocast"
+                    )
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertWeights:
     """This rank's e experts.
 
@@ -28,6 +69,7 @@ class ExpertWeights:
     w2 is [(e, D, F)] or e tensors (D, F), independent of w13's layout.
     gated: False: w13 = [(e, F, D)] or e tensors (F, D), "stacked" or "list".
     b13 (e, 2F or F), gate first, and b2 (e, D): biases, both or none.
+    lora: factors beside weights that are not trained.
     """
 
     w13: tuple[Tensor, ...]
@@ -36,6 +78,12 @@ class ExpertWeights:
     gated: bool = True
     b13: Tensor | None = None
     b2: Tensor | None = None
+    lora: Lora | None = None
+
+    @property
+    def trained(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What has gradients, of w13 and of w2: themselves, or their factors."""
+        return (self.w13, self.w2) if self.lora is None else (self.lora.w13 or (), self.lora.w2 or ())
 
     @classmethod
     def parse(

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -57,6 +57,10 @@ class Workspace:
     device: where x lives; default the current CUDA device if there is one, else CPU.
     backend: "auto", "cpu", "hopper" or "nccl" (explicit collectives, any GPU, several nodes; gloo on CPU).
         "auto" takes "hopper" on CUDA and "cpu" on CPU, and raises if that cannot run.
+    copies: ProcessGroup or one-dimensional DeviceMesh of the ranks of other EP groups that hold copies of this rank's
+        experts, in the order of their blocks (`MoEConfig.gradient_shards`), this rank included.  Then each backward
+        sums expert gradients over them, too, and is collective over both groups: `.grad` and main_grad are complete
+        over EP x copies, the same on all copies.  None: no copies, or they are reduced elsewhere.
     schedule: how calls are executed; changes only speed.  Default: chosen by `tune`.
     tune: "off": the backend's default Schedule.  "cached": the choice of a table of this card, shape and kernels for
         max_tokens_per_rank, the same on all ranks.  "online": the fastest of the Schedules that such a table has
@@ -71,6 +75,7 @@ class Workspace:
         cfg: MoEConfig,
         group: Any = None,
         *,
+        copies: Any = None,
         device: torch.device | str | int | None = None,
         backend: str = "auto",
         schedule: Schedule | None = None,
@@ -82,6 +87,8 @@ class Workspace:
         self.group: dist.ProcessGroup | None = _process_group(group)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
+        self.copies: dist.ProcessGroup | None = _process_group(copies)
+        self.num_copies = dist.get_world_size(self.copies) if self.copies is not None else 1
         self.key = f"uniep-workspace-{next(_numbers)}"
         self._entered = threading.local()
         self._backend: Backend | None = None
@@ -91,6 +98,7 @@ class Workspace:
         self.timeout_s = DEFAULT_TIMEOUT_S
 
         fields, error, chosen, found = self._judge(cfg, device, backend, schedule, timeout_s, agreed, tune)
+        error = self._agree_with_copies(fields, error)
         meeting = Meeting(self.group, self.timeout_s)  # of all ranks, until this Workspace is made
         try:
             with meeting, torch.inference_mode(False):  # it is used inside and outside that mode
@@ -136,9 +144,9 @@ class Workspace:
             self.timeout_s = choose_timeout(timeout_s)
             if not isinstance(cfg, MoEConfig):
                 raise ConfigError(f"cfg is a {type(cfg).__name__}; pass a uniep.MoEConfig")
-            fields |= dataclasses.asdict(cfg)
+            fields |= dataclasses.asdict(cfg) | {"ep_size": self.ep_size, "copies": self.num_copies}
             self.device = _device(device)
-            cfg.check_group(self.ep_size)
+            cfg.check_group(self.ep_size, self.num_copies)
             if schedule is not None:
                 refuse_invalid(schedule, cfg)
             chosen = choose_backend(backend, self.device)
@@ -151,6 +159,19 @@ class Workspace:
         except Exception as cause:  # torch's error for an unknown or missing device
             error = ConfigError(f"{type(cause).__name__}: {cause}")
         return fields, error, chosen, found
+
+    def _agree_with_copies(self, fields: dict[str, Any], error: UniEPError | None) -> UniEPError | None:
+        """This rank's error or, if it has none, what the ranks with copies of its experts tell: theirs, or that they
+        compute something else."""
+        if self.num_copies == 1:
+            return error
+        try:
+            with Meeting(self.copies, self.timeout_s) as meeting:
+                everyone = meeting.exchange((fields, error), "copies")
+        except UniEPError as cause:
+            return error or cause
+        first = next((theirs for _, theirs in everyone if theirs is not None), None)
+        return error or first or _disagreement([theirs for theirs, _ in everyone], "copy")
 
     def _agree(
         self, fields: dict[str, Any], error: UniEPError | None, found: list[Schedule], meeting: Meeting
@@ -167,13 +188,8 @@ class Workspace:
                 )
             return found
         everyone = meeting.exchange((fields, error, found), "configuration")
-        for name in fields:
-            values = [theirs[name] for theirs, _, _ in everyone if name in theirs]
-            if any(v != values[0] for v in values):
-                listed = ", ".join(
-                    f"rank {r}: {theirs[name]}" for r, (theirs, _, _) in enumerate(everyone) if name in theirs
-                )
-                raise ConfigError(f"ranks disagree on {name} ({listed}); pass the same value on every rank")
+        if (disagreement := _disagreement([theirs for theirs, _, _ in everyone], "rank")) is not None:
+            raise disagreement
         if error is not None:
             raise error
         for rank, (_, theirs_error, _) in enumerate(everyone):
@@ -245,6 +261,7 @@ class Workspace:
             self._membership.cause = cause
             self._backend.close()
             self._backend = None
+            self.copies = None
             self.group = self._membership.group = (
                 None  # a process group that outlives destroy_process_group can abort the process at exit
             )
@@ -272,12 +289,23 @@ class Workspace:
     def _end_in_forked_child(self) -> None:
         """The memory and the group are the parent's.  The backend is kept: freeing it here may touch a device."""
         self._membership.cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
-        self._parents, self._backend, self.group = self._backend, None, None
+        self._parents, self._backend, self.group, self.copies = self._backend, None, None, None
         self._membership.group = None
 
     def __repr__(self) -> str:
         state = self._backend.name if self._backend is not None else f"closed: {self.cause}"
         return f"Workspace(rank {self.rank} of {self.ep_size}, {state}, {self.cfg})"
+
+
+def _disagreement(everyone: Sequence[dict[str, Any]], who: str) -> ConfigError | None:
+    """The error of all, if two of them have different values of a field."""
+    for name in dict.fromkeys(itertools.chain(*everyone)):
+        values = {number: theirs[name] for number, theirs in enumerate(everyone) if name in theirs}
+        if any(v != next(iter(values.values())) for v in values.values()):
+            listed = ", ".join(f"{who} {number}: {value}" for number, value in values.items())
+            who = {"rank": "ranks", "copy": "copies of the same experts"}[who]
+            return ConfigError(f"{who} disagree on {name} ({listed}); pass the same value on every rank")
+    return None
 
 
 def by_key(key: str) -> Workspace:

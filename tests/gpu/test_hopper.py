@@ -14,6 +14,7 @@ from pathlib import Path
 
 import calls
 import pytest
+import shards
 import torch
 import torch.distributed as dist
 import triton
@@ -897,7 +898,7 @@ def check_timeout(r):
 
 CHECKS = {
     name.removeprefix("check_"): f
-    for name, f in (*globals().items(), *vars(calls).items())
+    for name, f in (*globals().items(), *vars(calls).items(), *vars(shards).items())
     if name.startswith("check_")
 }
 

@@ -74,6 +74,7 @@ CASES = {
     ),
     "fp32, most tokens remote": Case(torch.float32, "output", False, (3, 60), activation="relu2", bias=True),
 }
+OPERAND_OF_BLOCKS = {"fp16": "gathered", "activation, up first, an idle rank": "expanded"}
 GROUPED_CASES = {
     "a group on each rank": Case(torch.float16, "output", False, (50, 35), 4, 3, combine_groups=2),
     "fp32, two groups on each rank": Case(
@@ -197,6 +198,23 @@ def run_main_grad(backend, case: Case, rank: int, ranks: int) -> dict[str, Tenso
     return found
 
 
+def run_blocks(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
+    """Likewise with a gradient for each source rank: added (blocks13, blocks2), or apart (apart13, apart2: experts
+    first, then blocks)."""
+    inputs, dy_TD = share(case, rank, ranks)
+    _, saved = backend.forward(inputs, save=True)
+    found = {}
+    for name, shape in (("blocks", ()), ("apart", (ranks,))):
+        experts = inputs.experts
+        w13, w2 = ([torch.full((*shape, *t.shape), float("nan")) for t in ts] for ts in (experts.w13, experts.w2))
+        into = MainGrads(tuple(w13), tuple(w2), False, ranks, bool(shape))
+        backend.backward(dy_TD, inputs, saved, Needs(), into)
+        each = list(into.of_blocks()) if shape else [into]
+        parts = [[stacked(case, of.w13) for of in each], [of.w2[0] for of in each]]
+        found |= {f"{name}{part}": torch.stack(of, 1) for part, of in zip(("13", "2"), parts, strict=True)}
+    return found
+
+
 def stacked(case: Case, w13: tuple[Tensor, ...]) -> Tensor:
     """(e, 2, F, D) of one tensor or two; without a gate (e, 1, F, D)."""
     return torch.stack(w13, 1) if len(w13) == 2 else w13[0].unflatten(1, (-1, case.ffn))
@@ -282,6 +300,9 @@ def main(rank: int, folder: Path, suite: str) -> None:
             check_trace(backend, case, rank)
             backend.trace = None
         results.append(run_main_grad(backend, case, rank, RANKS))
+        if suite == "usual" and key in OPERAND_OF_BLOCKS:
+            hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, operand=OPERAND_OF_BLOCKS[key]))
+            results[-1] |= run_blocks(backend, case, rank, RANKS)
         torch.save(results, folder / f"result-{number}-{rank}")
 
 

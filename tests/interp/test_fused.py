@@ -4,6 +4,7 @@ Kernels that push, signal and wait run as they do on two GPUs: each process maps
 starts some kernels late.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,9 +13,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_rank import BEFORE, CASES, RANKS, SCHEDULE, SUITES, TIMEOUT_S, rounds_of, run, tensors
+from fused_rank import (
+    BEFORE,
+    CASES,
+    OPERAND_OF_BLOCKS,
+    RANKS,
+    SCHEDULE,
+    SUITES,
+    TIMEOUT_S,
+    rounds_of,
+    run,
+    share,
+    stacked,
+    tensors,
+)
 from hopper_on_host import host_backends
 
+from uniep.backends.base import MainGrads, Needs
 from uniep.layout import hopper_arrays, pack, packed_bytes
 from uniep.reference import composition
 from uniep.way import resolve
@@ -112,6 +127,27 @@ def test_main_grad(results, key):
         assert finished.dtype == torch.float32
         assert torch.equal(finished.to(CASES[key].dtype), rounds[0]["dw" + part])
         assert torch.equal(main_grads["sum" + part], finished + BEFORE)
+
+
+@pytest.mark.parametrize("key", OPERAND_OF_BLOCKS)
+def test_blocks_of_source_ranks(results, key):
+    """Each has the bits of a call with its rank's tokens alone; a rank without tokens has zeros."""
+    case, found = CASES[key], results[key][-1]
+    backend = host_backends(case.config(sum(case.tokens)), 1, SCHEDULE)[0]
+    inputs, dy_TD = share(case, 0, 1)
+    for block, count in enumerate(case.tokens):
+        mine = slice(sum(case.tokens[:block]), sum(case.tokens[:block]) + count)
+        of_block = dataclasses.replace(
+            inputs, x_TD=inputs.x_TD[mine], ids_TK=inputs.ids_TK[mine], weights_TK=inputs.weights_TK[mine]
+        )
+        w13, w2 = (tuple(torch.empty(t.shape) for t in ts) for ts in (inputs.experts.w13, inputs.experts.w2))
+        _, saved = backend.forward(of_block, save=True)
+        backend.backward(dy_TD[mine], of_block, saved, Needs(), MainGrads(w13, w2, False))
+        assert torch.equal(found["apart13"][:, block], stacked(case, w13)), f"block {block}"
+        assert torch.equal(found["apart2"][:, block], w2[0]), f"block {block}"
+    for part in ("13", "2"):
+        first, second = found[f"apart{part}"].unbind(1)
+        assert torch.equal(found[f"blocks{part}"][:, 0], first + second)
 
 
 @pytest.mark.parametrize("key", CASES)

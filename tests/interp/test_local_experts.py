@@ -116,6 +116,38 @@ def test_kernels_mean_what_torch_does(rank, layout):
         assert (a.float() - b.float()).norm() <= 1e-3 * a.float().norm()
 
 
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+@pytest.mark.parametrize("kind", [TorchExperts, KernelExperts])
+def test_blocks_of_source_ranks(kind, layout):
+    """Rank 1 of two with rows from both: the gradient of each source has the bits of a call without the other."""
+    cfg = config()
+    ids = [torch.randint(-1, 4, (count, 2), generator=torch.Generator().manual_seed(count)) for count in (70, 33)]
+    experts = experts_of(cfg, 2, layout)
+    local = kind(cfg, 1, *((way_of(cfg), torch.device("cpu")) if kind is KernelExperts else ()))
+
+    def gradients(ids, **blocks):
+        plans = [build_plan(ids, r, cfg) for r in (0, 1)]
+        x, dy = ([random(len(i), 64, seed=seed + n).half() for n, i in enumerate(ids)] for seed in (10, 20))
+        sent = plans[0].send_token_RT[1, : plans[0].send_count_R[1]]
+        x, dy = (Tokens(t[1], torch.cat([t[0][sent], torch.zeros(1, 64).half()])) for t in (x, dy))
+        routed = Routed(plans[1], torch.where(plans[1].row_return_N >= 0, 0.5, 0.0))
+        h = local.forward(x, routed, experts, True)[1]
+        shape = (2,) if blocks.get("apart") else ()
+        into = MainGrads(
+            *(tuple(torch.full((*shape, *t.shape), torch.nan) for t in ts) for ts in (experts.w13, experts.w2)), False,
+            **blocks,
+        )  # fmt: skip
+        local.backward(dy, x, routed, experts, h, Needs(), into)
+        return [*into.w13, *into.w2]
+
+    with fixed_settings():
+        none = [torch.full_like(i, -1) for i in ids]
+        alone = [gradients([ids[0], none[1]]), gradients([none[0], ids[1]])]
+        apart, added = gradients(ids, blocks=2, apart=True), gradients(ids, blocks=2)
+    for first, second, both, total in zip(*alone, apart, added, strict=True):
+        assert first.any() and torch.equal(both, torch.stack([first, second])) and torch.equal(total, first + second)
+
+
 @pytest.mark.parametrize("save", [False, True])
 def test_no_rows(save):
     """A rank to which no token goes, in a forward that keeps something for backward, too."""

@@ -1,6 +1,7 @@
 """The `uniep` command: what it prints, when it fails, and the parts of the demo's proof."""
 
 import dataclasses
+import inspect
 import io
 import json
 import os
@@ -21,7 +22,7 @@ import uniep
 from uniep.cli import launch, model, proof
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
-from uniep.cli.model import ModelConfig, Trainer, add_in_shard_order
+from uniep.cli.model import ModelConfig, Trainer
 from uniep.cli.pictures import draw_loss
 from uniep.cli.proof import schedules
 from uniep.cli.text import Text
@@ -29,6 +30,7 @@ from uniep.cli.timeline import draw_timeline, kind_of, recording
 from uniep.cli.verify import QUANTITIES as VERIFIED
 from uniep.cli.verify import Problem as VerifyProblem
 from uniep.cli.whole_model import of_config
+from uniep.integrations.torch import of_shard
 
 SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
 
@@ -69,7 +71,7 @@ def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "verify", "diff", "trace", "doctor", "memory", "simulate", "tune", "explain", "bench"]
+    "command", ["demo", "verify", "diff", "trace", "doctor", "memory", "simulate", "tune", "explain", "lora", "bench"]
 )
 def test_help_describes_every_command(command):
     assert command in run("--help").output
@@ -137,6 +139,12 @@ def test_errors_are_one_line_with_the_remedy(args, words):
     result = run(*args)
     assert result.exit_code == 2 and len(result.output.splitlines()) == 1
     assert words in result.output and "Traceback" not in result.output
+
+
+def test_every_command_writes_json():
+    """The harness behind bench has --json, too, and gets it from there."""
+    for command in app.registered_commands:
+        assert "json_file" in inspect.signature(command.callback).parameters, command.callback.__name__
 
 
 def test_completion_knows_commands_and_values():
@@ -374,14 +382,30 @@ def test_verify_fails_on_a_wrong_bit_and_on_a_large_error(one_rank, monkeypatch,
 
 @pytest.mark.slow
 def test_demo_with_real_processes(tmp_path):
-    result = run_process(
-        "demo", "--steps", "2", "--proof-ep", "1,2", "--proof-steps", "1", "--out", str(tmp_path), timeout=170
-    )
+    out = ("--out", str(tmp_path), "--json", str(tmp_path / "demo.json"))
+    result = run_process("demo", "--steps", "2", "--proof-ep", "1,2", "--proof-steps", "1", *out, timeout=170)
+    assert json.loads((tmp_path / "demo.json").read_text())["identical"]
     assert result.returncode == 0, result.stdout + result.stderr
     assert "identical" in result.stdout and "✗" not in result.stdout
     assert "proof 8 of 8: EP=2 fused/local-first" in result.stdout, "without a terminal, a line for each run"
+    saved, resumed = re.findall(r"EP=\d (?:saved, went on|resumed) after step 1: (.*)", result.stdout)
+    assert saved == resumed and "1 x 2  default" in result.stdout
     for name in ("loss.png", "timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_lora_with_real_processes():
+    result = run_process("lora", *SMALL, "--rank", "8", "--steps", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = re.findall(r"(whole experts|LoRA, r = 8) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", result.stdout)
+    assert [row[0] for row in rows] == ["whole experts", "LoRA, r = 8"]
+    (_, whole, _, gradients, states), (_, factors, _, few, fewer) = rows
+    assert float(whole) == pytest.approx(4 * 3 * 64 * 64 / 1e6, abs=0.01)
+    assert float(factors) == pytest.approx(4 * 8 * (64 + 128 + 64 + 64) / 1e6, abs=0.01)
+    assert float(few) < float(gradients) and float(fewer) < float(states)
+    refused = run("lora", "--rank", "0")
+    assert refused.exit_code == 2 and "--rank" in refused.output
 
 
 @pytest.mark.slow
@@ -478,16 +502,10 @@ def test_twins_share_memory_but_not_dense_gradients(trainer):
     assert not torch.equal(first.head.weight, before)
 
 
-def test_shards_are_added_in_order():
-    shards = [[torch.tensor([1e8])], [torch.tensor([1.0])], [torch.tensor([-1e8])], [torch.tensor([1.0])]]
-    assert add_in_shard_order(shards, None)[0].item() == 1.0
-    assert add_in_shard_order(shards[::-1], None)[0].item() == 0.0
-
-
 def test_step_computes_the_gradient_of_the_global_mean_loss(trainer):
     """Shard by shard equals one pass over the whole batch, up to rounding."""
     tokens = batch()
-    whole = trainer.model.twin()
+    whole = of_shard(trainer.model)
     logits, imbalance = model.forward([whole] * model.NUM_SHARDS, [b[:, :-1] for b in tokens])
     parts = model.losses(logits, [b[:, 1:] for b in tokens])
     (sum(parts) + model.BALANCE / model.NUM_SHARDS * sum(imbalance)).backward()

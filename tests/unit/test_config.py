@@ -24,7 +24,7 @@ def test_defaults():
         cfg.hidden = 3
 
 
-@pytest.mark.parametrize("name", [*GOOD, "combine_groups", "max_rows"])
+@pytest.mark.parametrize("name", [*GOOD, "combine_groups", "gradient_shards", "max_rows"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
 def test_sizes_are_positive_integers(name, value):
     with pytest.raises(ConfigError, match=rf"{name} is {value!r}.*at least 1"):
@@ -238,6 +238,34 @@ def test_kinds_of_schedules(name, value):
     assert reason.startswith(f"{name} is ")
     (reason,) = is_valid(value, MoEConfig(**GOOD))
     assert "pass a uniep.Schedule" in reason
+
+
+@pytest.mark.parametrize(
+    ("shards", "ep", "copies", "fits"),
+    [(3, 4, 1, "1, 2, 4"), (1, 2, 2, "2, 4"), (2, 1, 4, "4"), (16, 8, 1, "1, 2, 4, 8")],
+)
+def test_gradient_shards_are_whole_ranks_of_every_copy(shards, ep, copies, fits):
+    cfg = MoEConfig(**GOOD, gradient_shards=shards)
+    text = (
+        f"gradient_shards={shards} .* {copies} EP groups of {ep} ranks.*use gradient_shards of {fits}, or other sizes"
+    )
+    with pytest.raises(ConfigError, match=text):
+        cfg.check_group(ep, copies)
+    for good in map(int, fits.split(", ")):
+        MoEConfig(**GOOD, gradient_shards=good).check_group(ep, copies)
+
+
+def test_gradient_shards_are_without_biases():
+    with pytest.raises(UnsupportedError, match=r"gradient_shards is 2, but gradients of biases.*use 1, or bias=False"):
+        MoEConfig(**GOOD, gradient_shards=2, bias=True)
+
+
+def test_gradient_shards_take_stages():
+    """One kernel sums an expert's rows in one chain."""
+    mega, cfg = Schedule(overlap="mega", mega_to=8), MoEConfig(**GOOD, gradient_shards=2)
+    assert resolve(MoEConfig(**GOOD), 2, 4, mega).mega and not resolve(cfg, 2, 4, mega).mega
+    assert not resolve(cfg, 2, 4, Schedule(mega_to=8)).mega
+    assert "in stages" in (text := resolve(cfg, 2, 4, mega).explain()) and "gradient_shards" in text
 
 
 def test_combine_groups_are_not_for_one_kernel():

@@ -43,6 +43,21 @@ def test_sizes_by_hand():
     assert plan.total_bytes() == sum(plan.total_bytes(kind) for kind in ("shared", "saved", "transient"))
 
 
+def test_gradient_shards():
+    """An fp32 sum; with copies every block, what is exchanged, and the sum; on GPUs the rows of a block."""
+    usual = by_name(plan_memory(CFG, 4, backend="cpu"))
+    of_13 = 16 * 2 * 2048 * 7168 * 4
+    one = dataclasses.replace(CFG, gradient_shards=4)
+    added, apart = (by_name(plan_memory(one, 4 // n, copies=n, backend="cpu")) for n in (1, 2))
+    assert added.keys() - usual.keys() == {"dw13_blocks", "dw2_blocks"} and added["dw13_blocks"].bytes == of_13
+    assert apart["dw13_blocks"].bytes == 2 * (2 * of_13) and apart["dw13_sum"].bytes == 2 * of_13
+    assert apart["dw_copies"].shape == (2 * 2 + 2, 2**24)
+    rows = by_name(plan_memory(one, 4))["block_rows"]
+    assert rows.shape[1] == 2 * 2048 and "block_rows" not in by_name(plan_memory(one, 1, copies=4))
+    with pytest.raises(ConfigError, match="copies is 0; it must be at least 1"):
+        plan_memory(one, 4, copies=0)
+
+
 def test_received_tokens():
     """Hardly a token has all 8 experts elsewhere; one rank receives nothing; what is dispatched again is not kept."""
     two, one = by_name(plan_memory(CFG, 2, backend="cpu")), by_name(plan_memory(CFG, 1, backend="cpu"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from torch import SymInt, Tensor
@@ -62,12 +62,25 @@ class MainGrads:
     """Where backward stores the fp32 gradients of w13, w2: in the parameters' layout, contiguous and 16-byte aligned.
 
     accumulate: each finished gradient is added to the stored value; else it replaces that value.
-    Parameters whose gradients are not needed are left out, w13 or w2 as a whole.
+    blocks: number of blocks of consecutive source ranks whose rows are summed apart.  Blocks are added in ascending
+        order.  apart: they are not added; each tensor has one more dimension in front, for the blocks.
+    Parameters whose gradients are not needed are left out, w13 or w2 as a whole.  With LoRA, w13 and w2 are the
+    gradients of the factors, `ExpertWeights.trained`.
     """
 
     w13: tuple[Tensor, ...]
     w2: tuple[Tensor, ...]
     accumulate: bool
+    blocks: int = 1
+    apart: bool = False
+
+    def of_blocks(self) -> Iterator[MainGrads]:
+        """Where the gradient of each block goes, ascending."""
+        for block in range(self.blocks):
+            if self.apart:
+                yield MainGrads(tuple(t[block] for t in self.w13), tuple(t[block] for t in self.w2), self.accumulate)
+            else:
+                yield MainGrads(self.w13, self.w2, self.accumulate or block > 0)
 
     def clear(self) -> None:
         """Write zeros for experts without rows, unless gradients are added."""
@@ -78,8 +91,8 @@ class MainGrads:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGradients:
-    """dx (T, D), dweights (T, K) fp32, experts in the parameters' own layout; None where not needed, and for experts
-    with `MainGrads`.  biases: (db13, db2), or () without biases and where not needed."""
+    """dx (T, D), dweights (T, K) fp32, experts (with LoRA: factors) in the parameters' own layout; None where not
+    needed, and for experts with `MainGrads`.  biases: (db13, db2), or () without biases and where not needed."""
 
     x: Tensor | None
     weights: Tensor | None

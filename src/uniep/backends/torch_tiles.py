@@ -6,13 +6,16 @@ Shape suffixes: T tokens of this rank, K slots, D hidden, F ffn, N padded rows, 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from uniep.activation import activation_of
 from uniep.backends.base import MainGrads, Needs
-from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.numerics import (
     add_ascending,
     bias_groups,
@@ -104,6 +107,39 @@ def compact_base(plan: RoutingPlan, rank: int) -> Tensor:
     counts = plan.recv_count_R.long()
     others = torch.cat([counts[:rank], counts[rank + 1 :], counts.new_zeros(1)])
     return torch.cumsum(others, 0) - others
+
+
+def row_blocks(plan: RoutingPlan, rank: int, blocks: int) -> list[list[slice]]:
+    """For each local expert, its rows by blocks of consecutive source ranks, without pad rows; one block: with them."""
+    starts = plan.expert_start_e1.tolist()
+    if blocks == 1:
+        return [[slice(*segment)] for segment in itertools.pairwise(starts)]
+    local = len(starts) - 1
+    counts_RE = plan.counts_RE[:, rank * local : (rank + 1) * local]
+    ends_eB = torch.cumsum(counts_RE.view(blocks, -1, local).sum(1), 0).T.tolist()
+    return [
+        [slice(start + first, start + last) for first, last in itertools.pairwise([0, *ends])]
+        for start, ends in zip(starts, ends_eB, strict=False)
+    ]
+
+
+def whole_tiles(rows_NC: Tensor) -> Tensor:
+    """With zero rows up to a multiple of ROW_ALIGN: a block is contracted as if it were all of its expert's rows."""
+    missing = -rows_NC.shape[0] % ROW_ALIGN
+    return rows_NC if not missing else torch.cat([rows_NC, rows_NC.new_zeros(missing, rows_NC.shape[1])])
+
+
+def low_rank(rows_ND: Tensor, down_DR: Tensor, up_RC: Tensor, scale: float) -> Tensor:
+    """scale (cast(rows down) up) (N, C) in fp32; cast: to the rows' dtype."""
+    return matmul(matmul(rows_ND, down_DR).to(rows_ND.dtype), up_RC) * scale
+
+
+def _put(target: Tensor, value: Tensor, accumulate: bool) -> None:
+    """Store a finished fp32 block of a weight gradient."""
+    if accumulate:
+        target += value
+    else:
+        target.copy_(value)
 
 
 def _of_h(h_NF: Tensor, block: Block, cfg: MoEConfig) -> list[Tensor]:
@@ -215,8 +251,14 @@ class Forward(Dispatch):
         columns = slice(block.column0, block.column1)
         x, experts = self.x_rows(slice(block.row0, block.row1)), self.experts
         halves = _of_h(self.h_NF, block, self.cfg), experts.halves(block.group), experts.half_biases(block.group)
-        for h, weight, bias in zip(*halves, strict=True):
+        inner, lora = None, experts.lora
+        if lora is not None and lora.w13 is not None:
+            inner = matmul(x, lora.w13[0][block.group].T).to(self.cfg.dtype)
+        for half, (h, weight, bias) in enumerate(zip(*halves, strict=True)):
             product = matmul(x, weight[columns].T)
+            if inner is not None and lora is not None and lora.w13 is not None:
+                high = lora.w13[1][block.group].chunk(1 + self.cfg.gated)[half]
+                product += matmul(inner, high[columns].T) * lora.scale
             h.copy_(product if bias is None else product + bias[columns].float())
         if not self.separate:
             self.activation(block)
@@ -231,7 +273,11 @@ class Forward(Dispatch):
 
     def down(self, block: Block) -> None:
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
-        product = matmul(self.act_NF[rows], self.experts.down(block.group)[columns].T)
+        act = self.act_NF[rows]
+        product = matmul(act, self.experts.down(block.group)[columns].T)
+        if (lora := self.experts.lora) is not None and lora.w2 is not None:
+            a, b = (factor[block.group] for factor in lora.w2)
+            product += low_rank(act, a.T, b[columns].T, lora.scale)
         if self.experts.b2 is not None:
             bias = self.experts.b2[block.group, columns].float()
             product += bias if self.weight_results else self.rows.weight_N1[rows] * bias
@@ -271,12 +317,14 @@ class Backward(_Bodies):
         self.dh_NF = dy_TD.new_empty(self.num_rows, self.cfg.h_columns)
         self.dx_TD = torch.empty_like(dy_TD)
         self.dweights_TK = torch.empty(ids_TK.shape, dtype=torch.float32)
-        self.accumulate = main_grads is not None and main_grads.accumulate
         if main_grads is None:
-            self.gradients = experts.like(fill=True)
+            zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
+            w13, w2 = (tuple(map(zeros, ts)) for ts in experts.trained)
+            main_grads = MainGrads(w13, w2, accumulate=False)
         else:
-            self.gradients = dataclasses.replace(experts, w13=main_grads.w13, w2=main_grads.w2)
             main_grads.clear()
+        self.gradients, self.targets = main_grads, list(main_grads.of_blocks())
+        self.rows_eB = row_blocks(self.plan, self.rank, main_grads.blocks)
         self.biases = tuple(torch.zeros_like(b) for b in experts.biases)  # of b13 and b2, or none
 
     def down_grad(self, block: Block) -> None:
@@ -284,6 +332,9 @@ class Backward(_Bodies):
         rows, columns = slice(block.row0, block.row1), slice(block.column0, block.column1)
         dy = self.dy_rows(rows)
         raw = matmul(dy, self.experts.down(block.group)[:, columns])
+        if (lora := self.experts.lora) is not None and lora.w2 is not None:
+            a, b = (factor[block.group] for factor in lora.w2)
+            raw += low_rank(dy, b, a[:, columns], lora.scale)
         if self.experts.b2 is not None and block.column0 == 0:
             self.group_sums_NG[rows, self.ffn_groups :] = bias_groups(dy, self.experts.b2[block.group])
         if self.raw_NF is None:
@@ -319,43 +370,80 @@ class Backward(_Bodies):
     def gate_up_grad(self, block: Block) -> None:
         halves = self.experts.halves(block.group)
         weight = torch.cat([half[:, block.column0 : block.column1] for half in halves])
-        self._return(block, matmul(self.dh_NF[block.row0 : block.row1], weight))
-
-    def _segment(self, expert: int) -> slice:
-        start, stop = self.plan.expert_start_e1[expert : expert + 2].tolist()
-        return slice(start, stop)
+        dh = self.dh_NF[block.row0 : block.row1]
+        out = matmul(dh, weight)
+        if (lora := self.experts.lora) is not None and lora.w13 is not None:
+            a, b = (factor[block.group] for factor in lora.w13)
+            out += low_rank(dh, b, a[:, block.column0 : block.column1], lora.scale)
+        self._return(block, out)
 
     def down_wgrad(self, block: Block) -> None:
-        """A tile of dW2; those of its first columns make db2 of the same rows."""
-        rows, columns = self._segment(block.group), slice(block.column0, block.column1)
-        dy = self.dy_rows(rows, slice(block.row0, block.row1))
+        """A tile of dW2; those of its first columns make db2 of the same rows.  LoRA: the first tile makes the factors'
+        gradients."""
+        columns = slice(block.column0, block.column1)
         if self.biases and self.needs.biases and block.column0 == 0:
+            rows = self._segment(block.group)
+            dy = self.dy_rows(rows, slice(block.row0, block.row1))
             self.biases[1][block.group, block.row0 : block.row1] = row_block_sums(self.rows.weight_N1[rows] * dy)
-        if self.needs.w2:
-            out = matmul(dy.T, self.weighted_NF[rows, columns])
-            self._put(self.gradients.down(block.group)[block.row0 : block.row1, columns], out)
+        if not self.needs.w2:
+            return
+        if (lora := self.experts.lora) is not None:
+            if block.row0 == block.column0 == 0 and lora.w2 is not None:
+                for rows, of in self._blocks(block.group):
+                    given = self.weighted_NF[rows]
+                    self._factors(self.dy_rows(rows), given, lora.w2, of.w2, of.accumulate, block.group)
+            return
+        for rows, of in self._blocks(block.group):
+            dy = whole_tiles(self.dy_rows(rows, slice(block.row0, block.row1)))
+            out = matmul(dy.T, whole_tiles(self.weighted_NF[rows, columns]))
+            into = dataclasses.replace(self.experts, w2=of.w2)
+            _put(into.down(block.group)[block.row0 : block.row1, columns], out, of.accumulate)
 
     def gate_up_wgrad(self, block: Block) -> None:
-        """A tile of dW13; those of its first columns make db13 of the same rows."""
-        rows, columns = self._segment(block.group), slice(block.column0, block.column1)
-        dh = self.dh_NF[rows, block.row0 : block.row1]
+        """A tile of dW13; those of its first columns make db13 of the same rows.  LoRA: as `down_wgrad`."""
+        columns = slice(block.column0, block.column1)
         if self.biases and self.needs.biases and block.column0 == 0:
+            dh = self.dh_NF[self._segment(block.group), block.row0 : block.row1]
             self.biases[0][block.group, block.row0 : block.row1] = row_block_sums(dh.float())
         if not self.needs.w13:
             return
-        out = matmul(dh.T, self.x_rows(rows, columns))
-        for number, half in enumerate(self.gradients.halves(block.group)):
-            base = number * self.cfg.ffn
-            first, last = max(block.row0, base), min(block.row1, base + self.cfg.ffn)
-            if first < last:
-                self._put(half[first - base : last - base, columns], out[first - block.row0 : last - block.row0])
+        if (lora := self.experts.lora) is not None:
+            if block.row0 == block.column0 == 0 and lora.w13 is not None:
+                for rows, of in self._blocks(block.group):
+                    self._factors(self.dh_NF[rows], self.x_rows(rows), lora.w13, of.w13, of.accumulate, block.group)
+            return
+        for rows, of in self._blocks(block.group):
+            dh = whole_tiles(self.dh_NF[rows, block.row0 : block.row1])
+            out = matmul(dh.T, whole_tiles(self.x_rows(rows, columns)))
+            into = dataclasses.replace(self.experts, w13=of.w13)
+            for number, half in enumerate(into.halves(block.group)):
+                base = number * self.cfg.ffn
+                first, last = max(block.row0, base), min(block.row1, base + self.cfg.ffn)
+                if first < last:
+                    value = out[first - block.row0 : last - block.row0]
+                    _put(half[first - base : last - base, columns], value, of.accumulate)
 
-    def _put(self, target: Tensor, value: Tensor) -> None:
-        """Store a finished fp32 block of a weight gradient."""
-        if self.accumulate:
-            target += value
-        else:
-            target.copy_(value)
+    def _factors(
+        self, d_out: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], into: tuple[Tensor, ...], accumulate: bool,
+        expert: int,
+    ) -> None:  # fmt: skip
+        """Gradients of A and B of out = given (W + scale B A)^T from rows of an expert: dA = scale cast(d_out B)^T
+        given, dB = scale d_out^T cast(given A^T)."""
+        assert self.experts.lora is not None
+        a, b = (factor[expert] for factor in pair)
+        d_out, given = whole_tiles(d_out), whole_tiles(given)
+        through_b, through_a = (matmul(d_out, b), matmul(given, a.T))
+        for target, left, right in ((into[0], through_b, given), (into[1], d_out, through_a)):
+            out = matmul(left.to(self.cfg.dtype).T, right.to(self.cfg.dtype)) * self.experts.lora.scale
+            _put(target[expert], out, accumulate)
+
+    def _segment(self, expert: int) -> slice:
+        rows_B = self.rows_eB[expert]
+        return slice(rows_B[0].start, rows_B[-1].stop)
+
+    def _blocks(self, expert: int) -> Iterator[tuple[slice, MainGrads]]:
+        """(rows, where their gradient goes) of each block of source ranks, ascending; also of blocks without rows."""
+        return zip(self.rows_eB[expert], self.targets, strict=True)
 
     def collect(self, block: Block) -> None:
         tokens, top_k = slice(block.row0, block.row1), self.cfg.top_k

@@ -38,6 +38,11 @@ def merge(of_rank: Iterable[Digests]) -> Digests:
     return merged
 
 
+def digest_of(run: Digests) -> str:
+    """SHA-256 of all digests of a run."""
+    return hashlib.sha256(repr(sorted(run.items())).encode()).hexdigest()
+
+
 def differences(run: Digests, reference: Digests) -> list[Part]:
     """Parts whose digests differ, or that only one run has, in the reference's order."""
     parts = dict.fromkeys([*reference, *run])
@@ -55,18 +60,19 @@ def verdict(same: bool, ep_sizes: Iterable[int], backend: str) -> str:
 class BitTable:
     """Compares runs with the first one added, which is EP=1 under the serial schedule."""
 
-    def __init__(self, title: str, quantities: Sequence[str]) -> None:
+    def __init__(self, title: str, quantities: Sequence[str], ranks: str = "EP") -> None:
+        """ranks: what the first column says."""
         self.quantities = quantities
         self.reference: Digests = {}
         self.wrong: list[str] = []
         self.title = title
         self._table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        self._table.add_column("EP", justify="right", no_wrap=True)
+        self._table.add_column(ranks, justify="right", no_wrap=True)
         self._table.add_column("schedule", no_wrap=True)
         for quantity in quantities:
             self._table.add_column(quantity, min_width=max(map(len, quantity.split())))
 
-    def add(self, ep_size: int, schedule: str, run: Digests) -> None:
+    def add(self, ep_size: int | str, schedule: str, run: Digests) -> None:
         self.reference = self.reference or run
         wrong = differences(run, self.reference)
         of_quantity = Counter(quantity for quantity, _ in wrong)

@@ -11,18 +11,20 @@ from typing import Annotated
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import uniep
-from uniep.cli import launch, pictures
-from uniep.cli.bits import verdict
+from uniep.cli import launch, pictures, summary
+from uniep.cli.bits import Digests, differences, digest_of, merge, verdict
 from uniep.cli.launch import World
 from uniep.cli.model import NUM_SHARDS, ModelConfig, Trainer
-from uniep.cli.options import DType, check_folder, numbers
-from uniep.cli.proof import prove, schedules
+from uniep.cli.options import DType, JsonFile, check_file, check_folder, numbers, write_json
+from uniep.cli.proof import MAX_NORM, parameters, prove, prove_copies, schedules
 from uniep.cli.text import Text
 from uniep.cli.timeline import Span, draw_timeline, fastest, recording
+from uniep.integrations.torch import TrainState
 
 LEARNING_RATE = 4e-3
 HELD_OUT_BATCHES = 4
@@ -36,13 +38,15 @@ def demo(
     proof_steps: Annotated[int, typer.Option(help="Optimizer steps of each of the proof's runs.", min=1)] = 3,
     dtype: Annotated[DType, typer.Option(help="dtype of expert computation.")] = DType.bf16,
     out: Annotated[Path, typer.Option(help="Folder for loss.png and timeline.png.")] = Path("out"),
+    json_file: JsonFile = None,
 ) -> None:
     """Train a small MoE language model, then prove its bits.
 
     A byte-level transformer learns the sources of Python's standard library with expert parallelism: one
     process per rank, on CPUs, or on GPUs (one rank each) where there are some. Then the proof: the same few
-    optimizer steps at every EP size under every schedule, and loss, logits, gradients and parameters
-    compared bit by bit with EP=1, serial. The exit status is 1 if a single bit differs.
+    optimizer steps at every EP size under every schedule, and loss, norm, logits, gradients and parameters
+    compared bit by bit with EP=1, serial; with ranks split into EP groups and copies of the experts; and
+    after a checkpoint, resumed at another EP size. The exit status is 1 if a single bit differs.
     """
     sizes = sorted({1, *numbers(proof_ep, "--proof-ep")})
     for option, size in [("--ep", ep), *(("--proof-ep", size) for size in sizes)]:
@@ -51,6 +55,7 @@ def demo(
                 f"EP={size} cannot share {NUM_SHARDS} shards evenly; use 1, 2 or 4", param_hint=option
             )
     check_folder(out)
+    check_file(json_file, "--json")
     backend = launch.backend()
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(max(ep, *sizes)))
@@ -75,11 +80,63 @@ def demo(
         batches = [_batch(text, cfg, step) for step in range(proof_steps)]
         compared = {size: groups[size] for size in sizes if size in groups}
         same = prove(cfg, world, compared, schedules(backend), batches, LEARNING_RATE)
+        copied = prove_copies(cfg, world, batches, LEARNING_RATE)
+        resumed = _resume(cfg, world, groups, ep, text, proof_steps)
         if missing := [size for size in sizes if size not in groups]:
             say(f"[yellow]not compared[/yellow]: EP {_list(missing)}; {world.shortage}")
+        same = same and copied is not False and resumed is not False
         say(verdict(same, compared, backend))
         say(f"pictures: {_list(drawn)}", markup=False)
+        if world.rank == 0:
+            document = {
+                "command": summary.command_line(),
+                "backend": backend,
+                "ep": [*compared],
+                "identical": same,
+                "with_copies": copied,
+                "resumed": resumed,
+                "machine": summary.machine(),
+            }
+            write_json(json_file, document)
     raise typer.Exit(0 if same else 1)
+
+
+def _resume(
+    cfg: ModelConfig, world: World, groups: dict[int, dist.ProcessGroup | None], ep: int, text: Text, steps: int
+) -> bool | None:
+    """Train `steps` steps at EP `ep`, save, go on; load at the largest other EP size, go on.  Whether losses and the
+    parameters' bits are equal; None if there is no other EP size."""
+    other = max((size for size in groups if size != ep), default=ep)
+    if other == ep:
+        return None
+    found: list[tuple[list[float], Digests]] = []
+    with world.folder() as folder:
+        for size, load in ((ep, False), (other, True)):
+            losses: list[float] = []
+            mine: Digests = {}
+            mesh = world.mesh(size)
+            if mesh is not None:
+                with uniep.Workspace(cfg.moe(size), groups[size], device=world.device) as workspace:
+                    trainer = Trainer(cfg, workspace, LEARNING_RATE, max_norm=MAX_NORM)
+                    state = {"train": TrainState(trainer.model, trainer.optimizer, mesh)}
+                    if load:
+                        dcp.load(state, checkpoint_id=folder, process_group=mesh.get_group())
+                    else:
+                        for step in range(steps):
+                            trainer.step(_batch(text, cfg, step))
+                        dcp.save(state, checkpoint_id=folder, process_group=mesh.get_group())
+                    losses = [float(trainer.step(_batch(text, cfg, steps + step))) for step in range(steps)]
+                    mine = dict(parameters(trainer))
+            everyone = world.gather((losses, mine))
+            found.append((everyone[0][0], merge(theirs for _, theirs in everyone)))
+    (losses, saved), (again, resumed) = found
+    same = losses == again and not differences(resumed, saved)
+    for size, values, digests in ((ep, losses, saved), (other, again, resumed)):
+        shown = ", ".join(f"{value:.6f}" for value in values)
+        what = "saved, went on" if size == ep else "resumed"
+        whole = digest_of(digests)
+        world.console.print(f"EP={size} {what} after step {steps}: losses {shown}; parameters {whole[:16]}")
+    return same
 
 
 def _list(values: Iterable[object]) -> str:
@@ -97,7 +154,7 @@ def _train(
     ep_size = dist.get_world_size(group) if group is not None else 1
     say = world.console.print
     with uniep.Workspace(cfg.moe(ep_size), group, device=world.device) as workspace:
-        trainer = Trainer(cfg, workspace, LEARNING_RATE)
+        trainer = Trainer(cfg, workspace, LEARNING_RATE, max_norm=MAX_NORM)
         what = f"{trainer.num_parameters / 1e6:.1f} M parameters, {cfg.layers} layers, {_describe(cfg)}, EP={ep_size}"
         say(f"{what}, backend {workspace.backend.name}")
         history: list[float] = []

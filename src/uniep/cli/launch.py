@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
+from torch.distributed.device_mesh import DeviceMesh
 
 from uniep.errors import ConfigError
 from uniep.workspace import choose_backend, choose_timeout
@@ -47,6 +48,33 @@ class World:
     def first(self, count: int) -> dist.ProcessGroup | None:
         """A group of ranks 0 .. count-1, None for one rank.  Every rank of the world calls it."""
         return dist.new_group(list(range(count))) if count > 1 else None
+
+    def split(
+        self, ep: int, copies: int
+    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """This rank's EP group, all ranks of the EP groups, and those with copies of its experts; None for one rank.
+
+        The EP groups are ranks 0 .. ep-1, ep .. 2ep-1, ...  Every rank of the world calls it."""
+        group = over = None
+        for copy in range(copies if ep > 1 else 0):
+            made = dist.new_group(list(range(copy * ep, (copy + 1) * ep)))
+            group = made if self.rank // ep == copy else group
+        for place in range(ep if copies > 1 else 0):
+            made = dist.new_group(list(range(place, ep * copies, ep)))
+            over = made if self.rank % ep == place else over
+        return group, self.first(ep * copies), over
+
+    def mesh(self, count: int) -> DeviceMesh | None:
+        """Ranks 0 .. count-1 as a mesh of one dimension, None on the others.  Every rank of the world calls it."""
+        group = dist.new_group(list(range(count)))
+        return DeviceMesh.from_group(group, self.device.type) if self.rank < count else None
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[str]:
+        """A folder of all ranks, on this machine, until the block ends."""
+        with tempfile.TemporaryDirectory(prefix="uniep-") as mine:
+            yield self.gather(mine)[0]
+            self.gather(None)  # others may still read it
 
     @property
     def shortage(self) -> str:

@@ -15,6 +15,7 @@ from uniep.cli.demo import demo
 from uniep.cli.diff import diff
 from uniep.cli.doctor import doctor
 from uniep.cli.explain import explain
+from uniep.cli.lora import lora
 from uniep.cli.memory import memory
 from uniep.cli.simulate import simulate
 from uniep.cli.trace import trace
@@ -87,6 +88,6 @@ def _without_traceback(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (demo, verify, diff, trace, doctor, memory, simulate, tune, explain):
+for command in (demo, verify, diff, trace, doctor, memory, simulate, tune, explain, lora):
     app.command()(_without_traceback(command))
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_without_traceback(bench))

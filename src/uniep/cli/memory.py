@@ -53,6 +53,8 @@ def memory(
     dtype: Dtype = DType.bf16,
     weight_at: Weight = WeightAt.output,
     combine_groups: Groups = None,
+    gradient_shards: Annotated[int, typer.Option(help="MoEConfig.gradient_shards.", min=1)] = 1,
+    copies: Annotated[int, typer.Option(help="EP groups with the same experts, of Workspace(copies=).", min=1)] = 1,
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 8,
     backend: Annotated[BackendName, typer.Option(help="Backend whose buffers to list.")] = BackendName.hopper,
     max_rows: Annotated[
@@ -112,9 +114,10 @@ def memory(
         dtype=dtype.torch,
         weight_at=weight_at.value,
         combine_groups=combine_groups,
+        gradient_shards=gradient_shards,
         max_rows=max_rows,
     )
-    plan = uniep.plan_memory(cfg, ep_size=ep, backend=backend.value)
+    plan = uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value)
     typer.echo(plan.explain())
     document: dict[str, Any] = {"layer": _as_document(plan)}
     if layers is not None:

@@ -1,14 +1,16 @@
-"""The demo's language model, and how to train it so that its bits do not depend on the EP size.
+"""The demo's language model, and how to train it so that its bits do not depend on how ranks share the work.
 
 The layer's promise covers the MoE call.  For a whole training step to keep it, everything around the
-call must be computed in units that stay the same when ranks are added:
+call must be computed in units that stay the same when ranks are added (`uniep.integrations.torch`):
 
-* The global batch is NUM_SHARDS fixed shards; a rank owns NUM_SHARDS / EP consecutive ones.
+* The global batch is NUM_SHARDS fixed shards; a rank owns NUM_SHARDS / ranks consecutive ones.
 * Dense layers run shard by shard, so every operator sees the same shapes at every EP size.
 * The MoE call takes all shards of the rank together.  Its rows are in the canonical order (source rank,
   token, slot), which for consecutive shards is the order of the global batch.
-* Each shard has its own gradients of the dense parameters (`twin`).  They are gathered and added in
-  shard order on every rank, and so is the loss (`add_in_shard_order`).
+* Each shard has its own gradients of the dense parameters (`of_shard`).  They are added in shard order on
+  every rank, and so is the loss (`reduce_dense_gradients`, `sum_over_shards`).
+* Experts of several EP groups: `gradient_shards` blocks of ranks, `Workspace(copies=)`.
+* The norm of the gradients is summed in an order of its own (`clip_grad_norm_(independent=True)`).
 
 A data-parallel all-reduce would add the same numbers in an order that depends on the number of ranks.
 
@@ -17,7 +19,6 @@ Shape suffixes: B sequences, S bytes, D hidden, T = B*S tokens, K top-k, V = 256
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import torch
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import uniep
+from uniep.integrations.torch import clip_grad_norm_, of_shard, reduce_dense_gradients, sum_over_shards
 
 NUM_SHARDS = 4
 VOCABULARY = 256
@@ -48,19 +50,22 @@ class ModelConfig:
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
     router: uniep.nn.RouterConfig | None = None
+    gradient_shards: int = 1
 
     @property
     def tokens_per_shard(self) -> int:
         return self.sequences_per_shard * self.context
 
-    def moe(self, ep_size: int) -> uniep.MoEConfig:
+    def moe(self, ranks: int) -> uniep.MoEConfig:
+        """ranks: of all EP groups."""
         return uniep.MoEConfig(
             hidden=self.hidden,
             ffn=self.ffn,
             num_experts=self.num_experts,
             top_k=self.top_k,
-            max_tokens_per_rank=self.tokens_per_shard * NUM_SHARDS // ep_size,
+            max_tokens_per_rank=self.tokens_per_shard * NUM_SHARDS // ranks,
             dtype=self.dtype,
+            gradient_shards=self.gradient_shards,
         )
 
 
@@ -123,13 +128,6 @@ class Model(nn.Module):
         """Dense parameters: each rank holds all of them."""
         return {name: p for name, p in self.named_parameters() if ".experts." not in name}
 
-    def twin(self) -> Model:
-        """This model for one shard: it shares memory, but has its own gradients of the dense parameters."""
-        shared: dict[int, object] = {id(self.workspace): self.workspace}
-        shared |= {id(p): p for p in self.expert_parameters().values()}
-        shared |= {id(p): nn.Parameter(p.detach()) for p in self.dense_parameters().values()}
-        return copy.deepcopy(self, shared)
-
 
 def forward(twins: list[Model], tokens: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """(logits (B, S, V), imbalance) of each of this rank's shards; tokens are (B, S).  One MoE call per layer."""
@@ -168,43 +166,35 @@ def losses(logits: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
     return [F.cross_entropy(a.flatten(0, 1), b.flatten(), reduction="sum") / count for a, b in pairs]
 
 
-@torch.no_grad()
-def add_in_shard_order(of_shard: list[list[Tensor]], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Sum over all shards of the global batch, the same bits on every rank.
-
-    of_shard: for each of this rank's shards, the same list of fp32 tensors.  Returns that list, summed.
-    **Order**: ((shard 0 + shard 1) + shard 2) + ... .
-    """
-    mine = torch.stack([torch.cat([t.flatten() for t in tensors]) for tensors in of_shard])
-    every = [mine]
-    if group is not None:
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, mine, group=group)
-    first, *rest = (shard for part in every for shard in part)
-    total = first.clone()
-    for shard in rest:
-        total += shard
-    like = of_shard[0]
-    return [part.view_as(t) for part, t in zip(total.split([t.numel() for t in like]), like, strict=True)]
-
-
 class Trainer:
     """AdamW on a Model.  `step` is one optimizer step on the global batch; `evaluate` only its loss.
 
-    workspace: decides the EP group, and with it which shards this rank owns.
+    group: the ranks that share the shards, in this order: of the Workspace's EP group (the default), or of that and of
+        the copies of its experts.
+    max_norm: the gradients' norm that they are scaled down to; None: they are not.
     """
 
-    def __init__(self, cfg: ModelConfig, workspace: uniep.Workspace, learning_rate: float) -> None:
-        self.workspace = workspace
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        workspace: uniep.Workspace,
+        learning_rate: float,
+        group: dist.ProcessGroup | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        self.workspace, self.max_norm = workspace, max_norm
+        self.group = group if group is not None else workspace.group
+        ranks, rank = (self.group.size(), self.group.rank()) if self.group is not None else (1, 0)
         self.model = Model(cfg, workspace)
-        per_rank = NUM_SHARDS // workspace.ep_size
-        self.shards = range(workspace.rank * per_rank, (workspace.rank + 1) * per_rank)
-        self.twins = [self.model.twin() for _ in self.shards]
+        per_rank = NUM_SHARDS // ranks
+        self.shards = range(rank * per_rank, (rank + 1) * per_rank)
+        self.twins = [of_shard(self.model) for _ in self.shards]
         self.dense = self.model.dense_parameters()
         self.experts = self.model.expert_parameters()
         # One parameter at a time: a fused loop would split the list in a way that depends on the EP size.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, betas=(0.9, 0.95), foreach=False)
         self.logits: list[Tensor] = []
+        self.norm = torch.zeros(())
 
     @property
     def num_parameters(self) -> int:
@@ -215,28 +205,26 @@ class Trainer:
     def step(self, batch: list[Tensor]) -> Tensor:
         """batch: NUM_SHARDS tensors (B, S+1) of bytes.  Returns the global mean loss.
 
-        Afterwards `.grad` of every parameter is the global gradient, and `logits` are this rank's shards'.
+        Afterwards `.grad` of every parameter is the global gradient, `logits` are this rank's shards', and `norm` is
+        the gradients' norm before they were scaled.
         """
         for part in (*self.twins, self.model):
             part.zero_grad(set_to_none=True)
         logits, imbalance, loss = self._run(batch)
         self.logits = [part.detach() for part in logits]
         torch.autograd.backward([a + BALANCE / NUM_SHARDS * b for a, b in zip(loss, imbalance, strict=True)])
-        of_shard = [
-            [value, *(grad for p in twin.dense_parameters().values() if (grad := p.grad) is not None)]
-            for value, twin in zip(loss, self.twins, strict=True)
-        ]
-        total, *grads = add_in_shard_order(of_shard, self.workspace.group)
-        for parameter, grad in zip(self.dense.values(), grads, strict=True):
-            parameter.grad = grad
+        reduce_dense_gradients(self.model, self.twins, self.group)
+        if self.max_norm is not None:
+            parameters = list(self.dense.values()), list(self.experts.values())
+            self.norm = clip_grad_norm_(*parameters, self.max_norm, self.workspace.group, independent=True)
         self.optimizer.step()
-        return total
+        return sum_over_shards([[value] for value in loss], self.group)[0]
 
     @torch.no_grad()
     def evaluate(self, batch: list[Tensor]) -> Tensor:
         """The global mean loss.  Collective like `step`: every rank calls it the same number of times."""
         loss = self._run(batch)[2]
-        return add_in_shard_order([[value] for value in loss], self.workspace.group)[0]
+        return sum_over_shards([[value] for value in loss], self.group)[0]
 
     def experts_of(self, layer: int) -> uniep.nn.Experts:
         """The `Experts` modules, which run for all of this rank's shards."""

@@ -1,4 +1,7 @@
-"""The demo's proof: the same optimizer steps at several EP sizes and schedules, compared bit by bit."""
+"""The demo's proof: the same optimizer steps however ranks share the work, compared bit by bit.
+
+At several EP sizes and schedules; with ranks split into EP groups and copies; and resumed at another EP size.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from uniep.cli.launch import World
 from uniep.cli.model import ModelConfig, Trainer
 from uniep.schedule import DEFAULT_SCHEDULES, known_fields
 
-QUANTITIES = ("loss", "logits", "d dense", "d router", "dw13", "dw2", "params")
+QUANTITIES = ("loss", "norm", "logits", "d dense", "d router", "dw13", "dw2", "params")
+
+MAX_NORM = 1.0
+"""Of the gradients of a step."""
 
 OVERLAPS: tuple[Literal["serial", "fused"], ...] = ("serial", "fused")
 TILE_ORDERS: tuple[Literal["natural", "local-first"], ...] = ("natural", "local-first")
@@ -68,10 +74,33 @@ def prove(
             if world.rank < ep_size:
                 workspace = uniep.Workspace(cfg.moe(ep_size), groups[ep_size], device=world.device, schedule=schedule)
                 with workspace:
-                    mine = dict(_run(Trainer(cfg, workspace, learning_rate), batches))
+                    mine = dict(_run(Trainer(cfg, workspace, learning_rate, max_norm=MAX_NORM), batches))
             table.add(ep_size, schedule.name, merge(world.gather(mine)))
     table.print(world.console)
     world.console.print(f"{len(runs)} runs in {time.perf_counter() - start:.0f} s")
+    return not table.wrong
+
+
+def prove_copies(cfg: ModelConfig, world: World, batches: Sequence[list[Tensor]], learning_rate: float) -> bool | None:
+    """Train on `batches` with ranks split into EP groups and copies of experts in other ways; print the table.
+
+    Returns, on every rank, whether all bits equal those of the first way; None if there is only one rank.
+    """
+    layouts = [(ep, ranks // ep) for ranks in (2, 4) if ranks <= world.size for ep in (ranks, ranks // 2)]
+    if not layouts:
+        return None
+    cfg = dataclasses.replace(cfg, gradient_shards=2)
+    table = BitTable(f"The same with {cfg.gradient_shards} gradient shards, EP x copies", QUANTITIES, "EP x copies")
+    for ep, copies in layouts:
+        ranks = ep * copies
+        group, everyone, over = world.split(ep, copies)
+        mine: Digests = {}
+        if world.rank < ranks:
+            workspace = uniep.Workspace(cfg.moe(ranks), group, copies=over, device=world.device)
+            with workspace:
+                mine = dict(_run(Trainer(cfg, workspace, learning_rate, everyone, MAX_NORM), batches))
+        table.add(f"{ep} x {copies}", "default", merge(world.gather(mine)))
+    table.print(world.console)
     return not table.wrong
 
 
@@ -80,6 +109,7 @@ def _run(trainer: Trainer, batches: Sequence[list[Tensor]]) -> Iterator[tuple[tu
     for step, batch in enumerate(batches):
         loss = trainer.step(batch)
         yield ("loss", f"step {step}"), digest(loss)
+        yield ("norm", f"step {step}"), digest(trainer.norm)
         for shard, logits in zip(trainer.shards, trainer.logits, strict=True):
             yield ("logits", f"step {step} shard {shard}"), digest(logits)
         for name, parameter in trainer.dense.items():
@@ -88,6 +118,11 @@ def _run(trainer: Trainer, batches: Sequence[list[Tensor]]) -> Iterator[tuple[tu
         for name, expert, parameter in _experts(trainer):
             quantity = "d" + name.rpartition(".")[2]
             yield (quantity, f"step {step} {name} expert {expert}"), digest(_grad(parameter)[expert - _first(trainer)])
+    yield from parameters(trainer)
+
+
+def parameters(trainer: Trainer) -> Iterator[tuple[tuple[str, str], str]]:
+    """Digests of this rank's experts and of all dense parameters."""
     for name, parameter in trainer.dense.items():
         yield ("params", name), digest(parameter)
     for name, expert, parameter in _experts(trainer):

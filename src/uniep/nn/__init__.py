@@ -1,6 +1,7 @@
 """Layers and functions."""
 
 from uniep.nn import flops
+from uniep.nn.adapters import add_lora, merge_lora
 from uniep.nn.digests import DigestLog
 from uniep.nn.functional import moe, route
 from uniep.nn.invariant import activate, add, add_by_pairs, linear
@@ -11,6 +12,7 @@ from uniep.nn.replay import RoutingRecord, record_routing, replay_routing
 from uniep.nn.router import Router, Routing, choose_experts
 from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import attach_loss
+from uniep.weights import Lora
 
 __all__ = [
     "DigestLog",
@@ -18,6 +20,7 @@ __all__ = [
     "LayerRecord",
     "Load",
     "LoadMonitor",
+    "Lora",
     "MoE",
     "Router",
     "RouterConfig",
@@ -27,9 +30,11 @@ __all__ = [
     "activate",
     "add",
     "add_by_pairs",
+    "add_lora",
     "attach_loss",
     "choose_experts",
     "linear",
+    "merge_lora",
     "moe",
     "record_routing",
     "replay_routing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from uniep.errors import ConfigError, DTypeError, UnsupportedError
+from uniep.nn.lora import call_lora, check_lora
 from uniep.nn.ops import call, check_tokens
 from uniep.nn.record import LayerRecord
 from uniep.routing import RoutingPlan
-from uniep.weights import ExpertWeights
+from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, told_to_all
 
 Weights = Tensor | Sequence[Tensor]
@@ -38,6 +40,7 @@ def moe(
     b2: Tensor | None = None,
     main_grad: MainGrad | None = None,
     layer: LayerRecord | None = None,
+    lora: Lora | None = None,
 ) -> Tensor:
     """Send tokens to their experts, run the experts, return the weighted sum.  Differentiable.
 
@@ -64,10 +67,12 @@ def moe(
     layer: identifies this layer; made once and passed in every call of it.  Then ranks raise an error, instead of
         computing something else, if they are in different layers (in a forward, a recomputation or a backward) or if a
         tool has made their experts equal.  None: the layer is identified by w13 if that is an nn.Parameter.
+    lora: low-rank factors beside w13 and w2, which are not trained then: `W + scale B A` without that product, on the
+        backends cpu and nccl.  A compiled graph breaks here.
     Returns y (T, D), fresh memory.  Under torch.autocast the floating inputs are cast to cfg.dtype.
 
-    Gradients: x, weights (fp32) and the expert parameters, in their own layout and dtype; experts and
-    ranks without tokens get zeros, never None.  Reverse mode, once: no second derivatives, no forward mode.
+    Gradients: x, weights (fp32) and the expert parameters, or the factors of lora, in their own layout and dtype;
+    experts and ranks without tokens get zeros, never None.  Reverse mode, once: no second derivatives, no forward mode.
 
     Raises, on every rank and before any row moves: InputError, DTypeError, ConfigError, UnsupportedError;
     CapacityError; PeerTimeoutError when a peer does not come; ClosedError afterwards.
@@ -82,6 +87,7 @@ def moe(
     if torch.is_autocast_enabled(workspace.device.type):
         x_TD, w13, w2 = (_cast(t, workspace.cfg.dtype) for t in (x_TD, w13, w2))
         biases = {name: _cast(b, workspace.cfg.dtype) for name, b in biases.items()}
+        lora = lora.to(workspace.cfg.dtype) if lora is not None else None
     _check(x_TD, ids_TK, workspace)
     if weights_TK.shape[1:] != ids_TK.shape[1:] or not weights_TK.is_floating_point():
         raise ConfigError(
@@ -89,18 +95,27 @@ def moe(
             f"point with the shape of ids, {tuple(ids_TK.shape)}"
         )
     experts = ExpertWeights.parse(w13, w2, workspace.cfg, workspace.ep_size, **biases)
+    if lora is not None:
+        experts = dataclasses.replace(experts, lora=lora)
+        check_lora(experts, workspace, main_grad)
     parameters, main_grads = _main_grads(*given, main_grad, workspace)
-    tensors = (x_TD, weights_TK, *experts.w13, *experts.w2, *experts.biases)
+    factors = [] if lora is None else [t for pair in experts.trained for t in pair]
+    tensors = (x_TD, weights_TK, *experts.w13, *experts.w2, *experts.biases, *factors)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     named = {"x": [x_TD], "ids": [ids_TK], "weights": [weights_TK], "w13": experts.w13, "w2": experts.w2}
     named |= {name: [b] for name, b in biases.items()}
-    if not ordinary:
+    if lora is not None:
+        named["lora"] = factors
+    if not ordinary or lora is not None:
         check_devices(named, workspace)
         if save:
             _refuse_inference_tensors(named)
     if main_grads:
         _refuse_inference_tensors({"main_grad": main_grads})
     _refuse_forward_mode(named)
+    if lora is not None:
+        of_call = x_TD.contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous()
+        return call_lora(*of_call, experts, workspace, save, layer.key if layer is not None else None)
     return call(
         x_TD.contiguous(),
         ids_TK.contiguous(),

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 STREAMS = 1_000_003
-"""Random streams of one seed: one for each expert from 0 on, and from the end `ROUTER` and `SHARED`."""
-ROUTER, SHARED = STREAMS - 1, STREAMS - 2
+"""Random streams of one seed: one for each expert from 0 on, and from the end `ROUTER`, `SHARED` and, downwards, one
+for each expert's `LORA`."""
+ROUTER, SHARED, LORA = STREAMS - 1, STREAMS - 2, STREAMS - 3
 
 
 class Seed:

@@ -20,7 +20,7 @@ from uniep.nn.router import Router, check_given
 from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import LEAST_SUM
 from uniep.nn.wrappers import is_full_state_taken, whole_tensor
-from uniep.weights import ExpertWeights
+from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, told_to_all
 
 BIASES = ("b13", "b2")
@@ -39,6 +39,7 @@ class Experts(nn.Module):
     seed: None: one number drawn from torch's default generator, as in other layers.  So seed that generator alike on
         all ranks (torch.manual_seed); if ranks drew different numbers, the first call raises an error.
     main_grad: as for `uniep.moe`; an attribute, which may be set later.
+    lora_scale: an attribute; not None where `uniep.nn.add_lora` has given it factors (`lora_a13` ...).
     expert_dims: an attribute, {name: dim}: for each parameter or buffer of this module, the dimension along which this
         rank's experts lie, or None if all E share it.  Tensors of a subclass, parametrization or adapter must be added
         to it: `uniep.integrations.torch` reduces, distributes and saves by it.
@@ -60,6 +61,7 @@ class Experts(nn.Module):
         super().__init__()
         self.main_grad: MainGrad | None = main_grad
         self.expert_dims: dict[str, int | None] = {"w13": 0, "w2": 0, **(dict.fromkeys(BIASES, 0) if cfg.bias else {})}
+        self.lora_scale: float | None = None
         if workspace is None:
             workspace = Workspace(cfg, group, device=device)
         elif group is not None or device is not None:
@@ -108,7 +110,7 @@ class Experts(nn.Module):
         w13, w2, *biases = self._local()
         return moe(
             x_TD, ids_TK, weights_TK, w13, w2, workspace=self.workspace, main_grad=self.main_grad, layer=self.record,
-            **dict(zip(BIASES, biases, strict=False)),
+            lora=self._lora(), **dict(zip(BIASES, biases, strict=False)),
         )  # fmt: skip
 
     # --- states, copies ---
@@ -162,8 +164,9 @@ class Experts(nn.Module):
 
     def _made(self, draw: int = 0) -> None:
         w13, w2, *biases = self._local()
+        b13, b2 = biases or (None, None)
         whole = self.workspace.ep_size > 1 and self._is_whole(w13)
-        experts = ExpertWeights((w13,), (w2,), "stacked", self.cfg.gated, *biases) if whole else None
+        experts = ExpertWeights((w13,), (w2,), "stacked", self.cfg.gated, b13, b2) if whole else None
         self.record.made(experts, self.cfg.dtype, self.workspace.rank, draw)
 
     def _is_whole(self, w13: Tensor) -> bool:
@@ -186,14 +189,29 @@ class Experts(nn.Module):
     def _local(self) -> tuple[Tensor, ...]:
         """w13, w2 and any b13, b2 as plain tensors, differentiable."""
         given = (self.w13, self.w2, *((self.b13, self.b2) if self.cfg.bias else ()))
-        if all(type(t) is nn.Parameter for t in given):
-            return given
-        from torch.distributed.tensor import DTensor  # takes half a second, which a user of DTensors has already spent
+        return tuple(local_part(t) for t in given)
 
-        return tuple(t.to_local() if isinstance(t, DTensor) else t for t in given)
+    def _lora(self) -> Lora | None:
+        """The factors, which are parameters of this module, as plain tensors."""
+        if self.lora_scale is None:
+            return None
+        pairs: list[tuple[Tensor, Tensor] | None] = []
+        for weight in ("13", "2"):
+            a, b = (getattr(self, f"lora_{factor}{weight}", None) for factor in ("a", "b"))
+            pairs.append(None if a is None or b is None else (local_part(a), local_part(b)))
+        return Lora(pairs[0], pairs[1], self.lora_scale)
 
     def extra_repr(self) -> str:
         return f"experts {self.first_expert}..{self.first_expert + self.num_local - 1}, {self.cfg}"
+
+
+def local_part(weight: Tensor) -> Tensor:
+    """A plain tensor, differentiable: of a DTensor the part on this rank."""
+    if type(weight) is nn.Parameter:
+        return weight
+    from torch.distributed.tensor import DTensor  # takes half a second, which a user of DTensors has already spent
+
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class SharedExperts(nn.Module):

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniep.backends.base import UNKNOWN_LAYER, Inputs, LayerTag, MainGrads, Needs
+from uniep.backends.base import UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.nn import flops
+from uniep.nn import flops, gradient_shards
 from uniep.nn.record import LayerRecord, find_record
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key, told_to_all
@@ -70,10 +70,18 @@ def _forward(
     w13, w2 that need one, in this order; parameters: the parameters they belong to.
     layer: `LayerRecord.key`.
     """
-    space, tokens = by_key(workspace), ids.shape[0]
+    space = by_key(workspace)
+    y, saved = enter_forward(x, ids, weights, _experts(w13, w2, biases, layout, space), space, save, layer)
+    return [y, *saved]
+
+
+def enter_forward(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, space: Workspace, save: bool, layer: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """A forward of the backend: (y, saved).  Arguments as of `_forward`."""
+    tokens = ids.shape[0]
     if not tokens == x.shape[0] == weights.shape[0] or tokens > space.cfg.max_tokens_per_rank:
         check_tokens({"ids": ids, "x": x, "weights": weights}, space)
-    experts = _experts(w13, w2, biases, layout, space)
     with space.entering:
         record, tag = _layer_of(layer, experts, space)
         y, saved = space.enter().forward(Inputs(x, ids, weights, experts, tag), save)
@@ -82,21 +90,30 @@ def _forward(
             record.done(space, tag)
         else:
             space.unnamed = True
-    return [y, *saved]
+    return y, saved
+
+
+def enter_backward(
+    dy: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    saved: list[Tensor],
+    space: Workspace,
+    needs: Needs,
+    layer: Tensor | None,
+    main_grads: MainGrads | None = None,
+) -> ExpertGradients:
+    """A backward of the backend, with expert gradients as `nn.gradient_shards` says."""
+    record = find_record(layer, experts.w13[0], space)
+    tag = LayerTag(record.number(space)) if record is not None else UNKNOWN_LAYER
+    inputs = Inputs(x, ids, weights, experts, tag)
+    return gradient_shards.backward(space, dy, inputs, saved, needs, main_grads)
 
 
 def _experts(w13: list[Tensor], w2: list[Tensor], biases: list[Tensor], layout: str, space: Workspace) -> ExpertWeights:
     return ExpertWeights(tuple(w13), tuple(w2), layout, space.cfg.gated, *biases)  # type: ignore[arg-type]
-
-
-def _inputs(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: list[Tensor], w2: list[Tensor], biases: list[Tensor], layout: str,
-    space: Workspace, layer: Tensor | None,
-) -> Inputs:  # fmt: skip
-    """The inputs of a backward."""
-    record = find_record(layer, w13[0], space)
-    tag = LayerTag(record.number(space)) if record is not None else UNKNOWN_LAYER
-    return Inputs(x, ids, weights, _experts(w13, w2, biases, layout, space), tag)
 
 
 moe_forward = torch.library.custom_op("uniep::moe_fwd", _forward, mutates_args=())
@@ -127,8 +144,8 @@ def _gradients(
 ) -> list[Tensor]:
     """The gradients that `needs` names (x, weights, w13, w2, biases), flattened in that order."""
     space = by_key(workspace)
-    inputs = _inputs(x, ids, weights, w13, w2, biases, layout, space, layer)
-    got = space.enter().backward(dy, inputs, saved, Needs(*needs))
+    experts = _experts(w13, w2, biases, layout, space)
+    got = enter_backward(dy, x, ids, weights, experts, saved, space, Needs(*needs), layer)
     parts = ([got.x], [got.weights], got.w13 or (), got.w2 or (), got.biases)
     return [t for part, needed in zip(parts, needs, strict=True) if needed for t in part if t is not None]
 
@@ -164,14 +181,14 @@ def _gradients_main_grad(
     """(dx, dweights, db13, db2), empty where not needed; writes `MainGrads` and sets the parameters'
     grad_added_to_main_grad."""
     space = by_key(workspace)
-    inputs = _inputs(x, ids, weights, w13, w2, biases, layout, space, layer)
+    experts = _experts(w13, w2, biases, layout, space)
     given = [*main_w13, *main_w2]
     fit = [
         t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
         for t in given
     ]
     main_grads = MainGrads(tuple(fit[: len(main_w13)]), tuple(fit[len(main_w13) :]), accumulate)
-    got = space.enter().backward(dy, inputs, saved, Needs(*needs), main_grads)
+    got = enter_backward(dy, x, ids, weights, experts, saved, space, Needs(*needs), layer, main_grads)
     for theirs, ours in zip(given, fit, strict=True):
         if theirs is not ours:
             theirs.copy_(ours)

@@ -93,7 +93,8 @@ class Key:
     @classmethod
     def of(cls, cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Key:
         groups = "" if cfg.combine_groups is None else f"g{cfg.combine_groups}"
-        shape = f"{cfg.hidden}x{cfg.ffn}x{cfg.num_experts}x{cfg.top_k}{groups}"
+        shards = "" if cfg.gradient_shards == 1 else f"s{cfg.gradient_shards}"
+        shape = f"{cfg.hidden}x{cfg.ffn}x{cfg.num_experts}x{cfg.top_k}{groups}{shards}"
         return cls(
             card, backend, ep_size, shape, str(cfg.dtype).removeprefix("torch."), bucket(cfg.max_tokens_per_rank)
         )

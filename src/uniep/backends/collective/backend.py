@@ -33,7 +33,14 @@ import torch.distributed as dist
 from torch import SymInt, Tensor
 
 from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
-from uniep.backends.collective.local_experts import KernelExperts, Routed, Tokens, local_experts
+from uniep.backends.collective.local_experts import (
+    KernelExperts,
+    LocalExperts,
+    Routed,
+    Tokens,
+    TorchExperts,
+    local_experts,
+)
 from uniep.backends.pinned import PinnedThreads
 from uniep.backends.protocol import (
     OPERATIONS,
@@ -145,7 +152,7 @@ class CollectiveBackend:
                 received_MD = self._dispatch(inputs.x_TD, routing, "dispatch")
                 tokens = Tokens(inputs.x_TD, received_MD)
                 experts = inputs.experts
-                rows_ND, h_NF = self._compute(lambda: self.experts.forward(tokens, routing, experts, save))
+                rows_ND, h_NF = self._compute(lambda: self._experts_of(experts).forward(tokens, routing, experts, save))
                 weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
                 y_TD = self._combine(rows_ND, inputs.ids_TK, weights_TK, routing)
             if h_NF is None:
@@ -175,7 +182,8 @@ class CollectiveBackend:
                 dy = Tokens(dy_TD, self._dispatch(dy_TD, routing, "dispatch of the gradient"))
                 x = Tokens(inputs.x_TD, received_MD)
                 experts = inputs.experts
-                got = self._compute(lambda: self.experts.backward(dy, x, routing, experts, h_NF, wanted, main_grads))
+                of_layer = self._experts_of(experts)
+                got = self._compute(lambda: of_layer.backward(dy, x, routing, experts, h_NF, wanted, main_grads))
                 dx_TD = dweights_TK = None
                 if got.x_ND is not None:
                     dx_TD = self._combine(got.x_ND, ids_TK, None, routing)
@@ -184,6 +192,10 @@ class CollectiveBackend:
             return ExpertGradients(
                 dx_TD if needs.x else None, dweights_TK if needs.weights else None, got.w13, got.w2, got.biases
             )
+
+    def _experts_of(self, experts: ExpertWeights) -> LocalExperts:
+        """LoRA runs as torch operations on GPUs, too."""
+        return self.experts if experts.lora is None else TorchExperts(self.cfg, self.rank)
 
     def refuse(self, error: UniEPError) -> None:
         if self.ep_size > 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from uniep.kernels.arguments import Activation, Rows, Sums, Tokens
 from uniep.launch.driver import Bundle
 from uniep.limits import why_not
 from uniep.numerics import combine_parts, combine_slots
-from uniep.routing import RoutingPlan
+from uniep.routing import RoutingPlan, RowBlock, row_block
 from uniep.schedule import Tile
 from uniep.taskflow.graph import Block
 from uniep.way import Way
@@ -247,13 +248,13 @@ class KernelExperts:
         num_rows = plan.num_rows
         dx_ND = dy_TD.new_empty(num_rows, cfg.hidden)
         weights_N = torch.empty(num_rows, dtype=torch.float32, device=dy_TD.device)
-        accumulate = main_grads is not None and main_grads.accumulate
         if main_grads is None:
-            grads = experts.like(fill=num_rows == 0)
+            fresh = experts.like(fill=num_rows == 0)
+            into = MainGrads(fresh.w13, fresh.w2, accumulate=False)
         else:
-            grads = dataclasses.replace(experts, w13=main_grads.w13, w2=main_grads.w2)
+            into = main_grads
             if not num_rows:
-                main_grads.clear()
+                into.clear()
         biases = tuple(torch.zeros_like(b) for b in experts.biases)
         if num_rows:
             rows, stacked = self._rows(routed, tile), _stacked(experts)
@@ -272,19 +273,23 @@ class KernelExperts:
                     dh_NH, rows, stacked, self.alone, cfg, tile, self.sms, dx_ND, slots=1, scatter=False
                 )
             if needs.w2:
-                self._weight_gradients(dy_ND, made.act_NF, 0, grads.w2, rows, transposed=False, accumulate=accumulate)
+                for block, of in self._blocks(rows, routed, into):
+                    a_ND, b_NF = block.of(dy_ND), block.of(made.act_NF)
+                    self._weight_gradients(a_ND, b_NF, 0, of.w2, block, transposed=False, accumulate=of.accumulate)
             if needs.w13:
                 x_ND = self._expand(x, rows, tile)
-                halves = [(out,) for out in grads.w13] if experts.layout == "split" else [grads.w13]
-                for half, out in enumerate(halves):
-                    self._weight_gradients(
-                        x_ND, dh_NH, half * cfg.ffn, out, rows, transposed=True, accumulate=accumulate
-                    )
+                for block, of in self._blocks(rows, routed, into):
+                    a_ND, b_NH = block.of(x_ND), block.of(dh_NH)
+                    halves = [(out,) for out in of.w13] if experts.layout == "split" else [of.w13]
+                    for half, out in enumerate(halves):
+                        self._weight_gradients(
+                            a_ND, b_NH, half * cfg.ffn, out, block, transposed=True, accumulate=of.accumulate
+                        )
         return RowGradients(
             dx_ND if needs.x else None,
             weights_N if needs.weights else None,
-            grads.w13 if needs.w13 and main_grads is None else None,
-            grads.w2 if needs.w2 and main_grads is None else None,
+            into.w13 if needs.w13 and main_grads is None else None,
+            into.w2 if needs.w2 and main_grads is None else None,
             biases if needs.biases else (),
         )
 
@@ -297,11 +302,19 @@ class KernelExperts:
         self.launch.launch_dweights(made, dy_N, rows, alone, self.cfg, self.way.down, self.sms)
         return found[plan.row_return_N.clamp(min=0)]
 
+    def _blocks(self, rows: Any, routed: Routed, into: MainGrads) -> Iterator[tuple[RowBlock, MainGrads]]:
+        """Each block of source ranks, ascending, and where its gradient goes."""
+        of, plan = rows.fields, routed.plan
+        first = self.rank * of.rows_e.shape[0]
+        counts_Re = plan.counts_RE[:, first : first + of.rows_e.shape[0]]
+        for number, target in enumerate(into.of_blocks()):
+            yield row_block(counts_Re, of.start_e1, of.rows_e, plan.num_rows, number, into.blocks), target
+
     def _weight_gradients(
-        self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], rows: Any, **how: bool
+        self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], of: RowBlock, **how: bool
     ) -> None:
         """out: one tensor for all experts, or one per expert; see `launch_weight_gradient`."""
-        tile, of = self.way.weight_gradient, rows.fields
+        tile = self.way.weight_gradient
         if out[0].dim() > 2:
             width = (a_NH if how["transposed"] else b_NW).shape[1]
             parts = [(out[0].view(of.rows_e.shape[0], -1, width), of.start_e1, of.rows_e)]

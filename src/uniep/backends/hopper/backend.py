@@ -252,11 +252,12 @@ class HopperBackend(Link):
         into = (*main_grads.w13, *main_grads.w2) if main_grads is not None else ()
         rows, kept = saved[1].shape[-1], len(saved[-1])
         accumulate = main_grads is not None and main_grads.accumulate
+        by_launches = main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
         key = needs, num_tokens, rows, kept, ids_TK.dtype, len(into), accumulate, self.stay_local, *layout_of(experts)
         given = dy_TD, x_TD, ids_TK, *saved, *experts.tensors, *into
         dx_TD, dweights_TK, *of_experts = (
             self.recorded.call(key, given, LayerTag(layer.number), False, perform)
-            if way is None and num_tokens and not self.way.again
+            if way is None and num_tokens and not self.way.again and by_launches
             else perform()
         )
         split = len(experts.w13) if needs.w13 and main_grads is None else 0

@@ -6,7 +6,7 @@ The serial way has every stage wait for the one before; it is the oracle.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,8 @@ from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Ne
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
-from uniep.launch.driver import fill, release, result, result_like, temporary, unbind
+from uniep.launch.driver import Memory, fill, release, result, result_like, temporary, tensor, unbind
+from uniep.routing import RowBlock, row_block
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -175,24 +176,54 @@ def _weight_gradients(
     x: tokens (T, D) and where the received ones are, or will be."""
     from uniep.launch import staged as launch
 
-    rows, local, ffn = plan.rows, link.planner.local, link.cfg.ffn
-    how = rows.start_e1, rows.rows_e, link.planner.status, link.way.weight_gradient, link.sms
-    accumulate = main_grads is not None and main_grads.accumulate
-    dw13 = dw2 = None
+    local, ffn = link.planner.local, link.cfg.ffn
+    how = link.planner.status, link.way.weight_gradient, link.sms
+    into = main_grads
+    if into is None:
+        w13 = tuple(map(result_like, experts.w13)) if needs.w13 else ()
+        into = MainGrads(w13, (result_like(experts.w2[0]),) if needs.w2 else (), accumulate=False)
+    targets = list(into.of_blocks())
+    blocks = _row_blocks(link, plan, len(targets))
     if needs.w2:
-        dw2 = main_grads.w2 if main_grads else (result_like(experts.w2[0]),)
-        launch.launch_weight_gradient(addresses.dy_N, act_NF, 0, dw2[0], *how, transposed=False, accumulate=accumulate)
+        for rows, of in zip(blocks, targets, strict=True):
+            launch.launch_weight_gradient(
+                _addresses(link, rows, addresses.dy_N), rows.of(act_NF), 0, of.w2[0], rows.start_e1, rows.rows_e,
+                *how, transposed=False, accumulate=of.accumulate,
+            )  # fmt: skip
         link.mark("weight_gradient")
     if link.way.again:
         link.dispatch_again(x.local, plan, layer)
     if needs.w13:
-        dw13 = main_grads.w13 if main_grads else tuple(map(result_like, experts.w13))
-        x_N = x.received if link.way.expanded else addresses.x_N
-        for part, dw in enumerate(dw13):  # w1 and w3, or both in one
-            dw_eHD = dw.view(local, -1, link.cfg.hidden)
-            launch.launch_weight_gradient(x_N, dh_NH, part * ffn, dw_eHD, *how, transposed=True, accumulate=accumulate)
-            link.mark("weight_gradient")
-    return dw13, dw2
+        for rows, of in zip(blocks, targets, strict=True):
+            x_N = rows.of(x.received) if link.way.expanded else _addresses(link, rows, addresses.x_N)
+            dh_of_NH = rows.of(dh_NH)
+            for part, dw in enumerate(of.w13):  # w1 and w3, or both in one
+                dw_eHD = dw.view(local, -1, link.cfg.hidden)
+                launch.launch_weight_gradient(
+                    x_N, dh_of_NH, part * ffn, dw_eHD, rows.start_e1, rows.rows_e, *how, transposed=True,
+                    accumulate=of.accumulate,
+                )  # fmt: skip
+                link.mark("weight_gradient")
+    return into.w13 or None, into.w2 or None
+
+
+def _row_blocks(link: Link, plan: DevicePlan, blocks: int) -> Sequence[RowBlock]:
+    """The rows of each block of source ranks, ascending."""
+    rows = plan.rows
+    if blocks == 1:
+        return [RowBlock(rows.start_e1, rows.rows_e)]
+    first = link.rank * link.planner.local
+    counts_Re = tensor(plan.counts_RE)[:, first : first + link.planner.local]
+    of_call = counts_Re, tensor(rows.start_e1), tensor(rows.rows_e), plan.num_rows
+    return [row_block(*of_call, number, blocks) for number in range(blocks)]
+
+
+def _addresses(link: Link, rows: RowBlock, address_N: Memory) -> Memory:
+    """Of the block's rows."""
+    if rows.row_N is None:
+        return address_N
+    zeros = link.arena.views["receive"][-1].data_ptr()
+    return rows.addresses_of(tensor(address_N), zeros)
 
 
 def _expand(link: Link, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> Tensor:

@@ -8,6 +8,12 @@ whole mesh, not of "dp"; both wrappers here do that.  Dense parameters are avera
 
 from uniep.integrations.torch.clipping import clip_grad_norm_, share_nonfinite_
 from uniep.integrations.torch.owners import split_parameters
+from uniep.integrations.torch.shards import (
+    of_shard,
+    reduce_dense_gradients,
+    reduce_in_rank_order,
+    sum_over_shards,
+)
 from uniep.integrations.torch.states import TrainState, load_full_state_dict
 from uniep.integrations.torch.wrappers import data_parallel, distribute_experts, fully_shard_experts
 
@@ -18,6 +24,10 @@ __all__ = [
     "distribute_experts",
     "fully_shard_experts",
     "load_full_state_dict",
+    "of_shard",
+    "reduce_dense_gradients",
+    "reduce_in_rank_order",
     "share_nonfinite_",
     "split_parameters",
+    "sum_over_shards",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.torch.owners import part
+from uniep.layout import power_of_2
+from uniep.numerics import pair_tree_sum
 
 __all__ = ["clip_grad_norm_", "share_nonfinite_"]
 
@@ -26,6 +29,7 @@ def clip_grad_norm_(
     *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    independent: bool = False,
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)) of their common norm; returns the norm, fp32.
 
@@ -40,11 +44,20 @@ def clip_grad_norm_(
     mesh dimension that the parameter is split over, in the mesh's order, with `ep_group` last if it is not among them.
     Then the norm of these over all parameters, dense ones first, in the order given.  Reruns give the same bits.
 
-    Raises ConfigError for max_norm below 0, norm_type not above 0, or no parameters; UnsupportedError for parameters
-    that are partial sums; RuntimeError if the norm is not finite and error_if_nonfinite.
+    independent: another order, whose bits do not depend on EP and DP sizes, nor on DDP or FSDP2, if those of the
+        gradients do not; norm_type 2 only.  The square of every element, fp32; their sum along the last dimension of
+        the whole parameter, then along the one before, and so on; of these over the parameters; each by adjacent pairs,
+        `((x0+x1)+(x2+x3))+...`, with zeros up to a power of two; the square root.  A dimension that ranks share is
+        gathered after the sums of those behind it: one number for each expert, at best; the gradient, if the last is.
+
+    Raises ConfigError for max_norm below 0, norm_type not above 0 (or not 2, if independent), or no parameters;
+    UnsupportedError for parameters that are partial sums; RuntimeError if the norm is not finite and
+    error_if_nonfinite.
     """
     if not (max_norm >= 0 and norm_type > 0):
         raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; they must be at least 0 and above 0")
+    if independent and norm_type != 2.0:
+        raise ConfigError(f"norm_type is {norm_type}; independent=True knows 2 only")
     group = ep_group.get_group() if isinstance(ep_group, DeviceMesh) else ep_group
     over_ep = dict.fromkeys(experts)
     parameters = list(dict.fromkeys([*(p for p in dense if p not in over_ep), *over_ep]))
@@ -54,6 +67,26 @@ def clip_grad_norm_(
         if isinstance(p.grad, DTensor) and any(placement.is_partial() for placement in p.grad.placements):
             p.grad = p.grad.redistribute(p.grad.device_mesh, [_whole(placement) for placement in p.grad.placements])
     grads = [None if p.grad is None else part(p.grad) for p in parameters]
+    if independent:
+        total = _independent_norm(parameters, group, over_ep)
+    else:
+        total = _norm(parameters, grads, norm_type, group, over_ep)
+    if error_if_nonfinite and not math.isfinite(float(total)):
+        raise RuntimeError(f"the gradient norm is {float(total)}; gradients were not changed")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        if g is not None:
+            g.mul_(factor.to(g.device))
+    return total
+
+
+def _norm(
+    parameters: list[nn.Parameter],
+    grads: list[Tensor | None],
+    norm_type: float,
+    group: dist.ProcessGroup | None,
+    over_ep: dict[nn.Parameter, None],
+) -> Tensor:
     norms = [
         torch.zeros((), device=part(p).device)
         if g is None
@@ -72,14 +105,51 @@ def clip_grad_norm_(
         for n, norm in zip(numbers, here, strict=True):
             norms[n] = norm
     device = norms[0].device
-    total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
-    if error_if_nonfinite and not math.isfinite(float(total)):
-        raise RuntimeError(f"the gradient norm is {float(total)}; gradients were not changed")
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for g in grads:
-        if g is not None:
-            g.mul_(factor.to(g.device))
-    return total
+    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+
+
+def _independent_norm(
+    parameters: list[nn.Parameter], group: dist.ProcessGroup | None, over_ep: dict[nn.Parameter, None]
+) -> Tensor:
+    """As `clip_grad_norm_` says of `independent`."""
+    squares = [_sum_of_squares(p, group if p in over_ep else None) for p in parameters]
+    device = squares[0].device
+    return _pairs(torch.stack([s.to(device) for s in squares])).sqrt()
+
+
+def _sum_of_squares(parameter: nn.Parameter, ep_group: dist.ProcessGroup | None) -> Tensor:
+    """Of the whole parameter's gradient, on every rank.  ep_group: plain experts lie on its ranks."""
+    grad = parameter.grad
+    sums = torch.zeros_like(part(parameter), dtype=torch.float32) if grad is None else part(grad).float().square()
+    split = -1  # the last dimension that ranks share
+    if isinstance(parameter, DTensor):
+        split = max([p.dim for p in parameter.placements if not p.is_replicate()], default=-1)  # type: ignore[attr-defined]
+    elif ep_group is not None:
+        split = 0
+    sums = _sum_behind(sums, split)
+    if split >= 0 and isinstance(parameter, DTensor):
+        shape = parameter.shape[: split + 1]
+        layout: dict[str, Any] = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+        mesh, placements = parameter.device_mesh, parameter.placements
+        sums = DTensor.from_local(sums.contiguous(), mesh, placements, run_check=False, **layout).full_tensor()
+    elif split >= 0 and ep_group is not None:
+        parts = [torch.empty_like(sums) for _ in range(ep_group.size())]
+        dist.all_gather(parts, sums.contiguous(), group=ep_group)
+        sums = torch.cat(parts)
+    return _sum_behind(sums, -1)
+
+
+def _sum_behind(x: Tensor, dim: int) -> Tensor:
+    """Sum of the dimensions behind `dim`, the last one first."""
+    while x.dim() > dim + 1:
+        x = _pairs(x)
+    return x
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """Sum of the last axis by adjacent pairs, with zeros up to a power of two."""
+    size = x.shape[-1]
+    return pair_tree_sum(nn.functional.pad(x, (0, power_of_2(max(size, 1)) - size)))
 
 
 def _split_over(parameter: Tensor, ep_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, ...]:

@@ -157,8 +157,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
         if inner is not module and isinstance(inner, Experts) and inner.workspace.ep_size > 1:
             raise UnsupportedError(
                 f"{path} is a {type(module).__name__} around experts spread over {inner.workspace.ep_size} ranks; its "
-                "own parameters mix this rank's experts and would be taken for shared ones. Adapt dense layers only, "
-                "run with EP size 1, or keep the factors inside a subclass of Experts and declare them in expert_dims"
+                "own parameters mix this rank's experts and would be taken for shared ones. Give experts their factors "
+                "with uniep.nn.add_lora(model, target_parameters=...), adapt dense layers only, or run with EP size 1"
             )
         if isinstance(module, FullyShardedDataParallel) and any(isinstance(m, Experts) for m in module.modules()):
             raise UnsupportedError(

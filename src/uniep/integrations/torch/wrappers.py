@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.torch.clipping import share_nonfinite_
 from uniep.integrations.torch.owners import Owner, check_group, layers, owners, part
+from uniep.integrations.torch.rank_order import Complete
 from uniep.nn import Experts
 
 __all__ = ["data_parallel", "distribute_experts", "fully_shard_experts"]
@@ -74,7 +75,7 @@ def data_parallel(
         for name, parameter in module.named_parameters(recurse=False)
         if id(parameter) in spread
     ]
-    averages = _Averages(places, copies, mesh[ep].get_group())
+    averages = _Averages(places, copies, mesh[ep].get_group(), _complete(model))
     wrapped.register_forward_pre_hook(averages.before)
     wrapped.register_forward_hook(averages.behind)
     return wrapped
@@ -84,13 +85,18 @@ class _Averages:
     """Handles the experts' gradients of one DDP model: divides them by the EP size, then averages them over the copies.
 
     places: (module, name) of each parameter that belongs to this rank's experts.
+    complete: the layer has summed gradients over the copies, too (`Workspace(copies=)`), so that they are only divided.
     A copy of the model has its own object, which finds the copy's parameters at its first forward.
     """
 
     def __init__(
-        self, places: list[tuple[nn.Module, str]], copies: dist.ProcessGroup, ep_group: dist.ProcessGroup
+        self,
+        places: list[tuple[nn.Module, str]],
+        copies: dist.ProcessGroup,
+        ep_group: dist.ProcessGroup,
+        complete: bool,
     ) -> None:
-        self.places, self.copies, self.ep_group = places, copies, ep_group
+        self.places, self.copies, self.ep_group, self.complete = places, copies, ep_group, complete
         self.synchronize = True
         self.running = False
         self.works: list[dist.Work] = []
@@ -98,11 +104,11 @@ class _Averages:
         self.parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Averages:
-        return _Averages(copy.deepcopy(self.places, memo), self.copies, self.ep_group)
+        return _Averages(copy.deepcopy(self.places, memo), self.copies, self.ep_group, self.complete)
 
     def parameters(self) -> list[nn.Parameter]:
         """All expert parameters, with hooks; also new ones, such as from `load_state_dict(assign=True)`."""
-        found, parts = [], self.ep_group.size()
+        found, parts = [], self.ep_group.size() * (self.copies.size() if self.complete else 1)
         for module, name in self.places:
             parameter = module._parameters.get(name)
             if parameter is None:
@@ -140,7 +146,7 @@ class _Averages:
         if not self.synchronize:
             return
         self.begin()
-        if self.copies.size() > 1 and parameter.grad is not None:
+        if self.copies.size() > 1 and parameter.grad is not None and not self.complete:
             parameter.grad.div_(self.copies.size())
             work = dist.all_reduce(parameter.grad, group=self.copies, async_op=True)
             self.works.append(work)
@@ -212,6 +218,12 @@ def fully_shard_experts(
         for layer, module in layers(model):
             if module is not owner.experts and any(p is tensor for p in module.parameters()):
                 raise UnsupportedError(f"{name} belongs to {owner.layer} and {layer}, and FSDP2 units share nothing")
+    complete = _complete(model)
+    if complete and len(names) > 1:
+        raise UnsupportedError(
+            f"Workspace(copies=) sums expert gradients over all copies, and FSDP2 would sum them over {names[0]!r} "
+            "again; use one dimension of copies, or no copies="
+        )
     distribute_experts(model, mesh[ep])
     policy = dataclasses.replace(mp_policy or MixedPrecisionPolicy(), cast_forward_inputs=False)
     copies = mesh[names[0]] if len(names) == 1 else mesh[names]
@@ -222,6 +234,8 @@ def fully_shard_experts(
         sharded.set_gradient_divide_factor(float(mesh.size()))
         # gloo cannot sum and divide at once.  Not set for a group of one: torch 2.13 would divide twice.
         sharded.set_force_sum_reduction_for_comms(parts > 1)
+        if complete:
+            sharded.set_custom_reduce_scatter(Complete())
     for holder in (model, *(module for _, module in layers(model))):
         holder.__deepcopy__ = functools.partial(_refuse_copy, type(holder).__name__)  # type: ignore[assignment]
 
@@ -256,12 +270,35 @@ def _checked(
             )
     for layer, module in layers(model):
         check_group(module, layer, mesh[ep])
+        _check_copies(module, layer, mesh, tuple(name for name in have if name in names))
         if module.main_grad is not None:
             raise UnsupportedError(
                 f"{layer} has main_grad={module.main_grad!r}, which PyTorch's wrappers would not reduce over {names}; "
                 "set it to None (FSDP2 reduces in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32))"
             )
     return owners(model), tuple(name for name in have if name in names)
+
+
+def _complete(model: nn.Module) -> bool:
+    """Whether the layers sum expert gradients over the copies themselves."""
+    found = {module.workspace.num_copies > 1 for _, module in layers(model)}
+    if len(found) > 1:
+        raise ConfigError("some Workspaces of this model have copies= and others not; use the same for all its layers")
+    return found.pop()
+
+
+def _check_copies(module: Experts, layer: str, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Copies that the layer sums itself are those of the mesh."""
+    copies = module.workspace.copies
+    if copies is None or copies.size() == 1:
+        return
+    ours = dist.get_process_group_ranks(copies)
+    theirs = mesh[names].mesh.flatten().tolist()
+    if ours != theirs:
+        raise ConfigError(
+            f"{layer} sums its gradients over copies on ranks {ours} but along {names} are ranks {theirs}; give its "
+            "Workspace copies= that dimension of the mesh"
+        )
 
 
 def _check_distributed(name: str, tensor: DTensor, owner: Owner, ep_mesh: DeviceMesh) -> None:

@@ -1,0 +1,106 @@
+"""Expert gradients by blocks of source ranks: `MoEConfig(gradient_shards=G)`, `Workspace(copies=)`.
+
+An expert's rows come from all ranks of its EP group and, where other EP groups hold copies of it, from theirs.  These
+source ranks, in the order (copy, rank in the EP group), form G blocks of consecutive ranks.  Each block's dW13 and dW2
+is a chain of its own over its rows in canonical order, in fp32 and from 0, as if there were no other rows.
+
+**Order**: (((b_0 + b_1) + b_2) + ... + b_G-1), fp32, also of blocks without rows, which are zeros.  The sum is cast
+once, or goes to main_grad in one rounding.  Nothing in it depends on which ranks are one EP group.
+
+A rank keeps its blocks apart only where there are copies.  Of those, each sums a share of the elements, and then all
+gather the sums: G / copies + 1 times the bytes of the gradient leave a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
+from uniep.layout import SUMMED_AT_ONCE
+from uniep.workspace import Workspace
+
+__all__ = ["backward", "share_of_sum", "sum_over_ranks"]
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.13
+
+
+def backward(
+    space: Workspace,
+    dy_TD: Tensor,
+    inputs: Inputs,
+    saved: list[Tensor],
+    needs: Needs,
+    main_grads: MainGrads | None = None,
+) -> ExpertGradients:
+    """`Backend.backward`, with expert gradients by blocks.  Collective over the EP group and the copies."""
+    backend = space.enter()
+    if space.cfg.gradient_shards == 1:
+        return backend.backward(dy_TD, inputs, saved, needs, main_grads)
+    of_blocks = _memory(space, inputs, needs)
+    got = backend.backward(dy_TD, inputs, saved, needs, of_blocks)
+    w13, w2 = of_blocks.w13, of_blocks.w2
+    if of_blocks.apart:
+        w13, w2 = (tuple(sum_over_ranks(t.flatten(1), space.copies).view(t.shape[1:]) for t in ts) for ts in (w13, w2))
+    if main_grads is None:
+        cast = [
+            tuple(dw.to(w.dtype) for dw, w in zip(dws, ws, strict=True)) if dws else None
+            for dws, ws in zip((w13, w2), inputs.experts.trained, strict=True)
+        ]
+        return dataclasses.replace(got, w13=cast[0], w2=cast[1])
+    for target, dw in zip((*main_grads.w13, *main_grads.w2), (*w13, *w2), strict=True):
+        target.add_(dw) if main_grads.accumulate else target.copy_(dw)
+    return got
+
+
+def _memory(space: Workspace, inputs: Inputs, needs: Needs) -> MainGrads:
+    """fp32 memory for the gradients that are needed: of each block where there are copies, else of their sum."""
+    blocks, apart = space.cfg.gradient_shards // space.num_copies, space.num_copies > 1
+    shape = (blocks,) if apart else ()
+
+    def fresh(weights: tuple[Tensor, ...], needed: bool) -> tuple[Tensor, ...]:
+        return tuple(w.new_empty((*shape, *w.shape), dtype=torch.float32) for w in weights) if needed else ()
+
+    w13, w2 = inputs.experts.trained
+    return MainGrads(fresh(w13, needs.w13), fresh(w2, needs.w2), False, blocks, apart)
+
+
+def sum_over_ranks(blocks_BN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum of the blocks of all ranks, each fp32 (N,), in the order (rank, block) -> (N,), the same bits on every rank.
+
+    **Order**: ((b_0 + b_1) + b_2) + ... .  Each rank sums a share of the elements; then all gather the sums.
+    """
+    if group is None or group.size() == 1:
+        return _chain(blocks_BN)
+    whole = blocks_BN.new_empty(blocks_BN.shape[1])
+    size, number = group.size(), blocks_BN.shape[0]
+    for first in range(0, whole.shape[0], SUMMED_AT_ONCE):
+        part_BN = blocks_BN[:, first : first + SUMMED_AT_ONCE]
+        length = part_BN.shape[1]
+        share = -(-length // size)
+        sent = torch.nn.functional.pad(part_BN, (0, size * share - length))
+        total = share_of_sum(sent.view(number, size, share).transpose(0, 1), group)
+        gathered = total.new_empty(size * share)
+        _all_gather(gathered, total, group=group)
+        whole[first : first + length] = gathered[:length]
+    return whole
+
+
+def share_of_sum(sent_RBN: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's share (N,) of the sum over the blocks of all ranks, in the order (rank, block), fp32.
+
+    sent_RBN: of this rank's blocks the share of each rank."""
+    sent_RBN = sent_RBN.contiguous()
+    received = torch.empty_like(sent_RBN)
+    dist.all_to_all_single(received, sent_RBN, group=group)
+    return _chain(received.flatten(0, 1))
+
+
+def _chain(blocks_BN: Tensor) -> Tensor:
+    total = blocks_BN[0].to(torch.float32, copy=True)
+    for block in blocks_BN[1:]:
+        total += block
+    return total

@@ -1,0 +1,140 @@
+"""Expert gradients by blocks of source ranks: equal bits however ranks are split into EP and copies.
+
+The oracle knows no blocks: each block's tokens run alone, on one rank, and the finished fp32 gradients are added here.
+"""
+
+import functools
+import re
+
+import case
+import pytest
+import torch
+from case import config, equal_bits, named_error, random_batch
+from torch.distributed.device_mesh import init_device_mesh
+
+import uniep
+
+TOKENS = (70, 33, 0, 150)
+LAYOUTS = {2: ((2, 1), (4, 1), (1, 2), (2, 2)), 4: ((4, 1), (2, 2), (1, 4))}
+"""gradient_shards -> (EP, copies)."""
+
+
+def workspace(world, cfg, ep, copies, **how):
+    """Of ep * copies ranks; those of an EP group lie side by side."""
+    how = {"device": "cpu", "timeout_s": case.TIMEOUT_S} | how
+    if copies == 1:
+        return uniep.Workspace(cfg, world.group(ep), **how)
+    ranks = torch.arange(ep * copies).view(copies, ep)
+    mesh = init_device_mesh("cpu", (copies, ep), mesh_dim_names=("dp", "ep")) if ranks.numel() == world.size else None
+    if mesh is None:
+        return uniep.Workspace(cfg, None, copies=world.group(copies), **how)  # EP 1
+    return uniep.Workspace(cfg, mesh["ep"], copies=mesh["dp"], **how)
+
+
+def step(ws, batch, rank, ranks, main_grad=None, value=0.0):
+    """(y, dx, dweights, dw13, dw2) of this rank: of its share of the tokens and its experts."""
+    rows, experts = batch.rows(rank, ranks), batch.experts(ws.rank, ws.ep_size)
+    x, weights, w13, w2 = map(case.leaf, (batch.x[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts]))
+    for w in (w13, w2):
+        w.main_grad = torch.full(w.shape, value)
+    y = uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws, main_grad=main_grad)
+    y.backward(batch.dy[rows])
+    of_experts = [w.grad if main_grad is None else w.main_grad for w in (w13, w2)]
+    return [y.detach(), x.grad, weights.grad, *of_experts]
+
+
+def on_ranks(world, cfg, batch, ep, copies, backend, main_grad, value):
+    with workspace(world, cfg, ep, copies, backend=backend) as ws:
+        return step(ws, batch, world.rank, ep * copies, main_grad, value)
+
+
+def of_block(world, cfg, batches):
+    with workspace(world, cfg, 1, 1) as ws:
+        return [step(ws, batch, 0, 1, "overwrite") for batch in batches]
+
+
+def only(batch, shards):
+    """The tokens of these shards."""
+    shard = torch.arange(4).repeat_interleave(torch.tensor(batch.shard_tokens))
+    return batch.with_tokens(torch.isin(shard, torch.tensor(shards)))
+
+
+@functools.cache
+def expected(pool, dtype, blocks):
+    """(batch, y, dx, dweights, dw13, dw2) with expert gradients in fp32, added here."""
+    cfg = config(dtype=dtype, max_tokens_per_rank=256)
+    batch = random_batch(cfg, TOKENS, unused=0.1)
+    per = 4 // blocks
+    parts = [only(batch, list(range(first, first + per))) for first in range(0, 4, per)]
+    (found,) = pool.run(of_block, cfg, parts, ranks=1)
+    rows = [torch.cat(of_blocks) for of_blocks in list(zip(*found, strict=True))[:3]]
+    return batch, *rows, *(functools.reduce(torch.add, dw) for dw in list(zip(*found, strict=True))[3:])
+
+
+@pytest.mark.parametrize("main_grad", [None, "accumulate"])
+@pytest.mark.parametrize("backend", ["cpu", "nccl"])
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_equal_bits_over_ep_and_copies(pool, blocks, backend, main_grad):
+    dtype = torch.float32 if backend == "nccl" else torch.bfloat16
+    batch, *rows, dw13, dw2 = expected(pool, dtype, blocks)
+    cfg = config(dtype=dtype, gradient_shards=blocks)
+    want = [dw.to(dtype) if main_grad is None else 0.3 + dw for dw in (dw13, dw2)]
+    for ep, copies in LAYOUTS[blocks]:
+        found = pool.run(on_ranks, cfg, batch, ep, copies, backend, main_grad, 0.3, ranks=ep * copies)
+        for name, *got, expect in zip(("y", "dx", "dweights"), *found, rows, strict=False):
+            equal_bits(torch.cat(got), expect, f"EP {ep} x {copies}: {name}")
+        for rank, grads in enumerate(found):
+            experts = batch.experts(rank % ep, ep)
+            for name, got, expect in zip(("dw13", "dw2"), grads[3:], want, strict=True):
+                equal_bits(got, expect[experts], f"EP {ep} x {copies}: {name} of rank {rank}")
+
+
+def test_another_function_than_one_chain(pool):
+    """Else the tests above could not tell the two apart."""
+    batch, *_, dw13, _ = expected(pool, torch.float32, 4)
+    cfg = config(max_tokens_per_rank=256)
+    (one_chain,) = pool.run(of_block, cfg, [batch], ranks=1)
+    assert not torch.equal(one_chain[0][3], dw13)
+    torch.testing.assert_close(one_chain[0][3], dw13)
+
+
+def refused(world, cfg, ep, copies):
+    def make():
+        workspace(world, cfg, ep, copies).close()
+
+    return named_error(make)
+
+
+@pytest.mark.parametrize(
+    ("shards", "ep", "copies", "fits"), [(3, 2, 2, "2, 4"), (1, 2, 2, "2, 4"), (8, 4, 1, "1, 2, 4"), (2, 1, 4, "4")]
+)
+def test_blocks_of_whole_ranks(pool, shards, ep, copies, fits):
+    for kind, text in pool.run(refused, config(gradient_shards=shards), ep, copies, ranks=ep * copies):
+        assert kind == "ConfigError"
+        assert re.search(f"gradient_shards={shards} .*; use gradient_shards of {fits},", text)
+
+
+def other_config(world):
+    """Copy 1 rounds elsewhere."""
+    how = {"weight_at": "activation"} if world.rank >= 2 else {}
+    return refused(world, config(gradient_shards=4, **how), 2, 2)
+
+
+def test_copies_agree(pool):
+    for kind, text in pool.run(other_config):
+        assert kind == "ConfigError" and "copies of the same experts disagree on weight_at" in text
+
+
+def frozen(world, cfg, batch):
+    with workspace(world, cfg, 2, 2) as ws:
+        rows, experts = batch.rows(world.rank, 4), batch.experts(ws.rank, 2)
+        w13, w2 = batch.w13[experts].clone(), case.leaf(batch.w2[experts])
+        y = uniep.moe(batch.x[rows], batch.ids[rows], batch.weights[rows], w13, w2, workspace=ws)
+        y.backward(batch.dy[rows])
+        return w2.grad
+
+
+def test_frozen_w13(pool):
+    batch, *_, dw2 = expected(pool, torch.float32, 4)
+    for rank, got in enumerate(pool.run(frozen, config(gradient_shards=4), batch)):
+        equal_bits(got, dw2[batch.experts(rank % 2, 2)], f"rank {rank}")
