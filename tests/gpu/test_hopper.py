@@ -277,7 +277,8 @@ def check_activations(r):
 
 
 def check_biases(r):
-    """The same with biases, a limit and no gate, with combine groups, too; then a layer of GPT-OSS-20B's shape."""
+    """The same with biases, a limit and no gate; with combine groups; in calls that are made again; then a layer of
+    GPT-OSS-20B's shape."""
     same_everywhere(r, {"bias": True, "activation": "swiglu_oai", "activation_limit": 1.0})
     same_everywhere(r, {"bias": True, "activation": "relu2", "weight_at": "activation", "dtype": torch.float16})
     same_everywhere(r, {"bias": True, "activation": "silu"})
@@ -290,6 +291,13 @@ def check_biases(r):
         "EP=1": differing(want, r.alone(cfg, data)[0]),
     }
     assert not any(wrong.values()), wrong
+    cfg = MoEConfig(**SHAPE, max_rows=8192, bias=True, activation="swiglu_oai", activation_limit=1.0)
+    data = r.data(cfg, 700)
+    want = r.once(cfg, data, SERIAL)
+    for how in ("copied", "gradient beside", "mega", "mega, copied"):  # from the third time on by records
+        with Workspace(cfg, r.group, schedule=SCHEDULES[how], timeout_s=60) as workspace:
+            wrong = [differing(want, r.run(workspace, data)) for _ in range(5)]
+            assert not any(wrong), (how, wrong)
     gpt_oss = {"hidden": 2880, "ffn": 2880, "num_experts": 32, "top_k": 4, "max_tokens_per_rank": 2048}
     cfg = MoEConfig(**gpt_oss, bias=True, activation="swiglu_oai", activation_limit=7.0)
     data = r.data(cfg, 2000)

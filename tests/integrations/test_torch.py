@@ -237,10 +237,10 @@ def test_as_one_process(pool, run):
 
 
 def frozen(world, how):
-    """Norm and gradients of a step without w13 of the first block, w13 and w2 of the second."""
+    """Norm and gradients of a step without w13 of the first block and all experts of the second."""
     mesh, world_mesh = meshes(world, 2)
     (x, target), mine = batches()[0], share(world.rank, TOKENS[0])
-    with uniep.Workspace(config(), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+    with uniep.Workspace(config(bias=True), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
         model = Model(workspace)
         for p in (model.blocks[0].moe.experts.w13, *model.blocks[1].moe.experts.parameters()):
             p.requires_grad_(False)
@@ -257,7 +257,8 @@ def test_54_frozen_experts(pool, how):
     want = alone()[0][0]
     for norm, grads in pool.run(frozen, how):
         none = {name for name, g in grads.items() if g is None}
-        assert none == {f"blocks.{b}.moe.experts.{w}" for b, w in ((0, "w13"), (1, "w13"), (1, "w2"))}
+        still = (0, "w13"), *((1, name) for name in ("w13", "w2", "b13", "b2"))
+        assert none == {f"blocks.{block}.moe.experts.{name}" for block, name in still}
         rest = {name: g for name, g in want.items() if name not in none}
         for name, ref in rest.items():
             torch.testing.assert_close(grads[name], ref, rtol=2e-5, atol=1e-6 * float(ref.abs().max()))

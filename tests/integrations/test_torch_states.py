@@ -73,9 +73,10 @@ def everything(model, optimizer, mesh):
 def saved_and_loaded(world, folder, kind, build, hows, asynchronous=False):
     """Train a step and save with the first of hows; load with the others into what was trained otherwise."""
     found = []
+    cfg = config(bias=kind != "factored")  # which would mix the biases of experts in one factor, and is refused
     for how, ep in hows:
         mesh, world_mesh = plain.meshes(world, ep)
-        with uniep.Workspace(config(bias=True), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+        with uniep.Workspace(cfg, mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
             model = plain.wrapped(how, MODELS[build](workspace), mesh, world_mesh)
             optimizer = made(model, kind)
             state = {"train": uniep_torch.TrainState(model, optimizer, mesh["ep"])}

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.activation import ACTIVATIONS
-from uniep.config import COLUMN_GROUP, MoEConfig
+from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
 from uniep.kernels.arguments import (
     Activation,
     Addresses,
@@ -30,6 +30,7 @@ from uniep.kernels.arguments import (
     Tokens,
     Wire,
 )
+from uniep.kernels.biases import bias_gradient_kernel
 from uniep.kernels.gemm import gate_up_kernel, product_kernel
 from uniep.kernels.gradients import activation_gradient_kernel, weight_gradient_kernel
 from uniep.kernels.header import STATUS_HOST
@@ -44,7 +45,14 @@ from uniep.kernels.transfer import (
 )
 from uniep.launch.driver import Bundle
 from uniep.launch.staged import Peers, launch_claimed_activation_gradient
-from uniep.numerics import add_ascending, column_group_sums, combine_slots, widened
+from uniep.numerics import (
+    add_ascending,
+    bias_groups,
+    column_group_sums,
+    combine_slots,
+    row_block_sums,
+    widened,
+)
 from uniep.routing import build_plan
 from uniep.schedule import Tile
 
@@ -507,19 +515,69 @@ def test_dweights():
     constants = {"GROUPS": 4, "SLOTS": slots, "ROWS": 128, "BLOCK_M": 128}
     launch(dweights_kernel, **p.tables, **given, **constants)
     given["status"].fill_(1)
-    launch(
-        dweights_kernel,
-        **p.tables,
-        **given | {"groups_ptr": groups_NG + 1},
-        GROUPS=4,
-        SLOTS=slots,
-        ROWS=128,
-        BLOCK_M=128,
-    )
+    launch(dweights_kernel, **p.tables, **given | {"groups_ptr": groups_NG + 1}, **constants)
     want = unwritten(2 * slots, dtype=torch.float32)  # after a failure nothing is stored
     want[p.plan.row_return_N[p.used].long()] = add_ascending(groups_NG)[p.used]
     assert torch.equal(torch.cat(got).nan_to_num(12345.0), want.nan_to_num(12345.0))
     assert not torch.equal(add_ascending(groups_NG), add_ascending(groups_NG.flip(1)))
+
+
+def row_addresses(rows_NX: Tensor) -> Tensor:
+    return rows_NX.data_ptr() + torch.arange(len(rows_NX)) * (rows_NX.shape[1] * rows_NX.element_size())
+
+
+@both_dtypes
+def test_dweights_with_biases(dtype):
+    """Behind the column groups come those of dO . b2, bit for bit; experts of row tiles of 64 rows."""
+    p = problem(dtype, "normal", height=64)
+    groups_NG, b2_eD = made((p.plan.num_rows, 4), torch.float32, "normal", 6), made((LOCAL, D), dtype, "normal", 7)
+    slots = p.cfg.max_tokens_per_rank * K
+    got = [unwritten(slots, dtype=torch.float32) for _ in range(2)]
+    launch(
+        dweights_kernel, **p.tables, groups_ptr=groups_NG, dy_ptr=row_addresses(p.x_ND), b2_ptr=b2_eD,
+        dweights_table=addresses(got), GROUPS=4, SLOTS=slots, ROWS=128, BLOCK_M=64,
+    )  # fmt: skip
+    more_NG = torch.cat([bias_groups(p.x_ND[n : n + 1], b2_eD[e]) for n, e in enumerate(p.row_expert.tolist())])
+    want = torch.full((2 * slots,), float("nan"))
+    both_NG = torch.cat([groups_NG, more_NG], 1)
+    want[p.plan.row_return_N[p.used].long()] = add_ascending(both_NG)[p.used]
+    assert torch.equal(torch.cat(got).nan_to_num(12345.0), want.nan_to_num(12345.0))
+    assert not torch.equal(add_ascending(both_NG), add_ascending(both_NG.flip(1))), (
+        "the data tell no order from another"
+    )
+
+
+@both_dtypes
+@pytest.mark.parametrize("which", ["db13", "db2"])
+def test_bias_gradient(dtype, which):
+    """Blocks of 128 rows by trees, ascending, bit for bit; rows that fill a segment up are not seen; NaN after a
+    failure."""
+    width = 2 * F if which == "db13" else D
+    count = 3 * ROW_ALIGN - 70  # of the second expert, between two without rows
+    tables = {
+        "start_e1": torch.tensor([0, 0, 3, 3], dtype=torch.int32) * ROW_ALIGN,
+        "rows_e": torch.tensor([0, count, 0], dtype=torch.int32),
+        "weight_N": torch.rand(3 * ROW_ALIGN, generator=torch.Generator().manual_seed(9)),
+    }
+    rows_NW = made((3 * ROW_ALIGN, width), dtype, "normal", 8)
+    value_NW = rows_NW.to(torch.float32, copy=True)
+    if which == "db2":
+        value_NW *= tables["weight_N"][:, None]
+    value_NW[count:], rows_NW[count:] = 0.0, float("nan")
+    given = {"values_ptr": rows_NW, "address_ptr": None}
+    if which == "db2":
+        given = {"values_ptr": None, "address_ptr": row_addresses(rows_NW)}
+    status = torch.zeros(1, dtype=torch.int32)
+    constants = {"LOCAL": 3, "WIDTH": width, "COLUMNS": 128}
+    got = unwritten(3, width, dtype=dtype)
+    run = {**tables, **given, "status_ptr": status, "out_ptr": got, **constants}
+    launch(bias_gradient_kernel, **run)
+    want = row_block_sums(value_NW)
+    assert torch.equal(got[1], want.to(dtype)) and not got[[0, 2]].any()
+    assert not torch.equal(want, value_NW.cumsum(0)[-1]), "the data tell no order from another"
+    status.fill_(1)
+    launch(bias_gradient_kernel, **run)
+    assert got.isnan().all()
 
 
 @pytest.mark.parametrize("weights", ["none", "powers of two", "any"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import uniep
 from uniep import reference
+from uniep.backends.base import Needs
 from uniep.backends.torch_tiles import Backward, Forward, Gather, Rows, Shared
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
@@ -538,6 +539,7 @@ class Model:
                 experts[r],
                 fwd[r].h_NF,
                 Gather(self.x[r], fwd[r].received_MD, rows[r], compact=True),
+                Needs(),
                 separate=separate,
             )
             for r in ranks

@@ -14,10 +14,13 @@ CFG = MoEConfig(hidden=D, ffn=F, num_experts=8, top_k=2, max_tokens_per_rank=4, 
 W13 = torch.arange(E * 2 * F * D, dtype=torch.float32).view(E, 2 * F, D)
 W2 = torch.arange(E * D * F, dtype=torch.float32).view(E, D, F)
 
+INTERLEAVED = torch.stack([W13[:, :F], W13[:, F:]], 2).flatten(1, 2)
+
 LAYOUTS = {
     "stacked": (W13, W2),
     "four dimensions": (W13.view(E, 2, F, D), W2),
     "split": ((W13[:, :F].clone(), W13[:, F:].clone()), W2),
+    "interleaved rows": ((INTERLEAVED[:, 0::2], INTERLEAVED[:, 1::2]), W2),
     "lists": (list(W13.clone()), list(W2.clone())),
     "list and stacked": (list(W13.clone()), W2),
     "split and list": ((W13[:, :F].clone(), W13[:, F:].clone()), list(W2.clone())),
