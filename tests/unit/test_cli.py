@@ -152,7 +152,7 @@ def test_completion_knows_commands_and_values():
         env = {**os.environ, "_UNIEP_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words)}
         env["COMP_CWORD"] = str(len(words) - 1)
         command = [sys.executable, "-m", "uniep"]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout.split()
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150).stdout.split()
 
     assert completed("uniep", "ver") == ["verify"]
     assert completed("uniep", "memory", "--optimizer", "adamw") == ["adamw-fp32", "adamw"]

@@ -25,6 +25,10 @@ def run(*command: object, **options) -> str:
     return done.stdout
 
 
+def environment(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"} | more
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """(sdist, wheel), the wheel made from the sdist, of the files that git knows, as they are now."""
@@ -46,15 +50,12 @@ def installed(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", built[1])
+    install = ("install", "--quiet", "--no-deps", "--no-index", built[1])
+    run(sys.executable, "-m", "pip", "--python", python, *install, env=environment())
     place = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     # Packages are found there, but not this clone: .pth files in that folder are not read.
     (place / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"} | more
 
 
 def test_both_hold_the_library_and_nothing_else(built):
