@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.activations import fast_gelu
+from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -167,6 +167,10 @@ LAYERS = {
     "top 1": (2, torch.float32, {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
     "geglu": (2, torch.float32, {"activation_func": F.gelu}),
     "geglu, tanh": (2, torch.float32, {"activation_func": fast_gelu}),
+    "clamped": (2, torch.float32, {
+        "activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5,
+    }),
+    "no gate": (2, torch.float32, {"activation_func": squared_relu, "gated_linear_unit": False}),
     "weights in bf16": (2, torch.bfloat16, {"moe_router_dtype": None}),
 }  # fmt: skip
 
@@ -489,13 +493,13 @@ def test_in_any_order(starts):
 # What is refused, and who says so.
 
 BAD = {
-    "activation_func": F.relu, "gated_linear_unit": False, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,
+    "activation_func": F.relu, "glu_linear_offset": 1.0,
     "fp8": "e4m3", "fp4": "e2m1", "expert_gtp_weight_remat_size": 2, "moe_expert_capacity_factor": 1.0,
     "moe_expert_rank_capacity_factor": 1.0, "moe_mlp_glu_interleave_size": 32, "moe_latent_size": 16,
     "quant_recipe": object(), "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8",
     "recompute_modules": ["moe_act"], "offload_modules": ["expert_fc1"], "transformer_impl": "inference_optimized",
 }  # fmt: skip
-FLAGS = ["activation_func", "gated_linear_unit", *megatron.ALLOWED, *megatron.FORBIDDEN, "transformer_impl"]
+FLAGS = ["activation_func", "glu_linear_offset", *megatron.ALLOWED, *megatron.FORBIDDEN, "transformer_impl"]
 
 
 @pytest.mark.smoke

@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uniep.activation import ACTIVATIONS
 from uniep.config import DTYPES
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, free_of, status_of
@@ -39,7 +38,7 @@ NEEDED = (0, 19)
 
 try:
     import megatron.core
-    from megatron.core.activations import fast_gelu
+    from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
 except ImportError as cause:
@@ -52,8 +51,6 @@ __all__ = ["LayerStatus", "Status", "UniEPMoELayer", "free", "status", "use_unie
 log = logging.getLogger("uniep")
 
 ALLOWED: dict[str, tuple[Any, str]] = {
-    "activation_func_clamp_value": (None, "gates are not clamped"),
-    "glu_linear_offset": (0.0, "nothing is added to up"),
     "activation_func_fp8_input_store": (False, "activations are kept in the layer's dtype"),
     "use_te_activation_func": (False, "the activation is uniep's own"),
     "moe_mlp_glu_interleave_size": (None, "gate rows come first"),
@@ -91,8 +88,12 @@ FORBIDDEN = {
 }
 """Flag that lists modules -> (modules for which uniep would ignore the flag, the remedy)."""
 
-ACTIVATION_OF = {F.silu: "swiglu", F.gelu: "geglu", fast_gelu: "geglu_tanh"}
-"""By `activation_func`."""
+GATED = {
+    (F.silu, 0.0): "swiglu", (F.gelu, 0.0): "geglu", (fast_gelu, 0.0): "geglu_tanh", (quick_gelu, 1.0): "swiglu_oai",
+}  # fmt: skip
+"""With `gated_linear_unit`, by `activation_func` and `glu_linear_offset`; the limit: `activation_func_clamp_value`."""
+UNGATED = {F.silu: "silu", F.gelu: "gelu", fast_gelu: "gelu_tanh", squared_relu: "relu2"}
+"""Without, by `activation_func`."""
 
 
 class UniEPMoELayer(MoELayer):
@@ -142,7 +143,7 @@ class UniEPMoELayer(MoELayer):
             ids_TK = torch.where(ids_TK < 0, ids_TK, ids_TK - local + last - local)
         y_TD = self.workspaces.moe(
             self.ep_group, x_TD, ids_TK, weights_TK, w13, w2, num_local=last + 1,
-            activation=ACTIVATION_OF[self.config.activation_func], weight_at="activation",
+            **_activation(self.config), weight_at="activation",
             main_grad="accumulate" if self.main_grad else None, agreed="in reverse" if reverse else "",
             layer=self.record,
         )  # fmt: skip
@@ -281,12 +282,14 @@ def _refused_flags(config: Any) -> list[str]:
         found = getattr(config, name, value)
         if found is not value and found != value:
             reasons.append(f"{name} is {_label(found)}: it must be {_label(value)}, {meaning}")
-    if (function := config.activation_func) not in ACTIVATION_OF:
-        reasons.append(
-            f"activation_func is {_label(function)}: it must be one of {', '.join(map(_label, ACTIVATION_OF))}"
-        )
-    elif config.gated_linear_unit != (gated := ACTIVATIONS[ACTIVATION_OF[function]].gated):
-        reasons.append(f"gated_linear_unit is {not gated}: it must be {gated} with {_label(function)}")
+    function, offsets = config.activation_func, dict(GATED)
+    if function not in (known := offsets if config.gated_linear_unit else UNGATED):
+        gate = "with" if config.gated_linear_unit else "without"
+        listed = ", ".join(map(_label, known))
+        reasons.append(f"activation_func is {_label(function)}: it must be one of {listed} {gate} a gate")
+    elif config.gated_linear_unit and config.glu_linear_offset != (offset := offsets[function]):
+        found = config.glu_linear_offset
+        reasons.append(f"glu_linear_offset is {found}: it must be {offset} with {_label(function)}")
     for name, (modules, remedy) in FORBIDDEN.items():
         if common := modules & set(getattr(config, name, None) or ()):
             reasons.append(f"{name} has {', '.join(sorted(common))}: {remedy}")
@@ -301,6 +304,14 @@ def _refused_flags(config: Any) -> list[str]:
                 "an MoE layer can be captured; leave graphs to other modules"
             )
     return reasons
+
+
+def _activation(config: Any) -> dict[str, Any]:
+    """The activation and its limit, as arguments of `Workspaces.moe`."""
+    if not config.gated_linear_unit:  # Megatron clamps gates only
+        return {"activation": UNGATED[config.activation_func]}
+    name = GATED[config.activation_func, config.glu_linear_offset]
+    return {"activation": name, "activation_limit": config.activation_func_clamp_value}
 
 
 def _label(value: Any) -> str:
