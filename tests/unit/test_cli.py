@@ -147,6 +147,7 @@ def test_every_command_writes_json():
         assert "json_file" in inspect.signature(command.callback).parameters, command.callback.__name__
 
 
+@pytest.mark.slow
 def test_completion_knows_commands_and_values():
     def completed(*words: str) -> list[str]:
         env = {**os.environ, "_UNIEP_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words)}
