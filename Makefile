@@ -20,11 +20,12 @@ TRITON36 := .venv/triton36/.ready
 HF := .venv/.transformers
 TITAN := .venv/.torchtitan
 MEGATRON := .venv/.megatron
+DOCS := .venv/.docs
 FRAMEWORKS := $(HF) $(TITAN) $(MEGATRON)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m
 
-.PHONY: demo test test-all lint integrations clean
+.PHONY: demo test test-all lint integrations docs pictures clean
 
 demo: $(READY)
 	$(BIN)/uniep demo $(ARGS)
@@ -32,13 +33,21 @@ demo: $(READY)
 test: lint $(FRAMEWORKS)
 	$(PYTEST) "not slow and not gpu"
 
-test-all: lint $(TRITON36) $(FRAMEWORKS)
+test-all: lint docs $(TRITON36) $(FRAMEWORKS)
 	$(PYTEST) "not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "the site: out/site/index.html"
+
+pictures: $(READY)
+	$(BIN)/python benchmarks/plot.py
 
 integrations: $(READY) $(FRAMEWORKS)
 	$(PYTEST) "not gpu" tests/integrations
@@ -60,6 +69,10 @@ $(READY): pyproject.toml
 $(TRITON36): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton36 "triton==3.6.0; sys_platform == 'linux'"
 	@mkdir -p .venv/triton36 && touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet "mkdocs-material>=9.5,<10"
+	@touch $@
 
 # Frameworks that uniep runs in. Without one the tests say so; the next `make` tries again. Those of which the tests
 # need a part come without what they depend on: 47 packages for torchtitan, and a PyTorch of pip's choice.

@@ -1,110 +1,209 @@
-"""A picture of uniep's speedup over the best peer of the same run, for each shape.
+"""Pictures of committed results, in one style (uniep.cli.pictures).
 
-python benchmarks/plot.py benchmarks/results/h200x2_layer.json --out docs/images/speedup.png
+python benchmarks/plot.py                                                      all of docs/images that are drawn
+python benchmarks/plot.py speedup memory                                       some of them
+python benchmarks/plot.py speedup --files benchmarks/results/h200x2_zipf.json --routing zipf --out zipf.png
+
+Three pictures are recordings, which need a run and not a file: loss and timeline (`uniep demo`), trace (`uniep trace`,
+its page in a browser).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import runpy
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from results import DIRECTIONS, RESULTS, Timing, best_peer, load
+from uniep.cli.pictures import BLUE, GREEN, GREY, INK, ORANGE, WIDTH, figure_style, title
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-from results import DIRECTIONS, Timing, best_peer, load
-
-COLORS = {"fwd": "#2f6fde", "fwd_bwd": "#c9651b"}
-INK, GRID = "#22262e", "#e3e6eb"
-
-
-def bound(timing: Timing) -> float | None:
-    """Speedup that the peers would have if they hid all communication: best peer over peer-compute."""
-    best = best_peer(timing.ms)
-    return timing.ms[best] / timing.ms["peer-compute"] if best and "peer-compute" in timing.ms else None
+IMAGES = RESULTS.parents[1] / "docs" / "images"
+LOADS = {"window": ("one call", BLUE), "sustained": ("under load", ORANGE)}
+LAYERS = {
+    "uniep": ("uniep", BLUE),
+    "uniep-default": ("uniep, by need", "#91c0f5"),
+    "nccl": ("all-to-all", GREY),
+    "deepep-nowait": ("DeepEP", ORANGE),
+}
+"""Implementation -> its name in the picture of memory, colour."""
 
 
-def draw(timings: list[Timing], out: Path) -> None:
-    """One bar per shape and direction, one panel per machine; `timings` are of one token count, routing and load."""
-    machines = list(dict.fromkeys(timing.machine for timing in timings))
-    widest = max(len({t.shape for t in timings if t.machine == machine}) for machine in machines)
-    with plt.rc_context({"font.size": 11, "axes.edgecolor": GRID, "text.color": INK, "axes.labelcolor": INK}):
-        size = (1.7 + 1.75 * widest, 4.8 * len(machines))
-        figure, panels = plt.subplots(len(machines), figsize=size, dpi=160, squeeze=False)
-        for axes, machine in zip(panels[:, 0], machines, strict=True):
-            _panel(axes, [timing for timing in timings if timing.machine == machine])
-        sources = {f"commit {t.meta['commit']}, {t.meta['date'][:10]}": None for t in timings}
-        figure.text(0.995, 0.005, "; ".join(sources), ha="right", color="#9aa1ac", fontsize=8)
-        figure.tight_layout()
-        figure.savefig(out)
-        plt.close(figure)
-
-
-def _panel(axes: Any, timings: list[Timing]) -> None:
-    shapes = list(dict.fromkeys(timing.shape for timing in timings))
-    directions = [d for d in DIRECTIONS if any(timing.direction == d for timing in timings)]
-    width = 0.76 / len(directions)
-    top = 1.0
-    for number, direction in enumerate(directions):
-        label: str | None = DIRECTIONS[direction]
-        for timing in timings:
-            if timing.direction != direction or timing.speedup is None:
-                continue
-            x = shapes.index(timing.shape) + (number - (len(directions) - 1) / 2) * width
-            axes.bar(x, timing.speedup, width * 0.92, color=COLORS[direction], label=label, zorder=2)
-            label = None
-            _annotate(axes, x, timing, width)
-            top = max(top, timing.speedup, bound(timing) or 0)
-    axes.axhline(1, color=INK, linewidth=1.2, zorder=3)
-    if any(bound(timing) for timing in timings):
-        axes.plot([], [], color=INK, linewidth=2, linestyle=(0, (2, 1)), label="peers with all communication hidden")
-    axes.set_xticks(range(len(shapes)), shapes)
-    axes.set_ylim(0, top * 1.25)
-    axes.set_ylabel("speedup over the best peer")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.grid(axis="y", color=GRID, zorder=0)
-    axes.tick_params(length=0, colors=INK)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, ncols=3, loc="upper right", fontsize=9.5)
+def about(timings: Sequence[Timing]) -> str:
+    """Card, tokens, routing and where it was measured."""
+    commits = ", ".join(dict.fromkeys(f"commit {t.meta['commit']}, {t.meta['date'][:10]}" for t in timings))
     first = timings[0]
-    axes.set_title("uniep: one expert-parallel MoE layer", loc="left", fontsize=14, fontweight="bold", pad=28)
-    detail = f"{first.machine}, {first.tokens} tokens per GPU, {first.routing} routing, load: {first.load}"
-    axes.text(0, 1.03, detail, transform=axes.transAxes, color="#6b7280", fontsize=10)
+    return f"{first.machine}, {first.tokens} tokens per GPU, {first.routing} routing; {commits}"
 
 
-def _annotate(axes: Any, x: float, timing: Timing, width: float) -> None:
-    """Speedup over the bar, the two times inside it, and the peers' bound across it."""
-    best = best_peer(timing.ms)
-    assert timing.speedup is not None and best is not None
-    text = {"ha": "center", "va": "bottom", "zorder": 4}
-    limit = bound(timing)
-    above = limit if limit and 0 < limit - timing.speedup < 0.1 else timing.speedup
-    axes.text(x, above + 0.015, f"{timing.speedup:.2f}x", fontsize=10, fontweight="bold", **text)
-    peer = best.replace("-", "\n")
-    inside = f"uniep\n{timing.ms['uniep']:.2f} ms\n\n{peer}\n{timing.ms[best]:.2f} ms"
-    axes.text(x, 0.04, inside, fontsize=8, color="white", **text)
-    if limit:
-        half = width * 0.46
-        axes.hlines(limit, x - half, x + half, color=INK, linewidth=2, linestyle=(0, (2, 1)), zorder=3)
+def speedup(timings: Sequence[Timing], out: Path) -> None:
+    """How much faster uniep is than the best peer of the same run: a panel for each direction, bars for each load."""
+    plt = figure_style()
+    directions = [d for d in DIRECTIONS if any(t.direction == d for t in timings)]
+    loads = [name for name in LOADS if any(t.load == name for t in timings)]
+    shapes = list(dict.fromkeys(t.shape for t in timings))
+    figure, panels = plt.subplots(
+        len(directions), figsize=(WIDTH, 1 + 2.4 * len(directions)), layout="constrained", squeeze=False, sharey=True
+    )
+    peers = dict.fromkeys(best for t in timings if (best := best_peer(t.ms)))
+    for axes, direction in zip(panels[:, 0], directions, strict=True):
+        for number, name in enumerate(loads):
+            label, color = LOADS[name]
+            width = 0.8 / len(loads)
+            for t in timings:
+                if (t.direction, t.load) != (direction, name) or t.speedup is None:
+                    continue
+                x, percent = shapes.index(t.shape) + (number - (len(loads) - 1) / 2) * width, 100 * (t.speedup - 1)
+                axes.bar(x, percent, width * 0.92, color=color, label=label, zorder=2)
+                label = "_"
+                axes.text(x, max(percent, 0) + 0.6, f"{percent:+.0f}", ha="center", fontweight="bold", fontsize=11)
+        axes.axhline(0, color=INK, linewidth=1.2, zorder=3)
+        axes.set_xticks(range(len(shapes)), shapes)
+        axes.set_ylabel("% faster")
+        axes.margins(y=0.15)
+        axes.grid(axis="y", zorder=0)
+        axes.tick_params(length=0)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_title(DIRECTIONS[direction], loc="left")
+    panels[0, 0].legend(loc="upper right", ncols=2)
+    title(figure, f"One MoE layer: uniep beside {', '.join(peers)}", about(timings))
+    figure.savefig(out)
+    plt.close(figure)
+
+
+def memory(rows: Sequence[dict[str, Any]], timings: Sequence[Timing], out: Path) -> None:
+    """Peak of one forward and backward beyond inputs and what is shared, GiB."""
+    plt = figure_style()
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    figure, axes = plt.subplots(figsize=(WIDTH, 3.8), layout="constrained")
+    width = 0.84 / len(LAYERS)
+    for number, (impl, (label, color)) in enumerate(LAYERS.items()):
+        found = {row["shape"]: row["peak_mib"] / 1024 for row in rows if row["impl"] == impl}
+        for shape, value in found.items():
+            x = shapes.index(shape) + (number - (len(LAYERS) - 1) / 2) * width
+            axes.bar(x, value, width * 0.92, color=color, label=label, zorder=2)
+            label = "_"
+            axes.text(x, value + 0.1, f"{value:.1f}", ha="center", fontsize=10)
+    axes.set_xticks(range(len(shapes)), shapes)
+    axes.set_ylabel("GiB")
+    axes.grid(axis="y", zorder=0)
+    axes.tick_params(length=0)
+    axes.spines["left"].set_visible(False)
+    axes.legend(loc="upper left", ncols=2)
+    title(figure, "Memory of one forward and backward", f"beyond inputs and shared buffers; {about(timings)}")
+    figure.savefig(out)
+    plt.close(figure)
+
+
+def prediction(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """Simulated over measured ms; a point on the line is exact."""
+    plt = figure_style()
+    figure, axes = plt.subplots(figsize=(WIDTH, 5.0), layout="constrained")
+    for held_out, label, color in ((False, "calibrated on", GREY), (True, "held out", BLUE)):
+        part = [row for row in rows if bool(row["held_out"]) == held_out]
+        measured, predicted = [row["ms"] for row in part], [row["predicted_ms"] for row in part]
+        axes.plot(measured, predicted, "o", markersize=5, alpha=0.7, color=color, label=f"{label}: {len(part)} rows")
+    ends = [0.8 * min(row["ms"] for row in rows), 1.25 * max(row["ms"] for row in rows)]
+    axes.plot(ends, ends, color=INK, linewidth=1)
+    axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color=GREEN, alpha=0.15, label="10 %")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="simulated, ms")
+    ticks = [t for t in (0.2, 0.5, 1, 2, 5, 10, 20, 50) if ends[0] <= t <= ends[1]]
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    axes.minorticks_off()
+    axes.grid()
+    axes.legend(loc="upper left")
+    machines = ", ".join(dict.fromkeys(row["card"].removeprefix("NVIDIA ") for row in rows))
+    title(figure, "The simulator beside the cards", f"{len(rows)} rows of {machines}, EP 2 and 4; docs/simulator.md")
+    figure.savefig(out)
+    plt.close(figure)
+
+
+def _speedup(args: argparse.Namespace, out: Path) -> None:
+    files = args.files or [RESULTS / "h200x2_both.json"]
+    timings = [t for t in load(files) if (t.tokens, t.routing) == (args.tokens, args.routing)]
+    if not any(t.speedup for t in timings):
+        raise SystemExit(f"no file has uniep and a peer at tokens={args.tokens}, routing={args.routing}")
+    speedup(timings, out)
+
+
+def _memory(args: argparse.Namespace, out: Path) -> None:
+    path = RESULTS / "h200x2_both.json"
+    rows = json.loads(path.read_text())["rows"]
+    memory([r for r in rows if r["direction"] == "fwd_bwd" and r["load"] == "window"], load([path]), out)
+
+
+def _prediction(args: argparse.Namespace, out: Path) -> None:
+    prediction(json.loads((RESULTS / "predicted.json").read_text())["rows"], out)
+
+
+def _train(args: argparse.Namespace, out: Path) -> None:
+    import train
+
+    train.draw(json.loads((RESULTS / "h200x2_train.json").read_text()), out)
+
+
+def _scale(args: argparse.Namespace, out: Path) -> None:
+    import scale
+
+    rows = json.loads((RESULTS / "scale.json").read_text())["rows"]
+    scale.draw(rows, scale.about(rows[0]["tokens"], rows[0]["machine"]), out)
+
+
+def _script(name: str) -> Callable[[argparse.Namespace, Path], None]:
+    def draw(args: argparse.Namespace, out: Path) -> None:
+        runpy.run_path(str(IMAGES / f"{name}.py"))["main"](out)
+
+    return draw
+
+
+def _command(*words: str) -> Callable[[argparse.Namespace, Path], None]:
+    """A picture that a command of uniep draws."""
+
+    def draw(args: argparse.Namespace, out: Path) -> None:
+        from uniep.cli.main import app
+
+        app([*words, "--picture", str(out)], standalone_mode=False)
+
+    return draw
+
+
+DRAWN: dict[str, Callable[[argparse.Namespace, Path], None]] = {
+    "speedup": _speedup,
+    "memory": _memory,
+    "prediction": _prediction,
+    "train": _train,
+    "scale": _scale,
+    "lanes": _script("lanes"),
+    "taskflow": _script("taskflow"),
+    "simulated": _command(
+        "simulate", "--machine", "ascend-a3", "--shape", "hyperparallel-a3", "--ep", "8", "--direction", "bwd"
+    ),
+    "explained": _command("explain", "--ep", "4", "--tokens", "8192", "--results", str(RESULTS / "h200x4_groups.json")),
+}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+")
-    parser.add_argument("--out", type=Path, default=Path("speedup.png"))
+    parser.add_argument("names", nargs="*", help=f"pictures, of {', '.join(DRAWN)} (default: all)")
+    parser.add_argument("--files", nargs="+", type=Path, help="result files of moe.py, for speedup")
+    parser.add_argument("--out", type=Path, help="file for one picture (default: docs/images/NAME.png)")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--routing", default="balanced")
-    parser.add_argument("--load", default="window")
     args = parser.parse_args(argv)
-    wanted = (args.tokens, args.routing, args.load)
-    timings = [timing for timing in load(args.files) if (timing.tokens, timing.routing, timing.load) == wanted]
-    if not any(timing.speedup for timing in timings):
-        raise SystemExit(f"no file has uniep and a peer at tokens={wanted[0]}, routing={wanted[1]}, load={wanted[2]}")
-    draw(timings, args.out)
-    print(args.out)
+    names = args.names or list(DRAWN)
+    if unknown := [name for name in names if name not in DRAWN]:
+        parser.error(f"{', '.join(unknown)}: no such picture; use {', '.join(DRAWN)}")
+    if args.out and len(names) > 1:
+        parser.error("--out is for one picture; name it")
+    sys.path.insert(0, str(Path(__file__).parent))
+    for name in names:
+        out = args.out or IMAGES / f"{name}.png"
+        DRAWN[name](args, out)
+        print(out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 RESULTS = Path(__file__).parent / "results"
 
-PEERS = ("nccl", "deepep", "deepep-nowait")
+PEERS = ("nccl", "deepep", "deepep-nowait", "liger-cute")
 DIRECTIONS = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 
 

@@ -1,6 +1,7 @@
 """Markdown tables from result files, printed or written between two marks of a README.
 
 python benchmarks/table.py benchmarks/results/*.json --readme README.md
+python benchmarks/table.py benchmarks/results/h200x[24]_both.json --short --readme README.md
 python benchmarks/table.py benchmarks/results/h200x2_groups.json --impl uniep,uniep-groups,deepep-nowait
 python benchmarks/table.py --products benchmarks/results/h200_products.json
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from results import DIRECTIONS, PEERS, Timing, best_peer, load
 
+LOADS = {"window": "one call", "sustained": "under load"}
 BEGIN, END = "<!-- benchmarks: begin (benchmarks/table.py writes this part) -->", "<!-- benchmarks: end -->"
 
 
@@ -44,6 +46,33 @@ def _table(machine: str, load_name: str, direction: str, timings: list[Timing]) 
     for commit, day, torch_version, triton_version in metas:
         lines += ["", f"Commit {commit}, {day}, PyTorch {torch_version}, Triton {triton_version}."]
     return "\n".join(lines) + "\n"
+
+
+def short(timings: list[Timing]) -> str:
+    """One table per machine, a row per shape, a column per direction and load: best peer -> uniep, ms, and speedup."""
+    columns = [(direction, load_name) for direction in DIRECTIONS for load_name in LOADS]
+    lines: list[str] = []
+    for machine in dict.fromkeys(t.machine for t in timings):
+        of_machine = [t for t in timings if t.machine == machine]
+        metas = {(t.meta["commit"], t.meta["date"][:10], t.meta["torch"], t.meta["triton"]): None for t in of_machine}
+        about = "; ".join(f"commit {c}, {day}, PyTorch {torch}, Triton {triton}" for c, day, torch, triton in metas)
+        peers = ", ".join(dict.fromkeys(best for t in of_machine if (best := best_peer(t.ms))))
+        lines += [f"**{machine}, {of_machine[0].tokens} tokens per GPU, ms: {peers} → uniep** ({about})", ""]
+        heads = [f"{DIRECTIONS[direction]}, {LOADS[load_name]}" for direction, load_name in columns]
+        lines += [f"| shape | {' | '.join(heads)} |", "|---|" + "---:|" * len(columns)]
+        for shape in dict.fromkeys(t.shape for t in of_machine):
+            found = {(t.direction, t.load): t for t in of_machine if t.shape == shape}
+            cells = [_both(found.get(column)) for column in columns]
+            lines.append(f"| {shape} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _both(t: Timing | None) -> str:
+    best = best_peer(t.ms) if t else None
+    if t is None or best is None or t.speedup is None:
+        return ""
+    return f"{t.ms[best]:.2f} → {t.ms['uniep']:.2f}, **{t.speedup:.2f}x**"
 
 
 def comparison(timings: list[Timing], impls: list[str]) -> str:
@@ -93,6 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--load", help="only this load, window or sustained")
     parser.add_argument("--tokens", type=int, help="only this number of tokens")
     parser.add_argument("--impl", help="compare these implementations: names, separated by commas")
+    parser.add_argument("--short", action="store_true", help="one row for each shape, with both loads")
     parser.add_argument("--products", type=Path, help="print the table of a file of products.py")
     args = parser.parse_args(argv)
     if args.products:
@@ -103,7 +133,8 @@ def main(argv: list[str] | None = None) -> None:
         for timing in load(args.files)
         if args.load in (None, timing.load) and args.tokens in (None, timing.tokens)
     ]
-    text = comparison(timings, args.impl.split(",")) if args.impl else tables(timings)
+    kind = short if args.short else tables
+    text = comparison(timings, args.impl.split(",")) if args.impl else kind(timings)
     if args.readme:
         args.readme.write_text(insert(args.readme.read_text(), text))
     else:

@@ -44,7 +44,7 @@ from uniep.cli import launch
 from uniep.cli.bits import digest
 from uniep.cli.launch import World
 from uniep.cli.model import NUM_SHARDS, ModelConfig, Trainer
-from uniep.cli.pictures import BLUE, MUTED, ORANGE, figure_style
+from uniep.cli.pictures import BLUE, MUTED, ORANGE, WIDTH, figure_style, title
 from uniep.cli.text import Text
 from uniep.memory import plan_memory
 from uniep.schedule import Schedule, default_schedule
@@ -306,7 +306,7 @@ def draw(results: dict[str, Any], out: Path) -> None:
     meta, runs = results["meta"], results["runs"]
     model = meta["model"]
     figure, (curve, bars) = plt.subplots(
-        1, 2, figsize=(10.5, 4.6), layout="constrained", gridspec_kw={"width_ratios": (2.2, 1)}
+        2, figsize=(WIDTH, 6.4), layout="constrained", gridspec_kw={"height_ratios": (3, 1)}
     )
     against = reference(runs)["run"]
     for number, run in enumerate(sorted(runs, key=lambda run: run["run"] != against)):
@@ -318,8 +318,8 @@ def draw(results: dict[str, Any], out: Path) -> None:
         label = run["run"] + note.get(results["equal"].get(run["run"]), "")
         curve.plot(range(1, run["steps"] + 1), run["losses"], color=COLORS[run["run"]], label=label, **style)
     curve.set(xlabel="optimizer step", ylabel="cross entropy (nats per byte)")
-    curve.grid(axis="y", color="#e8eaf0", linewidth=0.8)
-    curve.legend(frameon=False)
+    curve.grid(axis="y", linewidth=0.8)
+    curve.legend()
     for number, run in enumerate(runs):
         bars.barh(run["run"], run["tokens_per_s"], 0.6, color=COLORS[run["run"]])
         bars.text(run["tokens_per_s"], number, f"{run['tokens_per_s']:,.0f} ", ha="right", va="center", color="white")
@@ -329,10 +329,12 @@ def draw(results: dict[str, Any], out: Path) -> None:
     experts = f"{model['num_experts']} {model['dtype']} experts, top-{model['top_k']}"
     what = f"{model['parameters_millions']:g} M parameters, {model['layers']} layers, {experts}"
     machine = f"{meta['gpus']}x {meta['card'].removeprefix('NVIDIA ')}, EP={meta['ep']}"
-    figure.suptitle(f"Training a MoE transformer on {machine}", x=0.01, ha="left", fontweight="bold", fontsize=13)
-    curve.set_title(f"{what}; {meta['tokens_per_step']:,} tokens per step", loc="left", color=MUTED, fontsize=9)
     source = f"commit {meta['commit']}, {meta['date'][:10]}"
-    figure.text(0.995, 0.985, source, ha="right", va="top", color=MUTED, fontsize=8)
+    title(
+        figure,
+        f"Training a MoE transformer on {machine}",
+        f"{what}; {meta['tokens_per_step']:,} tokens per step; {source}",
+    )
     figure.savefig(out)
     plt.close(figure)
 

@@ -1,6 +1,6 @@
 """A tiny random Qwen3-MoE of Hugging Face transformers, trained on this file with its experts spread over the ranks.
 
-    pip install 'uniep[hf]'
+    pip install 'transformers>=5.23,<6' accelerate
     torchrun --nproc-per-node 2 examples/hf_train.py
 
 The same command trains on GPUs, one per process, where there are any.  At the end rank 0 loads what was saved

@@ -1,6 +1,6 @@
 """A tiny GPT of Megatron-Core, trained on this file with the experts of its MoE layers spread over the ranks by uniep.
 
-    pip install 'uniep[megatron]'
+    pip install 'megatron-core>=0.19,<0.21'
     torchrun --nproc-per-node 2 examples/megatron_train.py --save checkpoint
     torchrun --nproc-per-node 1 examples/megatron_train.py --load checkpoint --steps 0
 

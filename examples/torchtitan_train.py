@@ -1,6 +1,6 @@
 """A small Qwen3-MoE of torchtitan, trained on this file with FSDP2, and its experts spread over the ranks by uniep.
 
-    pip install 'uniep[torchtitan]'
+    pip install 'torchtitan>=0.3,<0.4'
     torchrun --nproc-per-node 2 examples/torchtitan_train.py
 
 The same command trains on GPUs, one per process, where there are any.  It calls what torchtitan's trainer calls; with

@@ -1,4 +1,4 @@
-"""Draw docs/images/lanes.png: who works when in a call, to scale.
+"""Draw docs/images/lanes.png: who works when in a call, and what waits for what, to scale.
 
 python docs/images/lanes.py
 
@@ -12,14 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
+from uniep.cli.pictures import BLUE, GREEN, GREY, INK, MUTED, ORANGE, WIDTH, figure_style, title
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-INK, GRID = "#22262e", "#e3e6eb"
-COLORS = {"plan": "#8b95a5", "matrix": "#2f6fde", "vector": "#2b9a66", "wire": "#c9651b"}
-LANES = ("copy engine", "multiprocessors", "second stream", "NVLink out", "NVLink in")
+COLORS = {"plan": GREY, "matrix": BLUE, "vector": GREEN, "wire": ORANGE}
+KINDS = ("plan", "tensor cores", "memory-bound", "between GPUs")
+LANES = ("copy engine", "kernels", "2nd stream", "NVLink out", "NVLink in")
 
 
 class Bar(NamedTuple):
@@ -41,60 +38,65 @@ def chain(lane: str, *parts: tuple[str, float, str]) -> list[Bar]:
 
 FORWARD = [
     *chain(
-        "multiprocessors", ("plan", 0.058, "plan"), ("gate_up: gathers rows, GEMM, SwiGLU", 0.673, "matrix"),
-        ("down: rows to their ranks", 0.416, "matrix"), ("combine", 0.096, "vector"),
+        "kernels", ("", 0.058, "plan"), ("gate_up", 0.673, "matrix"), ("down", 0.416, "matrix"),
+        ("sum", 0.096, "vector"),
     ),
     Bar("copy engine", 0.012, 0.11, "wire", "x to peers"),
-    Bar("copy engine", 0.735, 0.815, "vector", "receive kept for gate_up_wgrad"),
+    Bar("copy engine", 0.735, 0.815, "vector", "tokens kept for backward"),
     Bar("NVLink out", 0.012, 0.11, "wire", ""),
     Bar("NVLink in", 0.012, 0.11, "wire", "tokens"),
-    Bar("NVLink out", 0.74, 1.147, "wire", "results of other ranks' rows"),
-    Bar("NVLink in", 0.74, 1.147, "wire", "results of own tokens"),
+    Bar("NVLink out", 0.74, 1.147, "wire", "results of peers"),
+    Bar("NVLink in", 0.74, 1.147, "wire", "own results"),
 ]  # fmt: skip
 BACKWARD = [
     *chain(
-        "multiprocessors", ("down_grad: gathers dO", 0.388, "matrix"), ("dSwiGLU", 0.189, "vector"),
-        ("gate_up_grad: rows to their ranks", 0.637, "matrix"), ("down_wgrad: gathers dO", 0.385, "matrix"),
-        ("gate_up_wgrad: gathers x", 0.639, "matrix"),
+        "kernels", ("down_grad", 0.388, "matrix"), ("", 0.189, "vector"), ("gate_up_grad", 0.637, "matrix"),
+        ("down_wgrad", 0.385, "matrix"), ("gate_up_wgrad", 0.639, "matrix"),
     ),
     Bar("copy engine", 0.01, 0.12, "wire", "dO to peers"),
     Bar("NVLink out", 0.01, 0.12, "wire", ""),
     Bar("NVLink in", 0.01, 0.12, "wire", "dO"),
-    Bar("NVLink out", 0.585, 1.214, "wire", "dX of other ranks' rows"),
-    Bar("NVLink in", 0.585, 1.214, "wire", "dX of own tokens"),
-    Bar("second stream", 1.22, 1.33, "vector", "combine"),
+    Bar("NVLink out", 0.585, 1.214, "wire", "dX of peers"),
+    Bar("NVLink in", 0.585, 1.214, "wire", "own dX"),
+    Bar("2nd stream", 1.22, 1.33, "vector", "sum, beside weight gradients"),
 ]  # fmt: skip
+WAITS = {
+    "forward": "gate_up begins with local rows; tiles of peers' rows wait for tokens. The sum waits for results.",
+    "backward": "down_grad waits for dO. Weight gradients wait for nobody; the sum of dX hides under them.",
+}
 
 
-def draw(axes: Any, bars: list[Bar], title: str) -> None:
-    width = max(bar.end for bar in bars) * 1.02
+def draw(axes: Any, bars: list[Bar], name: str) -> None:
+    width = max(bar.end for bar in bars) * 1.01
     for bar in bars:
         y = len(LANES) - 1 - LANES.index(bar.lane)
-        axes.barh(y, bar.end - bar.begin, left=bar.begin, height=0.62, color=COLORS[bar.kind], edgecolor="white")
-        inside = len(bar.text) * 0.0071 * width < bar.end - bar.begin
-        x, align, color = ((bar.begin + bar.end) / 2, "center", "white") if inside else (bar.end + 0.008, "left", INK)
-        axes.text(x, y, bar.text, ha=align, va="center", color=color, fontsize=8.5)
+        axes.barh(y, bar.end - bar.begin, left=bar.begin, height=0.7, color=COLORS[bar.kind], edgecolor="white")
+        inside = len(bar.text) * 0.0155 * width < bar.end - bar.begin
+        x, align, color = ((bar.begin + bar.end) / 2, "center", "white") if inside else (bar.end, "left", INK)
+        axes.text(x, y, bar.text if inside else f" {bar.text}", ha=align, va="center", color=color, fontsize=11)
     axes.set_yticks(range(len(LANES)), reversed(LANES))
     axes.set_xlim(0, width)
-    axes.set_xlabel("ms")
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.grid(axis="x", color=GRID)
+    axes.set_xlabel(WAITS[name], loc="left", color=MUTED, fontsize=10)
+    axes.set_title(f"{name}, {max(bar.end for bar in bars):.2f} ms", loc="left", fontweight="bold")
+    axes.grid(axis="x")
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, colors=INK)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0)
+    axes.spines["left"].set_visible(False)
 
 
-def main() -> None:
-    with plt.rc_context({"font.size": 9.5, "axes.edgecolor": GRID, "text.color": INK, "axes.labelcolor": INK}):
-        figure, (above, below) = plt.subplots(2, figsize=(11, 5.6), dpi=150)
-        draw(above, FORWARD, "Forward of one rank (2x H200)")
-        draw(below, BACKWARD, "Backward of one rank (2x H200)")
-        handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
-        names = ("plan", "tensor cores", "memory-bound", "between GPUs")
-        figure.legend(handles, names, loc="upper right", ncols=4, frameon=False, fontsize=8.5)
-        figure.tight_layout()
-        figure.savefig(Path(__file__).with_name("lanes.png"))
+OUT = Path(__file__).with_name("lanes.png")
+
+
+def main(out: Path = OUT) -> None:
+    plt = figure_style()
+    figure, (above, below) = plt.subplots(2, figsize=(WIDTH, 6.6), layout="constrained")
+    draw(above, FORWARD, "forward")
+    draw(below, BACKWARD, "backward")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    figure.legend(handles, KINDS, loc="outside lower center", ncols=4, handlelength=1, handleheight=1)
+    title(figure, "Who works when, on one of two H200", "qwen3-30b's layer, 8192 tokens per GPU")
+    figure.savefig(out)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from uniep import MoEConfig, Schedule, Tile
-from uniep.cli.pictures import INK, MUTED, figure_style
+from uniep.cli.pictures import INK, WIDTH, figure_style, title
 from uniep.cli.timeline import KINDS
 from uniep.routing import build_plan
 from uniep.sim import load_machine
@@ -33,15 +33,18 @@ SCHEDULES = {
 }
 
 
-def main() -> None:
+OUT = Path(__file__).with_suffix(".png")
+
+
+def main(out: Path = OUT) -> None:
     cfg = MoEConfig(hidden=2048, ffn=768, num_experts=16, top_k=4, max_tokens_per_rank=512)
     generator = torch.Generator().manual_seed(0)
     ids = [torch.rand(512, 16, generator=generator).topk(4)[1] for _ in range(4)]
     plans = [build_plan(ids, rank, cfg) for rank in range(4)]
     speeds = load_machine("h200-node").speeds
     plt = figure_style()
-    figure, panels = plt.subplots(len(SCHEDULES), figsize=(11, 8.4), sharex=True, layout="constrained")
-    for axes, (title, base) in zip(panels, SCHEDULES.items(), strict=True):
+    figure, panels = plt.subplots(len(SCHEDULES), figsize=(WIDTH, 8.4), sharex=True, layout="constrained")
+    for axes, (name, base) in zip(panels, SCHEDULES.items(), strict=True):
         schedule = dataclasses.replace(
             base, matrix_workers=4, vector_workers=2, gate_up=Tile(columns=256), down=Tile(columns=256)
         )
@@ -56,16 +59,19 @@ def main() -> None:
                 op = graph.ops[int(graph.op_N[index])]
                 if op == GATE:
                     continue
-                name = "push dO" if op == "push" else f"{op} local" if op == "down_grad" and not remote[index] else op
+                kind = "push dO" if op == "push" else f"{op} local" if op == "down_grad" and not remote[index] else op
                 width = (finish[index] - start[index]) / 1e6
-                axes.barh(lane, width, left=start[index] / 1e6, height=0.8, color=KINDS[name].color,
+                axes.barh(lane, width, left=start[index] / 1e6, height=0.8, color=KINDS[kind].color,
                           edgecolor="white", linewidth=0.3)  # fmt: skip
-        axes.set_yticks(range(len(lanes)), [str(name) for name, _ in lanes], fontsize=8)
+        classes = [str(name).split()[0] for name, _ in lanes]
+        places = {name: [n for n, c in enumerate(classes) if c == name] for name in dict.fromkeys(classes)}
+        axes.set_yticks([sum(of) / len(of) for of in places.values()], list(places))
         axes.invert_yaxis()
-        axes.set_title(f"{title}: {made.makespan_ns / 1e6:.2f} ms", loc="left", fontsize=11, color=INK)
+        axes.set_title(f"{name}: {made.makespan_ns / 1e6:.2f} ms", loc="left", color=INK)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
     panels[-1].set_xlabel("ms")
+    panels[-1].set_xlim(left=0)
     shown = [
         "push dO",
         "down_grad local",
@@ -78,11 +84,12 @@ def main() -> None:
     ]
     figure.legend(
         [plt.Rectangle((0, 0), 1, 1, color=KINDS[name].color) for name in shown], [KINDS[name].label for name in shown],
-        loc="outside lower center", ncols=4, frameon=False, fontsize=9, handlelength=1, handleheight=1,
+        loc="outside lower center", ncols=2, handlelength=1, handleheight=1,
     )  # fmt: skip
-    figure.suptitle("One backward, four schedules of the same tasks", x=0.01, ha="left", fontweight="bold", fontsize=13)
-    figure.text(0.99, 0.985, "rank 0 of 4, cost model", ha="right", va="top", color=MUTED, fontsize=9)
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=120)
+    about = "rank 0 of 4, four matrix and two vector workers; times of the cost model"
+    title(figure, "One backward, four schedules of the same tasks", about)
+    figure.savefig(out)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

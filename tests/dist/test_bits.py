@@ -5,6 +5,7 @@ Everything is compared with one oracle, uniep's serial schedule at EP=1; the ora
 """
 
 import dataclasses
+import itertools
 import random
 
 import case
@@ -61,8 +62,15 @@ def compare_schedules(pool, cfg, batch, ep_sizes, schedules):
     return want
 
 
-@pytest.mark.parametrize("weight_at", BOTH)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+QUICK = [(torch.float32, "activation"), (torch.bfloat16, "output"), (torch.float16, "output")]
+"""Each dtype and each place of the weight; the other pairs are slow."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_at"),
+    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in itertools.product(DTYPES, BOTH)],
+    ids=str,
+)
 def test_ep_sizes_and_schedules(pool, dtype, weight_at):
     """EP 1, 2, 4 under the named schedules and random tiles, workers, chunks, saved or dispatched again.
 
@@ -158,7 +166,7 @@ def each_problem(world, problems, ep_size):
     return [case.steps_of_rank(world, cfg, [batch], ep_size, schedule)[0] for cfg, batch, schedule in problems]
 
 
-@pytest.mark.parametrize("ep_size", [1, 2, 4])
+@pytest.mark.parametrize("ep_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_problems(pool, ep_size):
     """Random shapes, routings and schedules have the bits of the reference."""
     problems = [random_problem(100 * ep_size + n) for n in range(16)]

@@ -349,7 +349,7 @@ def test_lossy_hooks_of_saved_tensors(pool, backend):
         assert name == "UniEPError" and "their inputs changed in between" in text
 
 
-@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.parametrize("at", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_one_rank_does_not_come(pool, at):
     """The others get PeerTimeoutError with call and stage after timeout_s, then ClosedError."""
     cfg = config()

@@ -23,9 +23,9 @@ def grouped(groups, **changes):
     ("groups", "ep_sizes", "dtype", "weight_at"),
     [
         (2, (1, 2), torch.bfloat16, "activation"),
-        (4, (1, 2, 4), torch.float16, "output"),
+        pytest.param(4, (1, 2, 4), torch.float16, "output", marks=pytest.mark.slow),
         (8, (1, 2, 4), torch.bfloat16, "output"),
-        (8, (4,), torch.float32, "activation"),
+        pytest.param(8, (4,), torch.float32, "activation", marks=pytest.mark.slow),
         (4, (4,), torch.bfloat16, "activation"),
     ],
 )

@@ -200,7 +200,7 @@ def wrapped(world, backend):
     return heard
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("nccl", marks=pytest.mark.slow)])
 def test_92_wrappers(pool, backend):
     """92: DDP, FSDP1, FSDP2 and HSDP over ranks with other experts are refused by the first call, on every rank."""
     for heard in pool.run(wrapped, backend, timeout=100):

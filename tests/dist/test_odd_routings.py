@@ -111,7 +111,9 @@ def compiled_steps(world, cfg, batches, ep_size, poisoned):
         return outcomes
 
 
-@pytest.mark.parametrize(("mode", "poisoned"), [("eager", False), ("eager", True), ("compiled", True)])
+@pytest.mark.parametrize(
+    ("mode", "poisoned"), [("eager", False), ("eager", True), pytest.param("compiled", True, marks=pytest.mark.slow)]
+)
 def test_05_nothing_routed_at_all(pool, mode, poisoned):
     """5: all ids -1, and all ranks without tokens: y and each gradient exist and are exactly 0, also compiled."""
     cfg = config()

@@ -33,6 +33,7 @@ def test_values_come_back_in_rank_order(pool, ep_size):
     assert pool.run(rank_sum, ep_size, 10, ranks=ep_size) == [(expected, 1)] * ep_size
 
 
+@pytest.mark.slow
 def test_failures_name_each_rank_and_the_pool_goes_on():
     small = Pool(2)
     try:
@@ -55,6 +56,7 @@ def leave_groups(world, count):
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_many_groups_end_with_their_processes():
     small = Pool(2)
     try:

@@ -200,6 +200,7 @@ def left_alone(world):
     return None
 
 
+@pytest.mark.slow
 def test_a_missing_rank(pool):
     (error, _) = pool.run(left_alone, ranks=2)
     assert error[0] == "PeerTimeoutError" and "in a router's exchange" in error[1] and "after 2 s" in error[1]

@@ -21,7 +21,9 @@ def test_14_more_than_256_experts(pool, dtype):
     assert run(pool, cfg, batch, 2).y.unique().tolist() == [expected]
 
 
-@pytest.mark.parametrize(("experts", "ep_size"), [(6, 2), (60, 4), (384, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ("experts", "ep_size"), [(6, 2), (60, 4), pytest.param(384, 4, marks=pytest.mark.slow), (4, 4)]
+)
 def test_15_expert_counts(pool, experts, ep_size):
     """15: expert counts that are no power of two, and one local expert."""
     cfg = config(num_experts=experts, dtype=torch.bfloat16)

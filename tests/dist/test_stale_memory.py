@@ -1,17 +1,25 @@
 """What a call may reuse is full of NaN, and nothing of it is seen.  Numbers: see test_odd_routings.py."""
 
 import dataclasses
+import itertools
 
 import case
 import pytest
 import torch
 from case import config, random_batch, run, same_bits, steps
 
-HALF_AND_FULL = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+QUICK = [(torch.bfloat16, "saved"), (torch.float32, "again")]
 
 
-@pytest.mark.parametrize("received", ["saved", "again"])
-@pytest.mark.parametrize("dtype", HALF_AND_FULL, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "received"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+        for pair in itertools.product(DTYPES, ["saved", "again"])
+    ],
+    ids=str,
+)
 def test_16_poisoned_memory_reaches_nothing(pool, dtype, received):
     """16: capacity far above use, all memory poisoned: three steps finite and equal to a run without poison."""
     cfg = config(max_tokens_per_rank=512, dtype=dtype)

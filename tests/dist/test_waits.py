@@ -280,7 +280,7 @@ def interrupted_waits(world, backend, batch):
     return found
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("nccl", marks=pytest.mark.slow)])
 def test_an_interrupt_is_heard_while_waiting(pool, backend):
     first, second = pool.run(interrupted_waits, backend, random_batch(config(), (5, 5)), ranks=2)
     for error, seconds in first:
@@ -298,7 +298,7 @@ def suspended_wait(world, backend, batch, folder):
     return named_error(lambda: layer(batch.x[:5])), ws.close()
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("nccl", marks=pytest.mark.slow)])
 def test_suspended_ranks_are_not_late(pool, backend, tmp_path):
     """All ranks stop for longer than timeout_s; nobody raises once they go on."""
     batch, pids = random_batch(config(), (5, 5)), pool.run(pid, ranks=2)
@@ -352,6 +352,7 @@ def killed_in_creation(world):
     return timed(lambda: make(world, timeout_s=4.0))
 
 
+@pytest.mark.slow
 def test_a_rank_dies_while_a_workspace_is_made():
     """The other gets uniep's error, and nothing is left in /dev/shm."""
     small = Pool(2)

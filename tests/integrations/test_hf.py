@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'uniep[hf]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch.distributed as dist  # noqa: E402
 from case import equal_bits  # noqa: E402

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'uniep[megatron]'")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch.distributed as dist
 import torch.nn.functional as F

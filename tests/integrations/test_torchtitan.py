@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("torchtitan", reason="torchtitan is not installed: pip install 'uniep[torchtitan]'")
+pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 import torchtitan.tools.utils as tools
 

@@ -1,9 +1,9 @@
 """The `uniep` command: what it prints, when it fails, and the parts of the demo's proof."""
 
 import dataclasses
+import inspect
 import io
 import json
-import logging
 import os
 import re
 import signal
@@ -29,6 +29,7 @@ from uniep.cli.text import Text
 from uniep.cli.timeline import draw_timeline, kind_of, recording
 from uniep.cli.verify import QUANTITIES as VERIFIED
 from uniep.cli.verify import Problem as VerifyProblem
+from uniep.cli.whole_model import of_config
 from uniep.integrations.torch import of_shard
 
 SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
@@ -70,7 +71,7 @@ def batch(cfg_length: int = 16, seed: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "verify", "trace", "doctor", "memory", "simulate", "tune", "explain", "lora", "bench"]
+    "command", ["demo", "verify", "diff", "trace", "doctor", "memory", "simulate", "tune", "explain", "lora", "bench"]
 )
 def test_help_describes_every_command(command):
     assert command in run("--help").output
@@ -84,11 +85,78 @@ def test_memory_lists_buffers():
     assert "receive" in result.output and "2 ranks" in result.output
 
 
-def test_errors_are_one_line_with_the_remedy():
-    result = run("memory", *SMALL, "--ep", "3")
-    assert result.exit_code == 2
-    assert "num_experts=4 cannot be split evenly over 3 ranks" in result.output
-    assert "Traceback" not in result.output
+def test_memory_of_a_whole_model(tmp_path):
+    """Two layers of 4 experts of 3 * 64 * 64, over 2 ranks, beside two routers and 1000 other parameters."""
+    out = tmp_path / "memory.json"
+    result = run("memory", *SMALL, "--ep", "2", "--layers", "2", "--dense", "1e3", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    found = {row["what"]: row for row in json.loads(out.read_text())["model"]["bytes"]}
+    experts, dense = 2 * 4 * 3 * 64 * 64 // 2, 2 * 4 * 64 + 1000
+    assert (found["parameters, bfloat16"]["experts"], found["parameters, bfloat16"]["dense"]) == (
+        2 * experts,
+        2 * dense,
+    )
+    assert found["two averages, fp32"]["total"] == 8 * (experts + dense)
+    buffers = json.loads(out.read_text())["layer"]["buffers"]
+    saved = sum(b["bytes"] for b in buffers if b["kind"] == "saved")
+    assert found["saved by 2 MoE layers"]["total"] == 2 * saved > 0
+    assert found["total"]["total"] == sum(row["total"] for what, row in found.items() if what != "total")
+    result = run("memory", *SMALL, "--ep", "2", "--layers", "2", "--fsdp", "3")
+    assert result.exit_code == 2 and "--fsdp is 3; it must be 1 (nothing is sharded) or a multiple" in result.output
+
+
+def test_memory_of_a_hugging_face_config(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        num_hidden_layers=3, mlp_only_layers=[1], num_experts=8, hidden_size=64, moe_intermediate_size=48,
+        num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=100, intermediate_size=96,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    size, shape = of_config(tmp_path / "config.json")
+    assert shape == {"hidden": 64, "ffn": 48, "num_experts": 8, "top_k": 2, "bias": False}
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert (size.layers, size.experts) == (2, 2 * 8 * 3 * 64 * 48)
+    assert size.experts + size.dense == sum(p.numel() for p in model.parameters())
+    transformers.Qwen3Config(num_hidden_layers=1, hidden_size=64, vocab_size=100).save_pretrained(tmp_path / "dense")
+    result = run("memory", "--config", str(tmp_path / "dense"))
+    assert result.exit_code == 2 and "Qwen3ForCausalLM has no MoE layer" in result.output
+    result = run("memory", "--config", str(tmp_path / "none"))
+    assert result.exit_code == 2 and "no such file" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["memory", *SMALL, "--ep", "3"], "num_experts=4 cannot be split evenly over 3 ranks"),
+        (["memory", "--tokens", "x"], "Invalid value for '--tokens'"),
+        (["tracee"], "No such command 'tracee'. Did you mean 'trace'?"),
+        (["demo", "--nosuch"], "No such option"),
+        (["doctor", "--json", "/proc/uniep/x.json"], "--json /proc/uniep"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_errors_are_one_line_with_the_remedy(args, words):
+    result = run(*args)
+    assert result.exit_code == 2 and len(result.output.splitlines()) == 1
+    assert words in result.output and "Traceback" not in result.output
+
+
+def test_every_command_writes_json():
+    """The harness behind bench has --json, too, and gets it from there."""
+    for command in app.registered_commands:
+        assert "json_file" in inspect.signature(command.callback).parameters, command.callback.__name__
+
+
+@pytest.mark.slow
+def test_completion_knows_commands_and_values():
+    def completed(*words: str) -> list[str]:
+        env = {**os.environ, "_UNIEP_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words)}
+        env["COMP_CWORD"] = str(len(words) - 1)
+        command = [sys.executable, "-m", "uniep"]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150).stdout.split()
+
+    assert completed("uniep", "ver") == ["verify"]
+    assert completed("uniep", "memory", "--optimizer", "adamw") == ["adamw-fp32", "adamw"]
 
 
 @pytest.mark.parametrize(
@@ -257,9 +325,15 @@ def test_verify_needs_memory(one_rank):
     assert "this shape needs more memory than there is" in result.output
 
 
-def test_verify_with_real_processes():
-    result = run_process("verify", *SMALL, "--ep", "1,2", "--weight-at", "activation", "--activation", "geglu")
+def test_verify_with_real_processes(tmp_path):
+    options = [*SMALL, "--ep", "1,2", "--weight-at", "activation", "--activation", "geglu"]
+    result = run_process("verify", *options, "--json", str(tmp_path / "verify.json"))
     assert result.returncode == 0, result.stdout + result.stderr
+    pasted = result.stdout.split("For an issue:\n\n")[1].splitlines()[:4]
+    assert all(line.startswith("    ") for line in pasted) and pasted[0].startswith("    $ uniep verify --hidden 64")
+    assert "EP 1, 2, backend cpu: all bits equal; largest error" in pasted[2] and torch.__version__ in pasted[3]
+    document = json.loads((tmp_path / "verify.json").read_text())
+    assert document["differ"] == [] and document["ep"] == [1, 2] and document["errors"]["dw13"]["judged"]
     assert result.stdout.count("fused/local-first") == 2 and "✗" not in result.stdout
     assert "identical: every bit at EP 1, 2" in result.stdout and "accurate: no error is over" in result.stdout
 
@@ -269,12 +343,12 @@ def test_the_launcher_names_a_killed_rank_and_leaves_no_files(tmp_path, monkeypa
     kill = "import os, signal, time; time.sleep(9 * (os.environ['RANK'] == '0')); os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(typer.Exit) as stopped:
         launch.torchrun(2, ["--no-python", sys.executable, "-c", kill])
-    logging.disable(logging.NOTSET)
     assert stopped.value.exit_code == 1
     assert capfd.readouterr().err.splitlines() == ["rank 1 died by signal 9 (SIGKILL)"]
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_interrupted_in_one_line(tmp_path):
     command = [sys.executable, "-m", "uniep", "demo", "--steps", "9999", "--out", str(tmp_path)]
     process = subprocess.Popen(
@@ -290,8 +364,8 @@ def test_interrupted_in_one_line(tmp_path):
 def test_verify_fails_on_a_wrong_bit_and_on_a_large_error(one_rank, monkeypatch, broken):
     right = uniep.moe
 
-    def wrong(x, ids, weights, w13, w2, *, workspace):
-        y = right(x, ids, weights, w13, w2, workspace=workspace)
+    def wrong(*args, workspace, **options):
+        y = right(*args, workspace=workspace, **options)
         if broken == "accuracy":
             return y * 1.05
         if workspace.backend.schedule.overlap == "fused":
@@ -309,9 +383,9 @@ def test_verify_fails_on_a_wrong_bit_and_on_a_large_error(one_rank, monkeypatch,
 
 @pytest.mark.slow
 def test_demo_with_real_processes(tmp_path):
-    result = run_process(
-        "demo", "--steps", "2", "--proof-ep", "1,2", "--proof-steps", "1", "--out", str(tmp_path), timeout=170
-    )
+    out = ("--out", str(tmp_path), "--json", str(tmp_path / "demo.json"))
+    result = run_process("demo", "--steps", "2", "--proof-ep", "1,2", "--proof-steps", "1", *out, timeout=170)
+    assert json.loads((tmp_path / "demo.json").read_text())["identical"]
     assert result.returncode == 0, result.stdout + result.stderr
     assert "identical" in result.stdout and "✗" not in result.stdout
     assert "proof 8 of 8: EP=2 fused/local-first" in result.stdout, "without a terminal, a line for each run"
@@ -321,6 +395,7 @@ def test_demo_with_real_processes(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_lora_with_real_processes():
     result = run_process("lora", *SMALL, "--rank", "8", "--steps", "1")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -334,6 +409,7 @@ def test_lora_with_real_processes():
     assert refused.exit_code == 2 and "--rank" in refused.output
 
 
+@pytest.mark.slow
 def test_trace_with_real_processes(tmp_path):
     schedule = "tile_order=critical-path, activation=separate, vector_workers=2"
     result = run_process("trace", *SMALL, "--out", str(tmp_path), "--schedule", schedule, "--predict")

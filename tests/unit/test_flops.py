@@ -69,6 +69,7 @@ def test_counted_when_nothing_is_computed(workspace):
     assert counter.get_total_flops() == gemms(workspace.cfg, 3, rows=22)
 
 
+@pytest.mark.slow
 def test_counted_by_whoever_comes_first():
     """The counter is made, and its module loaded, before and after uniep."""
     code = """

@@ -39,8 +39,8 @@ def compared(world, ep_size, tokens):
         world.group(ep_size) if world else None,
     )  # fmt: skip
     groups = {size: world.group(size) if world else None for size in (1, 2, 4) if size <= ep_size}
-    same = rollout.compare(dataclasses.replace(CFG, max_tokens_per_rank=tokens), tokens, 0, here, groups)
-    return same, text.getvalue()
+    wrong = rollout.compare(dataclasses.replace(CFG, max_tokens_per_rank=tokens), tokens, 0, here, groups)
+    return not wrong, text.getvalue()
 
 
 def test_sampling_at_one_ep_size_and_training_at_another(pool):

@@ -225,6 +225,7 @@ def test_drops_are_said(caplog):
     ] * 3
 
 
+@pytest.mark.slow
 def test_inductor_has_the_bits_of_eager():
     """A layer with router, losses, jitter and shared experts, as one graph: output and all gradients."""
     cfg = config(num_experts=16)

@@ -112,7 +112,8 @@ def test_every_strategy_on_every_machine(machine):
                 assert (ep == 1) <= (got["busy"]["link"] == 0)
 
 
-@pytest.mark.parametrize("machine", [pytest.param("ascend-a3", marks=pytest.mark.slow), "h100-cluster"])
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["ascend-a3", "h100-cluster"])
 def test_few_tokens_idle_experts_and_odd_nodes(machine):
     """Twelve ranks on nodes of eight are three nodes of four; seven tokens leave experts without rows."""
     made = load_machine(machine)

@@ -235,7 +235,7 @@ def test_optuna_asks_for_points_of_the_space(record):
 
 def test_without_optuna_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"pip install 'uniep\[tune\]', or search with --sampler"):
+    with pytest.raises(ConfigError, match=r"pip install optuna, or search with --sampler"):
         Optuna(SPACE, JOB, [])
 
 
@@ -271,6 +271,7 @@ class Faulty:
         time.sleep(60)
 
 
+@pytest.mark.slow
 def test_ranks_are_started_anew_after_a_fault():
     job = FaultyJob(**{f.name: getattr(JOB, f.name) for f in dataclasses.fields(JOB)} | {"ep_size": 2})
     with Fleet(job) as ranks:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
+from uniep.cli import summary
 from uniep.cli.launch import torchrun, under_torchrun
+from uniep.cli.options import JsonFile, check_file
 from uniep.tuner.strategies import STRATEGIES, implementations
 
 HARNESS = Path(__file__).parents[3] / "benchmarks" / "moe.py"
 
 ON_CPUS = "uniep bench --ranks 2 --device cpu --dtype fp32 --shapes 128x128x8x2 --tokens 128"
+
+# Ctrl-C reaches every process of a terminal: ranks end silently, and the process that started them prints.
+_RANK = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+del sys.argv[0]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def bench(
@@ -24,12 +37,14 @@ def bench(
     strategy: Annotated[
         str, typer.Option(help=f"Named strategies to time: all, or some of {', '.join(STRATEGIES)} (docs/tuner.md).")
     ] = "",
+    json_file: JsonFile = None,
 ) -> None:
     """Time uniep and its peers on one MoE layer, interleaved, on the GPUs of this machine.
 
     Everything else on the command line goes to benchmarks/moe.py: uniep bench --shapes qwen3-30b --tokens 4096,8192.
-    To list the options of that script: uniep bench -- --help
+    To list the options of that script: uniep bench -- --help. The last lines are a summary for an issue.
     """
+    check_file(json_file, "--json")
     if not HARNESS.exists():
         typer.echo(f"{HARNESS} does not exist: benchmarks are not part of the installed package; run this in a clone")
         raise typer.Exit(2)
@@ -38,6 +53,8 @@ def bench(
         context.args += ["--impl", ",".join(made)]
         for reason in left_out if not under_torchrun() else ():
             typer.echo(f"left out: {reason}")
+    if json_file is not None:
+        context.args += ["--json", str(json_file)]
     if under_torchrun():
         sys.argv = [str(HARNESS), *context.args]
         sys.path.insert(0, str(HARNESS.parent))
@@ -47,4 +64,22 @@ def bench(
     if not torch.cuda.is_available() and not told & {"--device", "--help", "-h"}:
         typer.echo(f"this machine has no GPU to time; to see the harness run, in seconds, on CPU processes: {ON_CPUS}")
         raise typer.Exit(2)
-    torchrun(ranks or max(1, torch.cuda.device_count()), [str(HARNESS), *context.args])
+    with tempfile.TemporaryDirectory(prefix="uniep-") as folder:
+        results = json_file or Path(folder) / "results.json"
+        if json_file is None and not told & {"--help", "-h"}:
+            context.args += ["--json", str(results)]
+        try:
+            command = ["--no-python", sys.executable, "-u", "-c", _RANK, str(HARNESS), *context.args]
+            torchrun(ranks or max(1, torch.cuda.device_count()), command)
+        finally:
+            if results.exists():
+                summary.say(_lines(json.loads(results.read_text())))
+
+
+def _lines(results: dict[str, Any]) -> list[str]:
+    """What was timed, a line for each case: ms of every implementation, the slowest rank's."""
+    cases: dict[str, list[str]] = {}
+    for row in results["rows"]:
+        case = f"{row['shape']} T={row['tokens']} {row['routing']} {row['direction']} {row['load']}"
+        cases.setdefault(case, []).append(f"{row['impl']} {row['ms']:.3f}")
+    return [f"{case}, ms: {', '.join(of)}" for case, of in cases.items()] or ["nothing could be timed"]

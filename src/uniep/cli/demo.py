@@ -16,11 +16,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import uniep
-from uniep.cli import launch, pictures
+from uniep.cli import launch, pictures, summary
 from uniep.cli.bits import Digests, differences, digest_of, merge, verdict
 from uniep.cli.launch import World
 from uniep.cli.model import NUM_SHARDS, ModelConfig, Trainer
-from uniep.cli.options import DType, check_folder, numbers
+from uniep.cli.options import DType, JsonFile, check_file, check_folder, numbers, write_json
 from uniep.cli.proof import MAX_NORM, parameters, prove, prove_copies, schedules
 from uniep.cli.text import Text
 from uniep.cli.timeline import Span, draw_timeline, fastest, recording
@@ -38,6 +38,7 @@ def demo(
     proof_steps: Annotated[int, typer.Option(help="Optimizer steps of each of the proof's runs.", min=1)] = 3,
     dtype: Annotated[DType, typer.Option(help="dtype of expert computation.")] = DType.bf16,
     out: Annotated[Path, typer.Option(help="Folder for loss.png and timeline.png.")] = Path("out"),
+    json_file: JsonFile = None,
 ) -> None:
     """Train a small MoE language model, then prove its bits.
 
@@ -54,6 +55,7 @@ def demo(
                 f"EP={size} cannot share {NUM_SHARDS} shards evenly; use 1, 2 or 4", param_hint=option
             )
     check_folder(out)
+    check_file(json_file, "--json")
     backend = launch.backend()
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(max(ep, *sizes)))
@@ -85,6 +87,17 @@ def demo(
         same = same and copied is not False and resumed is not False
         say(verdict(same, compared, backend))
         say(f"pictures: {_list(drawn)}", markup=False)
+        if world.rank == 0:
+            document = {
+                "command": summary.command_line(),
+                "backend": backend,
+                "ep": [*compared],
+                "identical": same,
+                "with_copies": copied,
+                "resumed": resumed,
+                "machine": summary.machine(),
+            }
+            write_json(json_file, document)
     raise typer.Exit(0 if same else 1)
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import uniep
+from uniep.cli.options import JsonFile, check_file, write_json
 from uniep.tuner import choose, tables
 
 Rows = Iterator[tuple[str, str]]
@@ -35,19 +36,22 @@ ENVIRONMENT = {
 }
 
 
-def doctor() -> None:
+def doctor(json_file: JsonFile = None) -> None:
     """Show what this machine can run, which backend `auto` takes, and why.
 
     The exit status is 1 if that backend cannot run.
     """
     console = Console(highlight=False)
+    check_file(json_file, "--json")
+    with console.status("a Workspace is made"):
+        backend = _backend()
     sections = {
-        "Software": _software(),
-        "Processor and limits": _limits(),
-        "GPUs": _gpus(),
-        "Environment": _environment(),
-        "Backend": (backend := _backend()),
-        "Tuning": _tuning(),
+        "Software": list(_software()),
+        "Processor and limits": list(_limits()),
+        "GPUs": list(_gpus()),
+        "Environment": list(_environment()),
+        "Backend": backend,
+        "Tuning": list(_tuning()),
     }
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, width=min(console.width, 110))
@@ -56,6 +60,7 @@ def doctor() -> None:
         for name, value in rows:
             table.add_row(name, value)
         console.print(table)
+    write_json(json_file, {title: dict(rows) for title, rows in sections.items()})
     if backend[0][0] == FAILS:
         raise typer.Exit(1)
 

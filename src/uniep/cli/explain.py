@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import DType, Dtype, ShapeName, check_folder
+from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, write_json
 from uniep.shapes import parse_shape
 from uniep.tuner import tables
 from uniep.tuner.explain import explain as explained
@@ -32,9 +31,7 @@ def explain(
     results: Annotated[
         list[Path] | None, typer.Option(help="Result file of benchmarks/moe.py with measurements; may be repeated.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the cost of strategies and dimensions into this file.")
     ] = None,
@@ -45,9 +42,8 @@ def explain(
     """
     torch.set_num_threads(1)
     console = Console(highlight=False)
-    for path in (json_file, picture):
-        if path is not None:
-            check_folder(path.parent)
+    check_file(json_file, "--json")
+    check_file(picture, "--picture")
     made, known = parse_shape(shape), load_card(tables.card_file(card))
     cfg = made.config(
         ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)
@@ -55,9 +51,7 @@ def explain(
     cfg.check_group(ep)
     document = explained(cfg, ep, backend, known, made.name, results or ())
     _print(console, document)
-    if json_file is not None:
-        json_file.write_text(json.dumps(document, indent=1) + "\n")
-        console.print(f"written: {json_file}")
+    write_json(json_file, document)
     if picture is not None:
         _draw(document, picture)
         console.print(f"written: {picture}")
@@ -99,26 +93,28 @@ def _print(console: Console, document: dict[str, Any]) -> None:
 
 
 def _draw(document: dict[str, Any], path: Path) -> None:
-    """Left: predicted time of the choice and of named strategies, with measurements as dots.  Right: the cost of the
+    """Above: predicted time of the choice and of named strategies, with measurements as dots.  Below: the cost of the
     slowest value of each dimension."""
-    from uniep.cli.pictures import figure_style
+    from uniep.cli.pictures import BLUE, ORANGE, WIDTH, figure_style, title
 
     plt = figure_style()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    figure, (above, below) = plt.subplots(2, figsize=(WIDTH, 7.6), layout="constrained")
     bars = {"choice": document["choice"], "default": document["default"]}
     named = {name: {"predicted_us": us, "measured_us": None} for name, us in document["strategies"].items()}
     rows = list({**bars, **named}.items())[::-1]
-    left.barh([name for name, _ in rows], [of["predicted_us"] / 1e3 for _, of in rows], color="#2f6fde")
+    above.barh([name for name, _ in rows], [of["predicted_us"] / 1e3 for _, of in rows], color=BLUE)
     dots = [(name, of["measured_us"] / 1e3) for name, of in rows if of["measured_us"]]
     if dots:
-        left.plot([ms for _, ms in dots], [name for name, _ in dots], "o", color="#e8590c")
-    left.set_xlabel("ms, predicted; dots: measured" if dots else "ms, predicted")
+        above.plot([ms for _, ms in dots], [name for name, _ in dots], "o", color=ORANGE)
+    above.set_xlabel("ms, predicted; dots: measured" if dots else "ms, predicted")
     costs = [(name, max(of["costs"].values())) for name, of in document["dimensions"].items()][::-1]
-    right.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color="#e8590c")
-    right.set_xlabel("%, with the slowest value, all else as chosen")
-    figure.suptitle(
+    below.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color=ORANGE)
+    below.set_xlabel("%, with the slowest value, all else as chosen")
+    title(
+        figure,
+        "What strategies and dimensions cost",
         f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens a rank, forward + backward on "
-        f"{document['card']}"
+        f"{document['card']}",
     )
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)
     plt.close(figure)

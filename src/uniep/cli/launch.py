@@ -164,6 +164,8 @@ def torchrun(num_ranks: int, command: Sequence[str]) -> NoReturn:
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise typer.Exit(128 + stop.sigval) from None
+        finally:
+            logging.disable(logging.NOTSET)
     raise typer.Exit(0)
 
 

@@ -16,9 +16,22 @@ from rich.table import Table
 from torch import Tensor
 
 import uniep
-from uniep.cli import launch
+from uniep.cli import launch, summary
 from uniep.cli.launch import World
-from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, Tokens, TopK, numbers
+from uniep.cli.options import (
+    DType,
+    Dtype,
+    Ffn,
+    Hidden,
+    JsonFile,
+    NumExperts,
+    Tokens,
+    TopK,
+    check_file,
+    numbers,
+    write_json,
+)
+from uniep.cli.progress import progress
 
 WARM_UP = 2
 
@@ -46,12 +59,14 @@ def lora(
     rank: Annotated[str, typer.Option(help="Ranks r of the factors, compared with training whole experts.")] = "8,128",
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 2,
     steps: Annotated[int, typer.Option(help="Steps that are timed; the median counts.", min=1)] = 5,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure one layer's training: whole experts, and low-rank factors with the experts frozen.
 
     Forward, backward and AdamW on random data. Weights, gradients and optimizer states are those of one rank's
     experts. Both run on the same backend; on Hopper GPUs that is nccl, since LoRA runs there.
     """
+    check_file(json_file, "--json")
     ranks = numbers(rank, "--rank")
     share = -(-tokens // ep)
     cfg = uniep.MoEConfig(
@@ -68,12 +83,20 @@ def lora(
         found: list[Measured] = []
         if world.rank < ep:
             named = "nccl" if backend == "hopper" else backend
-            with uniep.Workspace(cfg, group, device=world.device, backend=named) as workspace:
+            with (
+                uniep.Workspace(cfg, group, device=world.device, backend=named) as workspace,
+                progress(world.console, "measured", 1 + len(ranks)) as done,
+            ):
                 for r in (None, *ranks):
                     found.append(_measure(workspace, share, r, steps, world))
+                    done()
         everyone = [theirs for theirs in world.gather(found) if theirs]
         if world.rank == 0:
-            _print(world, everyone, ["whole experts", *(f"LoRA, r = {r}" for r in ranks)], cfg, ep, tokens)
+            names = ["whole experts", *(f"LoRA, r = {r}" for r in ranks)]
+            _print(world, everyone, names, cfg, ep, tokens)
+            of_rank = [dict(zip(names, map(dataclasses.asdict, theirs), strict=True)) for theirs in everyone]
+            document = {"command": summary.command_line(), "ranks": of_rank, "machine": summary.machine()}
+            write_json(json_file, document)
 
 
 def _measure(workspace: uniep.Workspace, tokens: int, r: int | None, steps: int, world: World) -> Measured:

@@ -1,20 +1,44 @@
-"""`uniep memory`: what a Workspace of a shape allocates, buffer by buffer."""
+"""`uniep memory`: what a layer's Workspace allocates, buffer by buffer, and what a whole model takes on a rank."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 import uniep
-from uniep.cli.options import DType, Dtype, Ffn, Groups, Hidden, NumExperts, TopK, Weight, WeightAt
+from uniep.cli import whole_model
+from uniep.cli.options import (
+    DType,
+    Dtype,
+    Ffn,
+    Groups,
+    Hidden,
+    JsonFile,
+    NumExperts,
+    TopK,
+    Weight,
+    WeightAt,
+    check_file,
+    write_json,
+)
+from uniep.cli.whole_model import Optimizer
+from uniep.memory import MemoryPlan
 
 
 class BackendName(enum.StrEnum):
     cpu = "cpu"
     hopper = "hopper"
     nccl = "nccl"
+
+
+MODEL = "Whole model"
 
 
 def memory(
@@ -37,16 +61,55 @@ def memory(
         int | None,
         typer.Option(help="Limit of routed rows per rank (no host read); default: allocated as needed.", min=1),
     ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="MoE layers of the model: also show what it takes.", min=1, rich_help_panel=MODEL)
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="config.json of a Hugging Face model, instead of --layers and the shape.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    dense: Annotated[
+        float,
+        typer.Option(
+            help="Parameters besides experts and routers, as 1.5e9 (with --layers).", min=0, rich_help_panel=MODEL
+        ),
+    ] = 0,
+    optimizer: Annotated[
+        Optimizer,
+        typer.Option(
+            help="What there is for each parameter: adamw-fp32 (fp32 gradients, masters, averages), adamw or sgd (all "
+            "in --dtype), none (inference).",
+            rich_help_panel=MODEL,
+        ),
+    ] = Optimizer.adamw_fp32,
+    fsdp: Annotated[
+        int,
+        typer.Option(
+            help="Ranks over which FSDP2 shards parameters, gradients and optimizer state; 1: not sharded.",
+            min=1,
+            rich_help_panel=MODEL,
+        ),
+    ] = 1,
+    json_file: JsonFile = None,
 ) -> None:
-    """Print the buffers of one rank, with their bytes and what they are for.
+    """Print the buffers of one rank, with their bytes and what they are for; with --layers or --config a whole model.
 
     Allocates nothing. The number of expert rows assumes balanced routing; on the hopper backend --max-rows sets it.
+    Of a whole model's activations those of the MoE layers are counted, without recomputation, and no others.
     """
+    check_file(json_file, "--json")
+    console = Console(highlight=False)
+    shape: dict[str, Any] = {"hidden": hidden, "ffn": ffn, "num_experts": num_experts, "top_k": top_k}
+    size = None
+    if config is not None:
+        if layers is not None:
+            raise uniep.ConfigError(f"--layers {layers} beside --config {config}, which says how many; give one")
+        with console.status("the model is built, without memory"):
+            size, shape = whole_model.of_config(config)
     cfg = uniep.MoEConfig(
-        hidden=hidden,
-        ffn=ffn,
-        num_experts=num_experts,
-        top_k=top_k,
+        **shape,
         max_tokens_per_rank=tokens,
         dtype=dtype.torch,
         weight_at=weight_at.value,
@@ -54,4 +117,29 @@ def memory(
         gradient_shards=gradient_shards,
         max_rows=max_rows,
     )
-    typer.echo(uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value).explain())
+    plan = uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value)
+    typer.echo(plan.explain())
+    document: dict[str, Any] = {"layer": _as_document(plan)}
+    if layers is not None:
+        size = whole_model.of_layers(cfg, layers, int(dense))
+    if size is not None:
+        found = whole_model.rows(size, plan, cfg.dtype, ep, fsdp, optimizer)
+        console.print("\n" + whole_model.describe(size, ep, fsdp, optimizer))
+        console.print(_table(found))
+        document["model"] = whole_model.as_document(size, found)
+    write_json(json_file, document)
+
+
+def _table(found: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("GiB", "experts", "other", "together"):
+        table.add_column(column, justify="left" if column == "GiB" else "right", no_wrap=True)
+    for row in found:
+        cells = [f"{row[part] / 2**30:.2f}" if row[part] else "-" for part in ("experts", "dense", "total")]
+        table.add_row(row["what"], *cells, style="bold" if row["what"] == "total" else "")
+    return table
+
+
+def _as_document(plan: MemoryPlan) -> dict[str, Any]:
+    listed = [{**dataclasses.asdict(b), "dtype": str(b.dtype), "bytes": b.bytes} for b in plan.buffers]
+    return {"title": plan.title, "buffers": listed, "peak_bytes": plan.peak_bytes()}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import json
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -58,6 +59,15 @@ Groups = Annotated[
     ),
 ]
 
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
+
+
+def write_json(path: Path | None, document: Any) -> None:
+    """Write the document, and say where; nothing without a path."""
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        typer.echo(f"written: {path}")
+
 
 def numbers(text: str, option: str) -> list[int]:
     """'1,2,4' -> [1, 2, 4].  Raises typer.BadParameter, which names `option`."""
@@ -70,13 +80,21 @@ def numbers(text: str, option: str) -> list[int]:
     return values
 
 
-def check_folder(out: Path) -> None:
+def check_folder(out: Path, option: str = "--out") -> None:
     """Make the folder.  Raises ConfigError now, before any work is done, if files cannot be written there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}; name a folder that can be written") from None
+        raise ConfigError(f"{option} {out}: {error.strerror}; name a folder that can be written") from None
+
+
+def check_file(path: Path | None, option: str) -> None:
+    """As `check_folder` of the file's folder; a path that is a folder is refused, too."""
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; name a file")
+    if path is not None:
+        check_folder(path.parent, option)
 
 
 def parse_schedule(text: str, option: str, default: Schedule | None = None) -> Schedule:

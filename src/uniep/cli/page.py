@@ -13,10 +13,10 @@ from uniep.cli.timeline import kind_of, kinds_of
 from uniep.taskflow.graph import GATE
 from uniep.taskflow.trace import Shares, Span, lanes_of, phases_of, shares, window
 
-PARTS = {"busy": "#5c677d", "exposed": "#e03131", "waiting": "#e0a800", "idle": "#e4e7ee"}
+PARTS = {"busy": "#5c677d", "exposed": "#e03131", "waiting": "#e0a800", "idle": "#c3c8d4"}
 _MEANING = {
     "busy": "running a task",
-    "exposed": "exposed communication: waiting for what peers send",
+    "exposed": "waiting for peers: their tokens or results are on the way, or not computed yet",
     "waiting": "waiting for tasks of the same rank",
     "idle": "no task left, or none taken yet",
 }
@@ -44,7 +44,8 @@ def _section(phase: str, found: Sequence[Shares]) -> str:
         rows += f'<tr><th>{html.escape(s.worker)}</th><td class="bar"><div>{bar}</div></td>{cells}</tr>'
     return (
         f'<section data-phase="{html.escape(phase)}"><h2>{html.escape(phase)} <small></small></h2>'
-        f"<table><tr><th>workers</th><th></th><th>busy</th><th>exposed</th><th>waiting</th><th>idle</th></tr>{rows}</table>"
+        "<table><tr><th>workers</th><th></th><th>busy</th><th>for peers</th><th>for own rank</th><th>idle</th></tr>"
+        f"{rows}</table>"
         '<div class="legend"></div><canvas tabindex="0"></canvas></section>'
     )
 
@@ -87,20 +88,23 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>uniep trace</title>
 <style>
-body{font:14px/1.5 system-ui,sans-serif;color:#1f2430;background:#fff;margin:24px auto;max-width:1240px;
+:root{color-scheme:light dark;--ink:#1f2430;--paper:#fff;--muted:#5f6778;--grid:#e3e6eb;--line:#c3c8d4}
+@media (prefers-color-scheme:dark){:root{--ink:#e6e9ef;--paper:#14171d;--muted:#9aa3b2;--grid:#2a2f39;--line:#4a5160}}
+body{font:14px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);margin:24px auto;max-width:1240px;
 padding:0 20px}
 h1{font-size:20px;margin:0 0 8px}h2{font-size:16px;margin:28px 0 6px}
-small{color:#7a8194;font-weight:400;font-size:13px}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:0 14px;margin:0 0 12px;color:#4a5164}
-dt{color:#7a8194}dd{margin:0}
+small{color:var(--muted);font-weight:400;font-size:13px}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:0 14px;margin:0 0 12px}
+dt{color:var(--muted)}dd{margin:0}
 table{border-collapse:collapse;margin:4px 0 10px}th,td{padding:2px 12px 2px 0;text-align:right;font-weight:400}
-th:first-child{text-align:left}td.bar{width:340px}td.bar div{display:flex;height:13px;border-radius:3px;overflow:hidden}
+th:first-child{text-align:left}td.bar{width:27vw;min-width:90px;max-width:340px}
+td.bar div{display:flex;height:13px;border-radius:3px;overflow:hidden}
 td.bar i{display:block;height:100%}
 .legend span,.key span{display:inline-flex;align-items:center;margin-right:16px;font-size:13px}
 .legend i,.key i{width:11px;height:11px;border-radius:2px;margin-right:6px;display:inline-block}
 canvas{display:block;width:100%;margin-top:6px;cursor:grab;outline-offset:3px}
 #tip{position:fixed;display:none;pointer-events:none;background:#1f2430;color:#fff;border-radius:4px;padding:5px 9px;
-font-size:12px;white-space:pre;z-index:2}.hint{color:#7a8194;font-size:13px}
+font-size:12px;white-space:pre;z-index:2}.hint{color:var(--muted);font-size:13px}
 </style></head><body>
 <h1>One MoE layer, task by task</h1>
 <dl>@ABOUT@</dl>
@@ -116,10 +120,12 @@ const thin = data.lanes.length > 64, LANE = thin ? 5 : 26, GAP = thin ? 0.5 : 4,
 const TOP = 6, LEFT = 132, AXIS = 26, EXPOSED = "#e03131", WAITING = "#e0a800";
 const group = lane => data.lanes[lane].join(" ").replace(/ \\d+$/, "");  // rank and class
 const tip = document.getElementById("tip");
+const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const time = ns => ns >= 1e6 ? (ns / 1e6).toFixed(2) + " ms" : (ns / 1e3).toFixed(1) + " \\u00b5s";
 const tick = (ns, step) => ns === 0 ? "0" : step >= 1e6 ? ns / 1e6 + " ms" :
   step >= 1e5 ? (ns / 1e6).toFixed(1) + " ms" : (ns / 1e3).toFixed(step >= 1e3 ? 0 : 1) + " \\u00b5s";
-const steps = span => { const raw = span / 8, ten = 10 ** Math.floor(Math.log10(raw));
+const steps = (span, wide) => {
+  const raw = span / Math.max(2, Math.min(8, Math.floor((wide - LEFT) / 90))), ten = 10 ** Math.floor(Math.log10(raw));
   return [1, 2, 5, 10].map(k => k * ten).find(s => s >= raw); };
 for (const section of document.querySelectorAll("section")) {
   const phase = data.phases[section.dataset.phase], canvas = section.querySelector("canvas");
@@ -137,17 +143,17 @@ for (const section of document.querySelectorAll("section")) {
     canvas.width = wide * ratio; canvas.height = height * ratio; canvas.style.height = height + "px";
     pen.setTransform(ratio, 0, 0, ratio, 0, 0); pen.clearRect(0, 0, wide, height);
     pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle";
-    const step = steps(to - from), bottom = height - AXIS;
+    const step = steps(to - from, wide), bottom = height - AXIS;
     for (let i = Math.ceil(from / step); i * step <= to; i++) { const t = i * step;
-      pen.fillStyle = "#e8eaf0"; pen.fillRect(x(t), TOP, 1, bottom - TOP);
-      pen.fillStyle = "#7a8194"; pen.textAlign = x(t) > wide - 40 ? "right" : "center";
+      pen.fillStyle = colour("--grid"); pen.fillRect(x(t), TOP, 1, bottom - TOP);
+      pen.fillStyle = colour("--muted"); pen.textAlign = x(t) > wide - 40 ? "right" : "center";
       pen.fillText(tick(t, step), x(t), bottom + 12);
     }
     data.lanes.forEach(([rank, worker], i) => {
-      const y = TOP + i * LANE; pen.fillStyle = "#1f2430"; pen.textAlign = "left";
+      const y = TOP + i * LANE; pen.fillStyle = colour("--ink"); pen.textAlign = "left";
       if (!thin) pen.fillText("rank " + rank + "  " + worker, 0, y + LANE / 2);
       else if (!i || group(i) !== group(i - 1)) pen.fillText("rank " + group(i), 0, y + 8);
-      if (i && data.lanes[i - 1][0] !== rank) { pen.fillStyle = "#c3c8d4"; pen.fillRect(0, y, wide, 1); }
+      if (i && data.lanes[i - 1][0] !== rank) { pen.fillStyle = colour("--line"); pen.fillRect(0, y, wide, 1); }
     });
     pen.save(); pen.beginPath(); pen.rect(LEFT, 0, wide - LEFT, bottom); pen.clip();
     for (const [lane, op, claimed, start, end, peers] of phase.bars) {
@@ -192,6 +198,7 @@ for (const section of document.querySelectorAll("section")) {
     tip.style.top = e.clientY + 16 + "px";
   });
   window.addEventListener("resize", draw); draw();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 }
 </script></body></html>
 """

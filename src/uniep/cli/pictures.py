@@ -1,16 +1,26 @@
-"""Style of the demo's pictures, and the loss curve."""
+"""The style of all pictures, and the loss curve.
+
+Pictures are 8 inches wide at 200 dots an inch, 1600 pixels, with text of 11 points and more: 7 pixels high where a page
+shows them 400 wide.  They are opaque, so that they look the same on a dark page.
+"""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 INK = "#1f2430"
-MUTED = "#7a8194"
+MUTED = "#5f6778"
+GRID = "#e3e6eb"
 BLUE = "#2f6fde"
-ORANGE = "#e8590c"
+ORANGE = "#d9480f"
+GREEN = "#2b8a3e"
+GREY = "#8b95a5"
+WIDTH = 8.0
+"""Inches."""
 
 REACH = 8
 """Steps on either side that the smoothed loss takes in."""
@@ -25,7 +35,8 @@ def figure_style() -> Any:
 
     plt.rcParams.update(
         {
-            "font.size": 10,
+            "font.size": 12,
+            "figure.facecolor": "white",
             "text.color": INK,
             "axes.labelcolor": INK,
             "axes.edgecolor": MUTED,
@@ -33,10 +44,21 @@ def figure_style() -> Any:
             "axes.spines.right": False,
             "xtick.color": INK,
             "ytick.color": INK,
-            "savefig.dpi": 160,
+            "grid.color": GRID,
+            "legend.frameon": False,
+            "legend.fontsize": 11,
+            "savefig.dpi": 200,
         }
     )
     return plt
+
+
+def title(figure: Any, text: str, subtitle: str) -> None:
+    """A bold line, and below it what was measured on what, in lines that fit."""
+    lines = textwrap.wrap(subtitle, 95)
+    height = figure.get_size_inches()[1]
+    figure.suptitle(text + "\n" * len(lines), x=0.01, ha="left", fontweight="bold", fontsize=14)
+    figure.text(0.01, 1 - 0.36 / height, "\n".join(lines), va="top", color=MUTED, fontsize=10)
 
 
 def _smooth(values: Sequence[float], reach: int) -> list[float]:
@@ -51,7 +73,7 @@ def _smooth(values: Sequence[float], reach: int) -> list[float]:
 def draw_loss(history: Sequence[float], held_out: float, subtitle: str, path: Path) -> None:
     """Training loss per step and smoothed, and the final loss on held-out files."""
     plt = figure_style()
-    figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(WIDTH, 5.0), layout="constrained")
     steps, last = range(1, len(history) + 1), len(history)
     axes.plot(steps, history, color=BLUE, alpha=0.3, linewidth=1, label="training, each step")
     mean = f"training, mean of up to {2 * REACH + 1} steps"
@@ -62,10 +84,9 @@ def draw_loss(history: Sequence[float], held_out: float, subtitle: str, path: Pa
     axes.set(xlabel="optimizer step", ylabel="cross entropy (nats per byte)")
     axes.set_xlim(0, last * 1.02)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(axis="y", color="#e8eaf0", linewidth=0.8)
+    axes.grid(axis="y", linewidth=0.8)
     axes.set_axisbelow(True)
-    figure.legend(frameon=False, loc="outside lower center", ncols=4, fontsize=9, handlelength=1.5, columnspacing=1.5)
-    figure.suptitle("A byte-level MoE transformer learns Python", x=0.01, ha="left", fontweight="bold", fontsize=13)
-    axes.set_title(subtitle, loc="left", color=MUTED, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, handlelength=1.5, columnspacing=1.5)
+    title(figure, "A byte-level MoE transformer learns Python", subtitle)
     figure.savefig(path)
     plt.close(figure)

@@ -29,6 +29,7 @@ import uniep
 from uniep.cli.bits import BitTable, Digests, digest, merge
 from uniep.cli.launch import World
 from uniep.cli.model import VOCABULARY, Block, Model, ModelConfig
+from uniep.cli.progress import progress
 from uniep.nn import RoutingRecord, linear, record_routing, replay_routing
 from uniep.nn.invariant import ROWS
 from uniep.nn.router_ops import row_sum
@@ -192,8 +193,8 @@ def _gradients(model: Model) -> Digests:
 
 def compare(
     cfg: uniep.MoEConfig, tokens: int, seed: int, world: World, groups: dict[int, dist.ProcessGroup | None]
-) -> bool:
-    """Print both tables.  Returns, on every rank, whether all bits agree."""
+) -> list[str]:
+    """Print both tables.  Returns, on every rank, the parts that differ."""
     count = tokens // CONTEXT
     draw = torch.Generator().manual_seed(seed)
     prompts = torch.randint(VOCABULARY, (count, PROMPT), generator=draw)
@@ -202,50 +203,53 @@ def compare(
     table = BitTable(f"Parts with the bits of EP=1, sampled a position at a time\n{describe}", QUANTITIES)
     steps = BitTable("Parts with the bits of EP=1, trained", GRADIENTS)
     sampled: Rollout | None = None
-    for size, group in groups.items():
-        mine: Digests = {}
-        rollout = None
-        if world.rank < size:
-            own = slice(world.rank * count // size, (world.rank + 1) * count // size)
-            with uniep.Workspace(cfg, group, device=world.device) as workspace:
-                model = _model(cfg, workspace, seed)
-                rollout = sample(model, prompts[own].to(world.device), noise[own].to(world.device))
-            mine = _digests(own.start, rollout.tokens, rollout.log_probs, rollout.record)
-            rollout = Rollout(
-                rollout.tokens.cpu(),
-                rollout.log_probs.cpu(),
-                RoutingRecord({name: ids.cpu() for name, ids in rollout.record.ids.items()}),
-            )
-        table.add(size, f"sampled, {count // size} tokens a call", merge(world.gather(mine)))
-        parts = [part for part in world.gather(rollout) if part is not None]
-        record = RoutingRecord.cat([part.record for part in parts])
-        sampled = Rollout(
-            torch.cat([part.tokens for part in parts]), torch.cat([part.log_probs for part in parts]), record
-        )
-    assert sampled is not None  # at least EP=1 has run
-    for size, group in groups.items():
-        for replay, recompute in ((False, False), (True, False), (True, True)):
-            mine, gradients = {}, {}
+    with progress(world.console, "sampled and trained", 4 * len(groups)) as done:
+        for size, group in groups.items():
+            mine: Digests = {}
+            rollout = None
             if world.rank < size:
                 own = slice(world.rank * count // size, (world.rank + 1) * count // size)
-                rows = slice(own.start * CONTEXT, own.stop * CONTEXT)
-                rollout = Rollout(
-                    sampled.tokens[own].to(world.device), sampled.log_probs[own], sampled.record.take(rows)
-                )
                 with uniep.Workspace(cfg, group, device=world.device) as workspace:
                     model = _model(cfg, workspace, seed)
-                    log_probs, choice = train(model, rollout, replay, recompute)
-                    mine = _digests(own.start, rollout.tokens, log_probs, choice)
-                    gradients = _gradients(model)
-            how = "trained" + ", replayed" * replay + ", recomputed" * recompute
-            merged = merge(world.gather(mine))
-            table.add(size, how, merged)
-            both = {part: value for part, value in merged.items() if part[0] == "log-probs"}
-            steps.add(size, how, both | merge(world.gather(gradients)))
+                    rollout = sample(model, prompts[own].to(world.device), noise[own].to(world.device))
+                mine = _digests(own.start, rollout.tokens, rollout.log_probs, rollout.record)
+                rollout = Rollout(
+                    rollout.tokens.cpu(),
+                    rollout.log_probs.cpu(),
+                    RoutingRecord({name: ids.cpu() for name, ids in rollout.record.ids.items()}),
+                )
+            table.add(size, f"sampled, {count // size} tokens a call", merge(world.gather(mine)))
+            parts = [part for part in world.gather(rollout) if part is not None]
+            record = RoutingRecord.cat([part.record for part in parts])
+            sampled = Rollout(
+                torch.cat([part.tokens for part in parts]), torch.cat([part.log_probs for part in parts]), record
+            )
+            done()
+        assert sampled is not None  # at least EP=1 has run
+        for size, group in groups.items():
+            for replay, recompute in ((False, False), (True, False), (True, True)):
+                mine, gradients = {}, {}
+                if world.rank < size:
+                    own = slice(world.rank * count // size, (world.rank + 1) * count // size)
+                    rows = slice(own.start * CONTEXT, own.stop * CONTEXT)
+                    rollout = Rollout(
+                        sampled.tokens[own].to(world.device), sampled.log_probs[own], sampled.record.take(rows)
+                    )
+                    with uniep.Workspace(cfg, group, device=world.device) as workspace:
+                        model = _model(cfg, workspace, seed)
+                        log_probs, choice = train(model, rollout, replay, recompute)
+                        mine = _digests(own.start, rollout.tokens, log_probs, choice)
+                        gradients = _gradients(model)
+                how = "trained" + ", replayed" * replay + ", recomputed" * recompute
+                merged = merge(world.gather(mine))
+                table.add(size, how, merged)
+                both = {part: value for part, value in merged.items() if part[0] == "log-probs"}
+                steps.add(size, how, both | merge(world.gather(gradients)))
+                done()
     table.print(world.console)
     steps.print(world.console)
-    same = not table.wrong and not steps.wrong
-    if same:
+    wrong = table.wrong + steps.wrong
+    if not wrong:
         sizes = ", ".join(map(str, groups))
         world.console.print(
             f"[bold green]identical[/bold green]: every bit of log-probabilities, routing and expert gradients, "
@@ -255,4 +259,4 @@ def compare(
         world.console.print(
             "[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`"
         )
-    return same
+    return wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import check_folder
+from uniep.cli.options import JsonFile, check_file, write_json
 from uniep.cli.progress import progress
 from uniep.shapes import SHAPES, parse_shape
 from uniep.sim.machine import load_machine, machines, parse_changes
@@ -67,7 +66,7 @@ def simulate(
             help=f"Schedules to simulate, comma-separated: {', '.join(STRATEGIES)}.", rich_help_panel="Schedules"
         ),
     ] = "serialized,deepep,taskflow",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file as JSON.")] = None,
+    json_file: JsonFile = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw what workers did into this file, one lane per schedule and class.")
     ] = None,
@@ -86,9 +85,8 @@ def simulate(
     """
     torch.set_num_threads(1)  # many small tensors
     console = Console(highlight=False)
-    for path in (json_file, picture):
-        if path is not None:
-            check_folder(path.parent)
+    check_file(json_file, "--json")
+    check_file(picture, "--picture")
     if a3:
         from uniep.cli.simulate_a3 import reproduce
 
@@ -117,9 +115,7 @@ def simulate(
 
             draw_lanes(ran, _title(rows[0]), picture)
             console.print(f"written: {picture}")
-    if json_file is not None:
-        json_file.write_text(json.dumps(document, indent=1) + "\n")
-        console.print(f"written: {json_file}")
+    write_json(json_file, document)
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from uniep.cli.pictures import INK, MUTED, figure_style
+from uniep.cli import pictures
+from uniep.cli.pictures import INK, MUTED, WIDTH, figure_style
 from uniep.sim.strategies import Simulated
 from uniep.taskflow.graph import GATE, WORKERS
 
@@ -26,7 +27,7 @@ def draw_lanes(ran: Mapping[str, Simulated], title: str, path: Path) -> None:
     plt = figure_style()
     until = max(made.makespan_ns for made in ran.values())
     figure, panels = plt.subplots(
-        len(ran), figsize=(11, 1.2 + 1.7 * len(ran)), sharex=True, layout="constrained", squeeze=False
+        len(ran), figsize=(WIDTH, 1.9 + 1.5 * len(ran)), sharex=True, layout="constrained", squeeze=False
     )
     used: dict[str, None] = {}
     for axes, (name, made) in zip(panels[:, 0], ran.items(), strict=True):
@@ -51,15 +52,15 @@ def draw_lanes(ran: Mapping[str, Simulated], title: str, path: Path) -> None:
         axes.spines["left"].set_visible(False)
         axes.axvline(made.makespan_ns / 1e6, color=MUTED, linewidth=0.8, linestyle=":")
         exposed = line.makespan_ns / 1e6
-        axes.set_title(f"{name}: {exposed:.2f} ms", loc="left", fontsize=11, color=INK)
+        axes.set_title(f"{name}: {exposed:.2f} ms", loc="left", color=INK)
     panels[-1, 0].set_xlabel("ms")
     panels[-1, 0].set_xlim(0, until / 1e6 * 1.01)
     figure.legend(
         [plt.Rectangle((0, 0), 1, 1, color=COLORS.get(name, "#d6336c")) for name in used], list(used),
-        loc="outside lower center", ncols=8, frameon=False, fontsize=9, handlelength=1, handleheight=1,
+        loc="outside lower center", ncols=4, handlelength=1, handleheight=1,
     )  # fmt: skip
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12)
-    figure.savefig(path, dpi=120)
+    pictures.title(figure, "What workers are busy with, simulated", f"{title}; height: the share of them that is busy")
+    figure.savefig(path)
     plt.close(figure)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from uniep.backends.cpu.backend import CpuBackend
-from uniep.cli.pictures import INK, MUTED, figure_style
+from uniep.cli.pictures import INK, WIDTH, figure_style, title
 from uniep.nn import Experts
 from uniep.taskflow.graph import GATE
 from uniep.taskflow.trace import PHASES, Span, lanes_of
@@ -106,7 +106,7 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
     lanes = lanes_of(spans)
     kinds = kinds_of(spans)
     figure, panels = plt.subplots(
-        len(PHASES), figsize=(11, 1.9 + 0.62 * len(PHASES) * (len(lanes) + 1.2)), layout="constrained"
+        len(PHASES), figsize=(WIDTH, 3.2 + 0.5 * len(PHASES) * (len(lanes) + 1.2)), layout="constrained"
     )
     for axes, phase in zip(panels, PHASES, strict=True):
         of_phase = [s for s in spans if s.phase == phase]
@@ -129,21 +129,14 @@ def draw_timeline(spans: Sequence[Span], subtitle: str, path: Path) -> None:
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("ms")
         axes.margins(x=0.005)
-        axes.grid(axis="x", color="#e8eaf0", linewidth=0.8)
+        axes.grid(axis="x", linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.set_title(phase, loc="left", fontsize=11, color=INK)
-        used = kinds_of(of_phase).values()
-        axes.legend(
-            [plt.Rectangle((0, 0), 1, 1, color=kind.color) for kind in used],
-            [kind.label.replace("$", r"\$") for kind in used],  # no formulas
-            loc="upper left",
-            bbox_to_anchor=(1.0, 1.0),
-            frameon=False,
-            fontsize=9,
-            handlelength=1,
-            handleheight=1,
-        )
-    figure.suptitle("One MoE layer, task by task", x=0.01, ha="left", fontweight="bold", fontsize=13)
-    figure.text(0.01, -0.01, subtitle, color=MUTED, fontsize=9, va="top")
-    figure.savefig(path, bbox_inches="tight", pad_inches=0.2)
+        axes.set_title(phase, loc="left", color=INK)
+    figure.legend(
+        [plt.Rectangle((0, 0), 1, 1, color=kind.color) for kind in kinds.values()],
+        [kind.label.replace("$", r"\$") for kind in kinds.values()],  # no formulas
+        loc="outside lower center", ncols=2, handlelength=1, handleheight=1,
+    )  # fmt: skip
+    title(figure, "One MoE layer, task by task", subtitle)
+    figure.savefig(path)
     plt.close(figure)

@@ -12,10 +12,25 @@ from rich import box
 from rich.table import Table
 
 import uniep
-from uniep.cli import launch
+from uniep.cli import launch, summary
 from uniep.cli.launch import World
-from uniep.cli.options import DType, Dtype, Ffn, Hidden, NumExperts, Seed, Tokens, TopK, check_folder, parse_schedule
+from uniep.cli.options import (
+    DType,
+    Dtype,
+    Ffn,
+    Hidden,
+    JsonFile,
+    NumExperts,
+    Seed,
+    Tokens,
+    TopK,
+    check_file,
+    check_folder,
+    parse_schedule,
+    write_json,
+)
 from uniep.cli.page import write_page
+from uniep.cli.progress import progress
 from uniep.cli.timeline import fastest
 from uniep.cli.verify import Problem
 from uniep.schedule import default_schedule, is_valid
@@ -52,6 +67,7 @@ def trace(
         str, typer.Option(help="Machine for --predict with --gpus: a name or a file, as for uniep simulate.")
     ] = "h200-node",
     seed: Seed = 0,
+    json_file: JsonFile = None,
 ) -> None:
     """Record forward and backward of one layer task by task, on CPU processes or on GPUs.
 
@@ -65,6 +81,7 @@ def trace(
     )
     cfg.experts_per_rank(ep)
     check_folder(out)
+    check_file(json_file, "--json")
     model = load_machine(machine) if predict and gpus else None
     device, backend, default = "CPU processes", "cpu", uniep.Schedule()
     if gpus:
@@ -103,8 +120,15 @@ def trace(
             write_trace(spans, about, out / "trace.json")
             write_page(spans, about, out / "timeline.html")
             world.console.print(_table(spans))
+            world.console.print(
+                "waits for peers: their tokens or results are on the way, or not computed yet; for its rank: for tasks "
+                "of the same rank",
+                style="dim",
+            )
             files = f"{out / 'trace.json'} (ui.perfetto.dev), {out / 'timeline.html'} (a browser)"
             world.console.print(f"written: {files}", markup=False)
+            found = [dataclasses.asdict(share) for share in shares(spans)]
+            write_json(json_file, {"command": summary.command_line(), **about, "shares": found})
 
 
 def _record(problem: Problem, schedule: uniep.Schedule, world: World, backend: str) -> list[Span]:
@@ -113,19 +137,23 @@ def _record(problem: Problem, schedule: uniep.Schedule, world: World, backend: s
     group = None
     if world.size > 1:
         group = world.control if backend == "cpu" else world.first(world.size)
-    with uniep.Workspace(problem.cfg, group, device=world.device, backend=backend, schedule=schedule) as workspace:
+    with (
+        uniep.Workspace(problem.cfg, group, device=world.device, backend=backend, schedule=schedule) as workspace,
+        progress(world.console, "recorded", WARM_UP + RECORDED) as done,
+    ):
         for step in range(WARM_UP + RECORDED):
             spans: list[Span] = []
             workspace.backend.trace = spans if step >= WARM_UP else None  # type: ignore[attr-defined]
             problem.run(workspace)
             steps.append(spans)
+            done()
     of_rank = world.gather(steps[WARM_UP:])
     return list(fastest([[span for part in step for span in part] for step in zip(*of_rank, strict=True)]))
 
 
 def _table(spans: list[Span]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("", "workers", "busy", "exposed communication", "waiting", "idle"):
+    for column in ("", "workers", "busy", "waits for peers", "for its rank", "idle"):
         table.add_column(column, justify="left" if column in ("", "workers") else "right")
     for s in shares(spans):
         table.add_row(s.phase, s.worker, *(f"{part:.1%}" for part in (s.busy, s.exposed, s.waiting, s.idle)))

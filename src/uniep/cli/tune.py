@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import uniep
 from uniep.backends import registry
-from uniep.cli.options import DType, Dtype, ShapeName
+from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, write_json
+from uniep.cli.summary import commit
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
@@ -49,7 +49,7 @@ def tune(
         float, typer.Option(help="Seconds after which a candidate is dropped as too slow.", min=1)
     ] = 120.0,
     sampler: Annotated[
-        str, typer.Option(help="Search: optuna (needs uniep[tune]); model: fastest predicted first; random.")
+        str, typer.Option(help="Search: optuna (which must be installed); model: fastest predicted first; random.")
     ] = "optuna",
     card: Annotated[str | None, typer.Option(help="Card that the model assumes; default: this machine's.")] = None,
     calibrate: Annotated[
@@ -58,6 +58,7 @@ def tune(
     machine: Annotated[
         str | None, typer.Option(help="With --calibrate: the machine file that describes this card.")
     ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Find the fastest Schedule of a layer on this machine, and keep it for Workspaces of this card.
 
@@ -66,13 +67,14 @@ def tune(
     or in the user's cache.
     """
     console = Console(highlight=False)
+    check_file(json_file, "--json")
     backend = _backend(backend)
     device = torch.device("cuda" if backend == "hopper" or (torch.cuda.is_available() and backend == "nccl") else "cpu")
     name = tables.card_name(device)
     if device.type == "cuda" and ep > torch.cuda.device_count():
         raise ConfigError(f"--ep is {ep}, one rank per GPU, and this machine has {torch.cuda.device_count()}; lower it")
     if calibrate:
-        _calibrate(console, backend, ep, dtype, name, machine)
+        write_json(json_file, _calibrate(console, backend, ep, dtype, name, machine))
         return
     if sampler not in SAMPLERS:
         raise ConfigError(f"--sampler is {sampler!r}; use {', '.join(SAMPLERS)}")
@@ -94,8 +96,9 @@ def tune(
                 )  # fmt: skip
         finally:
             record.close()
-        tables.store(path, key, _entry(result, job))
+        tables.store(path, key, entry := _entry(result, job))
     _print(console, result, path, job)
+    write_json(json_file, entry)
 
 
 def _backend(given: str) -> str:
@@ -142,20 +145,9 @@ def _entry(result: Result, job: Job) -> dict[str, object]:
     ]  # fmt: skip
     return {
         "schedule": tables.as_changes(result.choice, job.cfg, job.ep_size, job.backend), "gain": round(result.gain, 4),
-        "spread": round(result.spread, 4), "proof": result.proof, "usual_us": result.usual_us, "commit": _commit(),
+        "spread": round(result.spread, 4), "proof": result.proof, "usual_us": result.usual_us, "commit": commit(),
         "timed_tokens": job.tokens, "date": time.strftime("%Y-%m-%d"), "tried": tried,
     }  # fmt: skip
-
-
-def _commit() -> str:
-    """The commit of the clone that this runs in; the version if there is no clone."""
-    try:
-        made = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )  # fmt: skip
-    except OSError:
-        return uniep.__version__
-    return made.stdout.strip() or uniep.__version__
 
 
 def _print(console: Console, result: Result, path: Path, job: Job) -> None:
@@ -174,7 +166,9 @@ def _print(console: Console, result: Result, path: Path, job: Job) -> None:
     console.print(f"all {job.ep_size} ranks have choice {result.proof}; written: {path}")
 
 
-def _calibrate(console: Console, backend: str, ep: int, dtype: Dtype, name: str, machine: str | None) -> None:
+def _calibrate(
+    console: Console, backend: str, ep: int, dtype: Dtype, name: str, machine: str | None
+) -> dict[str, float]:
     began = time.monotonic()
     made = load_machine(machine) if machine is not None else calibration.machine_of(name)
     card = calibration.measure(backend, ep, dtype.torch, made, name, console.print)
@@ -185,5 +179,7 @@ def _calibrate(console: Console, backend: str, ep: int, dtype: Dtype, name: str,
         tables.write(Path(base), calibration.machine_text(made))
     about = f"{name}: calibrated by uniep tune --calibrate --backend {backend} --ep {ep}, {time.strftime('%Y-%m-%d')}"
     tables.write(where / f"{name}.toml", card_text(card, about, base))
-    console.print(json.dumps({key: round(float(value), 4) for key, value in card.constants.items()}), style="dim")
+    constants = {key: round(float(value), 4) for key, value in card.constants.items()}
+    console.print(json.dumps(constants), style="dim")
     console.print(f"written in {time.monotonic() - began:.0f} s: {where / f'{name}.toml'}")
+    return constants

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 import uniep
-from uniep.cli import launch, rollout
+from uniep.cli import launch, rollout, summary
 from uniep.cli.bits import BitTable, Digests, digest, merge, verdict
 from uniep.cli.launch import World
 from uniep.cli.options import (
@@ -27,6 +27,7 @@ from uniep.cli.options import (
     Ffn,
     Groups,
     Hidden,
+    JsonFile,
     Limit,
     NumExperts,
     Seed,
@@ -34,8 +35,11 @@ from uniep.cli.options import (
     TopK,
     Weight,
     WeightAt,
+    check_file,
     numbers,
+    write_json,
 )
+from uniep.cli.progress import progress
 from uniep.cli.proof import schedules
 from uniep.config import COLUMN_GROUP
 from uniep.reference import composition
@@ -70,6 +74,7 @@ def verify(
         bool,
         typer.Option("--rl", help="Compare a policy's log-probabilities when it is sampled and when it is trained."),
     ] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare bits and errors across EP sizes and schedules for one shape.
 
@@ -82,7 +87,10 @@ def verify(
     With --rl: a small language model of that shape samples sequences at each EP size, one position at a time.
     Then it is trained on them at each EP size, all positions together. Every bit of the tokens' log-probabilities,
     the routing and the expert gradients must be the same.
+
+    The last lines are a summary for an issue.
     """
+    check_file(json_file, "--json")
     sizes = sorted({1, *numbers(ep, "--ep")})
     cfg = uniep.MoEConfig(
         hidden=hidden,
@@ -108,22 +116,37 @@ def verify(
         possible = [size for size in sizes if size <= world.size]
         groups = {size: world.first(size) for size in possible}
         say = world.console.print
+        missing = [size for size in sizes if size not in groups]
+        layer = _describe(cfg, tokens)
+        document: dict[str, Any] = {"layer": layer, "backend": backend, "ep": [*groups], "not_compared": missing}
+        accurate, ratio = True, 0.0
         if rl:
-            same = rollout.compare(cfg, tokens, seed, world, groups)
-            if missing := [size for size in sizes if size not in groups]:
-                say(f"[yellow]not compared[/yellow]: EP {', '.join(map(str, missing))}; {world.shortage}")
-            raise typer.Exit(0 if all(world.gather(same)) else 1)
-        problem = _problem(cfg, tokens, math.lcm(*sizes), seed, world)
-        same, results = _compare(problem, world, groups, [s for s in schedules(backend) if not is_valid(s, cfg)])
-        ratio = _largest_ratio(problem, world, results) if world.rank == 0 else 0.0
-        if missing := [size for size in sizes if size not in groups]:
-            say(f"[yellow]not compared[/yellow]: EP {', '.join(map(str, missing))}; {world.shortage}")
-        say(verdict(same, groups, backend))
-        if accurate := ratio <= WORST_RATIO:
-            say(f"[bold green]accurate[/bold green]: no error is over {ratio:.2f} times PyTorch's")
+            wrong = rollout.compare(cfg, tokens, seed, world, groups)
         else:
-            say(f"[bold red]NOT accurate[/bold red]: an error is {ratio:.2f} times PyTorch's; the limit: {WORST_RATIO}")
-        passed = all(world.gather(same and accurate))
+            problem = _problem(cfg, tokens, math.lcm(*sizes), seed, world)
+            wrong, results = _compare(problem, world, groups, [s for s in schedules(backend) if not is_valid(s, cfg)])
+            errors = _errors(problem, world, results) if world.rank == 0 else {}
+            ratio = max((of["ratio"] for of in errors.values() if of["judged"]), default=0.0)
+            accurate = ratio <= WORST_RATIO
+            document["errors"] = errors
+        if missing:
+            say(f"[yellow]not compared[/yellow]: EP {', '.join(map(str, missing))}; {world.shortage}")
+        result = f"{len(wrong)} parts differ ({'; '.join(wrong[:3])})" if wrong else "all bits equal"
+        if not rl:
+            say(verdict(not wrong, groups, backend))
+            result += f"; largest error {ratio:.2f} times PyTorch's (limit {WORST_RATIO})"
+            if accurate:
+                say(f"[bold green]accurate[/bold green]: no error is over {ratio:.2f} times PyTorch's")
+            else:
+                say(
+                    f"[bold red]NOT accurate[/bold red]: an error is {ratio:.2f} times PyTorch's; the limit: "
+                    f"{WORST_RATIO}"
+                )
+        if world.rank == 0:
+            summary.say([layer, f"EP {', '.join(map(str, groups))}, backend {backend}: {result}"])
+            document |= {"command": summary.command_line(), "differ": wrong, "machine": summary.machine()}
+            write_json(json_file, document)
+        passed = all(world.gather(not wrong and accurate))
     raise typer.Exit(0 if passed else 1)
 
 
@@ -276,25 +299,28 @@ def _compare(
     world: World,
     groups: dict[int, dist.ProcessGroup | None],
     schedules: Sequence[uniep.Schedule],
-) -> tuple[bool, dict[str, Tensor]]:
-    """Print the bit table.  Returns whether all bits agree, and this rank's results of the first run."""
-    table = BitTable(f"Parts with the bits of EP=1 serial/natural\n{_describe(problem)}", problem.quantities)
+) -> tuple[list[str], dict[str, Tensor]]:
+    """Print the bit table.  Returns the parts that differ, and this rank's results of the first run."""
+    layer = _describe(problem.cfg, len(problem.x))
+    table = BitTable(f"Parts with the bits of EP=1 serial/natural\n{layer}", problem.quantities)
     first: dict[str, Tensor] = {}
-    for size, group in groups.items():
-        for schedule in schedules:
+    runs = [(size, schedule) for size in groups for schedule in schedules]
+    with progress(world.console, "verified", len(runs)) as done:
+        for size, schedule in runs:
             mine: Digests = {}
             if world.rank < size:
-                with uniep.Workspace(problem.cfg, group, device=world.device, schedule=schedule) as workspace:
+                with uniep.Workspace(problem.cfg, groups[size], device=world.device, schedule=schedule) as workspace:
                     results = problem.run(workspace)
                 mine, first = results.digests(), first or results.tensors
             table.add(size, schedule.name, merge(world.gather(mine)))
+            done()
     table.print(world.console)
-    return not table.wrong, first
+    return table.wrong, first
 
 
-def _largest_ratio(problem: Problem, world: World, results: dict[str, Tensor]) -> float:
-    """Print both errors against a more precise run.  Returns the largest ratio of our error to PyTorch's; infinite if
-    one is NaN.
+def _errors(problem: Problem, world: World, results: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Print both errors against a more precise run.  Returns them for each quantity, with the ratio of our error to
+    PyTorch's, infinite if one is NaN, and whether that is judged.
 
     PyTorch's error may be small by luck, or because it has a special kernel for narrow shapes.  Where ours is larger
     than allowed, PyTorch's error is taken as the largest over several orders of its sums.  Fewer than `FEW` values are
@@ -320,24 +346,23 @@ def _largest_ratio(problem: Problem, world: World, results: dict[str, Tensor]) -
             other = problem.in_another_order(number).composition(problem.cfg.dtype)
             theirs = {quantity: max(theirs[quantity], error(other, quantity)) for quantity in names}
     activations = int((problem.ids >= 0).sum()) * problem.cfg.ffn
-    ratios = []
+    found = {}
     for quantity in names:
         ratio = ours[quantity] / theirs[quantity] if theirs[quantity] else (math.inf if ours[quantity] else 1.0)
         if not math.isfinite(ours[quantity]):
             ratio = math.inf
         judged = min(precise[quantity].numel(), activations) >= FEW or not math.isfinite(ratio)
-        ratios.append(ratio if judged else 0.0)
+        found[quantity] = {"uniep": ours[quantity], "PyTorch": theirs[quantity], "ratio": ratio, "judged": judged}
         colour = "red" if judged and ratio > WORST_RATIO else "green"
         shown = f"[{colour}]{ratio:.2f}[/{colour}]" if judged else f"({ratio:.2f})"
         table.add_row(quantity, f"{ours[quantity]:.2e}", f"{theirs[quantity]:.2e}", shown)
     world.console.print(table)
-    return max(ratios)
+    return found
 
 
-def _describe(problem: Problem) -> str:
-    cfg = problem.cfg
+def _describe(cfg: uniep.MoEConfig, tokens: int) -> str:
     return (
-        f"hidden {cfg.hidden}, ffn {cfg.ffn}, {cfg.num_experts} experts, top-{cfg.top_k}, {problem.x.shape[0]} tokens, "
+        f"hidden {cfg.hidden}, ffn {cfg.ffn}, {cfg.num_experts} experts, top-{cfg.top_k}, {tokens} tokens, "
         f"{str(cfg.dtype).removeprefix('torch.')}, {cfg.activation}, weight_at {cfg.weight_at}"
         + (f", gate and up up to {cfg.activation_limit:g}" if cfg.activation_limit is not None else "")
         + ", biases" * cfg.bias

@@ -429,6 +429,7 @@ def _seams() -> tuple[Any, Any, Any]:
         except importlib.metadata.PackageNotFoundError:
             found = "transformers is not installed"
         raise UnsupportedError(
-            f"{found}; uniep.integrations.hf needs transformers >= {NEEDED}, < 6: pip install 'uniep[hf]' ({cause})"
+            f"{found}; uniep.integrations.hf needs transformers >= {NEEDED}, < 6: pip install accelerate "
+            f"'transformers>={NEEDED},<6' ({cause})"
         ) from cause
     return EPImplementationInterface, ExpertsInterface, _default_apply_gate

@@ -42,7 +42,7 @@ try:
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
 except ImportError as cause:
-    raise UnsupportedError(f"megatron-core cannot be imported ({cause}): pip install 'uniep[megatron]'") from cause
+    raise UnsupportedError(f"megatron-core cannot be imported ({cause}): pip install megatron-core") from cause
 if tuple(int(part) for part in megatron.core.__version__.split(".")[:2]) < NEEDED:
     raise UnsupportedError(f"megatron-core is {megatron.core.__version__}; uniep needs at least 0.19")
 

@@ -34,7 +34,7 @@ try:
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 except ImportError as cause:
-    raise UnsupportedError(f"torchtitan cannot be imported ({cause}): pip install 'uniep[torchtitan]'") from cause
+    raise UnsupportedError(f"torchtitan cannot be imported ({cause}): pip install 'torchtitan>=0.3,<0.4'") from cause
 
 __all__ = ["LayerStatus", "Status", "UniEPRoutedExperts", "UniEPSelectiveAC", "free", "status"]
 

@@ -2,6 +2,7 @@
 
 from uniep.nn import flops
 from uniep.nn.adapters import add_lora, merge_lora
+from uniep.nn.digests import DigestLog
 from uniep.nn.functional import moe, route
 from uniep.nn.invariant import activate, add, add_by_pairs, linear
 from uniep.nn.load import Load, LoadMonitor
@@ -14,6 +15,7 @@ from uniep.nn.router_ops import attach_loss
 from uniep.weights import Lora
 
 __all__ = [
+    "DigestLog",
     "Experts",
     "LayerRecord",
     "Load",

@@ -1,0 +1,124 @@
+"""Checkpoints with w1 (gate), w3 (up) and w2 (down) matrices, under the names of `uniep.nn`, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from uniep.errors import ConfigError
+
+__all__ = ["join_experts", "split_experts"]
+
+
+def join_experts(
+    state: Mapping[str, Tensor],
+    *,
+    gate: str = "w1",
+    up: str = "w3",
+    down: str = "w2",
+    router: str | None = None,
+    transposed: bool = False,
+) -> dict[str, Tensor]:
+    """The tensors of another checkpoint, with those of experts as `uniep.nn.MoE` has them; give the result to
+    `uniep.integrations.torch.load_full_state_dict`.
+
+    Experts are found by their names, P.experts.GATE, of shape (E, F, D), or P.experts.N.GATE for each expert N, (F, D);
+    a ".weight" may follow.  UP likewise; DOWN is (E, D, F) or (D, F).  They become P.experts.w13 (E, 2F, D), gate rows
+    first, and P.experts.w2 (E, D, F).  All other tensors are passed on under their names.
+
+    gate, up, down: names of the matrices, for example "gate_proj", "up_proj", "down_proj".
+    router: name of the router's weight (E, D) beside `experts`, for example "gate.weight"; it becomes P.router.
+    transposed: matrices are stored the other way, (D, F) and (F, D).
+    Raises ConfigError if there are no experts, one has no matrix of a name, or shapes do not fit each other.
+    """
+    pattern = re.compile(
+        rf"(?P<prefix>(?:.*\.)?experts)(?:\.(?P<expert>\d+))?\.(?P<matrix>{'|'.join(map(re.escape, (gate, up, down)))})"
+        r"(?:\.weight)?"
+    )
+    found: dict[str, dict[str, dict[int | None, Tensor]]] = {}
+    made: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if match := pattern.fullmatch(name):
+            of_layer = found.setdefault(match["prefix"], {gate: {}, up: {}, down: {}})
+            of_layer[match["matrix"]][int(match["expert"]) if match["expert"] else None] = tensor
+        elif router is not None and (name == router or name.endswith(f".{router}")):
+            made[f"{name.removesuffix(router)}router"] = tensor
+        else:
+            made[name] = tensor
+    if not found:
+        raise ConfigError(
+            f"no name ends in experts.{gate}, experts.{up} or experts.{down}, with an expert's number in between or "
+            f"not; names are such as {', '.join(list(state)[:3]) or 'none'}; tell by gate=, up= and down= what they are"
+        )
+    for prefix, matrices in found.items():
+        stacked = {name: _stacked(f"{prefix}.{name}", of, matrices[gate]) for name, of in matrices.items()}
+        if transposed:
+            stacked = {name: tensor.transpose(1, 2) for name, tensor in stacked.items()}
+        shape, wanted = stacked[gate].shape, stacked[down].transpose(1, 2).shape
+        if stacked[up].shape != shape or wanted != shape:
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in stacked.items())
+            raise ConfigError(
+                f"{prefix}: {shapes}; {gate} and {up} must be (E, F, D) and {down} (E, D, F), or all stored the other "
+                "way, with transposed=True"
+            )
+        made[f"{prefix}.w13"] = torch.cat([stacked[gate], stacked[up]], dim=1)
+        made[f"{prefix}.w2"] = stacked[down].contiguous()
+    return made
+
+
+def split_experts(
+    state: Mapping[str, Tensor],
+    *,
+    gate: str = "w1",
+    up: str = "w3",
+    down: str = "w2",
+    router: str | None = None,
+    transposed: bool = False,
+    each: str | None = None,
+) -> dict[str, Tensor]:
+    """What `join_experts` was given, of the same options: views of P.experts.w13 and P.experts.w2 of all experts.
+
+    each: None: matrices stay stacked, P.experts.GATE; a suffix such as ".weight" or "": one for each expert,
+        P.experts.N.GATE and the suffix.
+    Raises ConfigError for experts that are not all there (take `get_model_state_dict` with full_state_dict=True).
+    """
+    turned: Callable[[Tensor], Tensor] = (lambda t: t.transpose(1, 2)) if transposed else (lambda t: t)
+    made: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        prefix, _, own = name.rpartition(".")
+        if own == "_extra_state" and prefix.rpartition(".")[2] == "experts":
+            if tuple(map(int, tensor.tolist())) != (0, 1):
+                rank, ranks = map(int, tensor.tolist())
+                raise ConfigError(
+                    f"{prefix} holds the experts of rank {rank} of {ranks}; take the state of all by "
+                    "get_model_state_dict with full_state_dict=True"
+                )
+        elif own in ("w13", "w2") and prefix.rpartition(".")[2] == "experts":
+            parts = {down: tensor} if own == "w2" else dict(zip((gate, up), tensor.chunk(2, dim=1), strict=True))
+            for matrix, part in parts.items():
+                if each is None:
+                    made[f"{prefix}.{matrix}"] = turned(part)
+                else:
+                    made |= {f"{prefix}.{n}.{matrix}{each}": of for n, of in enumerate(turned(part))}
+        elif own == "router" and router is not None:
+            made[f"{prefix}.{router}" if prefix else router] = tensor
+        else:
+            made[name] = tensor
+    return made
+
+
+def _stacked(name: str, of: dict[int | None, Tensor], gates: dict[int | None, Tensor]) -> Tensor:
+    """(E, ...) of one matrix, stacked or a tensor for each expert."""
+    wanted = gates.keys() if None in gates else range(max((n for n in gates if n is not None), default=-1) + 1)
+    missing = [n for n in wanted if n not in of]
+    if missing or len(of) != len(wanted) or not of:
+        which = ", ".join(map(str, missing[:5]))
+        raise ConfigError(
+            f"{name} is there for {len(of)} experts and the gate for {len(wanted)}"
+            + (f"; missing: {which}" if missing and None not in missing else "")
+            + "; pass the tensors of all experts together, also if they come from several files"
+        )
+    return of[None] if None in of else torch.stack([of[n] for n in range(len(of))])

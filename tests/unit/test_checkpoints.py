@@ -1,0 +1,94 @@
+"""Checkpoints with w1, w3 and w2: joined, loaded at an EP size, and split again."""
+
+import pytest
+import torch
+
+import uniep
+from uniep.integrations.checkpoints import join_experts, split_experts
+from uniep.integrations.torch import load_full_state_dict
+
+E, F, D = 4, 24, 16
+CFG = uniep.MoEConfig(hidden=D, ffn=F, num_experts=E, top_k=2, max_tokens_per_rank=8, dtype=torch.float32)
+
+STYLES = {
+    "stacked": {},
+    "one for each expert": {"each": ".weight"},
+    "Hugging Face's names": {"each": ".weight", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    "transposed": {"transposed": True},
+}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, workspace, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.ModuleList([uniep.nn.MoE(CFG, workspace=workspace) for _ in range(2)])
+        self.head = torch.nn.Linear(D, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.fixture
+def workspace():
+    with uniep.Workspace(CFG, device="cpu") as made:
+        yield made
+
+
+def other_checkpoint(model, *, each=None, gate="w1", up="w3", down="w2", transposed=False):
+    """What another program would have saved, written down here by hand."""
+    state = {"head.weight": model.head.weight, "head.bias": model.head.bias}
+    for n, layer in enumerate(model.layers):
+        state[f"layers.{n}.gate.weight"] = layer.router
+        w13, w2 = layer.experts.w13, layer.experts.w2
+        for name, tensor in ((gate, w13[:, :F]), (up, w13[:, F:]), (down, w2)):
+            tensor = tensor.transpose(1, 2) if transposed else tensor
+            if each is None:
+                state[f"layers.{n}.experts.{name}"] = tensor
+            else:
+                state |= {f"layers.{n}.experts.{e}.{name}{each}": tensor[e] for e in range(E)}
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_there_and_back(workspace, style):
+    options = STYLES[style]
+    model, fresh = Model(workspace, 0), Model(workspace, 1)
+    saved = other_checkpoint(model, **options)
+    join = {name: value for name, value in options.items() if name != "each"}
+    load_full_state_dict(fresh, join_experts(saved, router="gate.weight", **join))
+    x = torch.randn(5, D)
+    assert torch.equal(fresh(x), model(x)) and not torch.equal(Model(workspace, 1)(x), model(x))
+    back = split_experts(fresh.state_dict(), router="gate.weight", **options)
+    assert back.keys() == saved.keys()
+    assert all(torch.equal(back[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (lambda s: {"head.weight": s["head.weight"]}, {}, "no name ends in experts.w1, experts.w3 or experts.w2"),
+        (lambda s: s, {"gate": "gate_proj"}, "experts.gate_proj is there for 0 experts and the gate for 0"),
+        (
+            lambda s: {n: t.T if ".w3" in n else t for n, t in s.items()},
+            {},
+            r"w1 \(4, 24, 16\), w3 \(4, 16, 24\), w2 \(4, 16, 24\); w1 and w3 must be \(E, F, D\)",
+        ),
+        (lambda s: {n: t for n, t in s.items() if n != "layers.1.experts.2.w3"}, {}, "missing: 2; pass the tensors"),
+        (lambda s: {n: t for n, t in s.items() if ".w2" not in n}, {}, "experts.w2 is there for 0 experts"),
+    ],
+    ids=["no experts", "another name", "up transposed", "an up matrix missing", "no down matrix"],
+)
+def test_what_does_not_fit(workspace, change, options, words):
+    saved = change(other_checkpoint(Model(workspace, 0), each=""))
+    with pytest.raises(uniep.ConfigError, match=words):
+        join_experts(saved, **options)
+
+
+def test_a_part_of_the_experts_is_no_checkpoint(workspace):
+    state = Model(workspace, 0).state_dict()
+    state["layers.0.experts._extra_state"] = torch.tensor([1.0, 2.0])
+    with pytest.raises(uniep.ConfigError, match="holds the experts of rank 1 of 2; take the state of all"):
+        split_experts(state)
