@@ -102,17 +102,12 @@ class Program(NamedTuple):
         return "\n".join([self.title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)])
 
 
-def program(cfg: MoEConfig, way: Way, direction: Direction, flags: Flags = Flags()) -> Program:  # noqa: B008
-    title = f"{direction}, {way.backend}, {way.ep_size} ranks, T={way.num_tokens}"
-    return Program(title, stages(cfg, way, direction, flags))
-
-
 @functools.lru_cache(maxsize=1024)
 def stages(cfg: MoEConfig, way: Way, direction: Direction, flags: Flags = Flags()) -> tuple[Stage, ...]:  # noqa: B008
     """The stages of a call of `way`, in the order in which they begin."""
     call = _Call(cfg, way, flags, direction == "forward")
     if way.backend == COLLECTIVE:
-        return tuple(call.collective(direction))
+        return tuple(call.collective())
     before, behind = call.before(), call.forward() if call.is_forward else call.backward()
     return (*before, *(call.in_one_kernel(direction, behind) if way.mega else behind))
 
@@ -121,7 +116,7 @@ class _Call:
     def __init__(self, cfg: MoEConfig, way: Way, flags: Flags, is_forward: bool) -> None:
         self.cfg, self.way, self.flags, self.is_forward = cfg, way, flags, is_forward
         self.device = way.backend == GPU
-        self.remote = way.ep_size > 1
+        self.remote = way.ep_size > 1 and way.backend != COLLECTIVE
         self.wired = self.remote and self.flags.wire
         self.copies = self.device and way.copies and self.wired
         self.dispatched = self.device and self.wired and way.gates and not way.mega  # by a stage of its own
@@ -131,6 +126,8 @@ class _Call:
     def make(self, name: str, operators: str = "", kernels: str = "", **fields: Any) -> Stage:
         """A stage of these operators and, on a GPU, these kernels: words of a text."""
         how: dict[str, Any] = {"kernels": tuple(kernels.split()), "sms": self.way.sms} if self.device else {}
+        if not self.device:
+            fields.pop("stream", None)
         return Stage(name=name, operators=tuple(operators.split()), **how | fields)
 
     def flag(self, name: str, when: bool = True) -> tuple[str, ...]:
@@ -150,9 +147,8 @@ class _Call:
             made.append(self.make("send", "push", "copy", stream="copies", sms=0, signals=self.flag("finished")))
         if self.is_forward:
             kernels = "histogram_kernel scan_kernel tiles_kernel place_kernel " + "parts_kernel" * way.grouped
-            made.append(
-                self.make("plan", "", kernels, buffers=(("histogram", END), ("parts", SAVED))[: 1 + way.grouped])
-            )
+            tables = (("histogram", END), ("parts", SAVED))[: 1 + way.grouped]
+            made.append(self.make("plan", "", kernels, buffers=tables))
         if self.dispatched:
             push = "push_tokens_kernel" * (not self.copies)
             made.append(self.make(
@@ -166,9 +162,8 @@ class _Call:
         way = self.way
         pushes = self.device and not self.copies and not self.dispatched
         waits = not self.device or (self.wired and way.waits)
-        order = Order(
-            way.local_first, way.leads[not self.is_forward], way.chunk_experts, way.critical_path, way.rotated
-        )
+        rules = way.local_first, way.leads[not self.is_forward], way.chunk_experts, way.critical_path, way.rotated
+        order = None if way.backend == COLLECTIVE else Order(*rules)
         return self.make(
             name, f"{'push' * pushes} {operators}", kernels,
             waits=self.flag("finished" if self.copies else "arrived", waits),
@@ -189,10 +184,8 @@ class _Call:
             made.append(self.make("activation", "activation"))
         if save and not expanded:
             kept = (("kept" if self.device else "received", SAVED),)
-            keep = "keep" * (not way.again)
-            made.append(
-                self.make("keep", keep, "copy" * (self.remote and not way.again), stream="copies", sms=0, buffers=kept)
-            )
+            copy = "copy" * (self.remote and not way.again)
+            made.append(self.make("keep", "keep" * (not way.again), copy, stream="copies", sms=0, buffers=kept))
         made += self.returning("down")
         made.append(self.combine("combine", "", after=("down",) * bool(self.beside), buffers=(("y", CALLER),)))
         return made
@@ -211,8 +204,8 @@ class _Call:
             return [self.make("group_sum", f"{name} group_sum", kernels, **results, **sent)]
         made = [self.make(name, name, kernel, **results, **({} if kept else sent))]
         if way.grouped:
-            side = {"stream": "side"} if self.device and not self.is_forward else {}
-            made.append(self.make("group_sum", "group_sum", "group_sum_kernel", **sent, **side))
+            stream = "call" if self.is_forward else "side"
+            made.append(self.make("group_sum", "group_sum", "group_sum_kernel", stream=stream, **sent))
         elif self.device and kept:
             made.append(self.make("push_rows", "", "push_rows_kernel", **sent))
         return made
@@ -233,18 +226,12 @@ class _Call:
             kernel = "claimed_activation_gradient_kernel" if way.gradient_beside else "activation_gradient_kernel"
             made.append(self.make("activation_gradient", "activation_gradient", kernel))
         made += [self.make("dweight", "dweight", "dweights_kernel"), *self.returning("gate_up_grad")]
-        side: Any = {"stream": "side"} if self.device else {}
-        sums = self.combine(
-            f"{'collect' * flags.weights} combine",
-            "used_dweights_kernel" * flags.weights,
-            buffers=(("dx", CALLER),),
-            **side,
-        )
+        operators, used = f"{'collect' * flags.weights} combine", "used_dweights_kernel" * flags.weights
+        sums = self.combine(operators, used, buffers=(("dx", CALLER),), stream="side")
         weights: list[Stage] = []
         if self.device and flags.biases and self.cfg.bias:
-            weights.append(
-                self.make("bias_gradient", "", "bias_gradient_kernel", buffers=(("db13", CALLER), ("db2", CALLER)))
-            )
+            biases = ("db13", CALLER), ("db2", CALLER)
+            weights.append(self.make("bias_gradient", "", "bias_gradient_kernel", buffers=biases))
         if flags.w2:
             weights.append(self.weight_gradient("down_wgrad", "dw2"))
         if self.device and way.again and self.wired and not way.mega:
@@ -274,20 +261,18 @@ class _Call:
         )  # fmt: skip
         return [self.make("lists", "", "list_kernel", buffers=(("lists", END),)), kernel, *apart]
 
-    def collective(self, direction: Direction) -> list[Stage]:
+    def collective(self) -> list[Stage]:
         """Each stage begins when the one before has ended; what computes is `backends/collective/local_experts.py`."""
-        way, forward, grouped = self.way, self.is_forward, self.way.grouped
-        parts, saved = (("parts", END),) * grouped, ("fingerprint", "row_weight", "plan", "rows", "received")
+        forward, parts = self.is_forward, (("parts", END),) * self.way.grouped
+        saved = tuple((n, SAVED) for n in ("fingerprint", "row_weight", "plan", "rows", "received") * forward)
         inner = [s for s in (self.forward() if forward else self.backward()) if s.name not in ("keep", "combine")]
-        made = [
-            Stage(name="enter", kernels=("all_gather",), buffers=(*((n, SAVED) for n in saved * forward), *parts)),
-            Stage(
-                name="dispatch", operators=("push",), kernels=("all_to_all",), buffers=(("sent", END), ("x_rows", END))
-            ),
+        again = [Stage(name="dispatch_again", kernels=("all_to_all",))] * (self.way.again and not forward)
+        sent, sums = (("sent", END), ("x_rows", END)), ("collect",) * (not forward and self.flags.weights)
+        return [
+            Stage(name="enter", kernels=("all_gather",), buffers=(*saved, *parts)),
+            *again,
+            Stage(name="dispatch", operators=("push",), kernels=("all_to_all",), buffers=sent),
             *inner,
             Stage(name="return", kernels=("all_to_all",), buffers=(("slots", END),)),
-            Stage(name="combine", operators=("combine",), buffers=(("y" if forward else "dx", CALLER),)),
+            Stage(name="combine", operators=(*sums, "combine"), buffers=(("y" if forward else "dx", CALLER),)),
         ]
-        if not forward and way.again:
-            made.insert(1, Stage(name="dispatch_again", kernels=("all_to_all",)))
-        return made

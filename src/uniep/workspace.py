@@ -30,7 +30,7 @@ from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.meeting import Meeting
 from uniep.membership import Membership
 from uniep.schedule import Schedule, refuse_invalid
-from uniep.stages import DIRECTIONS, Direction, Program, program
+from uniep.stages import DIRECTIONS, Direction, Program, stages
 from uniep.tuner import choose
 
 if TYPE_CHECKING:
@@ -248,7 +248,9 @@ class Workspace:
             raise ConfigError(f"tokens is {tokens!r}; it must be between 0 and max_tokens_per_rank={most}")
         if direction not in DIRECTIONS:
             raise ConfigError(f"direction is {direction!r}; use {' or '.join(map(repr, DIRECTIONS))}")
-        return program(self.cfg, self.backend.way_of(tokens), direction)
+        way = self.backend.way_of(tokens)
+        title = f"{direction}, {way.backend}, {way.ep_size} ranks, T={tokens}"
+        return Program(title, stages(self.cfg, way, direction))
 
     def prepare(self) -> None:
         """Compile and allocate ahead of the first call.  Collective."""
