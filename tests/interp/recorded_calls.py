@@ -201,7 +201,8 @@ def main():
         for direction, (steps, program) in first.items():
             other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]
             patches = sum(patch.place.slot >= 0 for s in program.steps for patch in s.patches[: s.num_patches])
-            launches, listed = launched_by(steps, handle(backend.side)), listed_by(cfg, backend.way, direction)
+            launches = launched_by(steps, handle(backend.side))
+            listed = listed_by(cfg, backend.way_of(tokens), direction)
             said = "launches what its stages list" if launches == listed else f"launches {launches}, not {listed}"
             print(f"{name}, {direction}: {said}", flush=True)
             print(f"{name}, {direction}: {len(steps)} steps, {patches} patches, differing {other}", flush=True)

@@ -99,6 +99,11 @@ class Link:
         follow(later, earlier, self._point)
 
     @property
+    def tracing(self) -> bool:
+        """Whether somebody listens to the tasks of one kernel."""
+        return self.trace is not None and self.way.mega
+
+    @property
     def fused(self) -> bool:
         return self.way.waits and not self.stay_local
 
@@ -185,7 +190,7 @@ class Link:
     def order_of(self, *, backward: bool) -> Tensor | None:
         """The place of each stretch in the list of the call under way, on the device; None: closed forms.  Calls of
         up to twice as many tokens share one, which the first of them makes (50 ms)."""
-        if not self.way.critical_path:
+        if not (self.way.critical_path and self.way.mega):
             return None
         from uniep.taskflow.stretches import bucket, positions
 

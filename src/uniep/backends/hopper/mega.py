@@ -33,11 +33,11 @@ class Forward(staged.Forward):
     def enter(self, stage: Stage) -> None:
         link = self.link
         self.order = link.order_of(backward=False)
-        if link.trace is not None:
+        if link.tracing:
             lead_host(link)
             self.entered_ns = torch.zeros(1, dtype=torch.int64, device=link.device)
         super().enter(stage)
-        if link.trace is not None:
+        if link.tracing:
             link.planner.clock(self.entered_ns)
 
     def lists(self, stage: Stage) -> None:
@@ -73,7 +73,7 @@ class Backward(staged.Backward):
 
     def enter(self, stage: Stage) -> None:
         self.order = self.link.order_of(backward=True)
-        if self.link.trace is not None:
+        if self.link.tracing:
             lead_host(self.link)
         super().enter(stage)
 
