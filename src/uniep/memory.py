@@ -7,10 +7,11 @@ Legend: R ranks, T max_tokens_per_rank, K slots, D hidden, F ffn, N padded rows 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -36,17 +37,17 @@ from uniep.layout import (
 )
 from uniep.limits import group_limit, shape_limit
 from uniep.schedule import Schedule, refuse_invalid
+from uniep.stages import CALLER, DIRECTIONS, END, SAVED, stages
 from uniep.way import Way, resolve
 
 Kind = Literal["shared", "saved", "transient"]
-PARTS = FORWARD, ACTIVATION_GRADIENT, WEIGHT_GRADIENT = "forward", "activation gradient", "weight gradient"
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
     """One allocation of a rank: what it holds and why it has this size.
 
-    during: the parts of a call (`PARTS`) in which a transient buffer exists; () for all.
+    during: the stages of a forward and its backward in which a transient buffer exists.
     """
 
     name: str
@@ -73,11 +74,10 @@ class MemoryPlan:
 
     def peak_bytes(self) -> int:
         """Most bytes that one forward and its backward need on top of shared buffers."""
-        at_once = (
-            sum(b.bytes for b in self.buffers if b.kind == "transient" and (not b.during or part in b.during))
-            for part in PARTS
-        )
-        return self.total_bytes("saved") + max(at_once)
+        at_once = collections.Counter[str]()
+        for b in self.buffers:
+            at_once.update(dict.fromkeys(b.during, b.bytes))
+        return self.total_bytes("saved") + max(at_once.values())
 
     def explain(self, only: Kind | None = None) -> str:
         """A table: one line per buffer, then the totals.  only: list only buffers of this kind."""
@@ -174,7 +174,14 @@ def plan_memory(
         f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
         + (f", {cfg.gradient_shards} gradient shards over {copies} copies" if cfg.gradient_shards > 1 else "")
     )
-    return MemoryPlan(title, (*_BUFFERS[backend](call), *_gradient_blocks(call, backend), *_results(call)))
+    sizes, lives = [*_BUFFERS[backend](call), *_gradient_blocks(call, backend), *_results(call)], _lives(cfg, call.way)
+    buffers = [
+        Buffer(size.name, size.shape, size.dtype, kind, size.why, during)
+        for size in sizes
+        if (size.like or size.name) in lives
+        for kind, during in [lives[size.like or size.name]]
+    ]
+    return MemoryPlan(title, (*_shared(call, backend), *buffers))
 
 
 def check_room(plan: MemoryPlan, needed: int, free_R: Sequence[int]) -> None:
@@ -225,163 +232,176 @@ class _Call:
         groups = self.cfg.combine_groups or 0
         return round(self.tokens * groups * self.cfg.wanted(groups)) if groups else 0
 
-    def shared(self, arrays: Arrays) -> list[Buffer]:
-        return [Buffer(name, *array, "shared", _SHARED_WHY[name]) for name, array in arrays.items()]
+
+class _Size(NamedTuple):
+    """Of a buffer that a call makes, if its stages do.  like: one that lives as long."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    why: str
+    like: str = ""
+
+
+def _shared(c: _Call, backend: str) -> list[Buffer]:
+    """What peers write into."""
+    arrays: Arrays = {}
+    if backend in _ARRAYS:
+        arrays = _ARRAYS[backend](c.cfg, c.ep_size, c.way)
+    return [Buffer(name, *array, "shared", _SHARED_WHY[name]) for name, array in arrays.items()]
+
+
+_ARRAYS = {"hopper": hopper_arrays, "cpu": cpu_arrays}
+
+
+def _lives(cfg: MoEConfig, way: Way) -> dict[str, tuple[Kind, tuple[str, ...]]]:
+    """Kind of each buffer that stages make, and the stages in which a transient one exists."""
+    kinds: dict[str, Kind] = {}
+    during: dict[str, list[str]] = {}
+    after: list[str] = []  # what is the caller's from the forward on
+    for direction in DIRECTIONS:
+        made = stages(cfg, way, direction)
+        moments, names = [f"{direction}: {s.name}" for s in made], [s.name for s in made]
+        for name in after:
+            during[name] += moments
+        for first, (name, until) in ((n, held) for n, s in enumerate(made) for held in s.buffers):
+            kinds[name] = "saved" if until == SAVED else "transient"
+            last = len(made) if until in (SAVED, CALLER, END) else names.index(until) + 1
+            during.setdefault(name, []).extend(moments[first:last])
+            after += [name] * (until == CALLER)
+    return {name: (kind, tuple(during[name]) if kind == "transient" else ()) for name, kind in kinds.items()}
 
 
 _RESULTS = "results (and dX) of every row"
 _ALIGNED = f"rows of balanced routing, each expert aligned to {ROW_ALIGN}"
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
-_BACKWARD = (ACTIVATION_GRADIENT, WEIGHT_GRADIENT)
-_RETURNING = (FORWARD, WEIGHT_GRADIENT)
 
 
-def _cpu(c: _Call) -> list[Buffer]:
+def _cpu(c: _Call) -> list[_Size]:
     cfg, rows, dtype = c.cfg, c.rows, c.cfg.dtype
     received = 0 if c.way.again else c.received
-    raw = [Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2", _BACKWARD)]
     return [
-        *(raw if c.way.separate_gradient else []),
-        *c.shared(cpu_arrays(cfg, c.ep_size, c.way)),
-        Buffer("received", (received, cfg.hidden), dtype, "saved", "compact copy of other ranks' tokens, for dW13"),
-        Buffer("h", (rows, cfg.h_columns), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
-        Buffer("fingerprint", (1,), _I64, "saved", "names the forward that a backward belongs to"),
-        Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
-        Buffer("dh", (rows, cfg.h_columns), dtype, "transient", "backward: gradient of h"),
-        *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS)] if c.way.grouped else []),
+        _Size("raw", (rows, cfg.ffn), _F32, "backward: dO @ W2"),
+        _Size("received", (received, cfg.hidden), dtype, "compact copy of other ranks' tokens, for dW13"),
+        _Size("h", (rows, cfg.h_columns), dtype, f"gate and up before the activation; {_ALIGNED}"),
+        _Size("fingerprint", (1,), _I64, "names the forward that a backward belongs to"),
+        _Size("act", (rows, cfg.ffn), dtype, "activation; in backward, weighted, for dW2"),
+        _Size("dh", (rows, cfg.h_columns), dtype, "backward: gradient of h"),
+        _Size("results", (rows, cfg.hidden), dtype, _RESULTS),
         _groups(c, rows, of_bias=True),
     ]
 
 
-def _hopper(c: _Call) -> list[Buffer]:
+def _hopper(c: _Call) -> list[_Size]:
     cfg, dtype = c.cfg, c.cfg.dtype
     rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
     rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
     most = table_tiles(rows, c.way.gate_up.rows)
     plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens)))
-    arrays = hopper_arrays(cfg, c.ep_size, c.way)
     expanded = c.way.expanded
     sent = c.tokens if c.way.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
     block = kept_block(cfg, c.ep_size, sent, copying=c.way.transfer == "copy")
     kept = (rows, cfg.hidden) if expanded else kept_shape(cfg, c.ep_size, c.way, block)
-    parts = []
-    if c.way.grouped:
-        words = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size)))
-        parts = [Buffer("parts", (words,), _I32, "saved", "which rows combine groups add, and where sums go")]
-    in_place = c.way.returns != "epilogue"
-    mega = c.way.mega  # one kernel: all buffers exist while it runs
-    lists = []
-    if mega:
-        tiles = backward_tiles(cfg, c.way, w13=True, w2=True)
-        words = sum(list_words(rows // c.way.gate_up.rows, c.local, tiles, backward=True))
-        lists = [Buffer("lists", (words,), _I64, "transient", "tasks of the kernel", _BACKWARD)]
+    parts = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size))) if c.way.grouped else 0
+    tiles = backward_tiles(cfg, c.way, w13=True, w2=True)
+    lists = sum(list_words(rows // c.way.gate_up.rows, c.local, tiles, backward=True))
     return [
-        *c.shared(arrays),
-        Buffer("plan", (plan,), _I32, "saved", "counts, send lists and tile tables"),
-        Buffer("histogram", hopper_histogram(cfg, c.ep_size), _I32, "transient", "what the plan counts", (FORWARD,)),
-        Buffer("rows", (3, rows), _I32, "saved", f"source, return slot and weight of every row; {rows_why}"),
-        *parts,
-        Buffer("h", (1 + cfg.gated, rows, cfg.ffn), dtype, "saved", "gate and up before the activation"),
-        Buffer("kept", kept, dtype, "saved", "every row's input" if expanded else "received tokens, for dW13"),
-        Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
-        Buffer(
-            "raw",
-            (rows, cfg.ffn),
-            _F32,
-            "transient",
-            "backward: dO @ W2",
-            _BACKWARD if mega else (ACTIVATION_GRADIENT,),
-        ),
-        *lists,
-        Buffer("dh", (rows, 1 + cfg.gated, cfg.ffn), dtype, "transient", "backward: gradient of h", _BACKWARD),
-        Buffer("address", (2, rows + 2 * ROW_ALIGN), _I64, "transient", "of rows of x and dO", _BACKWARD),
+        _Size("plan", (plan,), _I32, "counts, send lists and tile tables"),
+        _Size("histogram", hopper_histogram(cfg, c.ep_size), _I32, "what the plan counts"),
+        _Size("rows", (3, rows), _I32, f"source, return slot and weight of every row; {rows_why}"),
+        _Size("parts", (parts,), _I32, "which rows combine groups add, and where sums go"),
+        _Size("h", (1 + cfg.gated, rows, cfg.ffn), dtype, "gate and up before the activation"),
+        _Size("kept", kept, dtype, "every row's input" if expanded else "received tokens, for dW13"),
+        _Size("act", (rows, cfg.ffn), dtype, "activation; in backward, weighted, for dW2"),
+        _Size("raw", (rows, cfg.ffn), _F32, "backward: dO @ W2"),
+        _Size("lists", (lists,), _I64, "tasks of the kernel"),
+        _Size("dh", (rows, 1 + cfg.gated, cfg.ffn), dtype, "backward: gradient of h"),
+        _Size("address", (2, rows + 2 * ROW_ALIGN), _I64, "of rows of x and dO"),
         _groups(c, rows),
-        *([Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS, _RETURNING)] if in_place else []),
+        _Size("results", (rows, cfg.hidden), dtype, _RESULTS),
     ]
 
 
-def _nccl(c: _Call) -> list[Buffer]:
+def _nccl(c: _Call) -> list[_Size]:
     """Assumes the hopper kernels; without them (other GPUs, CPUs) there are no copies of x and dO by row."""
     cfg, ranks, rows, dtype = c.cfg, c.ep_size, c.rows, c.cfg.dtype
     received = 0 if c.way.again else c.received + 1
     plan = ranks * (cfg.num_experts + c.tokens + 2) + c.local + 1
     return [
-        Buffer("received", (received, cfg.hidden), dtype, "saved", "other ranks' tokens and a zero row, for dW13"),
-        Buffer("h", (rows, cfg.h_columns), dtype, "saved", f"gate and up before the activation; {_ALIGNED}"),
-        Buffer("fingerprint", (1,), _I64, "saved", "names the forward that a backward belongs to"),
-        Buffer("row_weight", (rows,), _F32, "saved", "routing weight of every row"),
-        Buffer("plan", (plan,), _I32, "saved", "RoutingPlan: counts, segments, send lists"),
-        Buffer("rows", (2, rows), _I32, "saved", "RoutingPlan: source and return slot of every row"),
-        Buffer("act", (rows, cfg.ffn), dtype, "transient", "activation; in backward, weighted, for dW2"),
-        Buffer("sent", (c.received, cfg.hidden), dtype, "transient", "tokens for other ranks, sorted by rank"),
-        Buffer("x_rows", (rows, cfg.hidden), dtype, "transient", "x of every row; in backward, dO, too"),
-        Buffer("results", (rows, cfg.hidden), dtype, "transient", _RESULTS),
+        _Size("received", (received, cfg.hidden), dtype, "other ranks' tokens and a zero row, for dW13"),
+        _Size("h", (rows, cfg.h_columns), dtype, f"gate and up before the activation; {_ALIGNED}"),
+        _Size("fingerprint", (1,), _I64, "names the forward that a backward belongs to"),
+        _Size("row_weight", (rows,), _F32, "routing weight of every row"),
+        _Size("plan", (plan,), _I32, "RoutingPlan: counts, segments, send lists"),
+        _Size("rows", (2, rows), _I32, "RoutingPlan: source and return slot of every row"),
+        _Size("act", (rows, cfg.ffn), dtype, "activation; in backward, weighted, for dW2"),
+        _Size("sent", (c.received, cfg.hidden), dtype, "tokens for other ranks, sorted by rank"),
+        _Size("x_rows", (rows, cfg.hidden), dtype, "x of every row; in backward, dO, too"),
+        _Size("results", (rows, cfg.hidden), dtype, _RESULTS),
         *_nccl_returns(c),
-        Buffer("raw", (rows, cfg.ffn), _F32, "transient", "backward: dO @ W2"),
-        Buffer("dh", (rows, cfg.h_columns), dtype, "transient", "backward: gradient of h"),
+        _Size("raw", (rows, cfg.ffn), _F32, "backward: dO @ W2"),
+        _Size("dh", (rows, cfg.h_columns), dtype, "backward: gradient of h"),
         _groups(c, rows),
     ]
 
 
-def _nccl_returns(c: _Call) -> list[Buffer]:
+def _nccl_returns(c: _Call) -> list[_Size]:
     cfg, dtype = c.cfg, c.cfg.dtype
     if not c.way.grouped:
         shape = (3, c.tokens * cfg.top_k, cfg.hidden)
-        return [Buffer("slots", shape, dtype, "transient", "results sorted, arrived, by slot")]
+        return [_Size("slots", shape, dtype, "results sorted, arrived, by slot")]
     rows = 2 * c.parts + c.tokens * cfg.return_slots
     return [
-        Buffer("parts", (c.parts, cfg.top_k), _I64, "transient", "which rows combine groups add"),
-        Buffer("slots", (rows, cfg.hidden), dtype, "transient", "sums of groups made, arrived, by slot"),
+        _Size("parts", (c.parts, cfg.top_k), _I64, "which rows combine groups add"),
+        _Size("slots", (rows, cfg.hidden), dtype, "sums of groups made, arrived, by slot"),
     ]
 
 
-_BUFFERS: dict[str, Callable[[_Call], list[Buffer]]] = {"hopper": _hopper, "cpu": _cpu, "nccl": _nccl}
+_BUFFERS: dict[str, Callable[[_Call], list[_Size]]] = {"hopper": _hopper, "cpu": _cpu, "nccl": _nccl}
 
 
-def _groups(c: _Call, rows: int, of_bias: bool = False) -> Buffer:
+def _groups(c: _Call, rows: int, of_bias: bool = False) -> _Size:
     """of_bias: those of dO . b2 are kept, too."""
     why = f"backward: sums of {COLUMN_GROUP} columns"
     groups = c.column_groups + (steps(c.cfg.hidden, COLUMN_GROUP) if of_bias and c.cfg.bias else 0)
-    return Buffer("dweight_groups", (rows, groups), _F32, "transient", why, _BACKWARD)
+    return _Size("dweight_groups", (rows, groups), _F32, why)
 
 
-def _gradient_blocks(c: _Call, backend: str) -> list[Buffer]:
+def _gradient_blocks(c: _Call, backend: str) -> list[_Size]:
     """What `MoEConfig.gradient_shards` needs beyond the gradients."""
     cfg, blocks = c.cfg, c.cfg.gradient_shards // c.copies
     if cfg.gradient_shards == 1:
         return []
-    during = (WEIGHT_GRADIENT,)
+    like = "dw2"
     apart = (blocks,) if c.copies > 1 else ()
     of_13, of_2 = (c.local, cfg.h_columns, cfg.hidden), (c.local, cfg.hidden, cfg.ffn)
     why = f"fp32, {blocks} blocks of ranks apart" if apart else f"fp32, the sum of {blocks} blocks of ranks"
-    found = [
-        Buffer(f"dw{n}_blocks", (*apart, *of), _F32, "transient", why, during) for n, of in ((13, of_13), (2, of_2))
-    ]
+    found = [_Size(f"dw{n}_blocks", (*apart, *of), _F32, why, like) for n, of in ((13, of_13), (2, of_2))]
     if apart:
         at_once = (2 * blocks + 2, min(math.prod(of_13), SUMMED_AT_ONCE))
         found += [
-            Buffer("dw_copies", at_once, _F32, "transient", "sent to copies and received, a part at a time", during),
-            Buffer("dw13_sum", of_13, _F32, "transient", "fp32, over all blocks", during),
-            Buffer("dw2_sum", of_2, _F32, "transient", "fp32, over all blocks", during),
+            _Size("dw_copies", at_once, _F32, "sent to copies and received, a part at a time", like),
+            _Size("dw13_sum", of_13, _F32, "fp32, over all blocks", like),
+            _Size("dw2_sum", of_2, _F32, "fp32, over all blocks", like),
         ]
     if backend != "cpu" and blocks > 1:
         rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
         width = cfg.h_columns + (cfg.hidden if backend == "nccl" or c.way.expanded else 0)
         why = "rows of one block, for its gradient, and where they lie"
-        found.append(Buffer("block_rows", (rows, width), cfg.dtype, "transient", why, during))
-        found.append(Buffer("block_index", (2 * blocks, rows), _I64, "transient", why, during))
+        found.append(_Size("block_rows", (rows, width), cfg.dtype, why, like))
+        found.append(_Size("block_index", (2 * blocks, rows), _I64, why, like))
     return found
 
 
-def _results(c: _Call) -> list[Buffer]:
+def _results(c: _Call) -> list[_Size]:
     cfg, why = c.cfg, "backward: gradient; belongs to the caller"
     return [
-        Buffer("y", (c.tokens, cfg.hidden), cfg.dtype, "transient", "the result; belongs to the caller"),
-        Buffer("dx", (c.tokens, cfg.hidden), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
-        Buffer("dw13", (c.local, cfg.h_columns, cfg.hidden), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
-        Buffer("dw2", (c.local, cfg.hidden, cfg.ffn), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,)),
+        _Size("y", (c.tokens, cfg.hidden), cfg.dtype, "the result; belongs to the caller"),
+        _Size("dx", (c.tokens, cfg.hidden), cfg.dtype, why),
+        _Size("dw13", (c.local, cfg.h_columns, cfg.hidden), cfg.dtype, why),
+        _Size("dw2", (c.local, cfg.hidden, cfg.ffn), cfg.dtype, why),
         *(
-            Buffer(name, (c.local, columns), cfg.dtype, "transient", why, (WEIGHT_GRADIENT,))
+            _Size(name, (c.local, columns), cfg.dtype, why)
             for name, columns in (("db13", cfg.h_columns), ("db2", cfg.hidden))
             if cfg.bias
         ),

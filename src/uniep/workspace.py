@@ -30,6 +30,7 @@ from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.meeting import Meeting
 from uniep.membership import Membership
 from uniep.schedule import Schedule, refuse_invalid
+from uniep.stages import DIRECTIONS, Direction, Program, stages
 from uniep.tuner import choose
 
 if TYPE_CHECKING:
@@ -238,6 +239,18 @@ class Workspace:
                 self.enter().refuse(named)
         else:
             self.fail(f"{type(error).__name__}: {error}")
+
+    def program(self, tokens: int, direction: Direction) -> Program:
+        """What a call with so many tokens of this rank does: its stages; printed, a table.  direction: "forward" or
+        "backward", with all gradients.  Raises ConfigError."""
+        if type(tokens) is not int or not 0 <= tokens <= self.cfg.max_tokens_per_rank:
+            most = self.cfg.max_tokens_per_rank
+            raise ConfigError(f"tokens is {tokens!r}; it must be between 0 and max_tokens_per_rank={most}")
+        if direction not in DIRECTIONS:
+            raise ConfigError(f"direction is {direction!r}; use {' or '.join(map(repr, DIRECTIONS))}")
+        way = self.backend.way_of(tokens)
+        title = f"{direction}, {way.backend}, {way.ep_size} ranks, T={tokens}"
+        return Program(title, stages(self.cfg, way, direction))
 
     def prepare(self) -> None:
         """Compile and allocate ahead of the first call.  Collective."""

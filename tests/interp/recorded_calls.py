@@ -17,6 +17,7 @@ from uniep.backends.hopper import link, planner, staged
 from uniep.launch import driver, records
 from uniep.launch.ahead import Kernel
 from uniep.launch.driver import Block, Varying
+from uniep.stages import Flags, stages
 from uniep.weights import ExpertWeights
 
 STREAMS = tuple(range(3))
@@ -31,6 +32,7 @@ WAYS = {
 }
 
 
+SILENT = records.FILL, records.FOLLOW
 BIASED = "serial", "pipelined", "mega, copied", "groups beside"
 
 
@@ -127,6 +129,19 @@ def record(backend, given, call):
     return result, [step(note) for note in recording.notes], records.Program(recording)
 
 
+def launched_by(steps, side):
+    """(kernel or copy, whether on the stream `side`) of launches, without repetitions right behind each other."""
+    made = [("copy", False) if s[0] == records.COPY else (s[0], s[-1] == side) for s in steps if s[0] not in SILENT]
+    return [this for this, before in zip(made, [None, *made], strict=False) if this != before]
+
+
+def listed_by(cfg, way, direction):
+    """The same, of the stages."""
+    of_way = stages(cfg, way, direction.replace("main_grad", "backward"), Flags(main_grad=direction == "main_grad"))
+    made = [(kernel, stage.stream == "side") for stage in of_way for kernel in stage.kernels]
+    return [this for this, before in zip(made, [None, *made], strict=False) if this != before]
+
+
 def data(cfg, tokens, number):
     """Of its own addresses."""
     like = {"dtype": torch.bfloat16}
@@ -186,6 +201,9 @@ def main():
         for direction, (steps, program) in first.items():
             other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]
             patches = sum(patch.place.slot >= 0 for s in program.steps for patch in s.patches[: s.num_patches])
+            launches, listed = launched_by(steps, handle(backend.side)), listed_by(cfg, backend.way, direction)
+            said = "launches what its stages list" if launches == listed else f"launches {launches}, not {listed}"
+            print(f"{name}, {direction}: {said}", flush=True)
             print(f"{name}, {direction}: {len(steps)} steps, {patches} patches, differing {other}", flush=True)
         hold.clear()
 

@@ -211,7 +211,7 @@ def test_room_for_received_tokens():
     kept = backend.keep(100)
     assert torch.equal(kept, receive[:128])
     planner.received = 400
-    _, (kept,) = backend._with_all_received((kept, [kept]), 100)
+    (kept,) = backend._with_all_received([kept], 100)
     assert torch.equal(kept, receive[: align_rows(400 + 400 // 32 + 1)])
     assert backend.keep(100).shape == kept.shape
     planner.received = 1024

@@ -36,3 +36,10 @@ def test_calls_differ_in_what_recordings_leave_open(printed):
     assert all(int(m[2]) > 4 and int(m[3]) > len(VARYING) for m in found)
     of_default = next(m for m in found if m[1] == "default, forward")
     assert int(of_default[2]) >= 12
+
+
+def test_calls_launch_what_their_stages_list(printed):
+    """Every kernel and copy of a call is in its stages, in this order, and on the stream that they say."""
+    lines = [line for line in printed if "launches what" in line or ", not [" in line]
+    assert len(lines) == 27
+    assert not [line for line in lines if not line.endswith("launches what its stages list")]

@@ -10,6 +10,7 @@ from torch import SymInt, Tensor
 
 from uniep.errors import UniEPError
 from uniep.routing import RoutingPlan
+from uniep.way import Way
 from uniep.weights import ExpertWeights
 
 MAIN_GRAD = "opt-in per call: the fp32 gradient is added or written once; else gradients are returned"
@@ -132,6 +133,10 @@ class Backend(Protocol):
 
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
         """Shapes and dtypes of forward's saved tensors, for torch.compile; `new_size` makes an unknown size."""
+        ...
+
+    def way_of(self, tokens: int) -> Way:
+        """Of a call with so many tokens of this rank."""
         ...
 
     def prepare(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from uniep.stages import Direction, Flags, stages
 from uniep.taskflow.graph import Block, running_start
 from uniep.taskflow.operators import (
     Access,
@@ -167,23 +169,90 @@ def _part_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
     return 0, (rows + sums) * size, torch.where(tiles[:, 0] != site.rank, sums * size, 0)
 
 
-def _returning(name: str, depth: Callable[[Site], int], read: Access, grouped: bool) -> list[Operator]:
-    """The GEMM whose rows return to their tokens: from its epilogue or, with combine groups, after they are added."""
-    writes = Access(name, rows_of(_rows2)) if grouped else Access("returned", returns)
-    gemm = Operator(
-        name, "matrix", lambda s: s.row_tiles(s.way.down, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
-        reads=(read,), writes=(writes,), work=_gemm(depth, returns=not grouped), lag=1,
+def _first(name: str, rows: Callable[[Site], Tensor], separate: bool, halves: bool) -> Operator:
+    """The product that reads tokens.  separate: what follows it element by element is an operator of its own."""
+    writes = Access(name, by_tile if separate else rows_of(_rows1))
+    return Operator(
+        name, "matrix", rows, lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),), writes=(writes,),
+        work=_gemm(_hidden, halves=halves),
     )  # fmt: skip
-    if not grouped:
-        return [gemm]
-    reads = (Access(name, rows_of_parts(_rows2)),)
-    return [
-        gemm,
-        Operator(
-            "group_sum", "vector", Site.part_chunks, Site.part_lists, reads=reads,
-            writes=(Access("returned", parts_return),), work=_part_work, where="last",
-        ),
-    ]  # fmt: skip
+
+
+def _gate_up(way: Way) -> Operator:
+    return _first("gate_up", lambda s: s.row_tiles(s.way.forward_tile, s.cfg.ffn), way.separate, halves=True)
+
+
+def _down_grad(way: Way) -> Operator:
+    rows = lambda s: s.row_tiles(s.way.down_grad_tile, s.cfg.ffn)  # noqa: E731
+    return _first("down_grad", rows, way.separate_gradient, halves=False)
+
+
+def _elementwise(name: str, of: Operator, passes: int) -> Operator:
+    """Tiles of a vector worker for those of a product."""
+    reads, writes = (Access(of.name, by_tile),), (Access(name, rows_of(_rows1)),)
+    return Operator(name, "vector", of.split, of.covers, reads=reads, writes=writes, work=_passes(passes))
+
+
+def _made(way: Way, rule: Callable[[Callable[[Way], int]], Any] = rows_of) -> Access:
+    """What the activation's gradient writes."""
+    return Access("activation_gradient" if way.separate_gradient else "down_grad", rule(_rows1))
+
+
+def _returning(name: str, depth: Callable[[Site], int], read: Access, way: Way) -> Operator:
+    """The GEMM whose rows return to their tokens: from its epilogue or, with combine groups, after they are added."""
+    writes = Access(name, rows_of(_rows2)) if way.grouped else Access("returned", returns)
+    return Operator(
+        name, "matrix", lambda s: s.row_tiles(s.way.down, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
+        reads=(read,), writes=(writes,), work=_gemm(depth, returns=not way.grouped), lag=1,
+    )  # fmt: skip
+
+
+def _group_sum(product: str) -> Operator:
+    return Operator(
+        "group_sum", "vector", Site.part_chunks, Site.part_lists, reads=(Access(product, rows_of_parts(_rows2)),),
+        writes=(Access("returned", parts_return),), work=_part_work, where="last",
+    )  # fmt: skip
+
+
+def _wgrad(
+    name: str, tiles: Callable[[Site], Tensor], covers: Callable[[Site], tuple[Block, ...]], way: Way
+) -> Operator:
+    reads = (_made(way, segment_of),)
+    return Operator(name, "matrix", tiles, covers, reads=reads, work=_wgrad_work, where="weights", lag=1)
+
+
+_OPERATORS: dict[str, Callable[[Way], Operator]] = {
+    "push": lambda way: PUSH,
+    "keep": lambda way: KEEP,
+    "gate_up": _gate_up,
+    "activation": lambda way: _elementwise("activation", _gate_up(way), 3),
+    "down": lambda way: _returning(
+        "down", _ffn, Access("activation" if way.separate else "gate_up", rows_of(_rows1)), way
+    ),
+    "combine": lambda way: COMBINE,
+    "down_grad": _down_grad,
+    "activation_gradient": lambda way: _elementwise("activation_gradient", _down_grad(way), 8),
+    "dweight": lambda way: Operator(
+        "dweight", "vector", lambda s: s.row_tiles(s.way.down, 1), lambda s: s.segments(1), reads=(_made(way),),
+        writes=(Access("weights returned", returns),), work=_passes(2, 4, sends=True), lag=1,
+    ),
+    "gate_up_grad": lambda way: _returning("gate_up_grad", lambda s: s.cfg.h_columns, _made(way), way),
+    "down_wgrad": lambda way: _wgrad(
+        "down_wgrad", _down_wgrad_tiles, lambda s: _weights(s, s.cfg.ffn, s.cfg.hidden), way
+    ),
+    "gate_up_wgrad": lambda way: _wgrad(
+        "gate_up_wgrad", _gate_up_wgrad_tiles, lambda s: _weights(s, s.cfg.hidden, s.cfg.h_columns), way
+    ),
+    "collect": lambda way: COLLECT,
+}  # fmt: skip
+"""Of the stages' operators; a group_sum adds rows of the product before it."""
+
+
+def _operators(way: Way, direction: Direction, flags: Flags = Flags()) -> Operators:  # noqa: B008
+    """Those of the stages of a call, in their order."""
+    names = [name for stage in stages(way.given[1], way, direction, flags) for name in stage.operators]
+    product = "down" if direction == "forward" else "gate_up_grad"
+    return Operators([_group_sum(product) if name == "group_sum" else _OPERATORS[name](way) for name in names])
 
 
 def forward_operators(way: Way, *, keep: bool) -> Operators:
@@ -191,27 +260,7 @@ def forward_operators(way: Way, *, keep: bool) -> Operators:
 
     The activation is the end of a tile of the first GEMM ("fused"), or a separate tile for a vector worker.
     """
-    separate = way.separate
-    operators = [
-        PUSH,
-        Operator(
-            "gate_up", "matrix", lambda s: s.row_tiles(s.way.forward_tile, s.cfg.ffn),
-            lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),),
-            writes=(Access("gate_up", by_tile if separate else rows_of(_rows1)),),
-            work=_gemm(_hidden, halves=True),
-        ),
-    ]  # fmt: skip
-    if separate:
-        operators.append(
-            Operator(
-                "activation", "vector", operators[1].split, operators[1].covers, reads=(Access("gate_up", by_tile),),
-                writes=(Access("activation", rows_of(_rows1)),), work=_passes(3),
-            )
-        )  # fmt: skip
-    if keep:
-        operators.append(KEEP)
-    operators += _returning("down", _ffn, Access("activation" if separate else "gate_up", rows_of(_rows1)), way.grouped)
-    return Operators([*operators, COMBINE])
+    return _operators(way, "forward", Flags(save=keep))
 
 
 def dispatch_operators() -> Operators:
@@ -220,38 +269,4 @@ def dispatch_operators() -> Operators:
 
 def backward_operators(way: Way) -> Operators:
     """Dispatch of dO, two data gradients around the activation's gradient, d(weight), weight gradients, sums."""
-    separate = way.separate_gradient
-    made = "activation_gradient" if separate else "down_grad"
-    down_grad = Operator(
-        "down_grad", "matrix", lambda s: s.row_tiles(s.way.down_grad_tile, s.cfg.ffn),
-        lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),),
-        writes=(Access("down_grad", by_tile if separate else rows_of(_rows1)),),
-        work=_gemm(_hidden),
-    )  # fmt: skip
-    activation_gradient = Operator(
-        made, "vector", down_grad.split, down_grad.covers, reads=(Access("down_grad", by_tile),),
-        writes=(Access(made, rows_of(_rows1)),), work=_passes(8),
-    )  # fmt: skip
-    rows, segment = (Access(made, rule(_rows1)) for rule in (rows_of, segment_of))
-    return Operators(
-        [
-            PUSH,
-            down_grad,
-            *([activation_gradient] if separate else []),
-            Operator(
-                "dweight", "vector", lambda s: s.row_tiles(s.way.down, 1), lambda s: s.segments(1),
-                reads=(rows,), writes=(Access("weights returned", returns),), work=_passes(2, 4, sends=True), lag=1,
-            ),
-            *_returning("gate_up_grad", lambda s: s.cfg.h_columns, rows, way.grouped),
-            Operator(
-                "down_wgrad", "matrix", _down_wgrad_tiles, lambda s: _weights(s, s.cfg.ffn, s.cfg.hidden),
-                reads=(segment,), work=_wgrad_work, where="weights", lag=1,
-            ),
-            Operator(
-                "gate_up_wgrad", "matrix", _gate_up_wgrad_tiles, lambda s: _weights(s, s.cfg.hidden, s.cfg.h_columns),
-                reads=(segment,), work=_wgrad_work, where="weights", lag=1,
-            ),
-            COLLECT,
-            COMBINE,
-        ]
-    )  # fmt: skip
+    return _operators(way, "backward")

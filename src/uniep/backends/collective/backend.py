@@ -217,6 +217,9 @@ class CollectiveBackend:
             *(x_TD.new_empty(shape, dtype=torch.int32) for shape in plan),
         ]
 
+    def way_of(self, tokens: int) -> Way:
+        return dataclasses.replace(self.way, num_tokens=tokens)
+
     def prepare(self) -> None:
         """Makes sure that all ranks are there; compiles the kernels with a call of one token per rank."""
         cfg, tokens = self.cfg, int(isinstance(self.experts, KernelExperts))

@@ -236,6 +236,9 @@ class CpuBackend:
             x_TD.new_empty(1, dtype=torch.int64),
         ]
 
+    def way_of(self, tokens: int) -> Way:
+        return dataclasses.replace(self.way, num_tokens=tokens)
+
     @_collective
     def prepare(self) -> None:
         """Nothing to compile; one call makes sure that all ranks are there."""

@@ -18,9 +18,9 @@ import torch
 from torch import SymInt, Tensor
 
 from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, LayerTag, MainGrads, Needs, aligned
-from uniep.backends.hopper import mega, staged
 from uniep.backends.hopper.arena import WAY_OUT
 from uniep.backends.hopper.link import Link
+from uniep.backends.hopper.mega import Backward, Forward
 from uniep.backends.hopper.recorded import RecordedCalls, layout_of
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, UniEPError, UnsupportedError
@@ -106,6 +106,9 @@ class HopperBackend(Link):
     def check(self) -> None:
         self.planner.check_all()
 
+    def way_of(self, tokens: int) -> Way:
+        return self.ways[tokens]
+
     def prepare(self) -> None:
         """Compile what calls of this schedule launch, by empty forwards and backwards.  Collective.
 
@@ -145,10 +148,9 @@ class HopperBackend(Link):
         with listing() as listed:
             for way in self.ways.kinds():
                 self.way = way
-                kind = mega if self.way.mega else staged
-                kind.forward(self, inputs, False)
-                _, saved = kind.forward(self, inputs, True)
-                kind.backward(self, x_TD, inputs, saved, Needs(), None)
+                Forward(self, inputs, False).made()
+                _, saved = Forward(self, inputs, True).made()
+                Backward(self, x_TD, inputs, saved, Needs(), None).made()
                 self.join()
         self.way, (planner.calls_made, planner.is_inside) = usual, entered
         return listed
@@ -195,7 +197,6 @@ class HopperBackend(Link):
     def forward(self, inputs: Inputs, save: bool, way: Way | None = None) -> tuple[Tensor, list[Tensor]]:
         """way: None for that of so many tokens."""
         self.way = way or self.ways[inputs.x_TD.shape[0]]
-        kind = mega if self.way.mega else staged
         try:
             _check_experts(inputs.experts)
         except UniEPError as error:
@@ -209,7 +210,7 @@ class HopperBackend(Link):
         num_tokens, planner = x_TD.shape[0], self.planner
 
         def perform() -> list[Any]:
-            y_TD, saved = kind.forward(self, inputs, save)
+            y_TD, saved = Forward(self, inputs, save).made()
             return [y_TD, *saved]
 
         while True:
@@ -240,13 +241,12 @@ class HopperBackend(Link):
         way: Way | None = None,
     ) -> ExpertGradients:  # fmt: skip
         self.way = way or self.ways[dy_TD.shape[0]]
-        kind = mega if self.way.mega else staged
         experts, layer, num_tokens = inputs.experts, inputs.layer, dy_TD.shape[0]
         dy_TD, x_TD, ids_TK = map(aligned, (dy_TD, inputs.x_TD, inputs.ids_TK))
         inputs = Inputs(x_TD, ids_TK, inputs.weights_TK, experts, layer)
 
         def perform() -> list[Any]:
-            got = kind.backward(self, dy_TD, inputs, saved, needs, main_grads)
+            got = Backward(self, dy_TD, inputs, saved, needs, main_grads).made()
             return [got.x, got.weights, *(got.w13 or ()), *(got.w2 or ()), *got.biases]
 
         into = (*main_grads.w13, *main_grads.w2) if main_grads is not None else ()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from uniep.backends.base import LayerTag
 from uniep.backends.hopper.arena import Arena
 from uniep.dimension import GPU, MEASURED
 from uniep.errors import ConfigError
@@ -19,6 +19,7 @@ from uniep.layout import hopper_arrays, kept_shape, pack
 from uniep.memory import plan_memory
 from uniep.routing.plan import recv_base
 from uniep.schedule import Schedule, refuse_invalid
+from uniep.stages import Stage
 from uniep.way import Ways
 
 if TYPE_CHECKING:
@@ -156,20 +157,30 @@ class Link:
             flag = self.arena.flag_offset("finished") + self.rank
             copy(self.arena.everywhere["flags"][peer][flag:], self.planner.call, self.copies)
 
-    def enter_planned(
-        self,
-        operation: str,
-        sent_TD: Tensor,
-        plan: DevicePlan,
-        layer: LayerTag,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Enter a call that knows its plan, and queue the copies of what it sends.  meanwhile: until all entered."""
-        self.planner.enter(None, None, sent_TD.shape[0], operation, LayerTag(layer.number), plan.forward)
-        meanwhile()
-        self.planner.wait_entered(copies=self.copying)
-        if self.copying:
-            self.send_all(sent_TD)
+    def walk(self, stages: Sequence[Stage], call: object) -> None:
+        """Carry out stages, each by the method of `call` with its name.  What runs on another stream is a phase that
+        ends where this one waits for it."""
+        elsewhere: list[str] = []
+        for stage in stages:
+            if stage.after:
+                self._join_phases(elsewhere)
+            if self.side not in self._forked and any(
+                (s.beside or s.name) == stage.name and s.stream == "side" for s in stages
+            ):
+                self.fork(self.side)
+            if stage.stream == "call":
+                getattr(call, stage.name)(stage)
+                self.mark(stage.name)
+                continue
+            elsewhere.append(stage.name)
+            with torch.cuda.stream(self.side) if stage.stream == "side" else contextlib.nullcontext():
+                getattr(call, stage.name)(stage)
+        self._join_phases(elsewhere)
+
+    def _join_phases(self, elsewhere: list[str]) -> None:
+        self.join()
+        while elsewhere:
+            self.mark(elsewhere.pop(0))
 
     def order_of(self, *, backward: bool) -> Tensor | None:
         """The place of each stretch in the list of the call under way, on the device; None: closed forms.  Calls of
@@ -194,28 +205,13 @@ class Link:
         """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""
         return Dispatch(True, self.way.push_programs, push_rounds) if self.fused else ALL_HERE
 
-    def dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
-        """Serial schedule: push all tokens (unless copies are under way), wait until all have arrived."""
-        if self.num_ranks == 1 or self.fused or self.stay_local:
-            return
-        self._finish_dispatch(x_TD, plan, peers)
-
-    def _finish_dispatch(self, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> None:
+    def dispatch(self, x_TD: Tensor, plan: DevicePlan) -> None:
         """Push the tokens of the send lists, unless copies are under way, and wait until all have arrived."""
         from uniep.launch.staged import launch_push_tokens
 
         if not self.copying:
-            launch_push_tokens(x_TD, plan.bundle, peers, self.sms)
+            launch_push_tokens(x_TD, plan.bundle, self.peers(), self.sms)
         self.planner.wait("finished")
-        self.mark("dispatch")
-
-    def dispatch_again(self, x_TD: Tensor, plan: DevicePlan, layer: LayerTag) -> None:
-        """In the backward, when nobody reads dO any more: all tokens, once more."""
-        if self.num_ranks == 1 or self.stay_local:
-            return
-        self.join()  # what reads the number of this call
-        self.enter_planned("dispatch", x_TD, plan, layer)
-        self._finish_dispatch(x_TD, plan, self.peers())
 
     def kept_shape(self, num_tokens: int) -> tuple[int, int]:
         """Of `room_to_keep`."""

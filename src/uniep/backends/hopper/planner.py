@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -158,37 +158,43 @@ class Planner(Calls):
         ]
 
     def plan(
-        self,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        leads: tuple[int, int] = (0, 0),
-        send_all: Callable[[], None] | None = None,
-        entered_ns: Tensor | None = None,
-        operation: str = "forward",
-        layer: LayerTag = UNKNOWN_LAYER,
-    ) -> DevicePlan:
-        """Enter a call and plan it.  leads: experts whose local tiles run first, in the forward and the backward.
+        self, ids_TK: Tensor, weights_TK: Tensor, leads: tuple[int, int] = (0, 0), operation: str = "forward"
+    ) -> DevicePlan:  # fmt: skip
+        """Enter a call and plan it; the tokens of the send lists are sent.  leads: as in `make`."""
+        plan = self.enter_new(ids_TK, weights_TK, operation)
+        self.make(plan, ids_TK.shape[0], leads)
+        return plan
 
-        send_all: queues the sending of all tokens of this rank, whatever their ids, once all peers have entered;
-        None: the tokens of the send lists are sent.  entered_ns (1,): takes the device's time at that moment.
-        """
-        from uniep.kernels.plan import clock_kernel, histogram_kernel, place_kernel, scan_kernel, tiles_kernel
+    def enter_new(
+        self, ids_TK: Tensor, weights_TK: Tensor, operation: str, layer: LayerTag = UNKNOWN_LAYER, copies: bool = False
+    ) -> DevicePlan:  # fmt: skip
+        """Enter a call whose plan `make` makes.  copies: copy engines send all tokens behind it."""
+        num_tokens = ids_TK.shape[0]
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+        layout = self._layout(num_tokens, self.allocate)
+        plan = DevicePlan(layout, result(layout.words, **int32), result(3, self.allocate, **int32))
+        self.enter(ids_TK, weights_TK, num_tokens, operation, layer, plan.forward)
+        self.wait_entered(copies)
+        return plan
 
-        cfg, ranks, num_tokens = self.cfg, self.num_ranks, ids_TK.shape[0]
-        constants, (lines_of_counts, columns) = self._constants[send_all is None], self._histogram
-        tiles = table_tiles(self.allocate, self.tile_rows)
+    def clock(self, entered_ns: Tensor) -> None:
+        """entered (1,): takes the device's time at this moment."""
+        from uniep.kernels.plan import clock_kernel
+
+        launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
+
+    def make(self, plan: DevicePlan, num_tokens: int, leads: tuple[int, int] = (0, 0), copies: bool = False) -> None:
+        """leads: experts whose local tiles run first, in the forward and the backward.  copies: all tokens are sent,
+        whatever their ids; else those of the send lists."""
+        from uniep.kernels.plan import histogram_kernel, place_kernel, scan_kernel, tiles_kernel
+
+        cfg, ranks = self.cfg, self.num_ranks
+        constants, (lines_of_counts, columns) = self._constants[not copies], self._histogram
+        tiles = table_tiles(plan.num_rows, self.tile_rows)
         most_programs = 8 * self.sms
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         histogram = temporary(*self._histogram, **int32)
-        layout = self._layout(num_tokens, self.allocate)
-        plan = DevicePlan(layout, result(layout.words, **int32), result(3, self.allocate, **int32))
         rows, exchange = plan.rows, self.arena.views["exchange"]
-        self.enter(ids_TK, weights_TK, num_tokens, operation, layer, plan.forward)
-        self.wait_entered(copies=send_all is not None)
-        if entered_ns is not None:
-            launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
-        if send_all is not None:
-            send_all()
         launch(
             histogram_kernel,
             min(columns, most_programs),
@@ -225,7 +231,6 @@ class Planner(Calls):
             fill(lines.flat, -1)
             launch_parts(exchange, rows, lines, self.call, self.rank, ranks, num_tokens, cfg, self.sms)
             plan.lines = lines
-        return plan
 
     def fits(self) -> bool:
         """Whether the rows of this call fitted what was allocated for them, on every rank.

@@ -1,12 +1,11 @@
-"""The ways of the Hopper backend that are made of stages: plan, gate_up, the down product, sums, and back.
-
-The serial way has every stage wait for the one before; it is the oracle.
+"""What stages launch on a Hopper GPU: a method for each, and the memory that they hand on.  Their order is in
+`uniep.stages`.  The serial way has every stage wait for the one before; it is the oracle.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,288 +14,345 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
-from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
-from uniep.launch.driver import Memory, fill, release, result, result_like, temporary, tensor, unbind
+from uniep.kernels.arguments import ALL_HERE, Addresses, Dispatch, Sums, Tokens
+from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
 from uniep.routing import RowBlock, row_block
-from uniep.weights import ExpertWeights
+from uniep.stages import Direction, Flags, Stage, stages
 
 if TYPE_CHECKING:
     from uniep.backends.hopper.planner import DevicePlan
-    from uniep.launch.groups import GroupSums, LineTables
-    from uniep.launch.staged import Peers
+    from uniep.launch.driver import Memory
 
 
-def forward(link: Link, inputs: Inputs, save: bool) -> tuple[Tensor, list[Tensor]]:
+class _Call:
+    """A call under way.  sent: tokens that travel to the ranks of their experts."""
+
+    direction: Direction
+    planned: DevicePlan
+    act_NF: Tensor
+
+    def __init__(self, link: Link, inputs: Inputs, sent_TD: Tensor) -> None:
+        self.link, self.inputs, self.sent = link, inputs, Tokens(sent_TD, link.arena.views["receive"])
+        self.results_ND, self.out_TD = link.arena.views["receive"], sent_TD
+        self.peers = link.peers()
+
+    def run(self, flags: Flags) -> None:
+        link = self.link
+        link.walk(stages(link.cfg, link.way, self.direction, flags._replace(wire=not link.stay_local)), self)
+
+    def send(self, stage: Stage) -> None:
+        self.link.send_all(self.sent.local)
+
+    def dispatch(self, stage: Stage) -> None:
+        self.link.dispatch(self.sent.local, self.planned)
+
+    def return_rows(self, stage: Stage, product: Callable[..., None], a: Tensor, **how: Any) -> None:
+        """a @ B (N, D) by `product`, delivered into the return slots of the rows' source ranks, or into `results` where
+        groups of rows are to be added first, or rows are pushed later."""
+        self._make_results()
+        link, scatter = self.link, self.link.way.returns == "epilogue"
+        product(
+            a, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, link.way.down, stage.sms,
+            self.results_ND, slots=link.slots, scatter=scatter, **how,
+        )  # fmt: skip
+
+    def _make_results(self) -> None:
+        """With a scatter any memory as wide serves."""
+        link = self.link
+        if link.way.returns != "epilogue":
+            shape = self.planned.num_rows, link.cfg.hidden
+            self.results_ND = temporary(*shape, dtype=link.cfg.dtype, device=link.device)
+
+    def push_rows(self, stage: Stage) -> None:
+        from uniep.launch.staged import launch_push_rows
+
+        launch_push_rows(self.results_ND, self.planned.bundle, self.peers, self.link.slots, stage.sms)
+
+    def sum_groups(self, stage: Stage, *, weighted: bool) -> None:
+        """What combine groups add, behind the product, or beside it as its tiles are done.  weighted: rows by their
+        routing weight."""
+        from uniep.launch import groups as launch
+
+        link, rows, tile, beside = self.link, self.planned.rows, self.link.way.down, len(stage.operators) > 1
+        lines = self.planned.lines
+        assert lines is not None
+        if beside:
+            self._make_results()
+            order_M = temporary(*rows.order_M.shape, dtype=torch.int32, device=link.device)
+            launch.launch_return_order(self.planned.counts_RE, rows, link.rank, tile.rows, order_M)
+            launch.launch_counted_down(
+                self.act_NF,
+                self.planned.bundle,
+                order_M,
+                self.inputs.experts,
+                link.cfg,
+                tile,
+                stage.sms,
+                self.results_ND,
+            )
+        weight_N = rows.weight_N if weighted else None
+        one_group = link.cfg.combine_groups == link.num_ranks
+        sums = launch.GroupSums(
+            self.results_ND, weight_N, lines.row_LK, lines.slot_LK, lines.used_TW.numel(), one_group
+        )
+        if beside:
+            launch.launch_claimed_sum(sums, rows, lines, self.peers, tile, stage.sms)
+        else:
+            launch.launch_group_sum(sums, self.peers, stage.sms, signal=True)
+
+    def sum_slots(self, stage: Stage, weights_TK: Tensor | None) -> None:
+        """The fixed-order sum of what has returned: rows by slot, or, with combine groups, sums that are weighted."""
+        from uniep.launch.staged import launch_combine
+
+        ids_TK = self.inputs.ids_TK
+        if self.planned.lines is not None:
+            ids_TK, weights_TK = self.planned.lines.used_TW[: self.out_TD.shape[0]], None
+        self.link.planner.wait("returned")
+        launch_combine(Sums(self.link.arena.views["returns"], ids_TK, weights_TK, self.out_TD), self.peers, stage.sms)
+
+
+class Forward(_Call):
     """One try: rows may not fit what is allocated for them (`Planner.fits`)."""
-    from uniep.launch import groups as launch_groups
-    from uniep.launch import staged as launch
 
-    cfg, device, x_TD, way = link.cfg, link.device, inputs.x_TD, link.way
-    num_tokens, x = x_TD.shape[0], Tokens(x_TD, link.arena.views["receive"])
-    send_all = functools.partial(link.send_all, x_TD) if link.copying else None
-    plan = link.planner.plan(
-        inputs.ids_TK, inputs.weights_TK, way.leads, send_all,
-        operation="forward" if save else "forward without gradients", layer=inputs.layer,
-    )  # fmt: skip
-    link.mark("plan")
-    num_rows, peers = plan.num_rows, link.peers()
-    act_NF = temporary(num_rows, cfg.ffn, dtype=cfg.dtype, device=device)
-    h_2NF = result(1 + cfg.gated, num_rows, cfg.ffn, dtype=cfg.dtype, device=device) if save else None
-    link.dispatch(x_TD, plan, peers)
-    x_ND = _expand(link, x_TD, plan, peers) if way.expanded else None
-    down_sms = way.down_sms
-    pipelined = down_sms > 0
-    results_ND, weighted = _results(link, plan), cfg.weight_at == "output"
-    if pipelined:
-        link.fork(link.side)
-    launch.launch_gate_up(
-        x, x_ND, plan.bundle, inputs.experts, peers, cfg, way.gate_up, link.sms - down_sms, h_2NF, act_NF,
-        link.dispatching(way.push_rounds[0]) if x_ND is None else ALL_HERE, count_tiles=pipelined,
-    )  # fmt: skip
-    link.mark("gate_up")
-    kept = x_ND if x_ND is not None or not save else link.keep(num_tokens)
-    if pipelined:
-        # On SMs of its own until gate_up is done, then on all.
-        tiles_before = -(-cfg.ffn // (way.gate_up.columns // 2))
-        beside = launch.Beside(tiles_before, link.sms * way.down.programs_per_sm)
-        down = functools.partial(_return_rows, link, launch.launch_down, act_NF, plan, peers, inputs.experts)
-        with torch.cuda.stream(link.side):
-            down(down_sms, results_ND, beside=beside)
-        down(link.sms - down_sms, results_ND, beside=beside)
-        link.join()
-    elif plan.lines is not None and way.returns == "sums beside":
-        sums = _group_sums(link, results_ND, plan.lines, plan, weighted=weighted)
-        _down_and_sums(link, act_NF, plan.lines, plan, peers, inputs.experts, sums)
-    else:
-        _return_rows(link, launch.launch_down, act_NF, plan, peers, inputs.experts, link.sms, results_ND)
-    y_TD = result_like(x_TD)
-    if plan.lines is not None and way.returns == "sums after":
-        sums = _group_sums(link, results_ND, plan.lines, plan, weighted=weighted)
-        launch_groups.launch_group_sum(sums, peers, link.sms, signal=True)
-        link.mark("group_sum")
-    link.planner.wait("returned")
-    _combine(link, inputs.ids_TK, inputs.weights_TK if weighted else None, plan, peers, y_TD)
-    link.join()
-    link.mark("combine")
-    return y_TD, ([*plan.saved(), h_2NF, kept] if h_2NF is not None and kept is not None else [])
+    direction = "forward"
+
+    def __init__(self, link: Link, inputs: Inputs, save: bool) -> None:
+        super().__init__(link, inputs, inputs.x_TD)
+        self.save = save
+        self.output_weights = inputs.weights_TK if link.cfg.weight_at == "output" else None
+        self.like: dict[str, Any] = {"dtype": link.cfg.dtype, "device": link.device}
+        self.h_2NF: Tensor | None = None
+        self.x_ND: Tensor | None = None
+        self.kept: Tensor | None = None  # received tokens, or, expanded, every row's input
+
+    def made(self) -> tuple[Tensor, list[Tensor]]:
+        self.run(Flags(save=self.save))
+        saves = self.h_2NF is not None and self.kept is not None
+        return self.out_TD, [*self.planned.saved(), self.h_2NF, self.kept] if saves else []  # type: ignore[list-item]
+
+    def enter(self, stage: Stage) -> None:
+        inputs, operation = self.inputs, "forward" if self.save else "forward without gradients"
+        enter = self.link.planner.enter_new
+        self.planned = enter(inputs.ids_TK, inputs.weights_TK, operation, inputs.layer, self.link.copying)
+
+    def plan(self, stage: Stage) -> None:
+        link = self.link
+        link.planner.make(self.planned, self.out_TD.shape[0], link.way.leads, link.copying)
+
+    def expand(self, stage: Stage) -> None:
+        """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
+        from uniep.launch.staged import launch_expand
+
+        link, rows = self.link, self.planned.bundle
+        self.make_h()
+        self.kept = self.x_ND = result(self.planned.num_rows, link.cfg.hidden, **self.like)
+        dispatch = Dispatch(link.fused, 2 * link.way.push_programs if link.fused else 0)
+        launch_expand(self.sent, rows, self.peers, link.way.gate_up.rows, stage.sms, self.x_ND, dispatch)
+
+    def make_h(self) -> None:
+        cfg, rows = self.link.cfg, self.planned.num_rows
+        self.act_NF = temporary(rows, cfg.ffn, **self.like)
+        self.h_2NF = result(1 + cfg.gated, rows, cfg.ffn, **self.like) if self.save else None
+
+    def gate_up(self, stage: Stage) -> None:
+        from uniep.launch.staged import launch_gate_up
+
+        link, way = self.link, self.link.way
+        if self.x_ND is None:
+            self.make_h()
+        dispatch = link.dispatching(way.push_rounds[0]) if self.x_ND is None else ALL_HERE
+        launch_gate_up(
+            self.sent, self.x_ND, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, way.gate_up,
+            stage.sms, self.h_2NF, self.act_NF, dispatch, count_tiles=way.down_sms > 0,
+        )  # fmt: skip
+
+    def keep(self, stage: Stage) -> None:
+        self.kept = self.link.keep(self.out_TD.shape[0])
+
+    def down(self, stage: Stage) -> None:
+        """Two launches that share a cursor: one beside gate_up, until that is done, then both."""
+        from uniep.launch.staged import Beside, launch_down
+
+        link, tile = self.link, self.link.way.gate_up
+        beside = None
+        if stage.shares_cursor:
+            beside = Beside(-(-link.cfg.ffn // (tile.columns // 2)), link.sms * link.way.down.programs_per_sm)
+        self.return_rows(stage, launch_down, self.act_NF, beside=beside)
+
+    def group_sum(self, stage: Stage) -> None:
+        self.sum_groups(stage, weighted=self.output_weights is not None)
+
+    def combine(self, stage: Stage) -> None:
+        self.out_TD = result_like(self.sent.local)
+        self.sum_slots(stage, self.output_weights)
 
 
-def backward(
-    link: Link, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None
-) -> ExpertGradients:
-    from uniep.launch import groups as launch_groups
-    from uniep.launch import staged as launch
+class Backward(_Call):
+    direction = "backward"
 
-    cfg, device, experts, way = link.cfg, link.device, inputs.experts, link.way
-    x_TD, ids_TK = inputs.x_TD, inputs.ids_TK
-    *of_plan, h_2NF, kept = saved
-    plan = link.planner.restore(ids_TK.shape[0], of_plan)
-    num_rows, peers, receive = plan.num_rows, link.peers(), link.arena.views["receive"]
-    address_2N = temporary(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=device)
-    addresses = Addresses(*unbind(address_2N))
-    x = Tokens(x_TD, receive[:-1] if way.again else kept)
+    def __init__(
+        self, link: Link, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None
+    ) -> None:
+        super().__init__(link, inputs, dy_TD)
+        self.needs, self.main_grads = needs, main_grads
+        self.accumulate = main_grads is not None and main_grads.accumulate
+        *of_plan, self.h_2NF, kept = saved
+        self.planned = link.planner.restore(dy_TD.shape[0], of_plan)
+        self.x = Tokens(inputs.x_TD, self.sent.received[:-1] if link.way.again else kept)
+        self.dw13: tuple[Tensor, ...] | None = None
+        self.dw2: tuple[Tensor, ...] | None = None
+        self.dweights_TK: Tensor | None = None
+        self.biases: tuple[Tensor, ...] = ()
+        self.progress_M: Memory | None = None
+        self.cursor: Memory | None = None
 
-    claims = None
-    if way.gradient_beside:
-        claims = temporary(2, -(-plan.rows.expert_M.shape[0] // 4) * 4, dtype=torch.int32, device=device)
+    def made(self) -> ExpertGradients:
+        needs = self.needs
+        self.run(Flags(**vars(needs), main_grad=self.main_grads is not None))
+        dx_TD, given = self.out_TD if needs.x else None, self.main_grads is None
+        dw13, dw2 = (dw if given else None for dw in (self.dw13, self.dw2))
+        return ExpertGradients(dx_TD, self.dweights_TK, dw13, dw2, self.biases)
 
-    def meanwhile() -> None:
+    def enter(self, stage: Stage) -> None:
+        from uniep.launch.staged import launch_row_addresses
+
+        link, num_rows = self.link, self.planned.num_rows
+        address_2N = temporary(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64, device=link.device)
+        self.addresses = Addresses(*unbind(address_2N))
+        claims = None
+        if link.way.gradient_beside:
+            tiles = -(-self.planned.rows.expert_M.shape[0] // 4) * 4
+            claims = temporary(2, tiles, dtype=torch.int32, device=link.device)
+            self.progress_M, self.cursor = unbind(claims)
+        self._enter_planned("backward", self.sent.local)
         if claims is not None:
             fill(claims, 0)
-        if needs.w13 or needs.w2 or cfg.bias:
-            dy = Tokens(dy_TD, receive)
-            launch.launch_row_addresses(x, dy, plan.bundle, link.num_ranks, link.sms, addresses)
+        if "row_addresses_kernel" in stage.kernels:
+            launch_row_addresses(self.x, self.sent, self.planned.bundle, link.num_ranks, link.sms, self.addresses)
+        link.planner.wait_entered(link.copying)
 
-    link.enter_planned("backward", dy_TD, plan, inputs.layer, meanwhile)
-    link.dispatch(dy_TD, plan, peers)
-    through = _through_activation(link, dy_TD, h_2NF, plan, peers, experts, claims)
-    release()
-    launch.launch_dweights(through, addresses.dy_N, plan.bundle, peers, cfg, way.down, link.sms)
+    def _enter_planned(self, operation: str, sent_TD: Tensor) -> None:
+        """Enter a call that knows its plan."""
+        layer = LayerTag(self.inputs.layer.number)
+        self.link.planner.enter(None, None, sent_TD.shape[0], operation, layer, self.planned.forward)
 
-    # Results travel, as d(weight) did, whether this rank needs its own or not: its peers may.
-    dh_NH = through.dh_N2F.view(num_rows, cfg.h_columns)
-    results_ND = _results(link, plan)  # kept until the other stream has joined
-    _return_rows(link, launch.launch_gate_up_gradient, dh_NH, plan, peers, experts, link.sms, results_ND)
-    dx_TD = result_like(dy_TD)
-    dweights_TK = result(*ids_TK.shape, dtype=torch.float32, device=device) if needs.weights else None
-    link.fork(link.side)  # the sums are memory-bound, what is beside them not
-    with torch.cuda.stream(link.side):
-        if plan.lines is not None:
-            sums = _group_sums(link, results_ND, plan.lines, plan, weighted=False)
-            launch_groups.launch_group_sum(sums, peers, link.sms, signal=True)
-        link.planner.wait("returned")
-        _combine(link, ids_TK, None, plan, peers, dx_TD)
-        if dweights_TK is not None:
-            launch.launch_used_dweights(
-                link.arena.views["dweights"], ids_TK, link.planner.status, link.sms, dweights_TK
+    def down_grad(self, stage: Stage) -> None:
+        """dO back through W2."""
+        from uniep.launch import staged as launch
+
+        link, experts = self.link, self.inputs.experts
+        self.through = launch.activation_memory(self.h_2NF, experts.b2)
+        launch.launch_gathered_down_gradient(
+            self.sent, self.planned.bundle, experts, self.peers, link.way.down, stage.sms, self.through.raw_NF,
+            link.dispatching(link.way.push_rounds[1]), self.progress_M,
+        )  # fmt: skip
+
+    def activation_gradient(self, stage: Stage) -> None:
+        """Behind its product, or beside it as its tiles are done."""
+        from uniep.launch import staged as launch
+
+        cfg, tile, rows = self.link.cfg, self.link.way.down, self.planned.bundle
+        if self.progress_M is not None and self.cursor is not None:
+            launch.launch_claimed_activation_gradient(
+                self.through, rows, self.peers, cfg, tile, stage.sms, self.progress_M, self.cursor
             )
-    biases: tuple[Tensor, ...] = ()
-    if needs.biases:  # while dO is here
-        biases = launch.launch_bias_gradients(
-            through, addresses.dy_N, plan.bundle, experts, link.planner.status, link.sms
-        )
-    dw13, dw2 = _weight_gradients(
-        link, addresses, x, through.act_NF, dh_NH, experts, plan, needs, main_grads, inputs.layer
-    )
-    link.join()
-    link.mark("combine")
-    if main_grads is not None:
-        dw13 = dw2 = None
-    return ExpertGradients(dx_TD if needs.x else None, dweights_TK, dw13, dw2, biases)
+        else:
+            launch.launch_activation_gradient(self.through, rows, cfg, stage.sms)
+        self.through = self.through._replace(raw_NF=None)
+        release()
 
+    def dweight(self, stage: Stage) -> None:
+        from uniep.launch.staged import launch_dweights
 
-def _through_activation(
-    link: Link, dy_TD: Tensor, h_2NF: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights,
-    claims: Tensor | None,
-) -> Activation:  # fmt: skip
-    """dO back through W2 and the activation.  claims: zero, two rows of a word or more for each row tile, to do
-    both at once; or None."""
-    from uniep.launch import staged as launch
+        tile, dy_N = self.link.way.down, self.addresses.dy_N
+        launch_dweights(self.through, dy_N, self.planned.bundle, self.peers, self.link.cfg, tile, stage.sms)
 
-    cfg, rows, tile, made = link.cfg, plan.bundle, link.way.down, launch.activation_memory(h_2NF, experts.b2)
-    progress_M, cursor = unbind(claims) if claims is not None else (None, None)
-    launch.launch_gathered_down_gradient(
-        Tokens(dy_TD, link.arena.views["receive"]), rows, experts, peers, tile, link.sms, made.raw_NF,
-        link.dispatching(link.way.push_rounds[1]), progress_M,
-    )  # fmt: skip
-    if progress_M is not None and cursor is not None:
-        launch.launch_claimed_activation_gradient(made, rows, peers, cfg, tile, link.sms, progress_M, cursor)
-    else:
-        link.mark("down_gradient")
-        launch.launch_activation_gradient(made, rows, cfg, link.sms)
-    link.mark("activation_gradient")
-    return made._replace(raw_NF=None)
+    def gate_up_grad(self, stage: Stage) -> None:
+        """Results travel, as d(weight) did, whether this rank needs its own or not: its peers may."""
+        from uniep.launch.staged import launch_gate_up_gradient
 
+        self.dh_NH = self.through.dh_N2F.view(-1, self.link.cfg.h_columns)
+        self.return_rows(stage, launch_gate_up_gradient, self.dh_NH)
+        self.make_sums()  # on this stream, for another
 
-def _weight_gradients(
-    link: Link, addresses: Addresses, x: Tokens, act_NF: Tensor, dh_NH: Tensor, experts: ExpertWeights,
-    plan: DevicePlan, needs: Needs, main_grads: MainGrads | None, layer: LayerTag,
-) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:  # fmt: skip
-    """(dw13, dw2) in the layout of `experts`: new tensors, or `main_grads`.
-    x: tokens (T, D) and where the received ones are, or will be."""
-    from uniep.launch import staged as launch
+    def make_sums(self) -> None:
+        ids_TK = self.inputs.ids_TK
+        self.out_TD = result_like(self.sent.local)
+        if self.needs.weights:
+            self.dweights_TK = result(*ids_TK.shape, dtype=torch.float32, device=self.link.device)
 
-    local, ffn = link.planner.local, link.cfg.ffn
-    how = link.planner.status, link.way.weight_gradient, link.sms
-    into = main_grads
-    if into is None:
-        w13 = tuple(map(result_like, experts.w13)) if needs.w13 else ()
-        into = MainGrads(w13, (result_like(experts.w2[0]),) if needs.w2 else (), accumulate=False)
-    targets = list(into.of_blocks())
-    blocks = _row_blocks(link, plan, len(targets))
-    if needs.w2:
-        for rows, of in zip(blocks, targets, strict=True):
-            launch.launch_weight_gradient(
-                _addresses(link, rows, addresses.dy_N), rows.of(act_NF), 0, of.w2[0], rows.start_e1, rows.rows_e,
-                *how, transposed=False, accumulate=of.accumulate,
-            )  # fmt: skip
-        link.mark("weight_gradient")
-    if link.way.again:
-        link.dispatch_again(x.local, plan, layer)
-    if needs.w13:
-        for rows, of in zip(blocks, targets, strict=True):
-            x_N = rows.of(x.received) if link.way.expanded else _addresses(link, rows, addresses.x_N)
-            dh_of_NH = rows.of(dh_NH)
-            for part, dw in enumerate(of.w13):  # w1 and w3, or both in one
-                dw_eHD = dw.view(local, -1, link.cfg.hidden)
-                launch.launch_weight_gradient(
-                    x_N, dh_of_NH, part * ffn, dw_eHD, rows.start_e1, rows.rows_e, *how, transposed=True,
-                    accumulate=of.accumulate,
-                )  # fmt: skip
-                link.mark("weight_gradient")
-    return into.w13 or None, into.w2 or None
+    def group_sum(self, stage: Stage) -> None:
+        self.sum_groups(stage, weighted=False)
 
+    def combine(self, stage: Stage) -> None:
+        from uniep.launch.staged import launch_used_dweights
 
-def _row_blocks(link: Link, plan: DevicePlan, blocks: int) -> Sequence[RowBlock]:
-    """The rows of each block of source ranks, ascending."""
-    rows = plan.rows
-    if blocks == 1:
-        return [RowBlock(rows.start_e1, rows.rows_e)]
-    first = link.rank * link.planner.local
-    counts_Re = tensor(plan.counts_RE)[:, first : first + link.planner.local]
-    of_call = counts_Re, tensor(rows.start_e1), tensor(rows.rows_e), plan.num_rows
-    return [row_block(*of_call, number, blocks) for number in range(blocks)]
+        self.sum_slots(stage, None)
+        if self.dweights_TK is not None:
+            dweights, status = self.link.arena.views["dweights"], self.link.planner.status
+            launch_used_dweights(dweights, self.inputs.ids_TK, status, stage.sms, self.dweights_TK)
 
+    def bias_gradient(self, stage: Stage) -> None:
+        from uniep.launch.staged import launch_bias_gradients
 
-def _addresses(link: Link, rows: RowBlock, address_N: Memory) -> Memory:
-    """Of the block's rows."""
-    if rows.row_N is None:
-        return address_N
-    zeros = link.arena.views["receive"][-1].data_ptr()
-    return rows.addresses_of(tensor(address_N), zeros)
+        self.biases = launch_bias_gradients(
+            self.through, self.addresses.dy_N, self.planned.bundle, self.inputs.experts, self.link.planner.status,
+            stage.sms,
+        )  # fmt: skip
 
+    @functools.cached_property
+    def blocks(self) -> list[tuple[RowBlock, MainGrads]]:
+        """The rows of each block of source ranks, ascending, and where its gradients go: new tensors, or given ones."""
+        link, rows, experts, needs = self.link, self.planned.rows, self.inputs.experts, self.needs
+        into = self.main_grads
+        if into is None:
+            self.dw13 = tuple(map(result_like, experts.w13)) if needs.w13 else None
+            self.dw2 = (result_like(experts.w2[0]),) if needs.w2 else None
+            into = MainGrads(self.dw13 or (), self.dw2 or (), accumulate=False)
+        targets = list(into.of_blocks())
+        if len(targets) == 1:
+            return [(RowBlock(rows.start_e1, rows.rows_e), targets[0])]
+        first, last = (rank * link.planner.local for rank in (link.rank, link.rank + 1))
+        counts_Re = tensor(self.planned.counts_RE)[:, first:last]
+        of_call = counts_Re, tensor(rows.start_e1), tensor(rows.rows_e), self.planned.num_rows
+        return [(row_block(*of_call, number, len(targets)), of) for number, of in enumerate(targets)]
 
-def _expand(link: Link, x_TD: Tensor, plan: DevicePlan, peers: Peers) -> Tensor:
-    """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
-    from uniep.launch.staged import launch_expand
+    def _addresses_of(self, rows: RowBlock, address_N: Memory) -> Memory:
+        """Of the block's rows."""
+        if rows.row_N is None:
+            return address_N
+        return rows.addresses_of(tensor(address_N), self.sent.received[-1].data_ptr())
 
-    rows_ND = result(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
-    pushing = 2 * link.way.push_programs if link.fused else 0
-    tokens, tile_rows = Tokens(x_TD, link.arena.views["receive"]), link.way.gate_up.rows
-    launch_expand(tokens, plan.bundle, peers, tile_rows, link.sms, rows_ND, Dispatch(link.fused, pushing))
-    link.mark("expand")
-    return rows_ND
+    def down_wgrad(self, stage: Stage) -> None:
+        for rows, into in self.blocks:
+            dy_N, act_NF = self._addresses_of(rows, self.addresses.dy_N), rows.of(self.through.act_NF)
+            self._weight_gradient(stage, rows, dy_N, act_NF, 0, into.w2[0], into.accumulate, transposed=False)
 
+    def dispatch_again(self, stage: Stage) -> None:
+        """When nobody reads dO any more: all tokens, once more."""
+        link = self.link
+        self._enter_planned("dispatch", self.x.local)
+        link.planner.wait_entered(link.copying)
+        if link.copying:
+            link.send_all(self.x.local)
+        link.dispatch(self.x.local, self.planned)
 
-def _results(link: Link, plan: DevicePlan) -> Tensor:
-    """Memory for the rows (N, D) of a product that are to be added by groups, or pushed later; else any as wide."""
-    if link.way.returns == "epilogue":
-        return link.arena.views["receive"]
-    return temporary(plan.num_rows, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
+    def gate_up_wgrad(self, stage: Stage) -> None:
+        link, x_N = self.link, self.addresses.x_N
+        for rows, into in self.blocks:
+            of_N = rows.of(self.x.received) if link.way.expanded else self._addresses_of(rows, x_N)
+            dh_NH = rows.of(self.dh_NH)
+            for part, dw in enumerate(into.w13):  # w1 and w3, or both in one
+                dw_eHD, column = dw.view(link.planner.local, -1, link.cfg.hidden), part * link.cfg.ffn
+                self._weight_gradient(stage, rows, of_N, dh_NH, column, dw_eHD, into.accumulate, transposed=True)
 
+    def _weight_gradient(
+        self, stage: Stage, rows: RowBlock, a_N: Memory, b_NX: Tensor, column: int, dw: Tensor, accumulate: bool, *,
+        transposed: bool,
+    ) -> None:  # fmt: skip
+        from uniep.launch.staged import launch_weight_gradient
 
-def _return_rows(
-    link: Link, product: Callable[..., None], a: Tensor, plan: DevicePlan, peers: Peers, experts: ExpertWeights,
-    sms: int, out_ND: Tensor, **how: Any,
-) -> None:  # fmt: skip
-    """a @ B (N, D) by `product` on `sms`, delivered into the return slots of the rows' source ranks, or, where
-    groups of rows are to be added first, into `out`."""
-    from uniep.launch.staged import launch_push_rows
-
-    returns, tile = link.way.returns, link.way.down
-    scatter = returns == "epilogue"
-    product(a, plan.bundle, experts, peers, link.cfg, tile, sms, out_ND, slots=link.slots, scatter=scatter, **how)
-    link.mark("return")
-    if returns == "pass":
-        launch_push_rows(out_ND, plan.bundle, peers, link.slots, link.sms)
-        link.mark("push_rows")
-
-
-def _group_sums(link: Link, results_ND: Tensor, lines: LineTables, plan: DevicePlan, *, weighted: bool) -> GroupSums:
-    """What combine groups add to what.  weighted: rows by their routing weight."""
-    from uniep.launch.groups import GroupSums
-
-    weight_N = plan.rows.weight_N if weighted else None
-    one_group = link.cfg.combine_groups == link.num_ranks
-    return GroupSums(results_ND, weight_N, lines.row_LK, lines.slot_LK, lines.used_TW.numel(), one_group)
-
-
-def _down_and_sums(
-    link: Link,
-    act_NF: Tensor,
-    lines: LineTables,
-    plan: DevicePlan,
-    peers: Peers,
-    experts: ExpertWeights,
-    sums: GroupSums,
-) -> None:
-    """The down product, its rows added by groups beside it as their tiles are done."""
-    from uniep.launch import groups as launch_groups
-
-    tile, rows = link.way.down, plan.rows
-    order_M = temporary(*rows.order_M.shape, dtype=torch.int32, device=link.device)
-    launch_groups.launch_return_order(plan.counts_RE, rows, link.rank, tile.rows, order_M)
-    launch_groups.launch_counted_down(act_NF, plan.bundle, order_M, experts, link.cfg, tile, link.sms, sums.rows_ND)
-    launch_groups.launch_claimed_sum(sums, rows, lines, peers, tile, link.sms)
-    link.mark("group_sum")
-
-
-def _combine(
-    link: Link, ids_TK: Tensor, weights_TK: Tensor | None, plan: DevicePlan, peers: Peers, out_TD: Tensor
-) -> None:
-    """The fixed-order sum of what has returned: rows by slot, or, with combine groups, sums that are weighted."""
-    from uniep.launch.staged import launch_combine
-
-    if plan.lines is not None:
-        ids_TK, weights_TK = plan.lines.used_TW[: out_TD.shape[0]], None
-    launch_combine(Sums(link.arena.views["returns"], ids_TK, weights_TK, out_TD), peers, link.sms)
+        launch_weight_gradient(
+            a_N, b_NX, column, dw, rows.start_e1, rows.rows_e, self.link.planner.status, self.link.way.weight_gradient,
+            stage.sms, transposed=transposed, accumulate=accumulate,
+        )  # fmt: skip

@@ -1,0 +1,278 @@
+"""Stages: what a call does, in which order, for every executor.  Pure: it knows no routing, no tiles and no tensors.
+
+    Way ──► stages ──┬─ operators ──► tiles of a RoutingPlan ──► queues       CPU, simulator
+                     ├─ a function for each name ──► launches                 GPU
+                     └─ buffers ──► plan_memory
+
+`stages` lists a direction once.  With one kernel each way, that kernel carries out the operators of all stages behind
+the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+from uniep.config import MoEConfig
+from uniep.dimension import COLLECTIVE, GPU
+from uniep.way import Way
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = "forward", "backward"
+Stream = Literal["call", "side", "copies"]
+END, SAVED, CALLER = "end", "saved", "caller"
+"""How long memory is used: to the end of the call, up to the backward, as long as the caller wants."""
+
+
+class Flags(NamedTuple):
+    """What a call is to do.  save: a backward will follow.  x to biases: gradients that are needed.  main_grad: the
+    caller has memory for those of experts.  wire: tokens and rows cross it."""
+
+    save: bool = True
+    x: bool = True
+    weights: bool = True
+    w13: bool = True
+    w2: bool = True
+    biases: bool = True
+    main_grad: bool = False
+    wire: bool = True
+
+
+class Order(NamedTuple):
+    """The order of a product's tiles, of which `Way` says more.  leads: experts whose local tiles come first, if not
+    all or none."""
+
+    local_first: str
+    leads: int
+    chunk_experts: int
+    critical_path: bool
+    rotated: bool
+
+    def __str__(self) -> str:
+        first = {"none": "", "leading": f"own rows of {self.leads} experts first", "all": "own rows first"}
+        rules = (
+            "critical path" if self.critical_path else first[self.local_first],
+            f"{self.chunk_experts} experts at a time" if self.chunk_experts else "",
+            "by peer" if self.rotated else "",
+        )
+        return ", ".join(filter(None, rules)) or "by expert"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of a call.
+
+    operators: those of the task graph that it carries out.  kernels: what it launches on a GPU, in turn; "copy" is one
+    by copy engines; collectives by their names.  stream: of a GPU.  sms: multiprocessors of its kernels; 0: it takes
+    none.  waits, signals: flags of peers.  after: stages of other streams that it waits for.  beside: the stage from
+    whose start on its stream goes on; "": from its own.  shares_cursor: it is a launch of a product whose other launch
+    takes tiles from the same cursor.  buffers: memory that it makes, each with the last stage that uses it, or END,
+    SAVED or CALLER.
+    """
+
+    name: str
+    operators: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    stream: Stream = "call"
+    sms: int = 0
+    waits: tuple[str, ...] = ()
+    signals: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    beside: str = ""
+    shares_cursor: bool = False
+    buffers: tuple[tuple[str, str], ...] = ()
+    order: Order | None = None
+
+
+class Program(NamedTuple):
+    """The stages of a direction.  Printed, a table."""
+
+    title: str
+    stages: tuple[Stage, ...]
+
+    def __str__(self) -> str:
+        rows = [("stage", "operators", "launches", "stream", "SMs", "waits for", "signals", "makes", "order")]
+        for s in self.stages:
+            lists = s.operators, s.kernels, s.waits + s.after, s.signals, [name for name, _ in s.buffers]
+            operators, kernels, waits, signals, makes = map(" ".join, lists)
+            sms = f"{s.sms or ''}{' shared' if s.shares_cursor else ''}"
+            rows.append((s.name, operators, kernels, s.stream, sms, waits, signals, makes, str(s.order or "")))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join([self.title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)])
+
+
+@functools.lru_cache(maxsize=1024)
+def stages(cfg: MoEConfig, way: Way, direction: Direction, flags: Flags = Flags()) -> tuple[Stage, ...]:  # noqa: B008
+    """The stages of a call of `way`, in the order in which they begin."""
+    call = _Call(cfg, way, flags, direction == "forward")
+    if way.backend == COLLECTIVE:
+        return tuple(call.collective())
+    before, behind = call.before(), call.forward() if call.is_forward else call.backward()
+    return (*before, *(call.in_one_kernel(direction, behind) if way.mega else behind))
+
+
+class _Call:
+    def __init__(self, cfg: MoEConfig, way: Way, flags: Flags, is_forward: bool) -> None:
+        self.cfg, self.way, self.flags, self.is_forward = cfg, way, flags, is_forward
+        self.device = way.backend == GPU
+        self.remote = way.ep_size > 1 and way.backend != COLLECTIVE
+        self.wired = self.remote and self.flags.wire
+        self.copies = self.device and way.copies and self.wired
+        self.dispatched = self.device and self.wired and way.gates and not way.mega  # by a stage of its own
+        self.beside = way.down_sms if self.is_forward else 0
+        self.barrier = "barrier_kernel" * self.remote
+
+    def make(self, name: str, operators: str = "", kernels: str = "", **fields: Any) -> Stage:
+        """A stage of these operators and, on a GPU, these kernels: words of a text."""
+        how: dict[str, Any] = {"kernels": tuple(kernels.split()), "sms": self.way.sms} if self.device else {}
+        if not self.device:
+            fields.pop("stream", None)
+        return Stage(name=name, operators=tuple(operators.split()), **how | fields)
+
+    def flag(self, name: str, when: bool = True) -> tuple[str, ...]:
+        return (name,) * (self.remote and when)
+
+    def before(self) -> list[Stage]:
+        """Ranks enter; tokens leave that no product sends; a forward makes the plan."""
+        way, flags, entered = self.way, self.flags, self.flag("entered")
+        both: Any = {"waits": entered, "signals": entered}
+        if not self.device:
+            name = ((("fingerprint", SAVED),) * self.is_forward) if flags.save else ()
+            return [self.make("enter", buffers=name, **both), self.make("push", "push", signals=self.flag("arrived"))]
+        plan = (("plan", SAVED), ("rows", SAVED)) if self.is_forward else (("address", END),)
+        rows = "row_addresses_kernel" * (not self.is_forward and (flags.w13 or flags.w2 or self.cfg.bias))
+        made = [self.make("enter", "", f"exchange_kernel {rows} {self.barrier}", buffers=plan, **both)]
+        if self.copies:
+            made.append(self.make("send", "push", "copy", stream="copies", sms=0, signals=self.flag("finished")))
+        if self.is_forward:
+            kernels = "histogram_kernel scan_kernel tiles_kernel place_kernel " + "parts_kernel" * way.grouped
+            tables = (("histogram", END), ("parts", SAVED))[: 1 + way.grouped]
+            made.append(self.make("plan", "", kernels, buffers=tables))
+        if self.dispatched:
+            push = "push_tokens_kernel" * (not self.copies)
+            made.append(self.make(
+                "dispatch", "push" * (not self.copies), f"{push} {self.barrier}", waits=self.flag("finished"),
+                signals=self.flag("finished", not self.copies),
+            ))  # fmt: skip
+        return made
+
+    def product(self, name: str, operators: str, kernels: str, **fields: Any) -> Stage:
+        """Whose tiles wait for tokens, and whose first programs push this rank's, unless something else has."""
+        way = self.way
+        pushes = self.device and not self.copies and not self.dispatched
+        waits = not self.device or (self.wired and way.waits)
+        rules = way.local_first, way.leads[not self.is_forward], way.chunk_experts, way.critical_path, way.rotated
+        order = None if way.backend == COLLECTIVE else Order(*rules)
+        return self.make(
+            name, f"{'push' * pushes} {operators}", kernels,
+            waits=self.flag("finished" if self.copies else "arrived", waits),
+            signals=self.flag("arrived", pushes and waits), **{"order": order} | fields,
+        )  # fmt: skip
+
+    def forward(self) -> list[Stage]:
+        way, save = self.way, self.flags.save
+        expanded = self.device and way.expanded
+        make, how = self.product, {"sms": way.sms - self.beside} if self.device else {}
+        made: list[Stage] = []
+        if expanded:
+            kept = (("kept", SAVED if save else END),)
+            made, make = [self.product("expand", "", "expand_kernel", order=None, buffers=kept)], self.make
+        h = (("act", END), ("h", SAVED))[: 1 + save]
+        made.append(make("gate_up", "gate_up", "gate_up_kernel", buffers=h, **how))
+        if way.separate:
+            made.append(self.make("activation", "activation"))
+        if save and not expanded:
+            kept = (("kept" if self.device else "received", SAVED),)
+            copy = "copy" * (self.remote and not way.again)
+            made.append(self.make("keep", "keep" * (not way.again), copy, stream="copies", sms=0, buffers=kept))
+        made += self.returning("down")
+        made.append(self.combine("combine", "", after=("down",) * bool(self.beside), buffers=(("y", CALLER),)))
+        return made
+
+    def returning(self, name: str) -> list[Stage]:
+        """The product whose rows return: from its epilogue, by a pass behind it, or added by combine groups."""
+        way, kernel, sent = self.way, "product_kernel", {"signals": self.flag("returned")}
+        kept = way.returns != "epilogue" if self.device else way.grouped or way.backend == COLLECTIVE
+        results: Any = {"buffers": (("results", END),) * kept}
+        if self.beside:
+            side = {"stream": "side", "beside": "gate_up", "sms": self.beside}
+            here, shared = {"sms": way.sms - self.beside}, {"shares_cursor": True, **sent}
+            return [self.make(name, name * one, kernel, **shared | how) for one, how in ((1, here), (0, side))][::-1]
+        if self.device and way.returns == "sums beside" and self.is_forward:
+            kernels = "return_order_kernel counted_product_kernel claimed_sum_kernel"
+            return [self.make("group_sum", f"{name} group_sum", kernels, **results, **sent)]
+        made = [self.make(name, name, kernel, **results, **({} if kept else sent))]
+        if way.grouped:
+            stream = "call" if self.is_forward else "side"
+            made.append(self.make("group_sum", "group_sum", "group_sum_kernel", stream=stream, **sent))
+        elif self.device and kept:
+            made.append(self.make("push_rows", "", "push_rows_kernel", **sent))
+        return made
+
+    def combine(self, operators: str, more: str, **fields: Any) -> Stage:
+        """The fixed-order sums, once everything has returned."""
+        waits = self.flag("returned")
+        return self.make("combine", operators, f"{self.barrier} combine_kernel {more}", waits=waits, **fields)
+
+    def backward(self) -> list[Stage]:
+        """Weight gradients need nothing from peers: on GPUs the sums are beside them, on another stream."""
+        way, flags = self.way, self.flags
+        apart = way.separate_gradient or self.device
+        raw = (("raw", "activation_gradient" if self.device else END),) * (apart or way.backend == COLLECTIVE)
+        through = (*raw, ("dh", END), ("act", END), ("dweight_groups", END))
+        made = [self.product("down_grad", "down_grad", "gathered_product_kernel", buffers=through)]
+        if apart:
+            kernel = "claimed_activation_gradient_kernel" if way.gradient_beside else "activation_gradient_kernel"
+            made.append(self.make("activation_gradient", "activation_gradient", kernel))
+        made += [self.make("dweight", "dweight", "dweights_kernel"), *self.returning("gate_up_grad")]
+        operators, used = f"{'collect' * flags.weights} combine", "used_dweights_kernel" * flags.weights
+        sums = self.combine(operators, used, buffers=(("dx", CALLER),), stream="side")
+        weights: list[Stage] = []
+        if self.device and flags.biases and self.cfg.bias:
+            biases = ("db13", CALLER), ("db2", CALLER)
+            weights.append(self.make("bias_gradient", "", "bias_gradient_kernel", buffers=biases))
+        if flags.w2:
+            weights.append(self.weight_gradient("down_wgrad", "dw2"))
+        if self.device and way.again and self.wired and not way.mega:
+            kernels = f"exchange_kernel {self.barrier} {'copy' if self.copies else 'push_tokens_kernel'} {self.barrier}"
+            flag = self.flag("entered") + self.flag("finished")
+            weights.append(self.make("dispatch_again", "", kernels, waits=flag, signals=flag, after=("combine",)))
+        if flags.w13:
+            weights.append(self.weight_gradient("gate_up_wgrad", "dw13"))
+        return [*made, sums, *weights] if self.device and not way.mega else [*made, *weights, sums]
+
+    def weight_gradient(self, name: str, dw: str) -> Stage:
+        made = ((dw, CALLER),) * (not self.flags.main_grad)
+        if not self.device and self.flags.biases and self.cfg.bias:
+            made += ((dw.replace("w", "b"), CALLER),)
+        return self.make(name, name, "weight_gradient_kernel", buffers=made)
+
+    def in_one_kernel(self, name: str, behind: list[Stage]) -> list[Stage]:
+        """The lists of its tasks, and the kernel that carries out the operators of all stages; d(bias) comes behind."""
+        apart = [s for s in behind if s.name == "bias_gradient"]
+        inside = [s for s in behind if s not in apart]
+        buffers = {n: u if u in (SAVED, CALLER) else END for s in inside for n, u in s.buffers}
+        flags = [tuple(dict.fromkeys(f for s in inside for f in getattr(s, kind))) for kind in ("waits", "signals")]
+        kernel = Stage(
+            name=name, operators=tuple(op for s in inside for op in s.operators), kernels=(f"{name}_kernel",),
+            sms=max(self.way.sms - 1, 1), waits=flags[0], signals=flags[1], buffers=tuple(buffers.items()),
+            order=inside[0].order,
+        )  # fmt: skip
+        return [self.make("lists", "", "list_kernel", buffers=(("lists", END),)), kernel, *apart]
+
+    def collective(self) -> list[Stage]:
+        """Each stage begins when the one before has ended; what computes is `backends/collective/local_experts.py`."""
+        forward, parts = self.is_forward, (("parts", END),) * self.way.grouped
+        saved = tuple((n, SAVED) for n in ("fingerprint", "row_weight", "plan", "rows", "received") * forward)
+        inner = [s for s in (self.forward() if forward else self.backward()) if s.name not in ("keep", "combine")]
+        again = [Stage(name="dispatch_again", kernels=("all_to_all",))] * (self.way.again and not forward)
+        sent, sums = (("sent", END), ("x_rows", END)), ("collect",) * (not forward and self.flags.weights)
+        return [
+            Stage(name="enter", kernels=("all_gather",), buffers=(*saved, *parts)),
+            *again,
+            Stage(name="dispatch", operators=("push",), kernels=("all_to_all",), buffers=sent),
+            *inner,
+            Stage(name="return", kernels=("all_to_all",), buffers=(("slots", END),)),
+            Stage(name="combine", operators=(*sums, "combine"), buffers=(("y" if forward else "dx", CALLER),)),
+        ]

@@ -1,0 +1,63 @@
+"""Stages, as `Workspace.program` shows them where no GPU is needed.  (hopper: tests/interp/test_recorded_calls.py.)"""
+
+import re
+
+import pytest
+
+import uniep
+from uniep import ConfigError, MoEConfig
+from uniep.schedule import Schedule
+from uniep.stages import Flags, stages
+from uniep.taskflow.layer import backward_operators, forward_operators
+from uniep.way import resolve
+
+CFG = MoEConfig(hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=100)
+
+
+@pytest.mark.parametrize(("backend", "names"), [
+    ("cpu", "enter push gate_up keep down combine"),
+    ("nccl", "enter dispatch gate_up down return combine"),
+])  # fmt: skip
+def test_a_workspace_shows_its_program(backend, names):
+    with uniep.Workspace(CFG, device="cpu", backend=backend) as ws:
+        forward, backward = ws.program(70, "forward"), ws.program(70, "backward")
+        assert [s.name for s in forward.stages] == names.split()
+        table = str(forward).splitlines()
+        assert table[0] == f"forward, {backend}, 1 ranks, T=70" and table[1].split()[:3] == [
+            "stage",
+            "operators",
+            "launches",
+        ]
+        assert [line.split()[0] for line in table[2:]] == names.split()
+        assert {"down_wgrad", "gate_up_wgrad"} <= {op for s in backward.stages for op in s.operators}
+        for tokens in (-1, 101, 2.0, True):
+            with pytest.raises(ConfigError, match=re.escape(f"tokens is {tokens}; it must be between 0 and")):
+                ws.program(tokens, "forward")
+        with pytest.raises(ConfigError, match="direction is 'sideways'; use 'forward' or 'backward'"):
+            ws.program(70, "sideways")
+
+
+def test_operators_are_those_of_the_stages():
+    """On the CPU, and of the kernel that is a direction on a GPU."""
+    for backend, overlap in (("cpu", "fused"), ("hopper", "mega")):
+        way = resolve(CFG, 2, 70, Schedule(overlap=overlap), backend=backend)
+        assert [op.name for op in forward_operators(way, keep=True)] == ["push", "gate_up", "keep", "down", "combine"]
+        made = [op for s in stages(CFG, way, "backward") for op in s.operators]
+        assert made == [op.name for op in backward_operators(way)] and made[-2:] == ["collect", "combine"]
+
+
+def test_pipelined_is_two_launches_that_share_a_cursor():
+    way = resolve(CFG, 2, 70, Schedule(overlap="pipelined", pipelined_from=0))
+    both = [s for s in stages(CFG, way, "forward") if s.name == "down"]
+    assert [(s.stream, s.shares_cursor) for s in both] == [("side", True), ("call", True)]
+    assert sum(s.sms for s in both) == way.sms and both[0].sms == way.down_sms > 0
+    plain = resolve(CFG, 2, 70, Schedule(overlap="fused"))
+    assert not [s for s in stages(CFG, plain, "forward") if s.shares_cursor]
+
+
+def test_what_is_not_needed_is_not_listed():
+    way = resolve(CFG, 2, 70, Schedule(overlap="fused"))
+    names = {s.name for s in stages(CFG, way, "backward", Flags(w13=False, w2=False))}
+    assert "gate_up_grad" in names and not names & {"down_wgrad", "gate_up_wgrad"}
+    assert "keep" not in {s.name for s in stages(CFG, way, "forward", Flags(save=False))}
+    assert "send" not in {s.name for s in stages(CFG, way, "forward", Flags(wire=False))}
