@@ -197,12 +197,14 @@ def poison(ws: uniep.Workspace) -> None:
     ids = (torch.arange(tokens)[:, None] * cfg.top_k + torch.arange(cfg.top_k)) % cfg.num_experts
     full = {"dtype": cfg.dtype, "requires_grad": True}
     x = torch.full((tokens, cfg.hidden), POISON, **full)
-    w13 = torch.full((local, 2 * cfg.ffn, cfg.hidden), POISON, **full)
+    w13 = torch.full((local, cfg.h_columns, cfg.hidden), POISON, **full)
     w2 = torch.full((local, cfg.hidden, cfg.ffn), POISON, **full)
     weights = torch.full(ids.shape, POISON, requires_grad=True)
-    y = uniep.moe(x, ids, weights, w13, w2, workspace=ws)
+    columns = {"b13": cfg.h_columns, "b2": cfg.hidden} if cfg.bias else {}
+    biases = {name: torch.full((local, n), POISON, **full) for name, n in columns.items()}
+    y = uniep.moe(x, ids, weights, w13, w2, **biases, workspace=ws)
     y.backward(torch.full_like(y, POISON))
-    del x, w13, w2, y
+    del x, w13, w2, biases, y
     blocks = [torch.full((2**size,), POISON) for size in range(8, 20) for _ in range(4)]
     del blocks
 

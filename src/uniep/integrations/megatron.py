@@ -282,7 +282,7 @@ def _refused_flags(config: Any) -> list[str]:
         found = getattr(config, name, value)
         if found is not value and found != value:
             reasons.append(f"{name} is {_label(found)}: it must be {_label(value)}, {meaning}")
-    function, offsets = config.activation_func, dict(GATED)
+    function, offsets = config.activation_func, {gate: offset for gate, offset in GATED}  # noqa: C416
     if function not in (known := offsets if config.gated_linear_unit else UNGATED):
         gate = "with" if config.gated_linear_unit else "without"
         listed = ", ".join(map(_label, known))
