@@ -23,6 +23,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ from uniep.errors import ConfigError
 from uniep.launch.driver import Block, Bundle, Launch, Memory
 
 log = logging.getLogger("uniep")
+
+PATIENCE_S = 300.0  # after which kernels compile where they are launched
 
 _BIG, _SMALL = 2**40, 8  # integers that stand for those of 8 and of 4 bytes
 
@@ -118,7 +121,8 @@ def missing(launches: Sequence[Launch]) -> list[Kernel]:
 
 
 def compile_all(kernels: Sequence[Kernel], processes: int, done: Callable[[int], None] = lambda number: None) -> None:
-    """By so many children.  done: called with how many are done.  What fails is logged: its first launch will raise."""
+    """By so many children, in PATIENCE_S at most.  done: called with how many are done.  What is left, or fails, is
+    logged, and compiles where it is launched."""
     waiting: queue.SimpleQueue[Kernel] = queue.SimpleQueue()
     for kernel in kernels:
         waiting.put(kernel)
@@ -155,8 +159,9 @@ def compile_all(kernels: Sequence[Kernel], processes: int, done: Callable[[int],
         threads = [threading.Thread(target=serve, args=(child,)) for child in children]
         for thread in threads:
             thread.start()
+        until = time.monotonic() + PATIENCE_S
         for thread in threads:
-            thread.join()
+            thread.join(max(until - time.monotonic(), 0))
     finally:
         for child in children:
             child.kill()
