@@ -196,16 +196,18 @@ class _Call:
         kept = way.returns != "epilogue" if self.device else way.grouped or way.backend == COLLECTIVE
         results: Any = {"buffers": (("results", END),) * kept}
         if self.beside:
-            side = {"stream": "side", "beside": "gate_up", "sms": self.beside}
-            here, shared = {"sms": way.sms - self.beside}, {"shares_cursor": True, **sent}
-            return [self.make(name, name * one, kernel, **shared | how) for one, how in ((1, here), (0, side))][::-1]
-        if self.device and way.returns == "sums beside" and self.is_forward:
+            side = {"stream": "side", "beside": "gate_up", "sms": self.beside, **results}
+            here, shared = {"sms": way.sms - self.beside}, {"shares_cursor": True, **({} if kept else sent)}
+            made = [self.make(name, name * one, kernel, **shared | how) for one, how in ((0, side), (1, here))]
+        elif self.device and way.returns == "sums beside" and self.is_forward:
             kernels = "return_order_kernel counted_product_kernel claimed_sum_kernel"
             return [self.make("group_sum", f"{name} group_sum", kernels, **results, **sent)]
-        made = [self.make(name, name, kernel, **results, **({} if kept else sent))]
+        else:
+            made = [self.make(name, name, kernel, **results, **({} if kept else sent))]
         if way.grouped:
             stream = "call" if self.is_forward else "side"
-            made.append(self.make("group_sum", "group_sum", "group_sum_kernel", stream=stream, **sent))
+            after = (name,) * bool(self.beside)
+            made.append(self.make("group_sum", "group_sum", "group_sum_kernel", stream=stream, after=after, **sent))
         elif self.device and kept:
             made.append(self.make("push_rows", "", "push_rows_kernel", **sent))
         return made

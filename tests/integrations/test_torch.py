@@ -115,9 +115,9 @@ ADAMW = {"lr": 1e-2, "eps": 1e-3}  # with a smaller eps, rounding of the smalles
 
 
 @functools.cache
-def alone(num_experts=8):
+def alone(num_experts=8, bias=True):
     """Gradients, their norm, and the parameters after each step of one process with all tokens."""
-    cfg = config(num_experts=num_experts, bias=True)
+    cfg = config(num_experts=num_experts, bias=bias)
     with uniep.Workspace(cfg, device="cpu") as workspace:
         model = Model(workspace)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)

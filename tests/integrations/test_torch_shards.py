@@ -80,7 +80,7 @@ def test_experts_split_by_columns(pool):
 def test_right(pool):
     """Against one process with all tokens."""
     _, norms, grads, parameters = of_ranks(pool, "plain", 2)
-    alone = test_torch.alone()
+    alone = test_torch.alone(bias=False)  # which gradient shards refuse
     for step, (wanted, norm, _) in enumerate(alone):
         torch.testing.assert_close(norms[step], norm)
         scale = min(1.0, 0.1 / float(norm))

@@ -182,6 +182,7 @@ def main():
     install()
     ways = {name: (schedule, tokens, None) for name, (schedule, tokens) in WAYS.items()}
     ways |= {how: (Schedule(group_sum=how.split()[1]), 700, 2) for how in ("groups after", "groups beside")}
+    ways["groups, pipelined"] = Schedule(overlap="pipelined", transfer="copy", pipelined_from=0), 700, 2
     for name, (schedule, tokens, groups) in ways.items():
         cfg = MoEConfig(
             hidden=512, ffn=264, num_experts=16, top_k=4, max_tokens_per_rank=1024, max_rows=8192,

@@ -49,17 +49,17 @@ class _Call:
     def return_rows(self, stage: Stage, product: Callable[..., None], a: Tensor, **how: Any) -> None:
         """a @ B (N, D) by `product`, delivered into the return slots of the rows' source ranks, or into `results` where
         groups of rows are to be added first, or rows are pushed later."""
-        self._make_results()
+        self._make_results(stage)
         link, scatter = self.link, self.link.way.returns == "epilogue"
         product(
             a, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, link.way.down, stage.sms,
             self.results_ND, slots=link.slots, scatter=scatter, **how,
         )  # fmt: skip
 
-    def _make_results(self) -> None:
+    def _make_results(self, stage: Stage) -> None:
         """With a scatter any memory as wide serves."""
         link = self.link
-        if link.way.returns != "epilogue":
+        if "results" in dict(stage.buffers):
             shape = self.planned.num_rows, link.cfg.hidden
             self.results_ND = temporary(*shape, dtype=link.cfg.dtype, device=link.device)
 
@@ -77,7 +77,7 @@ class _Call:
         lines = self.planned.lines
         assert lines is not None
         if beside:
-            self._make_results()
+            self._make_results(stage)
             order_M = temporary(*rows.order_M.shape, dtype=torch.int32, device=link.device)
             launch.launch_return_order(self.planned.counts_RE, rows, link.rank, tile.rows, order_M)
             launch.launch_counted_down(
