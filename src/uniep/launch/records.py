@@ -155,13 +155,14 @@ class Recording:
     """Notes of one call while it runs, see `driver.Watcher`.  given: tensors that differ from call to call, always in
     this order.  lasting: memory that stays.  streams: handles of those that the call uses, the current one first.
 
-    results: memory that the call has allocated and may return, in order.
+    results: memory that the call has allocated and may return, in order.  returned: of these, what it does return.
     slabs: bytes of temporary memory, and of that which was released.  kept_results: those made before that.
     """
 
     def __init__(self, given: Sequence[Tensor], lasting: Sequence[Tensor], streams: Sequence[int]) -> None:
         self.num_given, self.streams = len(given), streams
         self.results: list[Tensor] = []
+        self.returned: list[int | None] | None = None
         self.slabs = {"temporary": 0, "brief": 0}
         self._alive: dict[str, list[Tensor]] = {"temporary": [], "brief": []}
         self.results_before_release: int | None = None
@@ -173,6 +174,13 @@ class Recording:
 
     def spoil(self, why: str) -> None:
         self.why_not = self.why_not or why
+
+    def returns(self, outputs: Sequence[Tensor | None]) -> None:
+        """The call is over.  Memory that is not new spoils the recording."""
+        place = {id(t): number for number, t in enumerate(self.results)}
+        if any(t is not None and id(t) not in place for t in outputs):
+            self.spoil("it returns memory that is not new")
+        self.returned = [None if t is None else place.get(id(t)) for t in outputs]
 
     def allocated(self, memory: Tensor, what: str) -> None:
         if what == "result":
@@ -259,6 +267,7 @@ class Program:
             raise ValueError(recording.why_not)
         self.slabs = recording.slabs
         self._results = [(t.shape, t.dtype) for t in recording.results]
+        self._returned = recording.returned if recording.returned is not None else list(range(len(self._results)))
         before = recording.results_before_release
         self._before = len(self._results) if before is None else before
         counts = {
@@ -333,8 +342,8 @@ class Program:
 
     def run(
         self, streams: Sequence[int], given: Sequence[int], varying: Sequence[int], device: torch.device
-    ) -> list[Tensor]:
-        """The results.  given: addresses, as in the recording, all multiples of 16."""
+    ) -> list[Tensor | None]:
+        """What the call returns.  given: addresses, as in the recording, all multiples of 16."""
         like: dict[str, Any] = {"dtype": torch.uint8, "device": device}
         temporary, brief = torch.empty(self.slabs["temporary"], **like), torch.empty(self.slabs["brief"], **like)
         slabs = temporary.data_ptr(), brief.data_ptr()
@@ -345,7 +354,7 @@ class Program:
         made = [t.data_ptr() for t in results]
         struct.pack_into(self._format, self._values, 0, *streams, *slabs, *given, *made, *varying)
         self.walk(device.index, Driver.of_library())
-        return results
+        return [None if number is None else results[number] for number in self._returned]
 
     def walk(self, device: int, driver: Driver) -> None:
         """All steps, with the values that are set."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from uniep.backends.base import MainGrads, Needs
 from uniep.backends.hopper import staged
 from uniep.backends.hopper.link import Link
 from uniep.backends.hopper.trace import Records, exchanged_ids, lead_host, spans
@@ -19,7 +18,6 @@ from uniep.kernels.arguments import Sums
 from uniep.launch.driver import result_like
 from uniep.layout import backward_tiles, forward_tiles
 from uniep.stages import Stage
-from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from uniep.backends.hopper.planner import DevicePlan
@@ -87,8 +85,10 @@ class Backward(staged.Backward):
 
         link, experts, needs, views = self.link, self.inputs.experts, self.needs, self.link.arena.views
         self.through = activation_memory(self.h_2NF, experts.b2)
-        dw = _weight_gradients(link, experts, needs, self.main_grads)
-        self.dw13, self.dw2 = dw.w13 if needs.w13 else None, dw.w2 if needs.w2 else None
+        memory = self.gradient_memory()
+        w13 = tuple(dw.view(link.planner.local, -1, link.cfg.hidden) for dw in memory.w13)
+        # Where one is not needed, the weight in its place, since nothing is stored there.
+        dw = dataclasses.replace(experts, w13=w13 or experts.w13, w2=memory.w2 or experts.w2)
         self.make_sums()
         made = launch.Gradients(self.through, self.addresses, dw, self.accumulate)
         sums = Sums(views["returns"], self.inputs.ids_TK, None, self.out_TD, views["dweights"], self.dweights_TK)
@@ -107,20 +107,6 @@ def _recorded(link: Link, lists: TaskLists) -> tuple[Records | None, TaskLists]:
     """Where tasks are recorded, if somebody listens, and the lists with it."""
     records = Records.empty(link, lists) if link.trace is not None else None
     return records, lists.recorded(*records.buffers) if records is not None else lists
-
-
-def _weight_gradients(link: Link, experts: ExpertWeights, needs: Needs, main_grads: MainGrads | None) -> ExpertWeights:
-    """Memory of dW13 and dW2; where one is not needed, the weight in its place, since nothing is stored there."""
-    dw13, dw2 = experts.w13, experts.w2
-    if main_grads is not None:
-        if needs.w13:
-            dw13 = tuple(dw.view(link.planner.local, -1, link.cfg.hidden) for dw in main_grads.w13)
-        if needs.w2:
-            dw2 = main_grads.w2
-    else:
-        dw13 = tuple(map(result_like, dw13)) if needs.w13 else dw13
-        dw2 = tuple(map(result_like, dw2)) if needs.w2 else dw2
-    return dataclasses.replace(experts, w13=dw13, w2=dw2)
 
 
 def _lists(

@@ -34,7 +34,6 @@ class RecordedCalls:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.programs: dict[Hashable, Program | str | None] = {}
-        self._outputs: dict[Hashable, list[int | None]] = {}  # of the results, what is returned
 
     def call(
         self, key: Hashable, given: Sequence[Tensor], layer: LayerTag, has_ids: bool,
@@ -49,7 +48,7 @@ class RecordedCalls:
             return perform()
         if key not in self.programs:
             if len(self.programs) >= MOST_PROGRAMS:
-                self.clear()
+                self.programs.clear()
             self.programs[key] = SEEN
             return perform()
         program = self.programs[key]
@@ -58,8 +57,7 @@ class RecordedCalls:
         if isinstance(program, str):
             return perform()
         link.planner.begin(layer, has_ids)
-        results = program.run(self._streams(), addresses, identity(layer), link.device)
-        return [None if place is None else results[place] for place in self._outputs[key]]
+        return program.run(self._streams(), addresses, identity(layer), link.device)
 
     def _may_record(self, layer: LayerTag) -> bool:
         link = self.link
@@ -74,25 +72,18 @@ class RecordedCalls:
         recording = Recording(given, self.link.lasting(), self._streams())
         with watching(recording), NothingElse(recording):
             outputs = perform()
-        place = {id(t): index for index, t in enumerate(recording.results)}
-        if any(t is not None and id(t) not in place for t in outputs):
-            recording.spoil("it returns memory that is not new")
+        recording.returns(outputs)
         if recording.why_not:
             log.warning("calls like this one stay slower on the host: %s", recording.why_not)
             self.programs[key] = recording.why_not
         else:
             self.programs[key] = Program(recording)
-            self._outputs[key] = [None if t is None else place[id(t)] for t in outputs]
         return outputs
 
     def _streams(self) -> tuple[int, int, int]:
         link = self.link
         current = torch._C._cuda_getCurrentRawStream(link.device.index)
         return current, link.side.cuda_stream, link.copies.cuda_stream
-
-    def clear(self) -> None:
-        self.programs.clear()
-        self._outputs.clear()
 
 
 def layout_of(experts: ExpertWeights) -> tuple[Hashable, ...]:

@@ -81,15 +81,9 @@ class _Call:
             order_M = temporary(*rows.order_M.shape, dtype=torch.int32, device=link.device)
             launch.launch_return_order(self.planned.counts_RE, rows, link.rank, tile.rows, order_M)
             launch.launch_counted_down(
-                self.act_NF,
-                self.planned.bundle,
-                order_M,
-                self.inputs.experts,
-                link.cfg,
-                tile,
-                stage.sms,
+                self.act_NF, self.planned.bundle, order_M, self.inputs.experts, link.cfg, tile, stage.sms,
                 self.results_ND,
-            )
+            )  # fmt: skip
         weight_N = rows.weight_N if weighted else None
         one_group = link.cfg.combine_groups == link.num_ranks
         sums = launch.GroupSums(
@@ -209,9 +203,8 @@ class Backward(_Call):
     def made(self) -> ExpertGradients:
         needs = self.needs
         self.run(Flags(**vars(needs), main_grad=self.main_grads is not None))
-        dx_TD, given = self.out_TD if needs.x else None, self.main_grads is None
-        dw13, dw2 = (dw if given else None for dw in (self.dw13, self.dw2))
-        return ExpertGradients(dx_TD, self.dweights_TK, dw13, dw2, self.biases)
+        dx_TD = self.out_TD if needs.x else None
+        return ExpertGradients(dx_TD, self.dweights_TK, self.dw13, self.dw2, self.biases)
 
     def enter(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_row_addresses
@@ -300,16 +293,20 @@ class Backward(_Call):
             stage.sms,
         )  # fmt: skip
 
+    def gradient_memory(self) -> MainGrads:
+        """Of dW13 and dW2, where they are needed: what was given, or new."""
+        if self.main_grads is not None:
+            return self.main_grads
+        experts, needs = self.inputs.experts, self.needs
+        self.dw13 = tuple(map(result_like, experts.w13)) if needs.w13 else None
+        self.dw2 = tuple(map(result_like, experts.w2)) if needs.w2 else None
+        return MainGrads(self.dw13 or (), self.dw2 or (), accumulate=False)
+
     @functools.cached_property
     def blocks(self) -> list[tuple[RowBlock, MainGrads]]:
         """The rows of each block of source ranks, ascending, and where its gradients go: new tensors, or given ones."""
-        link, rows, experts, needs = self.link, self.planned.rows, self.inputs.experts, self.needs
-        into = self.main_grads
-        if into is None:
-            self.dw13 = tuple(map(result_like, experts.w13)) if needs.w13 else None
-            self.dw2 = (result_like(experts.w2[0]),) if needs.w2 else None
-            into = MainGrads(self.dw13 or (), self.dw2 or (), accumulate=False)
-        targets = list(into.of_blocks())
+        link, rows = self.link, self.planned.rows
+        targets = list(self.gradient_memory().of_blocks())
         if len(targets) == 1:
             return [(RowBlock(rows.start_e1, rows.rows_e), targets[0])]
         first, last = (rank * link.planner.local for rank in (link.rank, link.rank + 1))
