@@ -202,8 +202,8 @@ def processes_of(ranks: int) -> int:
     return int(said)
 
 
-class _Target:
-    """Triton's driver in a process that has no need of a GPU: a Hopper one."""
+class HopperTarget:
+    """A driver of Triton that knows its target, a Hopper GPU that need not exist, and nothing else."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -215,6 +215,9 @@ class _Target:
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -229,7 +232,7 @@ def _serve() -> None:
     import triton
     from triton.runtime.cache import get_cache_manager
 
-    triton.runtime.driver._active = _Target()
+    triton.runtime.driver._active = HopperTarget()
     for line in sys.stdin:
         said = "compiled"
         try:
