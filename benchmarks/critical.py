@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import itertools
 import json
 import os
@@ -43,7 +42,7 @@ from torch import Tensor
 import timing
 import uniep
 from cases import ROUTINGS, Case, make_case, make_weights, parse_shape
-from moe import DTYPES, commit
+from moe import DTYPES, commit, of_run
 from uniep.backends.base import Inputs, Needs
 from uniep.kernels.claims import claim, claimed
 from uniep.schedule import Schedule, default_schedule
@@ -100,19 +99,10 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.started = args, time.perf_counter()
-        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.device = torch.device(args.device, int(os.environ["LOCAL_RANK"])) if self.cuda else torch.device("cpu")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        patience = datetime.timedelta(seconds=args.timeout_s)
-        if self.cuda:
-            torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl", device_id=self.device, timeout=patience)
-        else:
-            torch.set_num_threads(1)
-            dist.init_process_group("gloo", timeout=patience)
+        self.device, _ = timing.start_ranks(args.device, args.timeout_s)
         assert dist.group.WORLD is not None
         self.group: dist.ProcessGroup = dist.group.WORLD
-        timing.setup(self.device, dist.new_group(backend="gloo", timeout=patience))
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.results: dict[str, Any] = {"meta": self.meta(), "rows": [], "dispatch": []}
 
     @property
@@ -121,14 +111,7 @@ class Bench:
 
     def meta(self) -> dict[str, Any]:
         return {
-            "card": torch.cuda.get_device_name() if self.cuda else "CPU",
-            "gpus": self.ranks,
-            "ep": self.ranks,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "commit": self.args.commit or commit(),
-            "command": shlex.join(["benchmarks/critical.py", *sys.argv[1:]]),
-            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+            **of_run("critical.py", self.device, self.args.commit),
             "dtype": self.args.dtype,
             "transfer": self.args.transfer,
             "chunk_experts": self.args.chunk_experts,

@@ -13,7 +13,6 @@ import argparse
 import cProfile
 import ctypes
 import json
-import os
 import pstats
 import statistics
 import time
@@ -28,6 +27,7 @@ import timing
 import uniep
 from cases import make_case, make_weights, parse_shape
 from layers import UniEPLayer
+from moe import of_run
 from uniep.kernels.plan import clock_kernel
 from uniep.launch import driver
 
@@ -95,12 +95,7 @@ def main() -> None:
     made.add_argument("--json", metavar="FILE")
     made.add_argument("--commit", help="recorded in the file")
     args = made.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("nccl", device_id=device)
-    control = dist.new_group(backend="gloo")
-    timing.setup(device, control)
+    device, control = timing.start_ranks("cuda", 600)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     machine = of_the_machine(device)
     if rank == 0:
@@ -144,10 +139,7 @@ def main() -> None:
                     layer.check()
                 torch.cuda.empty_cache()
     if rank == 0 and args.json:
-        meta = {
-            "card": torch.cuda.get_device_name(), "gpus": ranks, "torch": torch.__version__, "commit": args.commit,
-            "date": time.strftime("%Y-%m-%d %H:%M:%S"), **machine,
-        }  # fmt: skip
+        meta = {**of_run("host.py", device, args.commit), **machine}
         Path(args.json).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     dist.destroy_process_group()
 

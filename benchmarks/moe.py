@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import json
 import math
@@ -65,25 +64,10 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.started = args, time.perf_counter()
-        self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        self.device = torch.device("cuda", local) if args.device == "cuda" else torch.device("cpu")
-        cuda = self.device.type == "cuda"
-        if self.ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531"), ("RANK", "0"), ("WORLD_SIZE", "1")):
-            os.environ.setdefault(name, value)
-        patience = datetime.timedelta(seconds=args.timeout_s)
-        if cuda:
-            torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl", device_id=self.device, timeout=patience)
-        else:
-            torch.set_num_threads(1)
-            dist.init_process_group("gloo", timeout=patience)
+        self.device, self.control = timing.start_ranks(args.device, args.timeout_s)
         assert dist.group.WORLD is not None
         self.group: dist.ProcessGroup = dist.group.WORLD
-        self.control = dist.new_group(backend="gloo", timeout=patience)
-        timing.setup(self.device, self.control)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.dtype = DTYPES[args.dtype]
         self.backward = "fwd_bwd" in args.directions
         self.deepep: DeepEp | None = None
@@ -91,14 +75,7 @@ class Bench:
 
     def meta(self) -> dict[str, Any]:
         return {
-            "card": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU",
-            "gpus": self.ranks,
-            "ep": self.ranks,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "commit": self.args.commit or commit(),
-            "command": shlex.join(["benchmarks/moe.py", *sys.argv[1:]]),
-            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+            **of_run("moe.py", self.device, self.args.commit),
             "dtype": self.args.dtype,
             "weight_at": self.args.weight_at,
             "iters": self.args.iters,
@@ -407,6 +384,16 @@ def describe(key: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if "uniep" in ms and "uniep-compute" in ms:
         line += f", {ms['uniep'] / ms['uniep-compute']:.3f} of own compute"
     return line
+
+
+def of_run(script: str, device: torch.device, told: str | None) -> dict[str, Any]:
+    """What every result file says of its run.  told: the commit where there is no checkout."""
+    ranks = dist.get_world_size()
+    return {
+        "card": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "gpus": ranks, "ep": ranks,
+        "torch": torch.__version__, "triton": triton.__version__, "commit": told or commit(),
+        "command": shlex.join([f"benchmarks/{script}", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }  # fmt: skip
 
 
 def commit() -> str:

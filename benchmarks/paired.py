@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
 import os
@@ -51,18 +50,7 @@ def work(args: argparse.Namespace) -> None:
 
     assert str(Path(uniep.__file__).resolve()).startswith(str(Path(args.tree).resolve())), uniep.__file__
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    patience = datetime.timedelta(seconds=600)
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=patience)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=patience)
-    control = dist.new_group(backend="gloo", timeout=patience)
-    timing.setup(device, control)
+    device, control = timing.start_ranks(args.device, 600)
     stream: Any = socket.create_connection(("127.0.0.1", args.port)).makefile("rw") if rank == 0 else None
     workspace, layer, case = None, None, None
 

@@ -9,7 +9,9 @@ On CPU the same functions use the host's clock and a barrier.
 
 from __future__ import annotations
 
+import datetime
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +40,29 @@ class HostEvent:
 
     def elapsed_time(self, later: HostEvent) -> float:
         return (later.seconds - self.seconds) * 1e3
+
+
+def start_ranks(kind: str, timeout_s: float) -> tuple[torch.device, dist.ProcessGroup]:
+    """This process's device, "cuda" or "cpu", and the gloo group given to `setup`; the default process group is made.
+
+    Without torchrun it is the only rank.
+    """
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE", "1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    patience = datetime.timedelta(seconds=timeout_s)
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, timeout=patience)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=patience)
+    control = dist.new_group(backend="gloo", timeout=patience)
+    setup(device, control)
+    return device, control
 
 
 def record_event() -> Any:
