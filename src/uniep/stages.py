@@ -220,7 +220,7 @@ class _Call:
     def backward(self) -> list[Stage]:
         """Weight gradients need nothing from peers: on GPUs the sums are beside them, on another stream."""
         way, flags = self.way, self.flags
-        apart = way.separate_gradient or self.device
+        apart = way.separate_gradient
         raw = (("raw", "activation_gradient" if self.device else END),) * (apart or way.backend == COLLECTIVE)
         through = (*raw, ("dh", END), ("act", END), ("dweight_groups", END))
         made = [self.product("down_grad", "down_grad", "gathered_product_kernel", buffers=through)]
