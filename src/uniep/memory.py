@@ -374,15 +374,16 @@ def _gradient_blocks(c: _Call, backend: str) -> list[_Size]:
         return []
     like = "dw2"
     apart = (blocks,) if c.copies > 1 else ()
-    of_13, of_2 = (c.local, cfg.h_columns, cfg.hidden), (c.local, cfg.hidden, cfg.ffn)
+    of: dict[str, tuple[int, ...]] = {"w13": (c.local, cfg.h_columns, cfg.hidden), "w2": (c.local, cfg.hidden, cfg.ffn)}
+    if cfg.bias:
+        of |= {"b13": (c.local, cfg.h_columns), "b2": (c.local, cfg.hidden)}
     why = f"fp32, {blocks} blocks of ranks apart" if apart else f"fp32, the sum of {blocks} blocks of ranks"
-    found = [_Size(f"dw{n}_blocks", (*apart, *of), _F32, why, like) for n, of in ((13, of_13), (2, of_2))]
+    found = [_Size(f"d{name}_blocks", (*apart, *shape), _F32, why, like) for name, shape in of.items()]
     if apart:
-        at_once = (2 * blocks + 2, min(math.prod(of_13), SUMMED_AT_ONCE))
+        at_once = (2 * blocks + 2, min(math.prod(of["w13"]), SUMMED_AT_ONCE))
         found += [
             _Size("dw_copies", at_once, _F32, "sent to copies and received, a part at a time", like),
-            _Size("dw13_sum", of_13, _F32, "fp32, over all blocks", like),
-            _Size("dw2_sum", of_2, _F32, "fp32, over all blocks", like),
+            *(_Size(f"d{name}_sum", shape, _F32, "fp32, over all blocks", like) for name, shape in of.items()),
         ]
     if backend != "cpu" and blocks > 1:
         rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)

@@ -200,18 +200,22 @@ def run_main_grad(backend, case: Case, rank: int, ranks: int) -> dict[str, Tenso
 
 def run_blocks(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     """Likewise with a gradient for each source rank: added (blocks13, blocks2), or apart (apart13, apart2: experts
-    first, then blocks)."""
+    first, then blocks); with biases blocks_b13 and so on."""
     inputs, dy_TD = share(case, rank, ranks)
     _, saved = backend.forward(inputs, save=True)
     found = {}
     for name, shape in (("blocks", ()), ("apart", (ranks,))):
         experts = inputs.experts
-        w13, w2 = ([torch.full((*shape, *t.shape), float("nan")) for t in ts] for ts in (experts.w13, experts.w2))
-        into = MainGrads(tuple(w13), tuple(w2), False, ranks, bool(shape))
-        backend.backward(dy_TD, inputs, saved, Needs(), into)
+        w13, w2, biases = (
+            tuple(torch.full((*shape, *t.shape), float("nan")) for t in ts)
+            for ts in (experts.w13, experts.w2, experts.biases)
+        )
+        into = MainGrads(w13, w2, False, ranks, bool(shape), biases)
+        assert backend.backward(dy_TD, inputs, saved, Needs(), into).biases == ()
         each = list(into.of_blocks()) if shape else [into]
-        parts = [[stacked(case, of.w13) for of in each], [of.w2[0] for of in each]]
-        found |= {f"{name}{part}": torch.stack(of, 1) for part, of in zip(("13", "2"), parts, strict=True)}
+        parts = zip(*((stacked(case, of.w13), of.w2[0], *of.biases) for of in each), strict=True)
+        names = ("13", "2", "_b13", "_b2")
+        found |= {f"{name}{part}": torch.stack(of, 1) for part, of in zip(names, parts, strict=False)}
     return found
 
 

@@ -130,9 +130,11 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         backend.forward(inputs, save=False)
         _, saved = backend.forward(inputs, save=True)
         backend.backward(x_TD, inputs, saved, Needs())
-        main_grads = [tuple(torch.empty(t.shape) for t in ts) for ts in (experts.w13, experts.w2)]
+        given = experts.w13, experts.w2, experts.biases
+        w13, w2, of_biases = (tuple(torch.empty(t.shape) for t in ts) for ts in given)
         for accumulate in (False, True):
-            backend.backward(x_TD, inputs, saved, Needs(), MainGrads(*main_grads, accumulate))
+            into = MainGrads(w13, w2, accumulate, biases=of_biases)
+            backend.backward(x_TD, inputs, saved, Needs(), into)
         run_collective(cfg, case.ep_size, inputs)
     return launched
 

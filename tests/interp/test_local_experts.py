@@ -1,5 +1,7 @@
 """The collective backend on the Hopper kernels, interpreted: the bits of the hopper backend, of either schedule."""
 
+import dataclasses
+
 import hopper_on_host
 import pytest
 import torch
@@ -120,9 +122,13 @@ def test_kernels_mean_what_torch_does(rank, layout):
 @pytest.mark.parametrize("kind", [TorchExperts, KernelExperts])
 def test_blocks_of_source_ranks(kind, layout):
     """Rank 1 of two with rows from both: the gradient of each source has the bits of a call without the other."""
-    cfg = config()
+    cfg = config(bias=layout == "stacked")
     ids = [torch.randint(-1, 4, (count, 2), generator=torch.Generator().manual_seed(count)) for count in (70, 33)]
     experts = experts_of(cfg, 2, layout)
+    if cfg.bias:
+        b13, b2 = (random(2, width, seed=width).half() for width in (cfg.h_columns, cfg.hidden))
+        experts = dataclasses.replace(experts, b13=b13, b2=b2)
+    of_experts = experts.w13, experts.w2, experts.biases
     local = kind(cfg, 1, *((way_of(cfg), torch.device("cpu")) if kind is KernelExperts else ()))
 
     def gradients(ids, **blocks):
@@ -133,12 +139,10 @@ def test_blocks_of_source_ranks(kind, layout):
         routed = Routed(plans[1], torch.where(plans[1].row_return_N >= 0, 0.5, 0.0))
         h = local.forward(x, routed, experts, True)[1]
         shape = (2,) if blocks.get("apart") else ()
-        into = MainGrads(
-            *(tuple(torch.full((*shape, *t.shape), torch.nan) for t in ts) for ts in (experts.w13, experts.w2)), False,
-            **blocks,
-        )  # fmt: skip
-        local.backward(dy, x, routed, experts, h, Needs(), into)
-        return [*into.w13, *into.w2]
+        w13, w2, biases = (tuple(torch.full((*shape, *t.shape), torch.nan) for t in ts) for ts in of_experts)
+        into = MainGrads(w13, w2, False, **blocks, biases=biases)
+        assert local.backward(dy, x, routed, experts, h, Needs(), into).biases == ()
+        return into.tensors
 
     with fixed_settings():
         none = [torch.full_like(i, -1) for i in ids]

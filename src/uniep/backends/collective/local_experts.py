@@ -255,11 +255,11 @@ class KernelExperts:
             into = main_grads
             if not num_rows:
                 into.clear()
-        biases = tuple(torch.zeros_like(b) for b in experts.biases)
+        biases = tuple(torch.zeros_like(b) for b in experts.biases) if needs.biases and not into.biases else ()
         if num_rows:
             rows, stacked = self._rows(routed, tile), _stacked(experts)
             dy_ND = self._expand(dy, rows, tile)
-            dy_N = dy_ND.data_ptr() + torch.arange(num_rows, device=dy_ND.device) * (cfg.hidden * dy_ND.element_size())
+            dy_N = _row_addresses(dy_ND)
             made = self.launch.activation_memory(h_NF.view(1 + cfg.gated, num_rows, cfg.ffn), experts.b2)
             self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, made.raw_NF)
             self.launch.launch_activation_gradient(made, rows, cfg, self.sms)
@@ -267,7 +267,12 @@ class KernelExperts:
             if needs.weights:
                 weights_N = self._dweights(made, dy_N, plan, rows)
             if needs.biases:
-                biases = self.launch.launch_bias_gradients(made, dy_N, rows, experts, self._zero, self.sms)
+                for block, of in self._blocks(rows, routed, into):
+                    weight_N, dy_of_ND = block.of(routed.weight_N[:, None]), block.of(dy_ND)
+                    self.launch.launch_bias_gradients(
+                        block.of(dh_NH), _row_addresses(dy_of_ND), weight_N, block, experts, of.biases or biases,
+                        self._zero, self.sms, accumulate=bool(of.biases) and of.accumulate,
+                    )  # fmt: skip
             if needs.x:
                 self.launch.launch_gate_up_gradient(
                     dh_NH, rows, stacked, self.alone, cfg, tile, self.sms, dx_ND, slots=1, scatter=False
@@ -290,7 +295,7 @@ class KernelExperts:
             weights_N if needs.weights else None,
             into.w13 if needs.w13 and main_grads is None else None,
             into.w2 if needs.w2 and main_grads is None else None,
-            biases if needs.biases else (),
+            biases,
         )
 
     def _dweights(self, made: Activation, dy_N: Tensor, plan: RoutingPlan, rows: Any) -> Tensor:
@@ -343,6 +348,12 @@ class KernelExperts:
         out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)
         self.launch.launch_combine(Sums(returns_TKD, ids_TK, weights_TK, out_TD), self.alone, self.sms)
         return out_TD
+
+
+def _row_addresses(rows_ND: Tensor) -> Tensor:
+    """(N,) int64."""
+    step = rows_ND.shape[1] * rows_ND.element_size()
+    return rows_ND.data_ptr() + torch.arange(rows_ND.shape[0], device=rows_ND.device) * step
 
 
 def _stacked(experts: ExpertWeights) -> ExpertWeights:

@@ -249,7 +249,7 @@ class HopperBackend(Link):
             got = Backward(self, dy_TD, inputs, saved, needs, main_grads).made()
             return [got.x, got.weights, *(got.w13 or ()), *(got.w2 or ()), *got.biases]
 
-        into = (*main_grads.w13, *main_grads.w2) if main_grads is not None else ()
+        into = main_grads.tensors if main_grads is not None else ()
         rows, kept = saved[1].shape[-1], len(saved[-1])
         accumulate = main_grads is not None and main_grads.accumulate
         by_launches = main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
@@ -261,7 +261,8 @@ class HopperBackend(Link):
             else perform()
         )
         split = len(experts.w13) if needs.w13 and main_grads is None else 0
-        last = len(of_experts) - len(experts.biases) * needs.biases
+        fresh = needs.biases and (main_grads is None or not main_grads.biases)
+        last = len(of_experts) - len(experts.biases) * fresh
         dw13, dw2, biases = tuple(of_experts[:split]), tuple(of_experts[split:last]), tuple(of_experts[last:])
         return ExpertGradients(dx_TD, dweights_TK, dw13 or None, dw2 or None, biases)
 

@@ -288,13 +288,21 @@ class Backward(_Call):
     def bias_gradient(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_bias_gradients
 
-        self.biases = launch_bias_gradients(
-            self.through, self.addresses.dy_N, self.planned.bundle, self.inputs.experts, self.link.planner.status,
-            stage.sms,
-        )  # fmt: skip
+        memory, dh_NH = self.gradient_memory, self.through.dh_N2F.view(-1, self.link.cfg.h_columns)
+        weight_N = self.planned.rows.weight_N
+        if not memory.biases:
+            self.biases = tuple(map(result_like, self.inputs.experts.biases))
+        for rows, into in self.blocks:
+            weight_of_N = weight_N if rows.row_N is None else rows.of(tensor(weight_N)[:, None])
+            launch_bias_gradients(
+                rows.of(dh_NH), self._addresses_of(rows, self.addresses.dy_N), weight_of_N, rows, self.inputs.experts,
+                into.biases or self.biases, self.link.planner.status, stage.sms,
+                accumulate=bool(into.biases) and into.accumulate,
+            )  # fmt: skip
 
+    @functools.cached_property
     def gradient_memory(self) -> MainGrads:
-        """Of dW13 and dW2, where they are needed: what was given, or new."""
+        """Of the gradients of experts, where they are needed: what was given, or new."""
         if self.main_grads is not None:
             return self.main_grads
         experts, needs = self.inputs.experts, self.needs
@@ -306,7 +314,7 @@ class Backward(_Call):
     def blocks(self) -> list[tuple[RowBlock, MainGrads]]:
         """The rows of each block of source ranks, ascending, and where its gradients go: new tensors, or given ones."""
         link, rows = self.link, self.planned.rows
-        targets = list(self.gradient_memory().of_blocks())
+        targets = list(self.gradient_memory.of_blocks())
         if len(targets) == 1:
             return [(RowBlock(rows.start_e1, rows.rows_e), targets[0])]
         first, last = (rank * link.planner.local for rank in (link.rank, link.rank + 1))
