@@ -37,6 +37,7 @@ ROUNDS = (  # overlap, operand, transfer, received, activation_gradient
     ("fused", "gathered", "copy", "again", "after"),
 )
 BEFORE = 1.0  # in main_grads that are added to
+LATE_S = 0.05
 LATE = (  # kernels that a rank starts late, so that its peer has to wait for what they send
     ("exchange_kernel", "product_kernel", "push_rows_kernel"),
     ("gate_up_kernel", "expand_kernel", "push_tokens_kernel", "forward_kernel", "backward_kernel"),
@@ -269,7 +270,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
 
     def late_launch(self, *args, **options):
         if self.fn.__name__ in LATE[rank]:
-            time.sleep(0.05)
+            time.sleep(LATE_S)
         if "push_programs" in self.arg_names:  # programs run in turn: one that waits must not hold up another's push
             args = list(args)
             place = self.arg_names.index("push_programs")
@@ -304,6 +305,8 @@ def main(rank: int, folder: Path, suite: str) -> None:
             check_trace(backend, case, rank)
             backend.trace = None
         results.append(run_main_grad(backend, case, rank, RANKS))
+        entry_ns, data_ns = backend.waited().tolist()
+        assert suite == "mega" or (data_ns > LATE_S * 1e9 and entry_ns > LATE_S * 1e9 * rank), (entry_ns, data_ns)
         if suite == "usual" and key in OPERAND_OF_BLOCKS:
             hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, operand=OPERAND_OF_BLOCKS[key]))
             results[-1] |= run_blocks(backend, case, rank, RANKS)

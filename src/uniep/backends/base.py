@@ -156,6 +156,12 @@ class Backend(Protocol):
         """Raise what earlier calls deferred."""
         ...
 
+    def waited(self) -> Tensor | None:
+        """(2,) int64: nanoseconds in which this rank has stood still, since the Workspace was made, for ranks that had
+        not entered a call, and for their tokens and results.  On the Workspace's device; the backend goes on counting
+        in it, in the order of the current stream.  None: not measured."""
+        ...
+
     def report(self) -> dict[str, str]:
         """What is active, and why the rest is not: one line each."""
         ...

@@ -238,6 +238,9 @@ class CollectiveBackend:
     def check(self) -> None:
         """Errors are raised by the call they belong to; nothing is deferred."""
 
+    def waited(self) -> None:
+        """Not measured."""
+
     def report(self) -> dict[str, str]:
         return {
             "backend": f"nccl: rank {self.rank} of {self.ep_size}, {self.transport}, on {self.device}",
@@ -247,6 +250,7 @@ class CollectiveBackend:
             "rows": "allocated exactly; counts are read by the host in every call",
             "CUDA graphs": "not possible: the host reads counts",
             "main_grad": MAIN_GRAD,
+            "waits": "not measured: a collective's time is waiting and sending in one",
         }
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -142,6 +143,7 @@ class CpuBackend:
         self._threads = PinnedThreads(self._peers.workers)
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = 0
+        self._waited = [0, 0]  # see Backend.waited
         self._forwards = 0
         self._routings: collections.OrderedDict[bytes, _Routing] = collections.OrderedDict()
 
@@ -220,7 +222,9 @@ class CpuBackend:
         return Rows.make(rank, self.cfg, routing.plans[rank], call.weights, *groups)
 
     def _run(self, call: _Call, operation: str, program: Program, bodies: object) -> None:
-        Run(self.peers, self._threads, call.number, operation, program, bodies, self.trace).run()
+        run = Run(self.peers, self._threads, call.number, operation, program, bodies, self.trace)
+        run.run()
+        self._waited[1] += run.exposed.total_ns
 
     @_collective
     def refuse(self, error: UniEPError) -> None:
@@ -247,6 +251,9 @@ class CpuBackend:
     def check(self) -> None:
         """Errors are raised by the call they belong to; nothing is deferred."""
 
+    def waited(self) -> Tensor:
+        return torch.tensor(self._waited)
+
     def report(self) -> dict[str, str]:
         s = self.schedule
         return {
@@ -260,6 +267,7 @@ class CpuBackend:
             ],
             "shared memory": f"{self.peers.bytes} bytes per rank",
             "main_grad": MAIN_GRAD,
+            "waits": "measured: entries, and times in which no thread works while one waits for peers",
         }
 
     def close(self) -> None:
@@ -314,8 +322,10 @@ class CpuBackend:
         self.peers.enter(
             number, dataclasses.astuple(mine), text, {"exchange_ids": ids_TK, "exchange_weights": weights_TK}
         )
+        began_ns = time.perf_counter_ns()
         with self._or_give_up():
             self._await_entered(number, operation)
+        self._waited[0] += time.perf_counter_ns() - began_ns
         return self._read(number, operation)
 
     def _await_entered(self, number: int, operation: str) -> None:

@@ -103,6 +103,9 @@ class HopperBackend(Link):
         if self.num_ranks > 1:
             self.planner.refuse(type(error)(f"rank {self.rank}: {error}"))
 
+    def waited(self) -> Tensor:
+        return self.planner.waited
+
     def check(self) -> None:
         self.planner.check_all()
 
@@ -177,6 +180,7 @@ class HopperBackend(Link):
             if self.cfg.max_rows is None
             else f"max_rows={self.cfg.max_rows}, no host read",
             "main_grad": MAIN_GRAD,
+            "waits": "measured: entries, and tokens and results where no product runs; traces have those in kernels",
             "multiprocessors": f"{self.sms}, {self.schedule.free_sms} left free",
             "combine": "one sum over a token's slots"
             if not self.way.grouped

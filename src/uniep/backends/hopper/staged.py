@@ -101,7 +101,7 @@ class _Call:
         ids_TK = self.inputs.ids_TK
         if self.planned.lines is not None:
             ids_TK, weights_TK = self.planned.lines.used_TW[: self.out_TD.shape[0]], None
-        self.link.planner.wait("returned")
+        self.link.planner.wait("returned", exposed=stage.stream == "call")
         launch_combine(Sums(self.link.arena.views["returns"], ids_TK, weights_TK, self.out_TD), self.peers, stage.sms)
 
 
