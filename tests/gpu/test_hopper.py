@@ -4,6 +4,7 @@ All checks run in one launch, because every new shape compiles its kernels; each
 """
 
 import dataclasses
+import functools
 import os
 import random
 import socket
@@ -531,6 +532,39 @@ def check_streams(r):
                 torch.full_like(data[0], float("nan"))
                 assert torch.equal(y, want[0]), repeat
                 assert not differing(want, r.run(workspace, data)), repeat
+
+
+def check_shared_experts_beside(r):
+    """On a stream of their own: the bits of one behind the other, also while memory that was used is filled with NaN at
+    once, with checkpointing, and in a captured graph."""
+    cfg = MoEConfig(**SHAPE, max_rows=8192)
+    x, dy = r.data(cfg, 600, seed=5)[0], r.data(cfg, 600, seed=6)[0]
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        layers = [
+            uniep.nn.MoE(cfg, workspace=workspace, seed=0, shared_ffn=512, shared_beside=beside)
+            for beside in (False, True)
+        ]
+
+        def step(layer, wrap=lambda f: f):
+            given = x.clone().requires_grad_()
+            y = wrap(layer)(given * 1)
+            grads = torch.autograd.grad(y, [given, *layer.parameters()], dy)
+            torch.full_like(x, float("nan"))
+            return [y.detach(), *grads]
+
+        want = step(layers[0])
+        for repeat in range(50):
+            assert all(map(torch.equal, want, step(layers[1]))), repeat
+        again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        assert all(map(torch.equal, want, step(layers[1], lambda f: functools.partial(again, f))))
+        with torch.no_grad():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = layers[1](x)
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(y, want[0])
 
 
 def check_growth(r):

@@ -410,6 +410,7 @@ def launch_bias_gradients(
             (rows.start_e1, rows.rows_e, values, *(of_dy if values is None else (None,) * 3), status, grad),
             {"LOCAL": grad.shape[0], "WIDTH": grad.shape[1], "COLUMNS": 128, "ADD": accumulate},
             num_warps=2, enable_fp_fusion=False,
+            **({"maxnreg": 240} if accumulate else {}),  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
 
 
