@@ -34,7 +34,7 @@ except ImportError as cause:
 __all__ = ["ParamWrapper", "adapt", "restore"]
 
 _MEAN = "_uniep_mean"
-"""Attribute of parameters whose gradients become means over ranks."""
+"""Attribute of parameters whose gradients are averaged over ranks."""
 
 
 class ParamWrapper(peft_lora.ParamWrapper):
@@ -148,11 +148,7 @@ def adapt(model: nn.Module) -> list[str]:
         for module in model.modules():
             if isinstance(module, peft_lora.LoraLayer):
                 module.merge = functools.partial(_refuse_merge, size)
-        mean = functools.partial(_mean, groups=[dist.distributed_c10d._get_default_group()], count=size)
-        for parameter in model.parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor) and not hasattr(parameter, _MEAN):
-                parameter.register_hook(mean)
-                setattr(parameter, _MEAN, True)
+        _average(model, size)
     return made
 
 
@@ -168,6 +164,19 @@ def restore(model: nn.Module) -> None:
         for hook in wrapper.__dict__.pop("_uniep_hooks"):
             hook.remove()
         wrapper.__class__ = peft_lora.ParamWrapper
+
+
+def _average(model: nn.Module, size: int) -> None:
+    """Gradients of all parameters that are whole here become means over ranks, also of those that are trained later."""
+    world = dist.group.WORLD
+    assert world is not None
+    mean = functools.partial(_mean, groups=[world], count=size)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not isinstance(parameter, DTensor) and not hasattr(parameter, _MEAN):
+            trained = parameter.requires_grad
+            parameter.requires_grad_().register_hook(mean)
+            parameter.requires_grad_(trained)
+            setattr(parameter, _MEAN, True)
 
 
 def _refuse_merge(size: int, *_: Any, **__: Any) -> None:
