@@ -1,5 +1,7 @@
 """PEFT's own LoRA on experts (`target_parameters`), run by uniep, against PEFT's dense wrappers on one device."""
 
+from pathlib import Path
+
 import pytest
 import test_hf
 import torch
@@ -7,8 +9,10 @@ import torch
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
 import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from case import equal_bits  # noqa: E402
 from test_hf import EP2, batch, build, check, load, pair, registration, saved  # noqa: E402, F401
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -85,6 +89,21 @@ def test_nothing_is_multiplied_out(registration):  # noqa: F811
     assert found == {"grouped_mm": {(8, 64, 64), (8, 64, 32)}, "uniep": set()}
 
 
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=False)
+
+
+def states(model, optimizer):
+    """Of what is trained, for torch.distributed.checkpoint."""
+    found = get_state_dict(model, optimizer, options=StateDictOptions(ignore_frozen_params=True))
+    return dict(zip(("model", "optimizer"), found, strict=True))
+
+
+def moments(model, optimizer):
+    named = dict(model.named_parameters()).items()
+    return {n: test_hf.whole(optimizer.state[p]["exp_avg"]).clone() for n, p in named if p in optimizer.state}
+
+
 def on_two(world, folder, kind, adapter, target):
     """Gradients, logits and files with factors of `adapter`, or new ones."""
     made = hf.register()
@@ -108,19 +127,27 @@ def on_two(world, folder, kind, adapter, target):
     got["norm"] = clip_grad_norm_(model.parameters(), [], 1e9, None)
     with pytest.raises(uniep.UnsupportedError, match="over 2 ranks, where nothing is merged: save_pretrained, then"):
         model.merge_and_unload()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=False)
+    optimizer = adamw(model)
     optimizer.step()
+    dcp.save(states(model, optimizer), checkpoint_id=f"{target}/states")
+    kept = moments(model, optimizer)
     with torch.no_grad():
         trained = model(batch(world.rank)).logits
-    model.save_pretrained(f"{target}/trained", is_main_process=world.rank == 0)
-    kept = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" in name}
+    state = uniep_peft.adapter_state(model)
+    assert all("lora" in name for name in state), "the base is left where it is"
+    for folder, given in ((f"{target}/whole", None), (f"{target}/trained", state)):
+        model.save_pretrained(folder, is_main_process=world.rank == 0, **({"state_dict": given} if given else {}))
+    if world.rank == 0:
+        first, second = (Path(target, name, "adapter_model.safetensors") for name in ("whole", "trained"))
+        assert first.read_bytes() == second.read_bytes()
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" in name}
     uniep_peft.restore(model)
     uniep_peft.adapt(model)
-    for name, value in kept.items():
+    for name, value in before.items():
         equal_bits(*map(test_hf.whole, (model.get_parameter(name).detach(), value)), name)
     dist.barrier()
     made.free()
-    return got, trained
+    return got, trained, kept
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
@@ -130,7 +157,7 @@ def test_expert_parallel(kind, pair, saved, registration, tmp_path):  # noqa: F8
     ranks = pair.run(on_two, folder, kind, None, first, timeout=120)
     theirs, truth = dense(kind, batch(0), batch(1))
     norm = torch.stack([truth[name].norm() for name in truth if "lora" in name]).norm()
-    for rank, (got, trained) in enumerate(ranks):
+    for rank, (got, trained, _) in enumerate(ranks):
         torch.testing.assert_close(got.pop("norm"), norm, check_dtype=False, rtol=1e-4, atol=0)
         own_theirs, own = dense(kind, batch(rank))
         for name in ("loss", "logits"):
@@ -142,8 +169,21 @@ def test_expert_parallel(kind, pair, saved, registration, tmp_path):  # noqa: F8
             with torch.no_grad():
                 equal_bits(one(batch(rank)).logits, logits, adapter)
     again = pair.run(on_two, folder, kind, f"{first}/trained", second, timeout=120)
-    for (_, trained), (got, _) in zip(ranks, again, strict=True):
+    for (_, trained, _), (got, _, _) in zip(ranks, again, strict=True):
         equal_bits(got["logits"], trained, "loaded at EP 2")
+    one = wrapped(build(kind, experts_implementation="uniep"), kind)
+    uniep_peft.adapt(one)
+    optimizer = adamw(one)
+    state = states(one, optimizer)
+    dcp.load(state, checkpoint_id=f"{first}/states", no_dist=True)
+    set_state_dict(
+        one, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=False),
+    )  # fmt: skip
+    with torch.no_grad():
+        equal_bits(one(batch(0)).logits, ranks[0][1], "from a distributed checkpoint")
+    for name, value in moments(one, optimizer).items():
+        equal_bits(value, ranks[0][2][name], f"{name}: its moment")
 
 
 def in_layout(world, folder, sizes, refused):

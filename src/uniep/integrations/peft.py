@@ -31,7 +31,7 @@ try:
 except ImportError as cause:
     raise UnsupportedError(f"PEFT cannot be imported ({cause}): pip install 'peft>=0.21,<0.22'") from cause
 
-__all__ = ["ParamWrapper", "adapt", "restore"]
+__all__ = ["ParamWrapper", "adapt", "adapter_state", "restore"]
 
 _MEAN = "_uniep_mean"
 """Attribute of parameters whose gradients are averaged over ranks."""
@@ -150,6 +150,16 @@ def adapt(model: nn.Module) -> list[str]:
                 module.merge = functools.partial(_refuse_merge, size)
         _average(model, size)
     return made
+
+
+def adapter_state(model: nn.Module) -> dict[str, Any]:
+    """What adapters have of `model.state_dict()`, whole, for PEFT's `save_pretrained(state_dict=)`.
+
+    Without it, PEFT gathers the whole model, base included, on every rank.  Collective over the ranks of the model.
+    """
+    wanted = {name for name, p in model.named_parameters() if p.requires_grad}
+    state = {n: v for n, v in model.state_dict().items() if n in wanted or not isinstance(v, DTensor)}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 @torch.no_grad()
