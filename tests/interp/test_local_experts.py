@@ -98,8 +98,8 @@ def test_kernels_mean_what_torch_does(rank, layout):
     x, dy, experts, routed = tokens(10), tokens(20), experts_of(cfg, 2, layout), Routed(plan, weight)
     found = []
     with fixed_settings():
-        h = TorchExperts(cfg, rank).forward(x, routed, experts, True)[1]
-        for local in (TorchExperts(cfg, rank), KernelExperts(cfg, rank, way_of(cfg), torch.device("cpu"))):
+        h = TorchExperts(cfg, rank, way_of(cfg)).forward(x, routed, experts, True)[1]
+        for local in (TorchExperts(cfg, rank, way_of(cfg)), KernelExperts(cfg, rank, way_of(cfg), torch.device("cpu"))):
             y, own_h = local.forward(x, routed, experts, True)
             if isinstance(local, KernelExperts):  # which keep gate and up apart
                 own_h = own_h.view(2, -1, cfg.ffn).transpose(0, 1).reshape(h.shape)

@@ -444,6 +444,11 @@ def _listed() -> list[Launch] | None:
     return getattr(_watching, "listed", None)
 
 
+def is_listing() -> bool:
+    """Whether this thread lists launches, and computes nothing."""
+    return _listed() is not None
+
+
 def current_watcher() -> Watcher | None:
     """Of this thread."""
     return getattr(_watching, "watcher", None)

@@ -57,15 +57,15 @@ def lower_backward(
 ) -> TaskGraph:
     """The flags say which gradients are needed; the others have no tasks."""
     operators = backward_operators(way)
-    operators = operators.without(unneeded(x=x, weights=weights, w13=w13, w2=w2))
+    operators = operators.without(unneeded(way, x=x, weights=weights, w13=w13, w2=w2))
     return compile_graph(operators, sites(plans, tokens, cfg, way))
 
 
-def unneeded(*, x: bool = True, weights: bool = True, w13: bool = True, w2: bool = True) -> list[str]:
+def unneeded(way: Way, *, x: bool = True, weights: bool = True, w13: bool = True, w2: bool = True) -> list[str]:
     """Operators of the backward that are used only for gradients that are not needed."""
     serve = {
         "dweight": weights, "collect": weights, "gate_up_grad": x, "group_sum": x, "combine": x, "down_wgrad": w2,
-        "gate_up_wgrad": w13,
+        "gate_up_wgrad": w13, "push_rows": x, **{op.name: x for op in way.own("gate_up_grad")},
     }  # fmt: skip
     return [op for op, needed in serve.items() if not needed]
 

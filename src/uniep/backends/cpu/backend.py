@@ -133,7 +133,7 @@ class CpuBackend:
         self.schedule = schedule or default_schedule(CPU, self.cfg, self.ep_size)
         refuse_invalid(self.schedule, self.cfg, self.ep_size, CPU)
         most = self.cfg.max_tokens_per_rank  # nothing here depends on the tokens of a call
-        self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=CPU)
+        self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=CPU, operators=member.operators)
         self.trace: list[Span] | None = None
         self.forward_operators = forward_operators(self.way, keep=True)
         self.backward_operators = backward_operators(self.way)
@@ -183,8 +183,8 @@ class CpuBackend:
         routing = call.routing
         anywhere = wanted_anywhere(call.headers)
         # All ranks compile what any of them needs: queues that were planned together cannot block each other.
-        nowhere = unneeded(**_operators_for(anywhere, self.cfg))
-        here = unneeded(**{**_operators_for(needs, self.cfg), "x": True, "weights": True})
+        nowhere = unneeded(self.way, **_operators_for(anywhere, self.cfg))
+        here = unneeded(self.way, **{**_operators_for(needs, self.cfg), "x": True, "weights": True})
         with self._or_give_up():
             program = routing.program(self.backward_operators.without(nowhere), self.rank, here)
             rows = self._rows(call)
@@ -216,8 +216,9 @@ class CpuBackend:
 
     def _rows(self, call: _Call) -> Rows:
         routing, rank = call.routing, self.rank
-        groups = (routing.sites[rank].parts, routing.part_slots[rank]) if routing.part_slots else ()
-        return Rows.make(rank, self.cfg, routing.plans[rank], call.weights, *groups)
+        slots = routing.part_slots[rank] if routing.part_slots else None
+        of_call = routing.plans[rank], call.weights, routing.sites[rank].parts, slots
+        return Rows.make(rank, self.cfg, *of_call, self.way.keeps_results)
 
     def _run(self, call: _Call, operation: str, program: Program, bodies: object) -> None:
         Run(self.peers, self._threads, call.number, operation, program, bodies, self.trace).run()

@@ -218,7 +218,7 @@ class HopperBackend(Link):
             key = save, num_tokens, rows, ids_TK.dtype, self.stay_local, *layout_of(experts)
             result = (
                 self.recorded.call(key, (*given, *experts.tensors), layer, True, perform)
-                if way is None and num_tokens
+                if way is None and num_tokens and not self.way.computes_in_torch("forward")
                 else perform()
             )
             if planner.fits():
@@ -252,7 +252,9 @@ class HopperBackend(Link):
         into = (*main_grads.w13, *main_grads.w2) if main_grads is not None else ()
         rows, kept = saved[1].shape[-1], len(saved[-1])
         accumulate = main_grads is not None and main_grads.accumulate
-        by_launches = main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
+        by_launches = not self.way.computes_in_torch("backward") and (
+            main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
+        )
         key = needs, num_tokens, rows, kept, ids_TK.dtype, len(into), accumulate, self.stay_local, *layout_of(experts)
         given = dy_TD, x_TD, ids_TK, *saved, *experts.tensors, *into
         dx_TD, dweights_TK, *of_experts = (
