@@ -470,9 +470,9 @@ def check_recorded_calls(r):
                                 assert not wrong, f"{how}, turn {turn}, batch {number}: {wrong}"
                 finally:
                     records.compiled_walk = usual
-                made = [p for p in recorded.programs.values() if isinstance(p, records.Program)]
+                made = [p for p in recorded.known.values() if isinstance(p, records.RecordedCall)]
                 backwards = 0 if how.endswith("again") else 2
-                assert len(made) == 2 + backwards, f"{how}: {recorded.programs.values()}"
+                assert len(made) == 2 + backwards, f"{how}: {recorded.known.values()}"
     x, ids, weights, w13, w2, dy = batches[0]
     halves = w13.view(w13.shape[0], 2, -1, cfg.hidden)
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, halves[:, 0], halves[:, 1], w2)]
@@ -488,14 +488,14 @@ def check_recorded_calls(r):
         for _ in range(4):
             uniep.moe(x, ids, weights, *parameters, workspace=workspace, main_grad="overwrite").backward(dy)
         assert all(torch.equal(p.main_grad.to(cfg.dtype), t) for p, t in zip(parameters, want[0][3:], strict=True))
-        made = [p for p in workspace.backend.recorded.programs.values() if isinstance(p, records.Program)]
-        assert len(made) == 4, workspace.backend.recorded.programs.values()
+        made = [p for p in workspace.backend.recorded.known.values() if isinstance(p, records.RecordedCall)]
+        assert len(made) == 4, workspace.backend.recorded.known.values()
     with Workspace(cfg, r.group, timeout_s=60) as workspace:  # rows by the last call's need
         for turn in range(12):
             for number, data in enumerate(batches):
                 wrong = differing(want[number], r.run(workspace, data))
                 assert not wrong, f"rows as needed, turn {turn}, batch {number}: {wrong}"
-        assert any(isinstance(p, records.Program) for p in workspace.backend.recorded.programs.values())
+        assert any(isinstance(p, records.RecordedCall) for p in workspace.backend.recorded.known.values())
 
 
 def check_own_operators(r):
@@ -516,7 +516,7 @@ def check_own_operators(r):
                 known = len(call._known)
                 with torch.no_grad():
                     ys = [uniep.moe(*data[:5], workspace=workspace) for _ in range(4)]
-                    made = [p for p in workspace.backend.recorded.programs.values() if isinstance(p, records.Program)]
+                    made = [p for p in workspace.backend.recorded.known.values() if isinstance(p, records.RecordedCall)]
                     assert bool(made) == (kind != "torch" and len(data[0]) > 0), f"{how}, {kind}"
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):

@@ -127,7 +127,7 @@ def record(backend, given, call):
     with driver.watching(recording), records.NothingElse(recording):
         result = call()
     assert not recording.why_not, recording.why_not
-    return result, [step(note) for note in recording.notes], records.Program(recording)
+    return result, [step(note) for note in recording.notes], records.RecordedCall(recording)
 
 
 def launched_by(steps, side):

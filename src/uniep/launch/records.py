@@ -3,8 +3,8 @@
 `driver.launch` looks at every argument of every kernel, which takes the host longer than the device needs for a call of
 few tokens.  But a call with as many tokens and rows as an earlier one launches the same, at other addresses.  So a
 `Recording` notes each launch, copy, fill and wait between streams while a call runs, and which memory each address
-belongs to: what the call was given, its results, temporary memory, or memory that stays.  It becomes a `Program`, in
-which only addresses and the few integers of `driver.Varying` are left open.  To run that is to allocate the results,
+belongs to: what the call was given, its results, temporary memory, or memory that stays.  It becomes a `RecordedCall`,
+in which only addresses and the few integers of `driver.Varying` are left open.  To run that is to allocate the results,
 and a slab for all temporary memory, and to walk the steps: by walk.c, built once with the compiler that Triton needs,
 or, where there is none, by `walk_in_python`, which does the same.
 
@@ -256,7 +256,7 @@ class NothingElse(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Program:
+class RecordedCall:
     """A call that can be made again: see the module's docstring.  labels: of the steps.
 
     The values of a walk: handles of streams, addresses of both slabs, of what is given and of the results, `VARYING`.

@@ -23,7 +23,7 @@ from torch import SymInt, Tensor
 
 from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.cpu.peers import Peers
-from uniep.backends.cpu.run import Program, Run
+from uniep.backends.cpu.run import CheckedQueues, Run
 from uniep.backends.pinned import PinnedThreads
 from uniep.backends.protocol import (
     OPERATIONS,
@@ -97,26 +97,26 @@ class _Call:
 
 
 class _Routing:
-    """Plans of all ranks for one set of ids, the slots of parts (with combine groups), and the checked programs."""
+    """Plans of all ranks for one set of ids, the slots of parts (with combine groups), and the checked queues."""
 
     def __init__(self, ids: list[Tensor], cfg: MoEConfig, way: Way) -> None:
         self.tokens = [t.shape[0] for t in ids]
         self.plans = [build_plan(ids, rank, cfg) for rank in range(len(ids))]
         self.cfg, self.way = cfg, way
         self.part_slots = [return_slots(site.parts, ids, cfg) for site in self.sites if site.parts is not None]
-        self._programs: dict[Any, Program] = {}
+        self._queues: dict[Any, CheckedQueues] = {}
 
     @functools.cached_property
     def sites(self) -> list[Site]:
         return sites(self.plans, self.tokens, self.cfg, self.way)
 
-    def program(self, operators: Operators, rank: int, left_out: Sequence[str] = ()) -> Program:
+    def queues(self, operators: Operators, rank: int, left_out: Sequence[str] = ()) -> CheckedQueues:
         """left_out: operators that do nothing on this rank."""
         key = (*(op.name for op in operators), "left out", *left_out)
-        if key not in self._programs:
+        if key not in self._queues:
             graph = compile_graph(operators, self.sites)
-            self._programs[key] = Program.make(graph, operators, self.way, rank, left_out)
-        return self._programs[key]
+            self._queues[key] = CheckedQueues.make(graph, operators, self.way, rank, left_out)
+        return self._queues[key]
 
 
 class CpuBackend:
@@ -159,12 +159,12 @@ class CpuBackend:
         call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD, layer=inputs.layer)
         keep, routing = save and not self.way.again, call.routing
         with self._or_give_up():
-            program = routing.program(self.forward_operators.without([] if keep else ["keep"]), self.rank)
+            queues = routing.queues(self.forward_operators.without([] if keep else ["keep"]), self.rank)
             bodies = Forward(
                 self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.experts, keep,
                 separate=self.way.separate,
             )  # fmt: skip
-            self._run(call, operation, program, bodies)
+            self._run(call, operation, queues, bodies)
         if not save:
             return bodies.y_TD, []
         return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
@@ -186,14 +186,14 @@ class CpuBackend:
         nowhere = unneeded(self.way, **_operators_for(anywhere, self.cfg))
         here = unneeded(self.way, **{**_operators_for(needs, self.cfg), "x": True, "weights": True})
         with self._or_give_up():
-            program = routing.program(self.backward_operators.without(nowhere), self.rank, here)
+            queues = routing.queues(self.backward_operators.without(nowhere), self.rank, here)
             rows = self._rows(call)
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
             bodies = Backward(
                 rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows, needs, main_grads,
                 separate=self.way.separate_gradient,
             )  # fmt: skip
-            self._run(call, "backward", program, bodies)
+            self._run(call, "backward", queues, bodies)
         return ExpertGradients(
             bodies.dx_TD if needs.x else None,
             bodies.dweights_TK if needs.weights else None,
@@ -206,9 +206,9 @@ class CpuBackend:
         """Dispatch the received tokens of a forward again; compact."""
         call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, layer=inputs.layer)
         with self._or_give_up():
-            program = call.routing.program(dispatch_operators(), self.rank)
+            queues = call.routing.queues(dispatch_operators(), self.rank)
             bodies = Dispatch(self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, keep=True)
-            self._run(call, "dispatch", program, bodies)
+            self._run(call, "dispatch", queues, bodies)
         return bodies.received_MD
 
     def _shared(self) -> list[Shared]:
@@ -220,8 +220,8 @@ class CpuBackend:
         of_call = routing.plans[rank], call.weights, routing.sites[rank].parts, slots
         return Rows.make(rank, self.cfg, *of_call, self.way.keeps_results)
 
-    def _run(self, call: _Call, operation: str, program: Program, bodies: object) -> None:
-        Run(self.peers, self._threads, call.number, operation, program, bodies, self.trace).run()
+    def _run(self, call: _Call, operation: str, queues: CheckedQueues, bodies: object) -> None:
+        Run(self.peers, self._threads, call.number, operation, queues, bodies, self.trace).run()
 
     @_collective
     def refuse(self, error: UniEPError) -> None:

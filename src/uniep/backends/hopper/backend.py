@@ -190,7 +190,7 @@ class HopperBackend(Link):
                 self.planner.leave(self.planner.member.cause)
             self.arena = None  # type: ignore[assignment]
             self._known_peers.clear()
-            self.recorded.programs.clear()
+            self.recorded.known.clear()
             self._lasting.clear()
 
     @_collective
