@@ -250,9 +250,7 @@ class _Size(NamedTuple):
 
 def _shared(c: _Call, backend: str) -> list[Buffer]:
     """What peers write into."""
-    arrays: Arrays = {}
-    if backend in _ARRAYS:
-        arrays = _ARRAYS[backend](c.cfg, c.ep_size, c.way)
+    arrays: Arrays = _ARRAYS[backend](c.cfg, c.ep_size, c.way) if backend in _ARRAYS else {}
     return [Buffer(name, *array, "shared", _SHARED_WHY[name]) for name, array in arrays.items()]
 
 

@@ -18,26 +18,31 @@ from uniep.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """Behind a product: in which direction, which rows are there, and what an operator there costs."""
+    """Behind a product: in which direction, which rows are there, the attribute of a call that has them, and what an
+    operator there costs."""
 
     direction: Literal["forward", "backward"]
     rows: str
+    memory: str
     cost: str
 
 
 PLACES = {
     "gate_up": Place(
-        "forward", "the activation (N, ffn), as the down product reads it", "the down product runs behind gate_up"
+        "forward", "the activation (N, ffn), as the down product reads it", "act_NF",
+        "the down product runs behind gate_up",
     ),
     "down": Place(
-        "forward", "results (N, hidden), before they return to their tokens", "rows return by a pass of their own"
+        "forward", "results (N, hidden), before they return to their tokens", "results_ND",
+        "rows return by a pass of their own",
     ),
     "down_grad": Place(
-        "backward", "dO W2 (N, ffn) in fp32, before the activation's gradient",
+        "backward", "dO W2 (N, ffn) in fp32, before the activation's gradient", "raw_NF",
         "the activation's gradient is a pass behind the product",
     ),
     "gate_up_grad": Place(
-        "backward", "dX of each row (N, hidden), before it returns to its token", "rows return by a pass of their own"
+        "backward", "dX of each row (N, hidden), before it returns to its token", "results_ND",
+        "rows return by a pass of their own",
     ),
 }  # fmt: skip
 TAKEN = frozenset((

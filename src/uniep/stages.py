@@ -40,6 +40,9 @@ class Flags(NamedTuple):
     wire: bool = True
 
 
+ALL = Flags()
+
+
 class Order(NamedTuple):
     """The order of a product's tiles, of which `Way` says more.  leads: experts whose local tiles come first, if not
     all or none."""
@@ -105,7 +108,7 @@ class Program(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def stages(cfg: MoEConfig, way: Way, direction: Direction, flags: Flags = Flags()) -> tuple[Stage, ...]:  # noqa: B008
+def stages(cfg: MoEConfig, way: Way, direction: Direction, flags: Flags = ALL) -> tuple[Stage, ...]:
     """The stages of a call of `way`, in the order in which they begin."""
     call = _Call(cfg, way, flags, direction == "forward")
     if way.backend == COLLECTIVE:
@@ -245,8 +248,11 @@ class _Call:
         if apart:
             kernel = "claimed_activation_gradient_kernel" if way.gradient_beside else "activation_gradient_kernel"
             made.append(self.make("activation_gradient", "activation_gradient", kernel))
-        made += [self.make("dweight", "dweight", "dweights_kernel"), *self.returning("gate_up_grad")]
-        operators, used = f"{'collect' * flags.weights} combine", "used_dweights_kernel" * flags.weights
+        if self.device or flags.weights:  # a GPU makes what its peers may need
+            made.append(self.make("dweight", "dweight", "dweights_kernel"))
+        made += self.returning("gate_up_grad") if self.device or flags.x else []
+        operators = f"{'collect' * flags.weights} {'combine' * (self.device or flags.x)}"
+        used = "used_dweights_kernel" * flags.weights
         sums = self.combine(operators, used, buffers=(("dx", CALLER),), stream="side")
         weights: list[Stage] = []
         if self.device and flags.biases and self.cfg.bias:

@@ -18,6 +18,7 @@ from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.routing import build_plan
 from uniep.schedule import Schedule, Tile
+from uniep.stages import Flags
 from uniep.taskflow.lower import lower_backward, lower_forward
 from uniep.weights import ExpertWeights
 
@@ -262,7 +263,7 @@ def check_trace(backend, case: Case, rank: int) -> None:
     needs = {"w13": rank == 1, "w2": rank == 0}
     graphs = {
         "forward": lower_forward(plans, case.tokens, backend.cfg, backend.way, keep=True),
-        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.way, **needs),
+        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.way, Flags(**needs)),
     }
     copied = {"push"} if backend.way.copies else set()
     for phase, graph in graphs.items():

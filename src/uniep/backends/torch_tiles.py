@@ -304,10 +304,6 @@ class Forward(Dispatch):
     def combine(self, block: Block) -> None:
         self._sum(block, self.y_TD, self.weights_TK)
 
-    def own_rows(self, after: str) -> Tensor:
-        """The rows of an operator of one's own: see `PLACES`."""
-        return self.act_NF if after == "gate_up" else self.results_ND
-
 
 class Backward(_Bodies):
     """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for gate_up_wgrad.  separate: as in `Forward`.
@@ -474,9 +470,3 @@ class Backward(_Bodies):
 
     def combine(self, block: Block) -> None:
         self._sum(block, self.dx_TD, None)
-
-    def own_rows(self, after: str) -> Tensor:
-        """Likewise."""
-        rows_NX = self.raw_NF if after == "down_grad" else self.results_ND
-        assert rows_NX is not None
-        return rows_NX

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniep.row_operator import RowOperator
-from uniep.stages import Direction, Flags, stages
+from uniep.row_operator import PLACES, RowOperator
+from uniep.stages import ALL, Direction, Flags, stages
 from uniep.taskflow.graph import Block, running_start
 from uniep.taskflow.operators import (
     Access,
@@ -213,7 +213,7 @@ def _own(op: RowOperator, way: Way) -> Operator:
 
     def body(bodies: Any, block: Block) -> None:
         of_tile = slice(block.row0, block.row1)
-        op.apply(bodies.own_rows(op.after)[of_tile], bodies.rows.target_N[of_tile] >= 0)
+        op.apply(getattr(bodies, PLACES[op.after].memory)[of_tile], bodies.rows.target_N[of_tile] >= 0)
 
     return Operator(
         op.name, "vector", lambda s: s.row_tiles(tile, 1), lambda s: s.segments(1),
@@ -290,7 +290,7 @@ _OPERATORS: dict[str, Callable[[Way], Operator]] = {
 """Of the stages' operators, but for those behind a product that returns rows, and one's own."""
 
 
-def _operators(way: Way, direction: Direction, flags: Flags = Flags()) -> Operators:  # noqa: B008
+def _operators(way: Way, direction: Direction, flags: Flags) -> Operators:
     """Those of the stages of a call, in their order."""
     product = "down" if direction == "forward" else "gate_up_grad"
     known: dict[str, Callable[[Way], Operator]] = {
@@ -315,6 +315,6 @@ def dispatch_operators() -> Operators:
     return Operators([PUSH, KEEP])
 
 
-def backward_operators(way: Way) -> Operators:
+def backward_operators(way: Way, flags: Flags = ALL) -> Operators:
     """Dispatch of dO, two data gradients around the activation's gradient, d(weight), weight gradients, sums."""
-    return _operators(way, "backward")
+    return _operators(way, "backward", flags)

@@ -46,8 +46,9 @@ from uniep.errors import ClosedError, PeerTimeoutError, UniEPError
 from uniep.numerics import fp32_products
 from uniep.routing import RoutingPlan, build_plan, return_slots
 from uniep.schedule import Schedule, default_schedule, refuse_invalid
+from uniep.stages import Flags
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
-from uniep.taskflow.lower import compile_graph, sites, unneeded
+from uniep.taskflow.lower import compile_graph, sites
 from uniep.taskflow.operators import Operators
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import Span
@@ -183,8 +184,8 @@ class CpuBackend:
         routing = call.routing
         anywhere = wanted_anywhere(call.headers)
         # All ranks compile what any of them needs: queues that were planned together cannot block each other.
-        nowhere = unneeded(self.way, **_operators_for(anywhere, self.cfg))
-        here = unneeded(self.way, **{**_operators_for(needs, self.cfg), "x": True, "weights": True})
+        nowhere = _unneeded(self.way, anywhere)
+        here = _unneeded(self.way, dataclasses.replace(needs, x=True, weights=True))
         with self._or_give_up():
             queues = routing.queues(self.backward_operators.without(nowhere), self.rank, here)
             rows = self._rows(call)
@@ -382,10 +383,12 @@ class CpuBackend:
             raise
 
 
-def _operators_for(needs: Needs, cfg: MoEConfig) -> dict[str, bool]:
-    """The gradients whose operators run; those of weights make those of biases, too."""
-    biases = needs.biases and cfg.bias
-    return {"x": needs.x, "weights": needs.weights, "w13": needs.w13 or biases, "w2": needs.w2 or biases}
+def _unneeded(way: Way, needs: Needs) -> list[str]:
+    """Operators of the backward for other gradients; those of weights make those of biases, too."""
+    biases = needs.biases and way.given[1].bias
+    flags = Flags(x=needs.x, weights=needs.weights, w13=needs.w13 or biases, w2=needs.w2 or biases)
+    needed = [op.name for op in backward_operators(way, flags)]
+    return [op.name for op in backward_operators(way) if op.name not in needed]
 
 
 def _raw(tensor: Tensor) -> bytes:

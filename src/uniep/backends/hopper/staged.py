@@ -15,8 +15,9 @@ from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Ne
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
-from uniep.launch.driver import fill, is_listing, release, result, result_like, temporary, tensor, unbind
+from uniep.launch.driver import fill, listed, release, result, result_like, temporary, tensor, unbind
 from uniep.routing import RowBlock, row_block
+from uniep.row_operator import PLACES
 from uniep.stages import Direction, Flags, Stage, stages
 
 if TYPE_CHECKING:
@@ -70,19 +71,11 @@ class _Call:
 
         op = stage.own
         assert op is not None
-        if is_listing():
-            return
-        if op.body is not None:
-            launch_row_operator(op.body, self.own_rows(op.after), self.planned.bundle, stage.sms)
-        else:
-            op.apply(self.own_rows(op.after), self.valid)
-
-    def own_rows(self, after: str) -> Tensor:
-        """The rows of an operator of one's own: see `PLACES`."""
-        if after == "down_grad":
-            raw_NF: Tensor = self.through.raw_NF
-            return raw_NF
-        return self.act_NF if after == "gate_up" else self.results_ND
+        rows_NX = self.through.raw_NF if op.after == "down_grad" else getattr(self, PLACES[op.after].memory)
+        if listed() is None and op.body is not None:
+            launch_row_operator(op.body, rows_NX, self.planned.bundle, stage.sms)
+        elif listed() is None:
+            op.apply(rows_NX, self.valid)
 
     @functools.cached_property
     def valid(self) -> Tensor:
