@@ -5,8 +5,10 @@ They are given to `Workspace(operators=)`, and run on every backend: `uniep.stag
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -60,9 +62,9 @@ class RowOperator:
     name: a lower-case identifier of its own.  after: the product.
     rows: a torch function (values_NX, valid_N) -> None that works in place.  values (N, X): the rows at this place, in
         cfg.dtype, or fp32 after "down_grad".  valid (N,) bool: which of them belong to a token; the others hold
-        anything, and are set to zero behind it.  Each row is to depend on itself alone, since N differs: on the CPU it
-        is a tile of rows, and several threads call the function at once; on GPUs all rows that are allocated, whose
-        number says nothing of the routing.  It must not wait for the GPU.
+        anything, and are set to zero where values change.  Each row is to depend on itself alone, since N differs: on
+        the CPU it is a tile of rows, on GPUs all rows that are allocated, whose number says nothing of the routing.  It
+        must not wait for the GPU.  On the CPU several threads call it at once, unless it only reads.
     body: a @triton.jit function values (ROWS, X) fp32 -> the same, X padded to a power of two by zeros.  `hopper`
         launches it over all valid rows, and rounds its results to the dtype of the rows.  It may need `rows` for other
         backends, and is taken instead of it where there is one.
@@ -76,6 +78,7 @@ class RowOperator:
     rows: Callable[[Tensor, Tensor], None] | None = None
     body: Any = None
     changes: bool = True
+    _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         named = f"operator {self.name!r}"
@@ -105,7 +108,7 @@ class RowOperator:
     def apply(self, values_NX: Tensor, valid_N: Tensor) -> None:
         """Call `rows`."""
         assert self.rows is not None
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.nullcontext() if self.changes else self._turn:
             self.rows(values_NX, valid_N)
             if self.changes:
                 values_NX.masked_fill_(~valid_N[:, None], 0)
