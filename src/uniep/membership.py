@@ -18,8 +18,8 @@ class Membership:
     """This process in one expert-parallel group.
 
     group: process group of `ep_size` ranks, in which this is `rank`; None: EP=1 without a process group.
-    timeout_s: longest wait for a peer, in each stage.  cause: why the Workspace was closed, "" while it is open.
-    operators: of one's own, in its calls.
+    timeout_s: longest wait for a peer, in each stage.  copies: EP groups with the same experts.  cause: why the
+    Workspace was closed, "" while it is open.  operators: of one's own, in its calls.
     """
 
     def __init__(
@@ -32,11 +32,12 @@ class Membership:
         timeout_s: float,
         meeting: Meeting,
         end: Callable[[str], None],
+        copies: int = 1,
         operators: Sequence[RowOperator] = (),
     ) -> None:
         """end: method of the Workspace that closes it for the given cause.  It does not keep the Workspace alive."""
         self.cfg, self.group, self.rank, self.ep_size = cfg, group, rank, ep_size
-        self.device, self.timeout_s = device, timeout_s
+        self.device, self.timeout_s, self.copies = device, timeout_s, copies
         self.cause, self.operators = "", operators
         self._meeting: Meeting | None = meeting
         self._end: Callable[[], Any] = weakref.WeakMethod(end)
