@@ -114,12 +114,9 @@ class HopperBackend(Link):
 
         For int64 ids, stacked w13 and all gradients; other calls compile some kernels at their first time.
         """
-        cfg, local = self.cfg, self.planner.local
-        like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
-        x_TD = torch.zeros(0, cfg.hidden, **like)
-        ids_TK = torch.zeros(0, cfg.top_k, dtype=torch.int64, device=self.device)
-        weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
-        inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights.zeros(cfg, local, **like))
+        inputs = self._no_tokens(
+            ExpertWeights.zeros(self.cfg, self.planner.local, dtype=self.cfg.dtype, device=self.device)
+        )
         with self._order.turn:
             planner = self.planner
             room = planner.allocate, planner.received  # these calls need none
@@ -127,10 +124,16 @@ class HopperBackend(Link):
                 for way in self.ways.kinds():
                     self.forward(inputs, save=False, way=way)
                     _, saved = self.forward(inputs, save=True, way=way)
-                    self.backward(x_TD, inputs, saved, Needs(), way=way)
+                    self.backward(inputs.x_TD, inputs, saved, Needs(), way=way)
             finally:
                 planner.allocate, planner.received = room
         torch.cuda.synchronize(self.device)
+
+    def _no_tokens(self, experts: ExpertWeights) -> Inputs:
+        """Of an empty call, with int64 ids."""
+        x_TD = torch.empty(0, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
+        ids_TK = torch.empty(0, self.cfg.top_k, dtype=torch.int64, device=self.device)
+        return Inputs(x_TD, ids_TK, torch.empty(ids_TK.shape, dtype=torch.float32, device=self.device), experts)
 
     def _compile_ahead(self, experts: ExpertWeights) -> None:
         """What forwards and backwards launch, before the first."""
@@ -140,17 +143,14 @@ class HopperBackend(Link):
 
     def launches(self, experts: ExpertWeights) -> list[Launch]:
         """Of a forward without gradients, a forward and its backward, of every kind of way."""
-        cfg, planner, usual = self.cfg, self.planner, self.way
-        x_TD = torch.empty(0, cfg.hidden, dtype=cfg.dtype, device=self.device)
-        ids_TK = torch.empty(0, cfg.top_k, dtype=torch.int64, device=self.device)
-        inputs = Inputs(x_TD, ids_TK, torch.empty(ids_TK.shape, device=self.device), experts)
+        planner, usual, inputs = self.planner, self.way, self._no_tokens(experts)
         entered = planner.calls_made, planner.is_inside
         with listing() as listed:
             for way in self.ways.kinds():
                 self.way = way
                 Forward(self, inputs, False).made()
                 _, saved = Forward(self, inputs, True).made()
-                Backward(self, x_TD, inputs, saved, Needs(), None).made()
+                Backward(self, inputs.x_TD, inputs, saved, Needs(), None).made()
                 self.join()
         self.way, (planner.calls_made, planner.is_inside) = usual, entered
         return listed
