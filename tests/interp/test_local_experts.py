@@ -123,7 +123,7 @@ def test_blocks_of_source_ranks(kind, layout):
     cfg = config()
     ids = [torch.randint(-1, 4, (count, 2), generator=torch.Generator().manual_seed(count)) for count in (70, 33)]
     experts = experts_of(cfg, 2, layout)
-    local = kind(cfg, 1, *((way_of(cfg), torch.device("cpu")) if kind is KernelExperts else ()))
+    local = kind(cfg, 1, way_of(cfg), *([torch.device("cpu")] if kind is KernelExperts else []))
 
     def gradients(ids, **blocks):
         plans = [build_plan(ids, r, cfg) for r in (0, 1)]
