@@ -116,6 +116,8 @@ class RowOperator:
 
 def refuse_operators(operators: Sequence[RowOperator], backend: str) -> None:
     """Raise ConfigError unless `backend` can run them."""
+    if not isinstance(operators, Sequence):
+        raise ConfigError(f"operators is a {type(operators).__name__}; pass a list of uniep.RowOperator")
     for number, op in enumerate(operators):
         if not isinstance(op, RowOperator):
             raise ConfigError(f"operators[{number}] is a {type(op).__name__}; pass a uniep.RowOperator")

@@ -101,7 +101,7 @@ class Workspace:
         self.unnamed = False  # whether a forward of an unknown layer has run
         self.entering = threading.RLock()  # held from when a forward is numbered until it is done
         self.timeout_s = DEFAULT_TIMEOUT_S
-        self.operators = tuple(operators)
+        self.operators = operators  # judged with the rest
 
         fields, error, chosen, found = self._judge(cfg, device, backend, schedule, timeout_s, agreed, tune)
         error = self._agree_with_copies(fields, error)
@@ -159,6 +159,7 @@ class Workspace:
             chosen = choose_backend(backend, self.device)
             fields |= {"backend": chosen, "device type": self.device.type, "schedule": schedule, "agreed": agreed}
             refuse_operators(self.operators, chosen)
+            self.operators = tuple(self.operators)
             fields["operators"] = [op.described for op in self.operators]
             fields["tune"] = choose.mode(tune)
             if schedule is None:

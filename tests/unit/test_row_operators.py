@@ -51,6 +51,7 @@ def test_what_is_refused_when_it_is_made(changes, message):
 
 
 @pytest.mark.parametrize(("operators", "message"), [
+    (make(), "operators is a RowOperator; pass a list"),
     ([nothing], "operators[0] is a function; pass a uniep.RowOperator"),
     ([make(), make(after="down")], "there are two operators 'mine'"),
     ([make(rows=None, body=same)], "has a Triton body alone, which backend 'cpu' does not run; give it rows"),
@@ -99,10 +100,12 @@ def test_what_only_reads_may_stand_in_training(backend):
     for own in ((), operators):
         x, ids, weights, w13, w2 = arguments(requires_grad=True)
         with uniep.Workspace(CFG, device="cpu", backend=backend, operators=own) as ws:
+            ws.backend.trace = spans = []
             y = uniep.moe(x, ids, weights, w13, w2, workspace=ws)
             y.sum().backward()
         found.append((y.detach(), x.grad))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert backend == "nccl" or {s.op for s in spans} >= {op.name for op in operators}, "and is in the trace"
     rows = {after: torch.cat(parts) for after, parts in seen.items()}
     assert {after: t.shape for after, t in rows.items()} == {
         "gate_up": (60, 72), "down": (60, 64), "down_grad": (60, 72), "gate_up_grad": (60, 64)

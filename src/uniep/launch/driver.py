@@ -333,8 +333,7 @@ class Compiled:
             places.append(start)
             end = start + size
         self.places, self.size = places, end
-        self.memory = ctypes.create_string_buffer(end + MAP_ALIGN)
-        self.offset = -ctypes.addressof(self.memory) % MAP_ALIGN
+        self.memory, self.offset = map_aligned(end)
         base = ctypes.addressof(self.memory) + self.offset
         self.parameters = (ctypes.c_void_p * len(places))(*(base + place for place in places))
         self.launch, self.lock = libcuda().cuLaunchKernelEx, threading.Lock()
@@ -464,6 +463,12 @@ def in_context(device: int, function: Any, *args: Any) -> int:
     return code
 
 
+def map_aligned(size: int) -> tuple[Any, int]:
+    """Memory of the host, and from where in it `size` bytes are aligned as tensor maps have to be."""
+    memory = ctypes.create_string_buffer(size + MAP_ALIGN)
+    return memory, -ctypes.addressof(memory) % MAP_ALIGN
+
+
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -513,8 +518,7 @@ def _tensor_map(block: Block, facts: dict[str, Any]) -> bytes:
     """The CUtensorMap that Triton would make."""
     shape, address = map_shape(block, facts), block.base.data_ptr()
     rank = len(shape.dims)
-    memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGN)
-    offset = -ctypes.addressof(memory) % MAP_ALIGN
+    memory, offset = map_aligned(MAP_BYTES)
     words, long_words = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
     code = libcuda().cuTensorMapEncodeTiled(
         ctypes.addressof(memory) + offset, shape.type, rank, address, long_words(*shape.dims),

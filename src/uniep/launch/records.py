@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from uniep.launch.driver import (
     L2_PROMOTION_128B,
-    MAP_ALIGN,
     Block,
     Compiled,
     LaunchConfig,
@@ -43,6 +42,7 @@ from uniep.launch.driver import (
     Varying,
     in_context,
     libcuda,
+    map_aligned,
     map_shape,
 )
 
@@ -304,8 +304,7 @@ class RecordedCall:
         owners: dict[int, _Owner], stream: int,
     ) -> _Step:  # fmt: skip
         self.labels.append(known.compiled.metadata.name)
-        memory = ctypes.create_string_buffer(known.size + MAP_ALIGN)
-        offset = -ctypes.addressof(memory) % MAP_ALIGN
+        memory, offset = map_aligned(known.size)
         struct.pack_into(known.format, memory, offset, *values, 0, 0)
         base = ctypes.addressof(memory) + offset
         parameters = (ctypes.c_void_p * len(known.places))(*(base + place for place in known.places))
