@@ -46,7 +46,7 @@ from uniep.errors import ClosedError, PeerTimeoutError, UniEPError
 from uniep.numerics import fp32_products
 from uniep.routing import RoutingPlan, build_plan, return_slots
 from uniep.schedule import Schedule, default_schedule, refuse_invalid
-from uniep.stages import Flags
+from uniep.stages import ALL, Flags, stages
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
 from uniep.taskflow.lower import compile_graph, sites
 from uniep.taskflow.operators import Operators
@@ -385,10 +385,11 @@ class CpuBackend:
 
 def _unneeded(way: Way, needs: Needs) -> list[str]:
     """Operators of the backward for other gradients; those of weights make those of biases, too."""
-    biases = needs.biases and way.given[1].bias
+    cfg = way.given[1]
+    biases = needs.biases and cfg.bias
     flags = Flags(x=needs.x, weights=needs.weights, w13=needs.w13 or biases, w2=needs.w2 or biases)
-    needed = [op.name for op in backward_operators(way, flags)]
-    return [op.name for op in backward_operators(way) if op.name not in needed]
+    every, needed = ([op for s in stages(cfg, way, "backward", of) for op in s.operators] for of in (ALL, flags))
+    return [op for op in every if op not in needed]
 
 
 def _raw(tensor: Tensor) -> bytes:
