@@ -19,6 +19,7 @@ from pathlib import Path
 import calls
 import one_gpu
 import pytest
+import routing
 import shards
 import torch
 import torch.distributed as dist
@@ -955,7 +956,7 @@ def check_timeout(r):
 
 CHECKS = {
     name.removeprefix("check_"): f
-    for name, f in (*globals().items(), *vars(calls).items(), *vars(shards).items())
+    for name, f in (*globals().items(), *vars(calls).items(), *vars(shards).items(), *vars(routing).items())
     if name.startswith("check_")
 }
 
