@@ -514,8 +514,8 @@ def check_own_operators(r):
     cfg, wants = MoEConfig(**SHAPE, max_rows=8192), {}
     data = r.data(cfg, [300, 700, 0, 64][r.rank % 4])
     plain = r.once(cfg, data, SERIAL)
-    ways = {"serial": SERIAL, "default": None, "fused": FUSED, "pushed": Schedule(transfer="push"), **MEGA}
-    ways["pipelined"] = Schedule(overlap="pipelined", transfer="copy", pipelined_from=0)
+    ways = {"serial": SERIAL, "default": None, "fused": FUSED, "pushed": Schedule(transfer="push")}
+    ways |= {"mega": MEGA["mega"], "pipelined": Schedule(overlap="pipelined", transfer="copy", pipelined_from=0)}
     for how, schedule in ways.items():
         for kind in ("torch", "triton", "returning"):
             forward, backward = (
