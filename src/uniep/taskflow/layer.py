@@ -133,14 +133,6 @@ def _slots_read(size: Callable[[Site], int]) -> Work:
     return work
 
 
-def _hidden(site: Site) -> int:
-    return site.cfg.hidden
-
-
-def _ffn(site: Site) -> int:
-    return site.cfg.ffn
-
-
 PUSH = Operator(
     "push", "vector", _send_chunks, lambda s: s.lists(s.plan.send_count_R),
     writes=(Access("arrived", sent),), work=_passes(2, sends=True), where="first",
@@ -176,7 +168,7 @@ def _first(name: str, rows: Callable[[Site], Tensor], separate: bool, halves: bo
     writes = Access(name, by_tile if separate else rows_of(_rows1))
     return Operator(
         name, "matrix", rows, lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),), writes=(writes,),
-        work=_gemm(_hidden, halves=halves),
+        work=_gemm(lambda s: s.cfg.hidden, halves=halves),
     )  # fmt: skip
 
 
@@ -270,7 +262,7 @@ _OPERATORS: dict[str, Callable[[Way], Operator]] = {
     "keep": lambda way: KEEP,
     "gate_up": _gate_up,
     "activation": lambda way: _elementwise("activation", _gate_up(way), way, 3),
-    "down": lambda way: _returning("down", _ffn, Access(_last(way, "gate_up"), rows_of(_rows1)), way),
+    "down": lambda way: _returning("down", lambda s: s.cfg.ffn, Access(_last(way, "gate_up"), rows_of(_rows1)), way),
     "combine": lambda way: COMBINE,
     "down_grad": _down_grad,
     "activation_gradient": lambda way: _elementwise("activation_gradient", _down_grad(way), way, 8),
