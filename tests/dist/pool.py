@@ -40,7 +40,7 @@ START_TIMEOUT_S = 120.0
 GRACE_S = 15.0
 """How long the others may go on after a rank's death."""
 
-MAX_GROUPS = 32
+MAX_GROUPS = 8
 """So many groups may functions leave behind. Each has a thread that looks 100 times a second; what torch remembers of
 device meshes names them, so that they cannot be destroyed alone."""
 
