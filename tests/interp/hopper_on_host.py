@@ -94,9 +94,9 @@ def interpret(ahead_ns: int = 0) -> None:
 def hurry() -> None:
     """Triton's interpreter without what it does again and again, and throws away: more than half of its time.
 
-    It exchanges the functions of triton.language for its own at every call of a device function; here it does so once, for
-    as long as the process lives. It looks whether integers overflow, but tells only where `debug` is set. It makes a
-    table of all types for each type that it looks up.
+    It exchanges the functions of triton.language for its own at every call of a device function; here it does so once,
+    for as long as the process lives. It looks whether integers overflow, but tells only where `debug` is set. It makes
+    a table of all types for each type that it looks up.
     """
     for language in (tl, tl.core):
         interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"language": language}))
