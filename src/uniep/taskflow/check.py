@@ -220,7 +220,7 @@ def _without(needed: Relation, given: Relation, graph: TaskGraph) -> list[tuple[
 
 
 def _before(graph: TaskGraph, events: Tensor, signallers: Lists, needed_n: Tensor) -> Tensor:
-    """(N,): the tasks that have ended once all these events are complete; no more of them, once all needed ones are there.
+    """(N,): the tasks that have ended once all these events are complete, or as many as include all needed ones.
 
     signallers: the groups of `graph.signals` that signal each event.
     """
