@@ -184,6 +184,7 @@ def _stack_file(folder: str, rank: int) -> Path:
 def _worker(rank: int, size: int, folder: str, pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)  # not that of the test in which the server was started
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
