@@ -386,9 +386,9 @@ def describe(key: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return line
 
 
-def of_run(script: str, device: torch.device, told: str | None) -> dict[str, Any]:
-    """What every result file says of its run.  told: the commit where there is no checkout."""
-    ranks = dist.get_world_size()
+def of_run(script: str, device: torch.device, told: str | None, ranks: int | None = None) -> dict[str, Any]:
+    """What every result file says of its run.  told: the commit where there is no checkout.  ranks: this group's."""
+    ranks = ranks or dist.get_world_size()
     return {
         "card": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "gpus": ranks, "ep": ranks,
         "torch": torch.__version__, "triton": triton.__version__, "commit": told or commit(),

@@ -17,7 +17,8 @@ class Membership:
     """This process in one expert-parallel group.
 
     group: process group of `ep_size` ranks, in which this is `rank`; None: EP=1 without a process group.
-    timeout_s: longest wait for a peer, in each stage.  cause: why the Workspace was closed, "" while it is open.
+    timeout_s: longest wait for a peer, in each stage.  copies: EP groups with the same experts.  cause: why the
+    Workspace was closed, "" while it is open.
     """
 
     def __init__(
@@ -30,10 +31,11 @@ class Membership:
         timeout_s: float,
         meeting: Meeting,
         end: Callable[[str], None],
+        copies: int = 1,
     ) -> None:
         """end: method of the Workspace that closes it for the given cause.  It does not keep the Workspace alive."""
         self.cfg, self.group, self.rank, self.ep_size = cfg, group, rank, ep_size
-        self.device, self.timeout_s = device, timeout_s
+        self.device, self.timeout_s, self.copies = device, timeout_s, copies
         self.cause = ""
         self._meeting: Meeting | None = meeting
         self._end: Callable[[], Any] = weakref.WeakMethod(end)

@@ -107,7 +107,7 @@ class Workspace:
                 if len(found) < 2:
                     self._make(chosen, found[0] if found else schedule, meeting)
             if self._backend is None:
-                schedule = choose.fastest(cfg, self.group, chosen, self.device, found, self.timeout_s)
+                schedule = choose.fastest(cfg, self.group, chosen, self.device, found, self.timeout_s, self.num_copies)
                 meeting = Meeting(self.group, self.timeout_s)
                 with meeting, torch.inference_mode(False):
                     self._make(chosen, schedule, meeting)
@@ -120,8 +120,9 @@ class Workspace:
     def _make(self, backend: str, schedule: Schedule | None, meeting: Meeting) -> None:
         _end_in_forked_children()
         self._membership = Membership(
-            self.cfg, self.group, self.rank, self.ep_size, self.device, self.timeout_s, meeting, self.fail
-        )
+            self.cfg, self.group, self.rank, self.ep_size, self.device, self.timeout_s, meeting, self.fail,
+            self.num_copies,
+        )  # fmt: skip
         self._backend = registry.make(backend, self._membership, schedule)
         meeting.exchange(None, "ready")
         self._membership.is_made()

@@ -1,6 +1,9 @@
-"""The Hopper backend on real GPUs: `pytest tests/gpu`, one process per GPU, 2 or more Hopper cards.
+"""The Hopper backend on real GPUs: `pytest -s tests/gpu`, one process per GPU, 2 or more Hopper cards.
 
-All checks run in one launch, because every new shape compiles its kernels; each is reported as its own test.
+All checks run in one launch, because every new shape compiles its kernels; each is reported as its own test, and with
+-s as a line when it ends.  On one card two ranks take turns (`one_gpu.py`).  UNIEP_TEST_RANKS sets their number, a
+power of two: where it is more than there are cards, all are on the first one.  UNIEP_TEST_SCHEDULES, names with
+semicolons between them, is what `same_everywhere` compares instead of everything.
 """
 
 import dataclasses
@@ -9,11 +12,14 @@ import random
 import socket
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
 import calls
+import one_gpu
 import pytest
+import routing
 import shards
 import torch
 import torch.distributed as dist
@@ -34,8 +40,10 @@ from uniep.routing import build_plan
 
 pytestmark = pytest.mark.gpu
 HAVE = torch.cuda.device_count() if torch.cuda.is_available() else 0
-if HAVE < 2 or torch.cuda.get_device_capability(0)[0] != 9:
-    pytest.skip("needs two Hopper GPUs", allow_module_level=True)
+if not HAVE or torch.cuda.get_device_capability(0)[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+RANKS = int(os.environ.get("UNIEP_TEST_RANKS", max(2, 1 << (HAVE.bit_length() - 1))))
+SHARED = RANKS > HAVE
 
 FIELDS = ("y", "dx", "dweights", "dw13", "dw2", "db13", "db2")
 SERIAL = Schedule(overlap="serial", tile_order="natural")
@@ -70,7 +78,7 @@ class Rank:
     """One rank's process group, data and helpers."""
 
     def __init__(self, rank, size):
-        self.rank, self.size, self.device = rank, size, torch.device("cuda", rank)
+        self.rank, self.size, self.device = rank, size, torch.device("cuda", torch.cuda.current_device())
         self.group = dist.group.WORLD
 
     def gather(self, tensor):
@@ -328,7 +336,9 @@ def same_everywhere(r, changes):
         "tiles": (cfg, Schedule(gate_up=narrow, down=narrow, weight_gradient=narrow)),
         "sync-free": (dataclasses.replace(cfg, max_rows=8192), None),
     }
-    wrong = {name: differing(want, r.once(c, data, s)) for name, (c, s) in variants.items()}
+    some = os.environ.get("UNIEP_TEST_SCHEDULES", "").split(";")
+    chosen = {name: variants[name] for name in (variants if some == [""] else some)}
+    wrong = {name: differing(want, r.once(c, data, s)) for name, (c, s) in chosen.items()}
     one, joined, mine, experts = r.alone(cfg, data)
     wrong["EP=1"] = differing(want, one)
     assert not any(wrong.values()), {k: v for k, v in wrong.items() if v}
@@ -908,7 +918,7 @@ def check_timeout(r):
 
 CHECKS = {
     name.removeprefix("check_"): f
-    for name, f in (*globals().items(), *vars(calls).items(), *vars(shards).items())
+    for name, f in (*globals().items(), *vars(calls).items(), *vars(shards).items(), *vars(routing).items())
     if name.startswith("check_")
 }
 
@@ -916,28 +926,34 @@ CHECKS = {
 def _main(rank, size, port, results, names, environment):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= environment
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    if SHARED:
+        one_gpu.install()
+        dist.init_process_group("cpu:gloo,cuda:gloo")
+    else:
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     for name in names:
+        started, error = time.monotonic(), ""
         try:
             CHECKS[name](Rank(rank, size))
-            results.put((name, rank, ""))
         except BaseException:
-            results.put((name, rank, traceback.format_exc()))
+            error = traceback.format_exc()
+        results.put((name, rank, error))
+        said = f" {error.splitlines()[-1]}" if error else "right"
+        print(f"{name}, rank {rank}: {said}, {time.monotonic() - started:.1f} s", flush=True)
         dist.barrier()
     dist.destroy_process_group()
 
 
 def launched(*names, **environment):
-    """{check: {rank: error text}} of one launch on all GPUs, a power of two of them."""
+    """{check: {rank: error text}} of one launch of all ranks."""
     import torch.multiprocessing as mp
 
-    size = 1 << (HAVE.bit_length() - 1)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_main, args=(size, port, results, names, environment), nprocs=size)
+    mp.spawn(_main, args=(RANKS, port, results, names, environment), nprocs=RANKS)
     found: dict[str, dict[int, str]] = {}
     while not results.empty():
         name, rank, error = results.get()
@@ -951,13 +967,16 @@ def assert_right(outcome):
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return launched(*CHECKS)
+def outcomes(request):
+    chosen = {item.callspec.params["name"] for item in request.session.items if item.originalname == "test_hopper"}
+    return launched(*(name for name in CHECKS if name in chosen and not (SHARED and name in one_gpu.NEEDS_OWN_GPU)))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CHECKS)
 def test_hopper(name, outcomes):
+    if SHARED and name in one_gpu.NEEDS_OWN_GPU:
+        pytest.skip(f"a GPU for each rank: {one_gpu.NEEDS_OWN_GPU[name]}")
     assert_right(outcomes[name])
 
 

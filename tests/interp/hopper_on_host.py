@@ -43,6 +43,8 @@ class HostArena(link.Arena):
     """`Arena` over the host memory that the workspace brings."""
 
     def _allocate(self, size, member):
+        if member.cfg.dtype != torch.float32:  # which GPUs refuse
+            self._describe()
         return list(member.memories(size))
 
 
@@ -168,6 +170,7 @@ def host_backend(
     memories: Callable[[int], Sequence[Tensor]],
     schedule: Schedule | None = None,
     timeout_s: float = 60.0,
+    copies: int = 1,
 ) -> hopper.HopperBackend:
     """One rank's backend.  `memories(bytes)`: the symmetric memory of all ranks, uint8, zero at first."""
     member = types.SimpleNamespace(
@@ -177,6 +180,7 @@ def host_backend(
         device=torch.device("cpu"),
         group=None,
         timeout_s=timeout_s,
+        copies=copies,
         memories=memories,
         failures=[],
         cause="",

@@ -33,6 +33,7 @@ from uniep.backends.collective.local_experts import KernelExperts, Routed, Token
 from uniep.backends.hopper import calls as hopper_calls
 from uniep.backends.hopper import planner
 from uniep.config import MoEConfig
+from uniep.launch import dense
 from uniep.launch import driver as call
 from uniep.launch import groups as launch_groups
 from uniep.launch import mega as launch_mega
@@ -148,6 +149,18 @@ def compile_plan(max_tokens: int, top_k: int) -> list[tuple[str, object]]:
     return launched
 
 
+def compile_dense() -> list[tuple[str, object]]:
+    """A router of DeepSeek-V3's size with a weight in bf16, fp16 and fp32, and the gradient of its inputs."""
+    launched = []
+    x_TD, d_TE = torch.empty(TOKENS, 7168, dtype=torch.bfloat16), torch.empty(TOKENS, 256)
+    with compiling(launched):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            weight_ED = torch.empty(256, 7168, dtype=dtype)
+            dense.row_products(x_TD, weight_ED)
+            dense.row_products(d_TE, weight_ED.T)
+    return launched
+
+
 @contextlib.contextmanager
 def compiling(launched: list[tuple[str, object]], wanted: Callable[[str], bool] = lambda name: True):
     """Inside, launches compile, and are listed, if their kernel is wanted."""
@@ -165,13 +178,13 @@ def compiling(launched: list[tuple[str, object]], wanted: Callable[[str], bool] 
         launch(kernel, programs, args, constants, **options)
 
     JITFunction.run = compile_only
-    for module in (launchers, launch_groups, launch_mega, planner, hopper_calls):
+    for module in (launchers, launch_groups, launch_mega, planner, hopper_calls, dense):
         module.launch = remembered
     try:
         yield
     finally:
         JITFunction.run = run
-        for module in (launchers, launch_groups, launch_mega, planner, hopper_calls):
+        for module in (launchers, launch_groups, launch_mega, planner, hopper_calls, dense):
             module.launch = launch
 
 
@@ -229,6 +242,7 @@ def main() -> None:
         ]
         if arguments.shape is None and arguments.part != "few":
             chosen += [(f"plan, T {t}, K {k}, EP 8", functools.partial(compile_plan, t, k)) for t, k in PLANS]
+            chosen.append(("dense", compile_dense))
         for case, make in chosen:
             for name, compiled in make():
                 if compiled.hash not in seen:

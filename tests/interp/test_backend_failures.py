@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from fused_rank import SCHEDULE
-from hopper_on_host import host_backends
+from hopper_on_host import host_backend, host_backends
 
 from uniep.backends.base import Inputs, Needs
 from uniep.config import MoEConfig
@@ -177,6 +177,15 @@ def test_multiprocessors_left_free():
     with pytest.raises(ConfigError, match=f"free_sms is {usual}, but this GPU has {usual} multiprocessors"):
         host_backends(cfg, 1, dataclasses.replace(SCHEDULE, free_sms=usual))
     assert any("free_sms" in reason for reason in is_valid(dataclasses.replace(SCHEDULE, free_sms=-1), cfg))
+
+
+def test_room_for_one_of_two_groups_with_the_same_experts():
+    """Memory is planned for the group with its copies: alone, EP 1 cannot keep two blocks."""
+    cfg = MoEConfig(**SHAPE, gradient_shards=2)
+    memory = [torch.zeros(1 << 20, dtype=torch.uint8)]
+    assert host_backend(cfg, 0, 1, lambda size: memory, SCHEDULE, copies=2).num_ranks == 1
+    with pytest.raises(ConfigError, match="gradient_shards=2 cannot be blocks of whole ranks of 1 EP groups"):
+        host_backend(cfg, 0, 1, lambda size: memory, SCHEDULE)
 
 
 def test_who_gives_up_at_the_entry_tells_first():

@@ -228,6 +228,11 @@ def test_what_torch_computes_spoils_a_recording(compute, said):
     assert bool(recording.why_not) == bool(said)
 
 
+def test_a_recording_imports_no_compiler():
+    """PyTorch would wrap the method in one of its own, which imports torch._dynamo."""
+    assert records.NothingElse.__torch_dispatch__.__code__.co_filename == records.__file__
+
+
 def test_halves_of_one_tensor_are_told_apart(monkeypatch):
     """w1 and w3 as views of one w13: the second begins inside the first."""
     whole, lasting = torch.zeros(2, 4, 16, dtype=torch.float16), [torch.zeros(8)]

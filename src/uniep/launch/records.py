@@ -246,6 +246,11 @@ class Recording:
 class NothingElse(TorchDispatchMode):
     """Spoils a recording if PyTorch computes anything by itself: that would be missing when the call is made again."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks.  What it does by default imports torch._dynamo, which takes seconds."""
+        return False
+
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.recording = recording

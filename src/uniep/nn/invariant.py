@@ -43,19 +43,13 @@ def settings(x: Tensor) -> contextlib.AbstractContextManager[None]:
 def row_products(a_TK: Tensor, b_KN: Tensor) -> Tensor:
     """a @ b in fp32 -> (T, N).  Bits of a row depend on that row and on b alone.
 
-    On the CPU it runs in blocks of 64 x 64 results (`numerics.matmul`).  On other devices each TOKEN_BLOCK rows, the
-    last padded with zeros, are one fp32 call of the library, and all calls have the same shape.
+    On the CPU it runs in blocks of 64 x 64 results (`numerics.matmul`), on GPUs in one kernel (`launch/dense.py`).
     """
     if a_TK.device.type == "cpu":
         return matmul(a_TK, b_KN)
-    b_KN = b_KN.float()
-    out_TN = torch.empty(a_TK.shape[0], b_KN.shape[1], dtype=torch.float32, device=a_TK.device)
-    for start in range(0, a_TK.shape[0], TOKEN_BLOCK):
-        block = a_TK[start : start + TOKEN_BLOCK]
-        whole = torch.zeros(TOKEN_BLOCK, a_TK.shape[1], dtype=torch.float32, device=a_TK.device)
-        whole[: len(block)] = block
-        out_TN[start : start + TOKEN_BLOCK] = matmul(whole, b_KN)[: len(block)]
-    return out_TN
+    from uniep.launch import dense  # needs Triton
+
+    return dense.row_products(a_TK, b_KN.T)
 
 
 def token_sums(a_TM: Tensor, b_TN: Tensor) -> Tensor:

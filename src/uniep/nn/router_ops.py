@@ -226,15 +226,14 @@ def parse(text: str) -> RouterConfig:
 
 
 def _padded(x_TD: Tensor) -> Tensor:
-    """fp32, padded with zero rows to a multiple of ROWS."""
-    padded = torch.zeros(-(-len(x_TD) // ROWS) * ROWS, x_TD.shape[1], dtype=torch.float32, device=x_TD.device)
-    padded[: len(x_TD)] = x_TD
-    return padded
+    """Padded with zero rows to a multiple of ROWS."""
+    missing = -len(x_TD) % ROWS
+    return torch.nn.functional.pad(x_TD, (0, 0, 0, missing)) if missing else x_TD
 
 
 def _inputs_of(x: Tensor, token_ids: Tensor | None, cfg: RouterConfig, seed: int) -> Tensor:
     """The input of the logits: x, or x times its jitter."""
-    return x.float() if token_ids is None else x.float() * jitter(token_ids, x.shape[1], seed, cfg.jitter)
+    return x if token_ids is None else x.float() * jitter(token_ids, x.shape[1], seed, cfg.jitter)
 
 
 @torch.library.custom_op("uniep::router", mutates_args=())
@@ -248,7 +247,7 @@ def router_forward(
     """
     cfg, num_tokens, num_experts = parse(config), len(x), weight.shape[0]
     with settings(x):
-        logits = row_products(_padded(_inputs_of(x, token_ids, cfg, seed)), weight.float().T)
+        logits = row_products(_padded(_inputs_of(x, token_ids, cfg, seed)), weight.T)
         softmax_TE, log_sum_T = softmax(logits) if cfg.score == "softmax" or cfg.exchanges else (None, None)
         scores_TE = softmax_TE if cfg.score == "softmax" and softmax_TE is not None else sigmoid(logits)
         chosen = choose(scores_TE[:num_tokens], bias, cfg, top_k) if given is None else given.long()
@@ -333,12 +332,12 @@ def router_backward(
         d_TE = d_logits(all_logits, all_ids, all_chosen, d_slots, d_aux * d_aux_loss, d_square, cfg)
         dx, dw = x.new_empty(0), weight.new_empty(0)
         if needs[0]:
-            dx_TD = row_products(d_TE, weight.float())[:num_tokens]
+            dx_TD = row_products(d_TE, weight)[:num_tokens]
             if token_ids is not None:
                 dx_TD = dx_TD * jitter(token_ids, x.shape[1], seed, cfg.jitter)
             dx = dx_TD.to(x.dtype).contiguous()
         if needs[1]:
-            inputs = _inputs_of(x, token_ids, cfg, seed)
+            inputs = _inputs_of(x, token_ids, cfg, seed).float()
             dw = token_sums(d_TE[:num_tokens], inputs).to(weight.dtype)
     return dx, dw
 

@@ -76,12 +76,12 @@ class _Served:
 
     def __init__(
         self, cfg: MoEConfig, group: dist.ProcessGroup | None, backend: str, device: torch.device, schedule: Schedule,
-        timeout_s: float,
+        timeout_s: float, copies: int,
     ) -> None:  # fmt: skip
         self.schedule, self.meeting = schedule, Meeting(group, timeout_s)
         with self.meeting:
             self.member = Membership(
-                cfg, group, self.meeting.rank, self.meeting.size, device, timeout_s, self.meeting, self.end
+                cfg, group, self.meeting.rank, self.meeting.size, device, timeout_s, self.meeting, self.end, copies
             )
             self.backend = registry.make(backend, self.member, schedule)
             self.meeting.exchange(None, "ready")
@@ -101,13 +101,14 @@ class _Served:
 
 def fastest(
     cfg: MoEConfig, group: dist.ProcessGroup | None, backend: str, device: torch.device, schedules: Sequence[Schedule],
-    timeout_s: float,
+    timeout_s: float, copies: int = 1,
 ) -> Schedule:  # fmt: skip
-    """The fastest of points that were verified elsewhere.  Collective; all ranks get the same."""
+    """The fastest of points that were verified elsewhere.  Collective; all ranks get the same.  copies: as of
+    `Membership`."""
     with contextlib.ExitStack() as opened:
 
         def made(schedule: Schedule) -> _Served:
-            served = _Served(cfg, group, backend, device, schedule, timeout_s)
+            served = _Served(cfg, group, backend, device, schedule, timeout_s, copies)
             opened.callback(served.end, "it was timed")  # after an error, too
             return served
 

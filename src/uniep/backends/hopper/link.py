@@ -51,7 +51,7 @@ class Link:
         self.way = self.ways[cfg.max_tokens_per_rank]
         self.slots = cfg.max_tokens_per_rank * cfg.top_k
         layout = pack(hopper_arrays(cfg, self.num_ranks, self.way))
-        describe = functools.partial(plan_memory, cfg, self.num_ranks, schedule=self.schedule)
+        describe = functools.partial(plan_memory, cfg, self.num_ranks, copies=member.copies, schedule=self.schedule)
         self.arena = Arena(layout, member, describe)
         self.sms = self.way.sms
         self.planner = Planner(member, self.arena, self.way.gate_up.rows, self.sms)
