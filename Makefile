@@ -77,8 +77,8 @@ $(DOCS): $(READY)
 # Frameworks that uniep runs in. Without one the tests say so; the next `make` tries again. Those of which the tests
 # need a part come without what they depend on: 47 packages for torchtitan, and a PyTorch of pip's choice.
 $(HF): $(READY)
-	@$(BIN)/python -m pip install --quiet --retries 1 "transformers==5.24.0" "accelerate==1.15.0" && touch $@ || \
-		echo "transformers could not be installed: its tests are skipped" >&2
+	@$(BIN)/python -m pip install --quiet --retries 1 "transformers==5.24.0" "accelerate==1.15.0" "peft==0.21.2" && \
+		touch $@ || echo "transformers could not be installed: its tests are skipped" >&2
 
 $(TITAN): $(READY)
 	@$(BIN)/python -m pip install --quiet --retries 1 --no-deps "torchtitan==0.3.0" "spmd_types==0.2.3" "tyro==1.0.17" \

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "dist"))
 FRAMEWORKS = {
     "test_hf.py": "transformers",
     "test_megatron.py": "megatron-core",
+    "test_peft.py": "peft",
     "test_torch.py": "torch",
     "test_torchtitan.py": "torchtitan",
 }

@@ -1,6 +1,6 @@
 """One framework on all GPUs of this machine, in bfloat16, against the framework's own experts; run by torchrun.
 
-    torchrun --nproc-per-node 2 tests/gpu/integrations.py hf   # or: plain, megatron, torchtitan
+    torchrun --nproc-per-node 2 tests/gpu/integrations.py hf   # or: peft, plain, megatron, torchtitan
 
 Without GPUs it runs on CPU processes.  A tensor may be as far from fp64 as twice the framework's own result, or one
 rounding; y and dx at EP=2 have the bits of one rank.
@@ -63,6 +63,48 @@ def hf(rank, size):
     one = {name: cpu.run(alone(name), batches[rank]) for name in ("grouped_mm", "uniep")}
     cpu.check(one["uniep"], one["grouped_mm"], mine)
     assert torch.equal(one["uniep"]["logits"], got["uniep"]["logits"])
+    registration.free()
+    dist.barrier()
+    own.cleanup()
+
+
+def peft(rank, size):
+    """PEFT's LoRA on experts and on a dense layer, with expert parallelism; against PEFT's dense wrapper on one GPU."""
+    import test_hf
+    import test_peft as cpu
+
+    test_hf.COMMON |= {"hidden_size": 256, "num_hidden_layers": 1}
+    test_hf.OWN["Qwen3Moe"] |= {"moe_intermediate_size": 128, "head_dim": 64}
+    registration = test_hf.hf.register(backend="nccl")
+    own, folder = shared_folder()
+    if rank == 0:
+        test_hf.build("Qwen3Moe").to(HALF).save_pretrained(folder)
+    dist.barrier()
+    batches = [cpu.batch(r).to(DEVICE) for r in range(size)]
+
+    def alone(experts):
+        kind = test_hf.transformers.AutoModelForCausalLM
+        model = kind.from_pretrained(folder, dtype=HALF, experts_implementation=experts)
+        return cpu.wrapped(model, "Qwen3Moe").to(DEVICE)
+
+    how = test_hf.DistributedConfig(fsdp_size=size, ep_size=size, ep_implementation="uniep")
+    model = test_hf.transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=how, dtype=HALF)
+    model = cpu.wrapped(model, "Qwen3Moe")
+    cpu.uniep_peft.adapt(model)
+    got = cpu.gradients(model, batches[rank])
+    state = cpu.uniep_peft.adapter_state(model)
+    model.save_pretrained(f"{folder}/adapter", state_dict=state, is_main_process=rank == 0)
+    dist.barrier()
+    reference, dense = alone("eager").double(), alone("grouped_mm")
+    results = []
+    for other in (dense, reference):
+        mean, mine = cpu.gradients(other, *batches), cpu.gradients(other, batches[rank])
+        results.append({**mean, "loss": mine["loss"], "logits": mine["logits"]})
+    cpu.check(got, *results)
+    one = alone("uniep")
+    cpu.uniep_peft.adapt(one)
+    one.load_adapter(f"{folder}/adapter", "default")
+    assert torch.equal(one(batches[rank]).logits, got["logits"])
     registration.free()
     dist.barrier()
     own.cleanup()
@@ -192,7 +234,7 @@ def near(ours, theirs, truth):
         assert error <= 2 * allowed + torch.finfo(HALF).eps, f"{name}: {error:.2e}, own {allowed:.2e}"
 
 
-FRAMEWORKS = {"hf": hf, "plain": plain, "megatron": megatron, "torchtitan": torchtitan}
+FRAMEWORKS = {"hf": hf, "peft": peft, "plain": plain, "megatron": megatron, "torchtitan": torchtitan}
 
 
 if __name__ == "__main__":

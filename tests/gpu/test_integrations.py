@@ -19,7 +19,7 @@ if not torch.cuda.is_available() or torch.cuda.device_count() < 2 or torch.cuda.
 
 ROOT = Path(__file__).parents[2]
 NEEDED = {"hf": ("transformers", "5.23"), "plain": ("torch", "2.11"), "megatron": ("megatron-core", "0.19")}
-NEEDED["torchtitan"] = ("torchtitan", "0.3")
+NEEDED |= {"torchtitan": ("torchtitan", "0.3"), "peft": ("peft", "0.21")}
 EXAMPLES = {"hf": "hf_train.py", "plain": "fsdp2_train.py", "megatron": "megatron_train.py"}
 EXAMPLES["torchtitan"] = "torchtitan_train.py"
 

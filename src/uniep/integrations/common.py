@@ -17,6 +17,7 @@ from uniep.integrations.moe_layers import routed_experts
 from uniep.nn import Experts
 from uniep.nn.functional import MainGrad, Weights, moe
 from uniep.nn.record import LayerRecord
+from uniep.weights import Lora
 from uniep.workspace import Workspace
 
 __all__ = ["LayerStatus", "Status", "Workspaces", "free_of", "status_of"]
@@ -70,6 +71,7 @@ class Workspaces:
         main_grad: MainGrad | None = None,
         agreed: str = "",
         layer: LayerRecord | None = None,
+        lora: Lora | None = None,
         error: UniEPError | None = None,
     ) -> Tensor:
         """`uniep.moe` in the parameters' dtype, or autocast's; y in x's.  Collective over `group`, None for one rank.
@@ -79,7 +81,7 @@ class Workspaces:
         agreed: what must be the same on all ranks of the group; calls with other values use another Workspace.
             Ranks that differ in it raise an error when they make a Workspace; later they wait for each other until the
             timeout.
-        layer: as for `uniep.moe`.
+        layer, lora: as for `uniep.moe`; factors of any floating dtype, cast like x.
         error: an error of this rank before the call; all ranks raise it instead of running the call.
         """
         device = x_TD.device.type
@@ -104,7 +106,10 @@ class Workspaces:
             raise error
         x = x_TD.to(shape.dtype)
         b13, b2 = biases or (None, None)
-        y = moe(x, ids_TK, weights_TK, w13, w2, workspace=workspace, b13=b13, b2=b2, main_grad=main_grad, layer=layer)
+        y = moe(
+            x, ids_TK, weights_TK, w13, w2, workspace=workspace, b13=b13, b2=b2, main_grad=main_grad, layer=layer,
+            lora=lora.to(shape.dtype) if lora is not None else None,
+        )  # fmt: skip
         return y.to(x_TD.dtype)
 
     def _workspace(self, shape: MoEConfig, group: Any, x_TD: Tensor, agreed: str) -> Workspace:

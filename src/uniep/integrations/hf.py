@@ -37,6 +37,7 @@ from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
 from uniep.integrations.hf_routing import RoutingHooks, find_router, hook
 from uniep.integrations.moe_layers import routed_experts
 from uniep.nn.record import LayerRecord
+from uniep.weights import Lora
 
 __all__ = ["LayerStatus", "Registration", "RoutingHooks", "Status", "hook_routing", "register", "status"]
 
@@ -48,6 +49,8 @@ _MARK = "_uniep_ep_size"
 """Attribute of experts modules that exchange tokens through uniep."""
 _ERROR = "_uniep_error"
 """Attribute of experts modules whose router failed before their call."""
+FACTORS = "_uniep_factors"
+"""Attribute of experts modules in a call with low-rank factors: parameter -> (A, B, scale), B gate rows first."""
 
 ACTIVATION_OF = {
     **dict.fromkeys(("SiLU", "SiLUActivation", "silu"), "swiglu"),
@@ -98,10 +101,11 @@ class Registration(Workspaces):
         if reason := _refused_tensors(experts, self.copy_weights):
             raise UnsupportedError(f"uniep cannot run {_name(experts)}: {reason}")
         w13, w2, biases = _parameters(experts, self.copy_weights)
+        lora = _lora(experts)
         activation, limit, _ = _activation(experts)
         return self.moe(
             group, x_TD, ids_TK, weights_TK, w13, w2, num_local=w2.shape[0], activation=activation,
-            activation_limit=limit, biases=biases, layer=layer, error=experts.__dict__.pop(_ERROR, None),
+            activation_limit=limit, biases=biases, layer=layer, lora=lora, error=experts.__dict__.pop(_ERROR, None),
         )  # fmt: skip
 
 
@@ -187,7 +191,7 @@ def status(model: nn.Module, pattern: str = "*") -> Status:
 
     Raises ConfigError if no MoE layer of the model matches.
     """
-    return status_of(model, pattern, _is_experts, _layer, _UNREACHED)
+    return status_of(model, pattern, is_experts, _layer, _UNREACHED)
 
 
 def hook_routing(model: nn.Module) -> RoutingHooks:
@@ -201,7 +205,7 @@ def hook_routing(model: nn.Module) -> RoutingHooks:
     found = [
         (experts, *find_router(around, experts, name))
         for name, around in model.named_modules()
-        if isinstance(experts := getattr(around, "experts", None), nn.Module) and _is_experts(experts)
+        if isinstance(experts := _inner(getattr(around, "experts", None)), nn.Module) and is_experts(experts)
     ]
     if not found:
         raise UnsupportedError(f"{type(model).__name__} has no experts that transformers lets others run")
@@ -260,9 +264,9 @@ def _refuse_unreached(model: Any, asked: Callable[[Any], bool]) -> None:
     if not any(map(asked, configs.values())):
         return
     unreached = {}
-    for name, module in routed_experts(model, _is_experts).items():
+    for name, module in routed_experts(model, is_experts).items():
         inside = [config for around, config in configs.items() if not around or name.startswith(f"{around}.")]
-        if not _is_experts(module) and asked(inside[-1]):
+        if not is_experts(module) and asked(inside[-1]):
             unreached[name] = type(module).__name__
     if unreached:
         (name, kind), *_ = unreached.items()
@@ -293,7 +297,29 @@ def _layer(experts: Any) -> tuple[str, str]:
     )
 
 
-def _is_experts(module: nn.Module) -> bool:
+def why_not(experts: Any) -> str:
+    """Why uniep does not run these experts; empty if it does."""
+    return _layer(experts)[1]
+
+
+def ep_size(experts: Any) -> int:
+    """Over how many ranks uniep spreads these experts; 0: all are on each device."""
+    return getattr(experts, _MARK, 0)
+
+
+def weight_names(experts: Any) -> tuple[str, ...]:
+    """Names of the parameters that are w13 and w2."""
+    return _names(experts)[:2]
+
+
+def _inner(module: Any) -> Any:
+    """What PEFT's wrappers are around."""
+    while isinstance(base := getattr(module, "base_layer", None), nn.Module):
+        module = base
+    return module
+
+
+def is_experts(module: nn.Module) -> bool:
     """Experts modules whose implementation transformers can replace."""
     return hasattr(module, "is_concatenated")
 
@@ -313,7 +339,7 @@ def _name(experts: Any) -> str:
 
 def _refused(experts: Any) -> str:
     """Why uniep cannot compute what these experts compute; empty if it can."""
-    if not _is_experts(experts):
+    if not is_experts(experts):
         return _UNREACHED
     if experts.has_post_expert_norm:
         return f"has_post_expert_norm is {experts.has_post_expert_norm}: a norm follows each expert"
@@ -403,7 +429,27 @@ def _label(experts: Any) -> str:
     return f"{name}(tanh)" if getattr(function, "approximate", "none") == "tanh" else name
 
 
+def _lora(experts: Any) -> Lora | None:
+    """The factors of this call, taken off the module."""
+    given = experts.__dict__.pop(FACTORS, None)
+    if given is None:
+        return None
+    scales = {name: scale for name, (_, _, scale) in given.items()}
+    if len(set(scales.values())) > 1:
+        raise UnsupportedError(
+            f"LoRA of {_name(experts)} has scalings {scales}; uniep needs one: the same r and lora_alpha for both"
+        )
+    w13, w2 = (given[name][:2] if name in given else None for name in weight_names(experts))
+    return Lora(w13, w2, next(iter(scales.values())))
+
+
 def _refused_tensors(experts: Any, copy: bool) -> str:
+    for name, proxies in getattr(experts, "parametrizations", {}).items():
+        if any(type(proxy).__module__.startswith("peft.") for proxy in proxies):
+            return (
+                f"PEFT's ParamWrapper adds B A to {name}, of all experts in every call; call "
+                "uniep.integrations.peft.adapt(model) after get_peft_model"
+            )
     for name in _names(experts):
         tensor = getattr(experts, name)
         if experts.is_transposed and not copy and tensor.is_cuda and tensor.dim() == 3:
