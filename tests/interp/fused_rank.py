@@ -18,6 +18,7 @@ from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.routing import build_plan
 from uniep.schedule import Schedule, Tile
+from uniep.stages import Flags
 from uniep.taskflow.lower import lower_backward, lower_forward
 from uniep.weights import ExpertWeights
 
@@ -59,6 +60,7 @@ class Case:
     limit: float | None = None
     bias: bool = False
     hot: int | None = None  # the only expert that is used
+    exact: bool = False  # values are so small that nothing is rounded
 
     def config(self, max_tokens: int) -> MoEConfig:
         return MoEConfig(
@@ -114,7 +116,16 @@ PAIRS = (
 PAIR_ROUNDS = (
     {"overlap": "serial"}, *({**pair, "transfer": transfer} for pair in PAIRS for transfer in ("push", "copy")),
 )  # fmt: skip
+# "mega" runs in stages, since one kernel has no place for operators of one's own.
+OWN_CASES = {"exact": Case(torch.float32, "output", False, (24, 10), hidden=64, ffn=64, activation="relu2", exact=True)}
+OWN_ROUNDS = (
+    {"overlap": "serial", "operators": "torch"},
+    {"overlap": "fused", "operators": "triton", "transfer": "push", "activation_gradient": "beside"},
+    {"overlap": "mega", "operators": "torch", "transfer": "copy"},
+    {"overlap": "pipelined", "pipelined_from": 0, "operators": "returning", "transfer": "copy"},
+)
 SUITES = {
+    "own": (OWN_CASES, OWN_ROUNDS),
     "pairs": (PAIR_CASES, PAIR_ROUNDS),
     "mega": (MEGA_CASES, MEGA_ROUNDS),
     "usual": (CASES, ROUNDS),
@@ -135,7 +146,14 @@ def tensors(case: Case) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(sum(case.tokens))
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        made = torch.randn(shape, generator=generator)
+        return made.round().clamp(-1, 1) if case.exact else made
+
+    def scaled(*shape: int) -> Tensor:
+        return normal(*shape) * (1 if case.exact else shape[-1] ** -0.5)
+
+    def quarters(weights: Tensor) -> Tensor:
+        return (weights * 4).ceil() / 4 if case.exact else weights
 
     total, d, f, e = sum(case.tokens), case.hidden, case.ffn, case.num_experts
     halves = 1 + ACTIVATIONS[case.activation].gated
@@ -147,9 +165,9 @@ def tensors(case: Case) -> dict[str, Tensor]:
         "x": normal(total, d).to(case.dtype),
         "dy": normal(total, d).to(case.dtype),
         "ids": ids_TK,
-        "weights": torch.rand(total, case.top_k, generator=generator) + 0.1,
-        "w13": (normal(e, halves, f, d) * d**-0.5).to(case.dtype),
-        "w2": (normal(e, d, f) * f**-0.5).to(case.dtype),
+        "weights": quarters(torch.rand(total, case.top_k, generator=generator) + 0.1),
+        "w13": scaled(e, halves, f, d).to(case.dtype),
+        "w2": scaled(e, d, f).to(case.dtype),
         "b13": normal(e, halves * f).to(case.dtype),
         "b2": normal(e, d).to(case.dtype),
     }
@@ -250,7 +268,7 @@ def check_trace(backend, case: Case, rank: int) -> None:
     needs = {"w13": rank == 1, "w2": rank == 0}
     graphs = {
         "forward": lower_forward(plans, case.tokens, backend.cfg, backend.way, keep=True),
-        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.way, **needs),
+        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.way, Flags(**needs)),
     }
     copied = {"push"} if backend.way.copies else set()
     for phase, graph in graphs.items():
@@ -262,6 +280,7 @@ def check_trace(backend, case: Case, rank: int) -> None:
 
 def main(rank: int, folder: Path, suite: str) -> None:
     import hopper_on_host
+    import own_operators
     from triton.runtime.interpreter import InterpretedFunction
 
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
@@ -290,10 +309,11 @@ def main(rank: int, folder: Path, suite: str) -> None:
         results = []
         for how in rounds_of(suite, key):
             fields = ("overlap", "operand", "transfer", "received", "activation_gradient", "group_sum")
-            changes = how if isinstance(how, dict) else dict(zip(fields, how, strict=False))
-            hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, **changes))
+            changes = dict(how) if isinstance(how, dict) else dict(zip(fields, how, strict=False))
+            own = own_operators.operators(changes.pop("operators")) if suite == "own" else ()
+            hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, **changes), own)
             results.append(run(backend, case, rank, RANKS))
-        if suite in ("grouped", "pairs"):
+        if suite in ("grouped", "own", "pairs"):
             torch.save(results, folder / f"result-{number}-{rank}")
             continue
         # What one rank needs, another may not.

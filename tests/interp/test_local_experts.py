@@ -100,8 +100,8 @@ def test_kernels_mean_what_torch_does(rank, layout):
     x, dy, experts, routed = tokens(10), tokens(20), experts_of(cfg, 2, layout), Routed(plan, weight)
     found = []
     with fixed_settings():
-        h = TorchExperts(cfg, rank).forward(x, routed, experts, True)[1]
-        for local in (TorchExperts(cfg, rank), KernelExperts(cfg, rank, way_of(cfg), torch.device("cpu"))):
+        h = TorchExperts(cfg, rank, way_of(cfg)).forward(x, routed, experts, True)[1]
+        for local in (TorchExperts(cfg, rank, way_of(cfg)), KernelExperts(cfg, rank, way_of(cfg), torch.device("cpu"))):
             y, own_h = local.forward(x, routed, experts, True)
             if isinstance(local, KernelExperts):  # which keep gate and up apart
                 own_h = own_h.view(2, -1, cfg.ffn).transpose(0, 1).reshape(h.shape)
@@ -129,7 +129,7 @@ def test_blocks_of_source_ranks(kind, layout):
         b13, b2 = (random(2, width, seed=width).half() for width in (cfg.h_columns, cfg.hidden))
         experts = dataclasses.replace(experts, b13=b13, b2=b2)
     of_experts = experts.w13, experts.w2, experts.biases
-    local = kind(cfg, 1, *((way_of(cfg), torch.device("cpu")) if kind is KernelExperts else ()))
+    local = kind(cfg, 1, way_of(cfg), *([torch.device("cpu")] if kind is KernelExperts else []))
 
     def gradients(ids, **blocks):
         plans = [build_plan(ids, r, cfg) for r in (0, 1)]

@@ -47,6 +47,7 @@ class Rows:
 
     target_N, slot_N: rank and slot (t*K + k) that a row returns to; target -1 for pad rows.
     parts, part_slot_P: with combine groups, the sums that return instead of rows, and the slots they return to.
+    keeps_results: results are stored by row first, and return later.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Rows:
     slot_N: Tensor
     parts: Parts | None = None
     part_slot_P: Tensor | None = None
+    keeps_results: bool = False
 
     @classmethod
     def make(
@@ -67,6 +69,7 @@ class Rows:
         weights_of_rank: list[Tensor],
         parts: Parts | None = None,
         part_slot_P: Tensor | None = None,
+        keeps_results: bool = False,
     ) -> Rows:
         slots = cfg.max_tokens_per_rank * cfg.top_k
         table = torch.zeros(len(weights_of_rank), slots, dtype=torch.float32)
@@ -76,7 +79,17 @@ class Rows:
         used_N = back_N >= 0
         weight_N = torch.where(used_N, table.view(-1)[back_N.clamp(min=0)], 0.0)
         target_N = torch.where(used_N, back_N // slots, -1)
-        return cls(rank, cfg, plan, weight_N[:, None], target_N, back_N % slots, parts, part_slot_P)
+        return cls(
+            rank,
+            cfg,
+            plan,
+            weight_N[:, None],
+            target_N,
+            back_N % slots,
+            parts,
+            part_slot_P,
+            keeps_results or bool(parts),
+        )
 
 
 class Gather:
@@ -160,7 +173,7 @@ class _Bodies:
         self.rows, self.shared, self.send_TD, self.ids_TK = rows, shared, send_TD, ids_TK
         self.cfg, self.plan, self.rank = rows.cfg, rows.plan, rows.rank
         self.num_rows = rows.plan.num_rows
-        if rows.parts is not None:
+        if rows.keeps_results:
             self.results_ND = send_TD.new_empty(self.num_rows, self.cfg.hidden)
 
     def push(self, block: Block) -> None:
@@ -181,12 +194,17 @@ class _Bodies:
                 part.index_copy_(0, slot[pick], value[pick])
 
     def _return(self, block: Block, value: Tensor) -> None:
-        """Store a tile of results, or of dX: in the slots of its rows or, with combine groups, where they are added."""
+        """Store a tile of results, or of dX: in the slots of its rows, or where they wait to be added or pushed."""
         value = value.to(self.cfg.dtype)
-        if self.rows.parts is None:
-            self._write(block, value, "returns")
-        else:
+        if self.rows.keeps_results:
             self.results_ND[block.row0 : block.row1, block.column0 : block.column1] = value
+        else:
+            self._write(block, value, "returns")
+
+    def push_rows(self, block: Block) -> None:
+        """Finished rows into the slots that they return to."""
+        part = self.results_ND[block.row0 : block.row1, block.column0 : block.column1]
+        self._write(block, part, "returns")
 
     def group_sum(self, block: Block) -> None:
         """Add the rows of parts row0..row1, each into its slot at rank `group`."""

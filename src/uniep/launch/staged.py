@@ -37,6 +37,7 @@ from uniep.kernels.gradients import (
     claimed_activation_gradient_kernel,
     weight_gradient_kernel,
 )
+from uniep.kernels.own import row_operator_kernel
 from uniep.kernels.transfer import (
     combine_kernel,
     dweights_kernel,
@@ -493,6 +494,18 @@ def launch_combine(sums: Sums, peers: Peers, multiprocessors: int) -> None:
         (sums, peers.wire, num_tokens),
         {"D": width, "K": top_k, "BLOCK_D": block},
         num_warps=max(block // 256, 1), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def launch_row_operator(body: Any, values_NX: Tensor, rows: Bundle[Rows], multiprocessors: int) -> None:
+    """values (N, X) in place by an operator of one's own, over valid rows."""
+    columns = power_of_2(values_NX.shape[1])
+    launch(
+        row_operator_kernel,
+        multiprocessors * 8,
+        (values_NX, rows),
+        {"WIDTH": values_NX.shape[1], "COLUMNS": columns, "ROWS": max(2048 // columns, 1), "BODY": body},
+        num_warps=8 if columns > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

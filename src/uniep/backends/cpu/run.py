@@ -38,15 +38,17 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class CheckedQueues:
     """A checked graph, and the queues of one rank's workers.  bodies: those that operators bring themselves."""
 
     graph: TaskGraph
-    queues: dict[WorkerName, list[Step]]
+    of_worker: dict[WorkerName, list[Step]]
     bodies: Mapping[str, Body]
 
     @classmethod
-    def make(cls, graph: TaskGraph, operators: Operators, way: Way, rank: int, left_out: Sequence[str] = ()) -> Program:
+    def make(
+        cls, graph: TaskGraph, operators: Operators, way: Way, rank: int, left_out: Sequence[str] = ()
+    ) -> CheckedQueues:
         """left_out: operators whose tasks only wait and signal on this rank.
 
         Raises ConfigError where `check` does.
@@ -111,12 +113,12 @@ class Run:
         threads: PinnedThreads,
         number: int,
         operation: str,
-        program: Program,
+        queues: CheckedQueues,
         bodies: object,
         trace: list[Span] | None,
     ) -> None:
         self.peers, self.threads, self.number, self.operation = peers, threads, number, operation
-        self.program, self.bodies, self.trace = program, bodies, trace
+        self.queues, self.bodies, self.trace = queues, bodies, trace
         self.exposed = Exposed()
         self.local: dict[Event, int] = collections.defaultdict(int)
         self.local_lock = threading.Lock()
@@ -127,7 +129,7 @@ class Run:
         first = self.peers.rank * self.peers.workers
         jobs = [
             functools.partial(self._work, name, queue, first + number)
-            for number, (name, queue) in enumerate(self.program.queues.items())
+            for number, (name, queue) in enumerate(self.queues.of_worker.items())
         ]
         try:
             self.threads.run(jobs, stop=self.errors.append)  # workers must stop before their memory goes
@@ -159,7 +161,7 @@ class Run:
         started = time.perf_counter_ns()
         if task.op != GATE:
             with self.exposed.running():
-                if (body := self.program.bodies.get(task.op)) is not None:
+                if (body := self.queues.bodies.get(task.op)) is not None:
                     body(self.bodies, task.block)
                 else:
                     getattr(self.bodies, task.op)(task.block)
@@ -192,7 +194,7 @@ class Run:
     def _late(self, task: Task, event: Event) -> PeerTimeoutError:
         """Which peers are behind: the signals expected from their tasks, and those seen."""
         peers, seen = self.peers, self.peers.seen(event, self.number)
-        graph = self.program.graph
+        graph = self.queues.graph
         signals = graph.signals.events
         groups = signals.groups[signals.item_P == graph.index_of(event)]
         expected = collections.Counter(graph.rank_N[graph.signals.tasks.take(groups).item_P].tolist())

@@ -117,12 +117,9 @@ class HopperBackend(Link):
 
         For int64 ids, stacked w13 and all gradients; other calls compile some kernels at their first time.
         """
-        cfg, local = self.cfg, self.planner.local
-        like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
-        x_TD = torch.zeros(0, cfg.hidden, **like)
-        ids_TK = torch.zeros(0, cfg.top_k, dtype=torch.int64, device=self.device)
-        weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
-        inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights.zeros(cfg, local, **like))
+        inputs = self._no_tokens(
+            ExpertWeights.zeros(self.cfg, self.planner.local, dtype=self.cfg.dtype, device=self.device)
+        )
         with self._order.turn:
             planner = self.planner
             room = planner.allocate, planner.received  # these calls need none
@@ -130,10 +127,16 @@ class HopperBackend(Link):
                 for way in self.ways.kinds():
                     self.forward(inputs, save=False, way=way)
                     _, saved = self.forward(inputs, save=True, way=way)
-                    self.backward(x_TD, inputs, saved, Needs(), way=way)
+                    self.backward(inputs.x_TD, inputs, saved, Needs(), way=way)
             finally:
                 planner.allocate, planner.received = room
         torch.cuda.synchronize(self.device)
+
+    def _no_tokens(self, experts: ExpertWeights) -> Inputs:
+        """Of an empty call, with int64 ids."""
+        x_TD = torch.empty(0, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
+        ids_TK = torch.empty(0, self.cfg.top_k, dtype=torch.int64, device=self.device)
+        return Inputs(x_TD, ids_TK, torch.empty(ids_TK.shape, dtype=torch.float32, device=self.device), experts)
 
     def _compile_ahead(self, experts: ExpertWeights) -> None:
         """What forwards and backwards launch, before the first."""
@@ -143,17 +146,14 @@ class HopperBackend(Link):
 
     def launches(self, experts: ExpertWeights) -> list[Launch]:
         """Of a forward without gradients, a forward and its backward, of every kind of way."""
-        cfg, planner, usual = self.cfg, self.planner, self.way
-        x_TD = torch.empty(0, cfg.hidden, dtype=cfg.dtype, device=self.device)
-        ids_TK = torch.empty(0, cfg.top_k, dtype=torch.int64, device=self.device)
-        inputs = Inputs(x_TD, ids_TK, torch.empty(ids_TK.shape, device=self.device), experts)
+        planner, usual, inputs = self.planner, self.way, self._no_tokens(experts)
         entered = planner.calls_made, planner.is_inside
         with listing() as listed:
             for way in self.ways.kinds():
                 self.way = way
                 Forward(self, inputs, False).made()
                 _, saved = Forward(self, inputs, True).made()
-                Backward(self, x_TD, inputs, saved, Needs(), None).made()
+                Backward(self, inputs.x_TD, inputs, saved, Needs(), None).made()
                 self.join()
         self.way, (planner.calls_made, planner.is_inside) = usual, entered
         return listed
@@ -194,7 +194,7 @@ class HopperBackend(Link):
                 self.planner.leave(self.planner.member.cause)
             self.arena = None  # type: ignore[assignment]
             self._known_peers.clear()
-            self.recorded.programs.clear()
+            self.recorded.known.clear()
             self._lasting.clear()
 
     @_collective
@@ -222,7 +222,7 @@ class HopperBackend(Link):
             key = save, num_tokens, rows, ids_TK.dtype, self.stay_local, *layout_of(experts)
             result = (
                 self.recorded.call(key, (*given, *experts.tensors), layer, True, perform)
-                if way is None and num_tokens
+                if way is None and num_tokens and not self.way.computes_in_torch("forward")
                 else perform()
             )
             if planner.fits():
@@ -256,7 +256,9 @@ class HopperBackend(Link):
         into = main_grads.tensors if main_grads is not None else ()
         rows, kept = saved[1].shape[-1], len(saved[-1])
         accumulate = main_grads is not None and main_grads.accumulate
-        by_launches = main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
+        by_launches = not self.way.computes_in_torch("backward") and (
+            main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
+        )
         key = needs, num_tokens, rows, kept, ids_TK.dtype, len(into), accumulate, self.stay_local, *layout_of(experts)
         given = dy_TD, x_TD, ids_TK, *saved, *experts.tensors, *into
         dx_TD, dweights_TK, *of_experts = (

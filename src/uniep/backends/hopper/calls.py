@@ -238,15 +238,12 @@ class Calls:
 
     def wait_entered(self, copies: bool = False) -> None:
         """Wait until every rank has entered this call.  copies: copy engines send behind it."""
-        self._wait("entered", judge=True, copies=copies)
+        self.wait("entered", judge=True, copies=copies)
 
-    def wait(self, flag: str, exposed: bool = True) -> None:
-        """Make the stream wait until `flag` of every other rank has reached this call.  exposed: nothing runs beside
-        it, so that the time counts as `Backend.waited`."""
-        self._wait(flag, exposed=exposed)
-
-    def _wait(self, flag: str, judge: bool = False, copies: bool = False, exposed: bool = True) -> None:
-        """One program waits, where kernels that come after it would hold all multiprocessors."""
+    def wait(self, flag: str, judge: bool = False, copies: bool = False, exposed: bool = True) -> None:
+        """Make the stream wait until `flag` of every other rank has reached this call.  One program waits, where
+        kernels that come after it would hold all multiprocessors.  exposed: nothing runs beside it, so that the time
+        counts as `Backend.waited`."""
         if self.num_ranks == 1:
             return
         from uniep.kernels.plan import barrier_kernel

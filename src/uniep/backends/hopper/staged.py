@@ -14,9 +14,10 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
-from uniep.kernels.arguments import ALL_HERE, Addresses, Dispatch, Sums, Tokens
-from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
+from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
+from uniep.launch.driver import fill, listed, release, result, result_like, temporary, tensor, unbind
 from uniep.routing import RowBlock, row_block
+from uniep.row_operator import PLACES
 from uniep.stages import Direction, Flags, Stage, stages
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class _Call:
     direction: Direction
     planned: DevicePlan
     act_NF: Tensor
+    through: Activation
 
     def __init__(self, link: Link, inputs: Inputs, sent_TD: Tensor) -> None:
         self.link, self.inputs, self.sent = link, inputs, Tokens(sent_TD, link.arena.views["receive"])
@@ -62,6 +64,24 @@ class _Call:
         if "results" in dict(stage.buffers):
             shape = self.planned.num_rows, link.cfg.hidden
             self.results_ND = temporary(*shape, dtype=link.cfg.dtype, device=link.device)
+
+    def own(self, stage: Stage) -> None:
+        """An operator of one's own.  It is not compiled ahead, but by `prepare` or its first call."""
+        from uniep.launch.staged import launch_row_operator
+
+        op = stage.own
+        assert op is not None
+        rows_NX = self.through.raw_NF if op.after == "down_grad" else getattr(self, PLACES[op.after].memory)
+        if listed() is None and op.body is not None:
+            launch_row_operator(op.body, rows_NX, self.planned.bundle, stage.sms)
+        elif listed() is None:
+            op.apply(rows_NX, self.valid)
+
+    @functools.cached_property
+    def valid(self) -> Tensor:
+        """(N,) bool: which rows belong to a token, of all that are allocated: none where not all fit."""
+        return_N, totals = tensor(self.planned.rows.return_N), tensor(self.planned.rows.totals)
+        return (return_N >= 0) & (torch.arange(len(return_N), device=return_N.device) < totals[0])
 
     def push_rows(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_push_rows
