@@ -19,7 +19,7 @@ from uniep.nn.replay import Tape
 from uniep.nn.router import Router, check_given
 from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import LEAST_SUM
-from uniep.nn.wrappers import is_full_state_taken, whole_tensor
+from uniep.nn.wrappers import RankOfState, is_full_state_taken, whole_tensor
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, told_to_all
 
@@ -120,7 +120,8 @@ class Experts(nn.Module):
         dtype."""
         everything = self._holds_all() or is_full_state_taken()
         numbers = (0, 1) if everything else (self.workspace.rank, self.workspace.ep_size)
-        return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        made = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        return made if everything else made.as_subclass(RankOfState)
 
     def set_extra_state(self, state: Any) -> None:
         """Does nothing: `_load_from_state_dict` has checked it."""
@@ -149,18 +150,33 @@ class Experts(nn.Module):
             self._made()
 
     def _refuse_state(self, found: Any, prefix: str) -> None:
-        """Raise ConfigError for a state of another rank's experts.  found: the saved `get_extra_state`, unchecked."""
+        """Raise ConfigError for a state of another rank's experts, or of some ranks' at another EP size.
+
+        found: the saved `get_extra_state`, unchecked."""
         rank, size, e = self.workspace.rank, self.workspace.ep_size, self.num_local
-        if self._holds_all() or not isinstance(found, Tensor) or found.shape != (2,):
+        if not isinstance(found, Tensor) or found.shape != (2,):
             return
         theirs, of = (round(float(n)) for n in found)
-        if of == size and theirs != rank:
+        if of <= 1 or ((theirs, of) == (rank, size) and not self._holds_all()):
+            return
+        remedy = (
+            "take a state of all experts, get_model_state_dict with full_state_dict, which loads at any EP size; or "
+            "uniep.integrations.torch.TrainState with torch.distributed.checkpoint"
+        )
+        if of == size and not self._holds_all():
             raise ConfigError(
                 f"rank {rank} holds experts {self.first_expert}..{self.first_expert + e - 1}, but the state that it "
                 f"was given ({prefix}w13) those of rank {theirs}, experts {theirs * e}..{theirs * e + e - 1}; load "
-                "this rank's own, or take a state of all experts: get_model_state_dict with full_state_dict, or "
-                "uniep.integrations.torch.TrainState with torch.distributed.checkpoint"
+                f"this rank's own, or {remedy}"
             )
+        held = self.cfg.num_experts // of
+        raise ConfigError(
+            f"{prefix}w13 was saved at EP size {of}, by rank {theirs}: experts {theirs * held}.."
+            f"{theirs * held + held - 1} of {self.cfg.num_experts}; this model runs at EP size {size}"
+            f"{' and holds all of them as DTensors' if size > 1 and self._holds_all() else ''}; {remedy}.  To put files "
+            f"of all {of} ranks together, concatenate each expert tensor along its experts (dimension 0) in the order "
+            "of ranks and pass the result to uniep.integrations.torch.load_full_state_dict"
+        )
 
     def _made(self, draw: int = 0) -> None:
         w13, w2, *biases = self._local()
