@@ -144,7 +144,7 @@ def test_a_launcher_without_a_process_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     make()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(uniep.ConfigError, match="WORLD_SIZE is 2, .*call torch.distributed.init_process_group first"):
+    with pytest.raises(uniep.ConfigError, match=r"WORLD_SIZE is 2, .*call torch.distributed.init_process_group first"):
         make()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     make()

@@ -169,13 +169,12 @@ class Experts(nn.Module):
                 f"was given ({prefix}w13) those of rank {theirs}, experts {theirs * e}..{theirs * e + e - 1}; load "
                 f"this rank's own, or {remedy}"
             )
-        held = self.cfg.num_experts // of
+        here = f"{size} and has DTensors of all experts" if size > 1 and self._holds_all() else f"{size}"
         raise ConfigError(
-            f"{prefix}w13 was saved at EP size {of}, by rank {theirs}: experts {theirs * held}.."
-            f"{theirs * held + held - 1} of {self.cfg.num_experts}; this model runs at EP size {size}"
-            f"{' and holds all of them as DTensors' if size > 1 and self._holds_all() else ''}; {remedy}.  To put files "
-            f"of all {of} ranks together, concatenate each expert tensor along its experts (dimension 0) in the order "
-            "of ranks and pass the result to uniep.integrations.torch.load_full_state_dict"
+            f"{prefix}w13 was saved at EP size {of}, by rank {theirs}, which holds a part of the "
+            f"{self.cfg.num_experts} experts; this model runs at EP size {here}; {remedy}.  Files of all {of} ranks: "
+            "concatenate each expert tensor along its experts (dimension 0), ranks ascending, and give the whole to "
+            "uniep.integrations.torch.load_full_state_dict"
         )
 
     def _made(self, draw: int = 0) -> None:
@@ -390,4 +389,4 @@ class MoE(nn.Module):
         y_TD = self.experts(x_TD, ids_TK, weights_TK)
         if self.shared is not None:
             y_TD = add(y_TD, self.shared(x_TD))
-        return y_TD.view(x.shape)
+        return y_TD if x.dim() == 2 else y_TD.view(x.shape)  # FSDP2 warns of views

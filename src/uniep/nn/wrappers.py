@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -86,10 +85,10 @@ class RankOfState(Tensor):
             return
         rank, size = (round(float(n)) for n in self.as_subclass(Tensor))
         raise UnsupportedError(
-            f"torch.distributed.checkpoint cannot {what} this state_dict(): it has the experts of rank {rank} of {size} "
-            "under the names of all ranks, and of each tensor one rank's would stay.  Pass "
-            "uniep.integrations.torch.TrainState(model, optimizer, mesh['ep']) instead of it, or what "
-            "get_model_state_dict gives with full_state_dict=True; files for each rank are torch.save's, or no_dist=True"
+            f"torch.distributed.checkpoint cannot {what} a state of plain experts: of rank {rank} of {size} and of the "
+            "other ranks it would have one name, and of each tensor it keeps one rank's.  Pass "
+            "uniep.integrations.torch.TrainState(model, optimizer, mesh['ep']), or take the state of all experts by "
+            "get_model_state_dict with full_state_dict=True; a checkpoint for each rank takes no_dist=True"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -103,7 +102,7 @@ def _is_together() -> bool:
     """Whether torch.distributed.checkpoint is now planning for several ranks, not with no_dist=True."""
     frame = inspect.currentframe()
     while frame is not None:
-        wrapper = frame.f_locals.get("self")
+        wrapper: Any = frame.f_locals.get("self")
         if type(wrapper).__name__ == "_DistWrapper":
             return wrapper.get_world_size() > 1
         frame = frame.f_back
