@@ -310,7 +310,10 @@ class TrainState(Stateful):
             self._collect()
         ours, dtypes = self._last
         # dcp.load needed it, and a second one would take the same memory again
+        old = _of_ranks(self.model, saved["dtypes"])  # once saved for the second name of shared experts
         for name, dtype in saved["dtypes"].items():
+            if name in old:
+                continue
             if name not in ours["dtypes"]:
                 raise ConfigError(f"the checkpoint has {name}, which this model lacks; build the model that was saved")
             if dtype != ours["dtypes"][name]:
@@ -418,10 +421,12 @@ def _set_state(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
 
 def _of_ranks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra state of each `Experts`, which belongs to this rank only."""
+    """The extra state of each `Experts`, under each of its names, which belongs to this rank only."""
     own = Experts.get_extra_state
     names = {
-        f"{layer}._extra_state".lstrip(".") for layer, module in layers(model) if type(module).get_extra_state is own
+        f"{plain_name(model, path)}._extra_state".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Experts) and type(module).get_extra_state is own
     }
     return {name: value for name, value in state_dict.items() if name in names}
 
