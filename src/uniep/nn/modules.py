@@ -156,8 +156,8 @@ class Experts(nn.Module):
         theirs, of = (round(float(n)) for n in found)
         if of == size and theirs != rank:
             raise ConfigError(
-                f"rank {rank} holds experts {self.first_expert}..{self.first_expert + e - 1}, but the state that it "
-                f"was given ({prefix}w13) those of rank {theirs}, experts {theirs * e}..{theirs * e + e - 1}; load "
+                f"rank {rank} holds experts {self.first_expert}..{self.first_expert + e - 1}, but the state holds "
+                f"({prefix}w13) those of rank {theirs}, experts {theirs * e}..{theirs * e + e - 1}; load "
                 "this rank's own, or take a state of all experts: get_model_state_dict with full_state_dict, or "
                 "uniep.integrations.torch.TrainState with torch.distributed.checkpoint"
             )
