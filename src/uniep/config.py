@@ -51,8 +51,9 @@ class MoEConfig:
         Rounds differently, so results differ.  The same for every EP size that divides G; refused for others.
     gradient_shards: 1: an expert's weight gradient is one fp32 chain over its rows in the EP group.  G: the source
         ranks of all EP groups with copies of the same experts (`Workspace(copies=)`) form G blocks of consecutive
-        ranks.  Each block is a chain of its own from 0, and blocks are added in fp32, ascending.  Rounds differently,
-        so expert gradients differ.  The same for every split of the ranks into EP and copies; see `check_group`.
+        ranks.  Each block is a chain of its own from 0, and blocks are added in fp32, ascending; so are the gradients
+        of biases.  Rounds differently, so expert gradients differ.  The same for every split of the ranks into EP and
+        copies; see `check_group`.
     max_rows: most routed rows (not counting alignment) one rank may receive in one call.  None: rows are allocated as
         needed, with one host read per call.  A number: no host read (CUDA graphs); more rows raise `CapacityError`,
         tokens are never dropped.
@@ -105,11 +106,6 @@ class MoEConfig:
                 )
         if not isinstance(self.bias, bool):
             raise ConfigError(f"MoEConfig.bias is {self.bias!r}; it must be True or False")
-        if self.bias and self.gradient_shards > 1:
-            raise UnsupportedError(
-                f"MoEConfig.gradient_shards is {self.gradient_shards}, but gradients of biases are not summed by "
-                "blocks; use 1, or bias=False"
-            )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             names = ", ".join(str(d) for d in DTYPES)
             raise ConfigError(f"MoEConfig.dtype is {self.dtype!r}; supported: {names}")

@@ -24,6 +24,7 @@ from uniep.backends.hopper import link
 from uniep.config import MoEConfig
 from uniep.kernels import claims, gemm, gradients, groups, lists, mega, plan, sync, transfer
 from uniep.launch import mega as launch_mega
+from uniep.row_operator import RowOperator
 from uniep.schedule import Schedule, default_schedule
 from uniep.way import Ways
 
@@ -146,6 +147,7 @@ def host_backend(
     schedule: Schedule | None = None,
     timeout_s: float = 60.0,
     copies: int = 1,
+    operators: Sequence[RowOperator] = (),
 ) -> hopper.HopperBackend:
     """One rank's backend.  `memories(bytes)`: the symmetric memory of all ranks, uint8, zero at first."""
     member = types.SimpleNamespace(
@@ -159,6 +161,7 @@ def host_backend(
         memories=memories,
         failures=[],
         cause="",
+        operators=operators,
     )
     member.fail = member.failures.append
     schedule = schedule or default_schedule("hopper", cfg, ep_size)
@@ -166,10 +169,10 @@ def host_backend(
     return hopper.HopperBackend(member, dataclasses.replace(schedule, push_programs=pushing))
 
 
-def use(backend: hopper.HopperBackend, schedule: Schedule) -> None:
-    """From here on, its calls are of `schedule`; memory stays as its first one made it."""
+def use(backend: hopper.HopperBackend, schedule: Schedule, operators: Sequence[RowOperator] = ()) -> None:
+    """From here on, its calls are of `schedule`, with `operators`; memory stays as its first one made it."""
     backend.schedule = schedule
-    backend.ways = Ways(backend.cfg, backend.num_ranks, schedule, "hopper", backend.ways.measured)
+    backend.ways = Ways(backend.cfg, backend.num_ranks, schedule, "hopper", backend.ways.measured, operators)
     backend.way = backend.ways[backend.cfg.max_tokens_per_rank]
     backend.orders.clear()
 

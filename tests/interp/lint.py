@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from hopper_on_host import host_backend, install, use
 from inspection import inspect, offline
+from own_operators import operators
 
 from cases import SHAPES, parse_shape
 from uniep.activation import ACTIVATIONS
@@ -64,12 +65,14 @@ class Case:
     bias: bool = False
     sync_free: bool = False
     tile_order: str = "local-first"
+    own: bool = False  # with operators of one's own
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         groups = f"groups {self.combine_groups} {self.group_sum}"
         how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}, {self.activation}"
         how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
+        how += ", operators of one's own" * self.own
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
@@ -79,7 +82,7 @@ GPT_OSS = "2880x2880x32x4"
 CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push"),
     Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
-    Case("deepseek-v3-256", FP16, "output", 8, "serial", "split"),
+    Case("deepseek-v3-256", FP16, "output", 8, "serial", "split", own=True),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push"),
     Case("qwen3-30b", BF16, "output", 2, "pipelined", "stacked", "gathered", "copy", sync_free=True),
     Case("qwen3-235b", BF16, "activation", 4, "fused", "stacked", "expanded", "copy"),
@@ -114,7 +117,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
     fields = {name: getattr(case, name) for name in ("overlap", "operand", "transfer", "group_sum", "tile_order")}
-    use(backend, dataclasses.replace(backend.schedule, **fields))
+    use(backend, dataclasses.replace(backend.schedule, **fields), operators("triton") if case.own else ())
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
     w13 = torch.empty(1 + cfg.gated, local, cfg.ffn, cfg.hidden, **like)
@@ -131,9 +134,11 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
         backend.forward(inputs, save=False)
         _, saved = backend.forward(inputs, save=True)
         backend.backward(x_TD, inputs, saved, Needs())
-        main_grads = [tuple(torch.empty(t.shape) for t in ts) for ts in (experts.w13, experts.w2)]
+        given = experts.w13, experts.w2, experts.biases
+        w13, w2, of_biases = (tuple(torch.empty(t.shape) for t in ts) for ts in given)
         for accumulate in (False, True):
-            backend.backward(x_TD, inputs, saved, Needs(), MainGrads(*main_grads, accumulate))
+            into = MainGrads(w13, w2, accumulate, biases=of_biases)
+            backend.backward(x_TD, inputs, saved, Needs(), into)
         run_collective(cfg, case.ep_size, inputs)
     return launched
 

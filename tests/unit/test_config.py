@@ -255,11 +255,6 @@ def test_gradient_shards_are_whole_ranks_of_every_copy(shards, ep, copies, fits)
         MoEConfig(**GOOD, gradient_shards=good).check_group(ep, copies)
 
 
-def test_gradient_shards_are_without_biases():
-    with pytest.raises(UnsupportedError, match=r"gradient_shards is 2, but gradients of biases.*use 1, or bias=False"):
-        MoEConfig(**GOOD, gradient_shards=2, bias=True)
-
-
 def test_gradient_shards_take_stages():
     """One kernel sums an expert's rows in one chain."""
     mega, cfg = Schedule(overlap="mega", mega_to=8), MoEConfig(**GOOD, gradient_shards=2)

@@ -9,7 +9,6 @@ communication.  Experts are compared one by one, by their global ids.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -25,8 +24,7 @@ import uniep.version
 from uniep.errors import ConfigError
 from uniep.nn.bits import part_digests
 from uniep.nn.modules import Experts
-
-WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
+from uniep.nn.wrappers import unwrapped
 
 Entry = list[Any]
 """[what it is, offset of this rank's part, digest]; offset None: each rank has a value of its own."""
@@ -173,8 +171,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, Experts | None]]:
 
 
 def _plain(path: str) -> str:
-    """The name without DDP, FSDP1, torch.compile and activation checkpointing."""
-    return WRAPPERS.sub("", path).removeprefix(".").removeprefix("module.")
+    """The name without any wrappers, DDP included."""
+    return unwrapped(path).removeprefix("module.")
 
 
 def _is(tensor: Tensor) -> str:
