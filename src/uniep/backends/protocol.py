@@ -188,8 +188,8 @@ def refuse_copies(number: int, digests: Sequence[Sequence[int]]) -> None:
                 raise UniEPError(
                     f"call {number}: ranks {b} and {a} hold different experts, but their weights have become equal: a "
                     "wrapper, an optimizer or a loader treated them as copies of one parameter "
-                    "(DistributedDataParallel, fully_shard, ZeroRedundancyOptimizer, broadcast_from_rank0). Experts are "
-                    "lost; load or initialise them again, and use uniep.integrations.torch: data_parallel or "
+                    "(DistributedDataParallel, fully_shard, ZeroRedundancyOptimizer, broadcast_from_rank0). Experts "
+                    "are lost; load or initialise them again, and use uniep.integrations.torch: data_parallel or "
                     "fully_shard_experts, and TrainState"
                 )
 
