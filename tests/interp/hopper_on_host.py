@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 from uniep import layout
 from uniep.backends.hopper import backend as hopper
@@ -75,6 +76,7 @@ def interpret(ahead_ns: int = 0) -> None:
     while a kernel spins.
     """
     install(multiprocessors=4)
+    hurry()
     hopper_calls.EXCHANGE_PROGRAMS = 3
     layout.PLAN_CHUNKS = 16
 
@@ -90,6 +92,29 @@ def interpret(ahead_ns: int = 0) -> None:
         module.range = tensor_range
     for module in (claims, mega, plan, sync):
         module.nanoseconds = nanoseconds
+
+
+def hurry() -> None:
+    """Triton's interpreter without what it does again and again, and throws away: more than half of its time.
+
+    It exchanges the functions of triton.language for its own at every call of a device function; here it does so once,
+    for as long as the process lives. It looks whether integers overflow, but tells only where `debug` is set. It makes
+    a table of all types for each type that it looks up.
+    """
+    for language in (tl, tl.core):
+        interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"language": language}))
+    interpreter._patch_lang = lambda fn: types.SimpleNamespace(restore=lambda: None)
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    usual, known = interpreter._get_np_dtype, {}
+
+    def numpy_type(of):
+        name = of.scalar.name
+        if name not in known:
+            known[name] = usual(of)
+        return known[name]
+
+    interpreter._get_np_dtype = numpy_type
 
 
 def programs_at_once(count: int, slow: bool) -> None:

@@ -269,7 +269,7 @@ def test_combine_groups_are_not_for_one_kernel():
 
 
 def test_import_touches_nothing():
-    """Importing uniep loads no Triton, starts no CUDA, reads no environment, patches nothing."""
+    """Importing uniep loads no Triton and no DTensor, starts no CUDA, reads no environment, patches nothing."""
     code = """
 import os, sys, torch
 read = []
@@ -277,12 +277,12 @@ class Watched(dict):
     def __getitem__(self, key): read.append(key); return super().__getitem__(key)
     def get(self, key, default=None): read.append(key); return super().get(key, default)
     def __contains__(self, key): read.append(key); return super().__contains__(key)
-had_triton = "triton" in sys.modules
+slow = {"triton", "torch.distributed.tensor"} - set(sys.modules)
 os.environ = Watched(os.environ)
 os.getenv = lambda key, default=None: os.environ.get(key, default)
 before = {name: id(value) for name, value in vars(torch).items()}
 import uniep
-assert had_triton or "triton" not in sys.modules, "triton was imported"
+assert not slow & set(sys.modules), f"{slow & set(sys.modules)} imported"
 assert not torch.cuda.is_initialized(), "CUDA was started"
 assert not [key for key in read if key.startswith(("UNIEP", "CUDA", "TRITON"))], read
 changed = [name for name, value in before.items() if id(getattr(torch, name)) != value]

@@ -72,7 +72,7 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
     def call(self: CpuBackend, *args: Any, **kwargs: Any) -> _T:
         with (
             self._or_give_up(unless=UniEPError), fp32_products(), torch.inference_mode(False), torch.no_grad(),
-            torch.device("cpu"), self._turn,
+            _on_cpu(), self._turn,
         ):  # fmt: skip
             self._inside = True
             try:
@@ -82,6 +82,13 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
                 self._inside = False
 
     return call
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Inside, new tensors are on the CPU.  A context of PyTorch's only where they are not anyway: inside one, each
+    operation goes through Python, which takes as long as planning."""
+    there = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if there else torch.device("cpu")
 
 
 _ROUTINGS_KEPT = 16
