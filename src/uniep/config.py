@@ -197,8 +197,8 @@ class MoEConfig:
         if groups is not None and groups % ep_size:
             fits = _listed(divisors(groups), ep_size)
             raise ConfigError(
-                f"combine_groups={groups} cannot be split evenly over {ep_size} ranks, and a group that lies on two "
-                f"ranks would be another sum; use an EP group of {fits} ranks, or combine_groups a multiple of "
+                f"combine_groups={groups} cannot be split evenly over {ep_size} ranks, and a group on two ranks "
+                f"would be summed differently; use an EP group of {fits} ranks, or combine_groups a multiple of "
                 f"{ep_size} that divides num_experts={self.num_experts}"
             )
         slots = ep_size * self.max_tokens_per_rank * self.top_k
@@ -227,8 +227,8 @@ class MoEConfig:
         fits = _listed([copies * d for d in divisors(ep_size)], shards)
         raise ConfigError(
             f"gradient_shards={shards} cannot be blocks of whole ranks of {copies} EP groups of {ep_size} ranks, each "
-            f"with as many blocks; use gradient_shards of {fits}, or other sizes of the EP group and of the group of "
-            "its copies (Workspace(copies=))"
+            f"with equally many blocks; use gradient_shards of {fits}, or other sizes of the EP group and of the "
+            "group of its copies (Workspace(copies=))"
         )
 
     @property

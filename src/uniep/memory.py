@@ -198,7 +198,7 @@ def check_room(plan: MemoryPlan, needed: int, free_R: Sequence[int]) -> None:
     if short:
         which = ", ".join(f"rank {rank}: {_size(free)}" for rank, free in short.items())
         raise CapacityError(
-            f"what ranks share takes {_size(needed)} of every rank's GPU, which has less free ({which}); lower "
+            f"shared buffers take {_size(needed)} of every rank's GPU, which has less free ({which}); lower "
             "max_tokens_per_rank, free other memory, or use backend='nccl' (collectives), which shares none.\n"
             f"{plan.explain('shared')}"
         )

@@ -493,7 +493,7 @@ def test_refusals(pool):
         "negative": "max_norm is -1.0",
         "nothing": "no parameters to clip",
         "itself": "is itself an Experts",
-        "few ranks": "the mesh has 2 ranks but the job 4",
+        "few ranks": "the mesh has 2 ranks but the job has 4",
         "a group": "process_group is decided by the mesh",
         "swapped": r"dense\[0\] is w13 of experts [04]..[37] of 8, which are spread over 2 ranks, and would count",
         "no group": r"experts\[0\] is w13 of .* would count on this rank alone.*and the EP group",

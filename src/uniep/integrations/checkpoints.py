@@ -58,8 +58,8 @@ def join_experts(
     if not found:
         *names, last = (f"experts.{matrix}" for matrix in (*first, down))
         raise ConfigError(
-            f"no name ends in {', '.join(names)} or {last}, with an expert's number in between or not; names are such "
-            f"as {', '.join(list(state)[:3]) or 'none'}; tell by gate=, up= and down=, or gate_up=, what they are"
+            f"no name ends in {', '.join(names)} or {last}, with or without an expert's number between; the first "
+            f"names are {', '.join(list(state)[:3]) or 'none'}; pass gate=, up= and down=, or gate_up= and down="
         )
     for prefix, matrices in found.items():
         _refuse_missing(prefix, matrices, [n for n in made if n.startswith(f"{prefix}.")])

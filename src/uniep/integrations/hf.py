@@ -208,7 +208,7 @@ def hook_routing(model: nn.Module) -> RoutingHooks:
         if isinstance(experts := _inner(getattr(around, "experts", None)), nn.Module) and is_experts(experts)
     ]
     if not found:
-        raise UnsupportedError(f"{type(model).__name__} has no experts that transformers lets others run")
+        raise UnsupportedError(f"{type(model).__name__} has no experts that transformers lets uniep run")
     hooks = RoutingHooks()
     for experts, router, num_experts in found:
 

@@ -112,6 +112,5 @@ def find_router(around: nn.Module, experts: nn.Module, name: str) -> tuple[nn.Mo
             if parameter.dim() == 2:
                 return child, parameter.shape[0]
     raise UnsupportedError(
-        f"{name or type(around).__name__} has no module of its own that routes to its experts, so that its routing "
-        "cannot be recorded or replayed"
+        f"{name or type(around).__name__} has no router module, so its routing cannot be recorded or replayed"
     )

@@ -429,7 +429,7 @@ def compiled_walk() -> Callable[..., int] | None:
                 path = cache.put((made / "walk.so").read_bytes(), "walk.so", binary=True)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or str(error)
-            log.warning("no C compiler, so that calls take the host longer; set CC (%s)", said.strip().splitlines()[-1])
+            log.warning("no C compiler, so calls cost more host time; set CC (%s)", said.strip().splitlines()[-1])
             return None
     walk = ctypes.CDLL(path).uniep_walk
     walk.restype, walk.argtypes = ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 2, _POINTER]

@@ -32,8 +32,8 @@ _monitors: weakref.WeakSet[LoadMonitor] = weakref.WeakSet()
 
 
 class Waits(NamedTuple):
-    """Milliseconds in which a rank stood still in a layer's calls, all calls together: for ranks that had not entered,
-    and for their tokens and results.  What a rank waits for at the entry has begun before the layer."""
+    """Milliseconds that a rank waited in a layer's calls, all calls together: for ranks that had not entered, and for
+    their tokens and results.  A wait at the entry began before the layer."""
 
     entry: float
     data: float
@@ -131,7 +131,7 @@ class LoadMonitor:
             raise ConfigError(f"warn_above is {warn_above}; it must be a share from 0 to below 1, or None")
         self.experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
         if not self.experts:
-            raise ConfigError(f"{type(model).__name__} has no uniep.nn.Experts, whose load could be counted")
+            raise ConfigError(f"{type(model).__name__} has no uniep.nn.Experts, so no load to count")
         self.warn_above, self.on_read = warn_above, on_read
         self.last: dict[str, Load] = {}
         self._names = list(self.experts)

@@ -200,7 +200,7 @@ class _Replaying(Tape):
         if x_TD.device.type != "cuda" and not bool(same):
             raise ConfigError(
                 f"a forward of {self.name} is run again with other inputs than the one that this record was replayed "
-                "for; enter the replay_routing of the forward that the backward is of"
+                "for; enter the replay_routing of the forward that this backward belongs to"
             )
         return torch.where(same, ids_TK, _NO_EXPERT)
 
@@ -238,7 +238,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
         unwrapped(name): module for name, module in model.named_modules() if "tape" in vars(module)
     }
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no uniep.nn.MoE, whose routing could be recorded or replayed")
+        raise ConfigError(f"{type(model).__name__} has no uniep.nn.MoE, so no routing to record or replay")
     for layer in found.values():
         layer.tape = layer.tape or Tape()
     return found
