@@ -2,7 +2,7 @@
 
 All layers of one shape and group share a Workspace; what a call must keep for backward is never in it.
 Environment variables are read here, when a Workspace is made, and arguments win over them:
-UNIEP_BACKEND, UNIEP_TIMEOUT_S, UNIEP_TUNE; UNIEP_COMPILE_PROCESSES (see `uniep.launch.ahead`).
+UNIEP_BACKEND, UNIEP_TIMEOUT_S, UNIEP_TUNE.
 """
 
 from __future__ import annotations

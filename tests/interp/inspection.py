@@ -15,10 +15,10 @@ import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import triton
 import triton.backends.nvidia
-
-from uniep.launch.ahead import HopperTarget
+from triton.backends.compiler import GPUTarget
 
 MAX_SHARED_BYTES = 232448
 """Dynamic shared memory of one block on Hopper; Triton does not refuse more until launch."""
@@ -102,6 +102,22 @@ def _divergent_polls(compiled: Any) -> int:
         elif re.search(r"@!?%p\d+\s+bra\b", line):
             divergent, pending = divergent + pending, 0
     return divergent
+
+
+class HopperTarget:
+    """A driver of Triton that knows its target, a Hopper GPU that need not exist, and nothing else."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from uniep import MoEConfig, Schedule
 from uniep.backends.base import Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper import link, planner, staged
 from uniep.launch import driver, records
-from uniep.launch.ahead import Kernel
 from uniep.launch.driver import Block, Varying
 from uniep.stages import Flags, stages
 from uniep.weights import ExpertWeights
@@ -195,14 +194,6 @@ def main():
         backend = hopper_on_host.host_backend(
             cfg, 0, 2, lambda size, m=memories: [t[:size] for t in m], schedule, operators=own
         )
-        given, dy = data(cfg, tokens, 1)
-        with driver.listing() as launched:
-            _, saved = backend.forward(given, True)
-            backend.backward(dy, given, saved, Needs())
-            backend.forward(given, False)
-        ahead = {Kernel.of(launch).key for launch in backend.launches(given.experts)}
-        late = {Kernel.of(launch).name for launch in launched if Kernel.of(launch).key not in ahead}
-        print(f"{name}: {len(launched)} launches, of which {sorted(late)} are not compiled ahead", flush=True)
         _, first, second = (calls(backend, *data(cfg, tokens, number), number > 1) for number in (1, 2, 3))
         for direction, (steps, program) in first.items():
             other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]

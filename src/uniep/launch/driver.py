@@ -19,6 +19,7 @@ import math
 import re
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -28,6 +29,7 @@ from torch import Tensor
 log = logging.getLogger("uniep")
 
 MAP_BYTES, MAP_ALIGN = 128, 64  # of a CUtensorMap
+COMPILED_S = 0.1  # a launch that takes longer has compiled
 L2_PROMOTION_128B = 2
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -122,9 +124,6 @@ def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict
 
     options: of Triton, such as num_warps.
     """
-    if (only_listed := listed()) is not None:
-        only_listed.append(Launch(kernel, args, constants, options))
-        return
     values: list[Any] = []  # of the parameters; a Block's first one, its tensor map, comes later
     kinds: list[Any] = []  # what the code depends on
     blocks: list[tuple[int, Block]] = []
@@ -139,7 +138,10 @@ def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict
         return
     if watcher is not None:
         watcher.spoil(f"Triton launches {kernel.fn.__name__}")
+    started = time.monotonic()
     compiled = kernel[(programs,)](*map(_for_triton, args), **constants, **options)
+    if (seconds := time.monotonic() - started) > COMPILED_S:
+        log.info("compiled %s in %.1f s, once for this machine", kernel.fn.__name__, seconds)
     if key not in _known and not misaligned:
         sizes = parameter_sizes(kernel, compiled, args) if device >= 0 else None
         _known[key] = Compiled(compiled, args, device, sizes) if sizes else None
@@ -211,8 +213,6 @@ def _for_triton(a: Any) -> Any:
 
 def copy(target: Tensor, source: Tensor, stream: Any) -> None:
     """The first rows of target = source, both contiguous, behind `stream`'s work; between GPUs by a copy engine."""
-    if listed() is not None:
-        return
     if not source.is_cuda:
         target[: len(source)].copy_(source)
         return
@@ -254,8 +254,6 @@ def result_like(tensor: Tensor) -> Tensor:
 
 def fill(memory: Tensor, word: int) -> None:
     """Every 4-byte word of contiguous memory = word, behind the current stream's work."""
-    if listed() is not None:
-        return
     if not memory.is_cuda:
         memory.view(-1).view(torch.int32).fill_(word)
         return
@@ -421,30 +419,6 @@ def watching(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _watching.watcher = None
-
-
-class Launch(NamedTuple):
-    """What `launch` is given, but for the number of programs."""
-
-    kernel: Any
-    args: Sequence[Argument]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-
-@contextlib.contextmanager
-def listing() -> Iterator[list[Launch]]:
-    """What this thread would launch meanwhile.  Nothing is launched, copied or filled."""
-    _watching.listed = []
-    try:
-        yield _watching.listed
-    finally:
-        _watching.listed = None
-
-
-def listed() -> list[Launch] | None:
-    """Of this thread, if it lists launches, and computes nothing."""
-    return getattr(_watching, "listed", None)
 
 
 def current_watcher() -> Watcher | None:

@@ -24,8 +24,6 @@ from uniep.backends.hopper.mega import Backward, Forward
 from uniep.backends.hopper.recorded import RecordedCalls, layout_of
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, UniEPError, UnsupportedError
-from uniep.launch.ahead import compile_ahead, processes_of
-from uniep.launch.driver import Launch, listing
 from uniep.limits import group_limit, why_not
 from uniep.routing import RoutingPlan
 from uniep.schedule import Schedule
@@ -86,7 +84,6 @@ class HopperBackend(Link):
         _check_support(member.cfg, member.ep_size, member.device)
         super().__init__(member, schedule)
         self.recorded = RecordedCalls(self)
-        self._compilers = processes_of(self.num_ranks)  # 0: all is compiled
 
     # ---------------------------------------------------------------- what every backend has
 
@@ -138,26 +135,6 @@ class HopperBackend(Link):
         ids_TK = torch.empty(0, self.cfg.top_k, dtype=torch.int64, device=self.device)
         return Inputs(x_TD, ids_TK, torch.empty(ids_TK.shape, dtype=torch.float32, device=self.device), experts)
 
-    def _compile_ahead(self, experts: ExpertWeights) -> None:
-        """What forwards and backwards launch, before the first."""
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            compile_ahead(self.launches(experts), self.rank, self.num_ranks, self._compilers)
-            self._compilers = 0
-
-    def launches(self, experts: ExpertWeights) -> list[Launch]:
-        """Of a forward without gradients, a forward and its backward, of every kind of way."""
-        planner, usual, inputs = self.planner, self.way, self._no_tokens(experts)
-        entered = planner.calls_made, planner.is_inside
-        with listing() as listed:
-            for way in self.ways.kinds():
-                self.way = way
-                Forward(self, inputs, False).made()
-                _, saved = Forward(self, inputs, True).made()
-                Backward(self, inputs.x_TD, inputs, saved, Needs(), None).made()
-                self.join()
-        self.way, (planner.calls_made, planner.is_inside) = usual, entered
-        return listed
-
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
         exact, way = self.cfg.max_rows is None, self.way
         rows = new_size() if exact else self.planner.capacity
@@ -207,8 +184,6 @@ class HopperBackend(Link):
             self.refuse(error)
             raise
         experts, layer = inputs.experts, inputs.layer
-        if self._compilers:
-            self._compile_ahead(experts)
         x_TD, ids_TK, weights_TK = given = tuple(map(aligned, (inputs.x_TD, inputs.ids_TK, inputs.weights_TK)))
         inputs = Inputs(x_TD, ids_TK, weights_TK, experts, layer)
         num_tokens, planner = x_TD.shape[0], self.planner

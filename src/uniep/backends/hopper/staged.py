@@ -15,7 +15,7 @@ from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Ne
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
-from uniep.launch.driver import fill, listed, release, result, result_like, temporary, tensor, unbind
+from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
 from uniep.routing import RowBlock, row_block
 from uniep.row_operator import PLACES
 from uniep.stages import Direction, Flags, Stage, stages
@@ -66,15 +66,15 @@ class _Call:
             self.results_ND = temporary(*shape, dtype=link.cfg.dtype, device=link.device)
 
     def own(self, stage: Stage) -> None:
-        """An operator of one's own.  It is not compiled ahead, but by `prepare` or its first call."""
+        """An operator of one's own."""
         from uniep.launch.staged import launch_row_operator
 
         op = stage.own
         assert op is not None
         rows_NX = self.through.raw_NF if op.after == "down_grad" else getattr(self, PLACES[op.after].memory)
-        if listed() is None and op.body is not None:
+        if op.body is not None:
             launch_row_operator(op.body, rows_NX, self.planned.bundle, stage.sms)
-        elif listed() is None:
+        else:
             op.apply(rows_NX, self.valid)
 
     @functools.cached_property
