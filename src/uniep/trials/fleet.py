@@ -55,6 +55,8 @@ class Fleet:
         self._folder = tempfile.TemporaryDirectory(prefix="uniep-tune-")
         saved = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
+        # Ctrl-C reaches the fork server and all ranks, too; they inherit this mask, and the parent ends them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self.job.ep_size):
                 ours, theirs = context.Pipe()
@@ -65,6 +67,7 @@ class Fleet:
                 self._processes.append(process)
                 self._pipes.append(ours)
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if saved is None:
                 del os.environ["OMP_NUM_THREADS"]
             else:
