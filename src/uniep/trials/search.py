@@ -136,7 +136,7 @@ class Optuna:
             import optuna
         except ImportError:
             raise ConfigError(
-                "optuna is not installed; pip install '.[tune]' or optuna, or search with --sampler model or random"
+                "optuna is not installed; pip install optuna, or search with --sampler model or random"
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.backend, self.tokens = job.backend, job.cfg.max_tokens_per_rank
