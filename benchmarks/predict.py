@@ -63,7 +63,7 @@ def predict(row: Measured, machine: Machine, times: dict[str, float]) -> float:
         key = f"{machine.name}/{row.ep}/{row.shape}/{row.tokens}/{row.routing}/{direction}/{row.impl}/{strategy}"
         if key not in times:
             problem = Problem(SHAPES[row.shape], row.ep, row.tokens, ROUTINGS[row.routing], direction)  # type: ignore[arg-type]
-            times[key] = simulate(problem, machine, STRATEGIES[strategy].program(problem, machine)).makespan_ns / 1e6
+            times[key] = simulate(problem, machine, STRATEGIES[strategy].arrange(problem, machine)).makespan_ns / 1e6
         total += times[key]
     return total
 

@@ -14,19 +14,19 @@ Every dimension of a `Schedule`, as it is declared in `uniep/schedule.py`; `pyth
 None of them changes a bit of any result. As text, for `uniep trace --schedule` and the benchmarks:
 `overlap=serial,gate_up.columns=128` (or with `+`).
 
-*Local* dimensions may follow how many tokens a rank has, which its peers do not know: two ranks may go different ways
-in one call. *Wire* dimensions say how ranks talk to each other and are alike on all of them. (On the CPU each rank
-plans the queues of all, so that all dimensions are alike.) `uniep.way.resolve(cfg, ep_size, num_tokens, schedule)` is
-what a call makes of it all; printed, it says which rule chose what, and why.
+Scope: *local* dimensions may depend on a rank's number of tokens, which its peers do not know, so two ranks may run
+differently in one call. *Wire* dimensions say how ranks communicate and are equal on all ranks. (On the CPU each rank
+plans the queues of all ranks, so all dimensions are equal.) `uniep.way.resolve(cfg, ep_size, num_tokens, schedule)`
+makes the choices for one call; the printed result says which rule chose what, and why.
 
-*Source*: UniEP (arXiv 2604.19241), HyperParallel-MoE (arXiv 2605.23764), COMET, DeepEP, or own. A default in
-parentheses is where a backend starts; *by shape*: `default_schedule` chooses by layer, ranks and most tokens.
+*Source*: UniEP (arXiv 2604.19241), HyperParallel-MoE (arXiv 2605.23764), COMET, DeepEP, or own. Defaults in parentheses
+are those of a backend; *by shape*: `default_schedule` chooses by layer, number of ranks and `max_tokens_per_rank`.
 """
 TAIL = """
 ## Which can be combined
 
-`is_valid(schedule, cfg, ep_size, backend)` lists what cannot run, with the way out; a value that means nothing to a
-backend is refused by name. `neighbours(schedule, setting)` gives the valid schedules one step away.
+`is_valid(schedule, cfg, ep_size, backend)` lists everything that cannot run, with the remedy. A value that has no
+meaning on a backend is refused by name. `neighbours(schedule, setting)` gives the valid schedules one step away.
 """
 
 

@@ -17,6 +17,7 @@ from uniep.nn.functional import moe, route
 from uniep.nn.load import report
 from uniep.nn.ops import SAVE_OPS
 from uniep.routing import RoutingPlan
+from uniep.row_operator import RowOperator
 from uniep.schedule import Schedule, Tile
 from uniep.version import __version__
 from uniep.workspace import Workspace
@@ -31,6 +32,7 @@ __all__ = [
     "MoEConfig",
     "PeerTimeoutError",
     "RoutingPlan",
+    "RowOperator",
     "Schedule",
     "Tile",
     "UniEPError",

@@ -51,8 +51,9 @@ class MoEConfig:
         Rounds differently, so results differ.  The same for every EP size that divides G; refused for others.
     gradient_shards: 1: an expert's weight gradient is one fp32 chain over its rows in the EP group.  G: the source
         ranks of all EP groups with copies of the same experts (`Workspace(copies=)`) form G blocks of consecutive
-        ranks.  Each block is a chain of its own from 0, and blocks are added in fp32, ascending.  Rounds differently,
-        so expert gradients differ.  The same for every split of the ranks into EP and copies; see `check_group`.
+        ranks.  Each block is a chain of its own from 0, and blocks are added in fp32, ascending; so are the gradients
+        of biases.  Rounds differently, so expert gradients differ.  The same for every split of the ranks into EP and
+        copies; see `check_group`.
     max_rows: most routed rows (not counting alignment) one rank may receive in one call.  None: rows are allocated as
         needed, with one host read per call.  A number: no host read (CUDA graphs); more rows raise `CapacityError`,
         tokens are never dropped.
@@ -105,11 +106,6 @@ class MoEConfig:
                 )
         if not isinstance(self.bias, bool):
             raise ConfigError(f"MoEConfig.bias is {self.bias!r}; it must be True or False")
-        if self.bias and self.gradient_shards > 1:
-            raise UnsupportedError(
-                f"MoEConfig.gradient_shards is {self.gradient_shards}, but gradients of biases are not summed by "
-                "blocks; use 1, or bias=False"
-            )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             names = ", ".join(str(d) for d in DTYPES)
             raise ConfigError(f"MoEConfig.dtype is {self.dtype!r}; supported: {names}")
@@ -155,8 +151,8 @@ class MoEConfig:
         if groups is not None and groups % ep_size:
             fits = _listed(divisors(groups), ep_size)
             raise ConfigError(
-                f"combine_groups={groups} cannot be split evenly over {ep_size} ranks, and a group that lies on two "
-                f"ranks would be another sum; use an EP group of {fits} ranks, or combine_groups a multiple of "
+                f"combine_groups={groups} cannot be split evenly over {ep_size} ranks, and a group on two ranks "
+                f"would be summed differently; use an EP group of {fits} ranks, or combine_groups a multiple of "
                 f"{ep_size} that divides num_experts={self.num_experts}"
             )
         slots = ep_size * self.max_tokens_per_rank * self.top_k
@@ -185,8 +181,8 @@ class MoEConfig:
         fits = _listed([copies * d for d in divisors(ep_size)], shards)
         raise ConfigError(
             f"gradient_shards={shards} cannot be blocks of whole ranks of {copies} EP groups of {ep_size} ranks, each "
-            f"with as many blocks; use gradient_shards of {fits}, or other sizes of the EP group and of the group of "
-            "its copies (Workspace(copies=))"
+            f"with equally many blocks; use gradient_shards of {fits}, or other sizes of the EP group and of the "
+            "group of its copies (Workspace(copies=))"
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from uniep.config import MoEConfig
 from uniep.meeting import Meeting
+from uniep.row_operator import RowOperator
 
 
 class Membership:
@@ -18,7 +19,7 @@ class Membership:
 
     group: process group of `ep_size` ranks, in which this is `rank`; None: EP=1 without a process group.
     timeout_s: longest wait for a peer, in each stage.  copies: EP groups with the same experts.  cause: why the
-    Workspace was closed, "" while it is open.
+    Workspace was closed, "" while it is open.  operators: of one's own, in its calls.
     """
 
     def __init__(
@@ -32,11 +33,12 @@ class Membership:
         meeting: Meeting,
         end: Callable[[str], None],
         copies: int = 1,
+        operators: Sequence[RowOperator] = (),
     ) -> None:
         """end: method of the Workspace that closes it for the given cause.  It does not keep the Workspace alive."""
         self.cfg, self.group, self.rank, self.ep_size = cfg, group, rank, ep_size
         self.device, self.timeout_s, self.copies = device, timeout_s, copies
-        self.cause = ""
+        self.cause, self.operators = "", operators
         self._meeting: Meeting | None = meeting
         self._end: Callable[[], Any] = weakref.WeakMethod(end)
 

@@ -36,6 +36,7 @@ from uniep.layout import (
     table_tiles,
 )
 from uniep.limits import group_limit, shape_limit
+from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import CALLER, DIRECTIONS, END, SAVED, stages
 from uniep.way import Way, resolve
@@ -146,11 +147,13 @@ def plan_memory(
     backend: str = "hopper",
     schedule: Schedule | None = None,
     tokens: int | None = None,
+    operators: Sequence[RowOperator] = (),
 ) -> MemoryPlan:
     """The buffers of one rank: those that peers write into, those saved for backward, and the large ones of a call.
 
     Needs no GPU and no process group.  copies: EP groups with the same experts, of `Workspace(copies=)`.
     backend: "hopper", "cpu" or "nccl".  schedule: default the backend's own.
+    operators: of `Workspace(operators=)`; what they allocate themselves is not known.
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
     routing unless cfg.max_rows fixes them (hopper).
     Raises ConfigError if ep_size ranks of this backend, and their copies, cannot run cfg or schedule, tokens exceed the
@@ -168,7 +171,9 @@ def plan_memory(
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
     if not isinstance(tokens, int) or not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")
-    call = _Call(cfg, ep_size, tokens, resolve(cfg, ep_size, tokens, schedule, backend=backend), copies)
+    refuse_operators(operators, backend)
+    way = resolve(cfg, ep_size, tokens, schedule, backend=backend, operators=operators)
+    call = _Call(cfg, ep_size, tokens, way, copies)
     title = (
         f"{backend}: {cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, "
         f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
@@ -193,7 +198,7 @@ def check_room(plan: MemoryPlan, needed: int, free_R: Sequence[int]) -> None:
     if short:
         which = ", ".join(f"rank {rank}: {_size(free)}" for rank, free in short.items())
         raise CapacityError(
-            f"what ranks share takes {_size(needed)} of every rank's GPU, which has less free ({which}); lower "
+            f"shared buffers take {_size(needed)} of every rank's GPU, which has less free ({which}); lower "
             "max_tokens_per_rank, free other memory, or use backend='nccl' (collectives), which shares none.\n"
             f"{plan.explain('shared')}"
         )
@@ -245,9 +250,7 @@ class _Size(NamedTuple):
 
 def _shared(c: _Call, backend: str) -> list[Buffer]:
     """What peers write into."""
-    arrays: Arrays = {}
-    if backend in _ARRAYS:
-        arrays = _ARRAYS[backend](c.cfg, c.ep_size, c.way)
+    arrays: Arrays = _ARRAYS[backend](c.cfg, c.ep_size, c.way) if backend in _ARRAYS else {}
     return [Buffer(name, *array, "shared", _SHARED_WHY[name]) for name, array in arrays.items()]
 
 
@@ -315,6 +318,7 @@ def _hopper(c: _Call) -> list[_Size]:
         _Size("act", (rows, cfg.ffn), dtype, "activation; in backward, weighted, for dW2"),
         _Size("raw", (rows, cfg.ffn), _F32, "backward: dO @ W2"),
         _Size("lists", (lists,), _I64, "tasks of the kernel"),
+        _Size("valid", (rows,), torch.bool, "which rows are of tokens, for torch functions of one's own"),
         _Size("dh", (rows, 1 + cfg.gated, cfg.ffn), dtype, "backward: gradient of h"),
         _Size("address", (2, rows + 2 * ROW_ALIGN), _I64, "of rows of x and dO"),
         _groups(c, rows),
@@ -374,15 +378,16 @@ def _gradient_blocks(c: _Call, backend: str) -> list[_Size]:
         return []
     like = "dw2"
     apart = (blocks,) if c.copies > 1 else ()
-    of_13, of_2 = (c.local, cfg.h_columns, cfg.hidden), (c.local, cfg.hidden, cfg.ffn)
+    of: dict[str, tuple[int, ...]] = {"w13": (c.local, cfg.h_columns, cfg.hidden), "w2": (c.local, cfg.hidden, cfg.ffn)}
+    if cfg.bias:
+        of |= {"b13": (c.local, cfg.h_columns), "b2": (c.local, cfg.hidden)}
     why = f"fp32, {blocks} blocks of ranks apart" if apart else f"fp32, the sum of {blocks} blocks of ranks"
-    found = [_Size(f"dw{n}_blocks", (*apart, *of), _F32, why, like) for n, of in ((13, of_13), (2, of_2))]
+    found = [_Size(f"d{name}_blocks", (*apart, *shape), _F32, why, like) for name, shape in of.items()]
     if apart:
-        at_once = (2 * blocks + 2, min(math.prod(of_13), SUMMED_AT_ONCE))
+        at_once = (2 * blocks + 2, min(math.prod(of["w13"]), SUMMED_AT_ONCE))
         found += [
             _Size("dw_copies", at_once, _F32, "sent to copies and received, a part at a time", like),
-            _Size("dw13_sum", of_13, _F32, "fp32, over all blocks", like),
-            _Size("dw2_sum", of_2, _F32, "fp32, over all blocks", like),
+            *(_Size(f"d{name}_sum", shape, _F32, "fp32, over all blocks", like) for name, shape in of.items()),
         ]
     if backend != "cpu" and blocks > 1:
         rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)

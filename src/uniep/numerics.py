@@ -177,13 +177,13 @@ def bias_groups(dy_RD: Tensor, b2_D: Tensor) -> Tensor:
 
 
 def row_block_sums(x_RC: Tensor) -> Tensor:
-    """(R, C) fp32, R a multiple of ROW_ALIGN -> (C,): sums of columns.
+    """(R, C) fp32, R a multiple of ROW_ALIGN, 0 too -> (C,): sums of columns.
 
     **Order**: each block of ROW_ALIGN rows by its adjacent-pairs tree; blocks ascending, from 0.
     """
     total_C = torch.zeros(x_RC.shape[1], dtype=torch.float32, device=x_RC.device)
-    for block_RC in x_RC.split(ROW_ALIGN):
-        total_C += pair_tree_sum(block_RC.T)
+    for first in range(0, x_RC.shape[0], ROW_ALIGN):
+        total_C += pair_tree_sum(x_RC[first : first + ROW_ALIGN].T)
     return total_C
 
 

@@ -214,10 +214,10 @@ class Schedule:
 
     overlap: Literal["serial", "fused", "pipelined", "mega"] = dimension(
         "fused", backends=(CPU, GPU), source=f"{_UNIEP}; pipelined: {_COMET}; mega: {_HYPER}, {_UNIEP}",
-        doc="What runs beside what. serial: every stage waits for the one before (the oracle). fused: transfers run "
-        "beside the GEMMs that consume or produce them. pipelined: fused, and the down product runs on "
-        "multiprocessors of its own beside gate and up, so that rows return from the first tile on. mega: one kernel "
-        "per direction after the plan or the entry; its programs claim tasks from the compiler's lists.",
+        doc="What overlaps with what. serial: every stage waits for the one before (the reference). fused: transfers "
+        "overlap with the GEMMs that consume or produce them. pipelined: as fused, and the down product runs on "
+        "reserved multiprocessors during gate_up, so that rows return from the first tile on. mega: one kernel per "
+        "direction after the plan or the entry; its programs claim tasks from the compiler's lists.",
         helps="fused always; pipelined where results take longer on the wire than the down product; mega for few "
         "tokens.",
         only={"pipelined": (GPU,), "mega": (GPU,)}, condition=_no_groups,
@@ -227,47 +227,47 @@ class Schedule:
     tile_order: Literal["natural", "local-first", "chunk-major", "critical-path"] = dimension(
         "local-first", backends=(CPU, GPU),
         source=f"local-first: {_UNIEP}; critical-path: {_HYPER}; chunk-major: {_OWN}",
-        doc="natural: tiles in expert order. local-first: tiles whose rows are all local before the rest, each in "
-        "expert order; in kernels that follow each other, those of as many leading experts as last until peers' "
-        "tokens are here; of all experts elsewhere (mega, CPU). chunk-major: `chunk_experts` experts go through all "
-        "GEMMs, one GEMM after the other, while the next ones begin. critical-path: list scheduling: "
-        "a free worker takes the task that most work still depends on; of tiles (CPU), or once for all routings, of "
-        "an expert's tiles of one GEMM together (mega).",
-        helps="local-first hides the journey of the first tokens; chunk-major returns rows earlier; critical-path "
+        doc="natural: tiles in expert order. local-first: tiles with local rows only come first, each part in expert "
+        "order. With mega and on the CPU this applies to all experts, else to the first few, enough to last until "
+        "peers' tokens have arrived. chunk-major: `chunk_experts` experts go through all GEMMs, one GEMM after the "
+        "other, while the next ones begin. critical-path: list scheduling: a free worker takes the task on the "
+        "longest path to the end; on the CPU tile by tile, with mega once for all routings, for all tiles of an "
+        "expert and GEMM together.",
+        helps="local-first hides the dispatch of the first tokens; chunk-major returns rows earlier; critical-path "
         "weighs both by measured speeds.",
         only={"chunk-major": (CPU, MEGA), "critical-path": (CPU, MEGA)}, usual={COLLECTIVE: "natural"},
         shown={value: value for value in ("natural", "local-first", "chunk-major", "critical-path")},
     )  # fmt: skip
     chunk_experts: int = dimension(
         1, (1, 2, 4, 8), backends=(CPU, MEGA), source=_OWN,
-        doc='Experts of a chunk of tile_order="chunk-major".',
+        doc='Experts per chunk with tile_order="chunk-major".',
         helps="Fewer return rows earlier, more share weights among tiles for longer.",
     )  # fmt: skip
     transfer: Literal["push", "copy"] = dimension(
         "push", backends=(GPU,), scope="wire", source=f"push: {_UNIEP}; copy: {_OWN}",
         doc="How ranks send tokens. push: programs store the deduplicated tokens. copy: copy engines send every "
-        "token to every peer; no program is lost to it, and it need not wait for the plan, but tokens travel that no "
-        "expert of the peer wants.",
-        helps="copy where a peer wants most tokens anyway (from 0.7 of them on, 2x H200), if calls are not one kernel.",
+        "token to every peer; this takes no programs and does not wait for the plan, but also sends tokens that the "
+        "peer does not need.",
+        helps="copy where a peer needs most tokens anyway (from 0.7 of them on, 2x H200), if calls are not mega.",
         usual={GPU: _usual_transfer}, shown={"copy": "copy"},
     )  # fmt: skip
     peer_order: Literal["natural", "rotated"] = dimension(
         "natural", backends=(CPU, MEGA), source=_UNIEP,
         doc="Order inside an expert. natural: row tiles ascending. rotated: the first GEMM in the order in which "
-        "peers' tokens arrive; tiles that return rows begin with the next rank's, so that no two ranks write to the "
-        "same peer at the same place of their lists.",
+        "peers' tokens arrive; tiles that return rows start with those of the next rank, so that no two ranks write to "
+        "the same peer at the same place of their lists.",
         helps="rotated spreads writes over peers; with two ranks there is nothing to spread.",
         shown={"rotated": "rotated"},
     )  # fmt: skip
     weight_gradient_order: Literal["last", "interleaved"] = dimension(
         "last", backends=(CPU, MEGA), source=_HYPER,
-        doc="last: after all other backward work is done or blocked. interleaved: those of an expert after the rows "
-        "that it returns, so that returns are spread over the weight gradients.",
+        doc="last: after all other backward work is done or blocked. interleaved: the weight gradients of an expert "
+        "directly after the rows that it returns, so that returns are spread over the weight gradients.",
         helps="interleaved where returns outlast the products of their own rows.", shown={"interleaved": "interleaved"},
     )  # fmt: skip
     activation: Literal["fused", "separate"] = dimension(
         "fused", backends=(CPU,), source=_HYPER,
-        doc="fused: in the epilogue of the GEMM before it. separate: tiles of their own for vector workers.",
+        doc="fused: in the epilogue of the GEMM before it. separate: separate tiles for vector workers.",
         helps="separate where vector workers would idle.", shown={"separate": "activation"},
     )  # fmt: skip
     operand: Literal["gathered", "expanded"] = dimension(
@@ -310,15 +310,15 @@ class Schedule:
     )  # fmt: skip
     group_sum: Literal["after", "beside"] = dimension(
         "after", backends=(GPU,), source=f"{_OWN} (DeepEP adds before it returns)",
-        doc="Where the forward adds the rows of combine groups. after: in a pass after the down product. beside: by "
-        "programs of their own as its row tiles are done, those of peers' tokens first, so that sums travel while "
-        "the product goes on. In the backward they hide under the weight gradients.",
+        doc="When the forward sums the rows of combine groups. after: in a pass after the down product. beside: by "
+        "separate programs, as soon as its row tiles are done, peers' tokens first, so that sums travel during the "
+        "product. In the backward the sums hide under the weight gradients.",
         helps="after at EP 2 (2x H200); beside is for sums that take long on the wire.", condition=_same_sums,
     )  # fmt: skip
     activation_gradient: Literal["after", "beside"] = dimension(
         "after", backends=(GPU,), source=_OWN,
-        doc="Where the activation's gradient runs. after: in a pass after the product that feeds it. beside: by "
-        "programs of their own as its row tiles are done and lie in L2 (not serial).",
+        doc="When the activation gradient runs. after: in a pass after down_grad. beside: by separate programs during "
+        "down_grad, when its row tiles are done and still in L2 (not serial).",
         helps="beside from 2048 tokens of a rank on.", usual={GPU: "beside"},
     )  # fmt: skip
     beside_from: int = dimension(

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from uniep.config import MoEConfig
 from uniep.dimension import COLLECTIVE, GPU
+from uniep.row_operator import RowOperator
 from uniep.way import Way
 
 Direction = Literal["forward", "backward"]
@@ -37,6 +38,9 @@ class Flags(NamedTuple):
     biases: bool = True
     main_grad: bool = False
     wire: bool = True
+
+
+ALL = Flags()
 
 
 class Order(NamedTuple):
@@ -64,11 +68,11 @@ class Stage:
     """One step of a call.
 
     operators: those of the task graph that it carries out.  kernels: what it launches on a GPU, in turn; "copy" is one
-    by copy engines; collectives by their names.  stream: of a GPU.  sms: multiprocessors of its kernels; 0: it takes
-    none.  waits, signals: flags of peers.  after: stages of other streams that it waits for.  beside: the stage from
-    whose start on its stream goes on; "": from its own.  shares_cursor: it is a launch of a product whose other launch
-    takes tiles from the same cursor.  buffers: memory that it makes, each with the last stage that uses it, or END,
-    SAVED or CALLER.
+    by copy engines, "torch" what a torch function launches; collectives by their names.  stream: of a GPU.  sms:
+    multiprocessors of its kernels; 0: it takes none.  waits, signals: flags of peers.  after: stages of other streams
+    that it waits for.  beside: the stage from whose start on its stream goes on; "": from its own.  shares_cursor: it
+    is a launch of a product whose other launch takes tiles from the same cursor.  buffers: memory that it makes, each
+    with the last stage that uses it, or END, SAVED or CALLER.  own: the operator of one's own that it is.
     """
 
     name: str
@@ -83,6 +87,7 @@ class Stage:
     shares_cursor: bool = False
     buffers: tuple[tuple[str, str], ...] = ()
     order: Order | None = None
+    own: RowOperator | None = None
 
 
 class Program(NamedTuple):
@@ -103,7 +108,7 @@ class Program(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def stages(cfg: MoEConfig, way: Way, direction: Direction, flags: Flags = Flags()) -> tuple[Stage, ...]:  # noqa: B008
+def stages(cfg: MoEConfig, way: Way, direction: Direction, flags: Flags = ALL) -> tuple[Stage, ...]:
     """The stages of a call of `way`, in the order in which they begin."""
     call = _Call(cfg, way, flags, direction == "forward")
     if way.backend == COLLECTIVE:
@@ -121,6 +126,7 @@ class _Call:
         self.copies = self.device and way.copies and self.wired
         self.dispatched = self.device and self.wired and way.gates and not way.mega  # by a stage of its own
         self.beside = way.down_sms if self.is_forward else 0
+        self.has_mask = False
         self.barrier = "barrier_kernel" * self.remote
 
     def make(self, name: str, operators: str = "", kernels: str = "", **fields: Any) -> Stage:
@@ -170,6 +176,17 @@ class _Call:
             signals=self.flag("arrived", pushes and waits), **{"order": order} | fields,
         )  # fmt: skip
 
+    def own(self, product: str) -> list[Stage]:
+        """Operators of one's own behind a product.  The first torch function of a direction makes the mask of rows."""
+        after, made = (product,) * bool(product == "down" and self.beside), list[Stage]()
+        for op in self.way.own(product):
+            how: dict[str, Any] = {"own": op, "after": after}
+            if op.body is None:
+                how |= {"sms": 0, "buffers": (("valid", END),) * (self.device and not self.has_mask)}
+                self.has_mask = True
+            made.append(self.make(op.name, op.name, "torch" if op.body is None else "row_operator_kernel", **how))
+        return made
+
     def forward(self) -> list[Stage]:
         way, save = self.way, self.flags.save
         expanded = self.device and way.expanded
@@ -182,6 +199,7 @@ class _Call:
         made.append(make("gate_up", "gate_up", "gate_up_kernel", buffers=h, **how))
         if way.separate:
             made.append(self.make("activation", "activation"))
+        made += self.own("gate_up")
         if save and not expanded:
             kept = (("kept" if self.device else "received", SAVED),)
             copy = "copy" * (self.remote and not way.again)
@@ -193,7 +211,7 @@ class _Call:
     def returning(self, name: str) -> list[Stage]:
         """The product whose rows return: from its epilogue, by a pass behind it, or added by combine groups."""
         way, kernel, sent = self.way, "product_kernel", {"signals": self.flag("returned")}
-        kept = way.returns != "epilogue" if self.device else way.grouped or way.backend == COLLECTIVE
+        kept = way.keeps_results
         results: Any = {"buffers": (("results", END),) * kept}
         if self.beside:
             side = {"stream": "side", "beside": "gate_up", "sms": self.beside, **results}
@@ -204,12 +222,14 @@ class _Call:
             return [self.make("group_sum", f"{name} group_sum", kernels, **results, **sent)]
         else:
             made = [self.make(name, name, kernel, **results, **({} if kept else sent))]
+        made += self.own(name)
+        after = (name,) * bool(self.beside)
         if way.grouped:
             stream = "call" if self.is_forward else "side"
-            after = (name,) * bool(self.beside)
             made.append(self.make("group_sum", "group_sum", "group_sum_kernel", stream=stream, after=after, **sent))
-        elif self.device and kept:
-            made.append(self.make("push_rows", "", "push_rows_kernel", **sent))
+        elif kept and way.backend != COLLECTIVE:
+            rows = "push_rows" * (not self.device)
+            made.append(self.make("push_rows", rows, "push_rows_kernel", after=after, **sent))
         return made
 
     def combine(self, operators: str, more: str, **fields: Any) -> Stage:
@@ -224,11 +244,15 @@ class _Call:
         raw = (("raw", "activation_gradient" if self.device else END),) * (apart or way.backend == COLLECTIVE)
         through = (*raw, ("dh", END), ("act", END), ("dweight_groups", END))
         made = [self.product("down_grad", "down_grad", "gathered_product_kernel", buffers=through)]
+        made += self.own("down_grad")
         if apart:
             kernel = "claimed_activation_gradient_kernel" if way.gradient_beside else "activation_gradient_kernel"
             made.append(self.make("activation_gradient", "activation_gradient", kernel))
-        made += [self.make("dweight", "dweight", "dweights_kernel"), *self.returning("gate_up_grad")]
-        operators, used = f"{'collect' * flags.weights} combine", "used_dweights_kernel" * flags.weights
+        if self.device or flags.weights:  # a GPU makes what its peers may need
+            made.append(self.make("dweight", "dweight", "dweights_kernel"))
+        made += self.returning("gate_up_grad") if self.device or flags.x else []
+        operators = f"{'collect' * flags.weights} {'combine' * (self.device or flags.x)}"
+        used = "used_dweights_kernel" * flags.weights
         sums = self.combine(operators, used, buffers=(("dx", CALLER),), stream="side")
         weights: list[Stage] = []
         if self.device and flags.biases and self.cfg.bias:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 from uniep.config import MoEConfig
-from uniep.dimension import GPU, MEASURED, Measured
+from uniep.dimension import COLLECTIVE, GPU, MEASURED, Measured
+from uniep.row_operator import PLACES, RowOperator
 from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_share
 
 
@@ -54,6 +56,7 @@ class Way:
         tiles of their own.
     gate_up, down, weight_gradient: tiles of the products.
     sms: multiprocessors that kernels take.  matrix_workers, vector_workers: threads.
+    operators: of one's own, in the order in which they run behind a product.
     given: what it was resolved from, for `explain` and, of measured values, list scheduling.
     """
 
@@ -88,12 +91,26 @@ class Way:
     sms: int
     matrix_workers: int
     vector_workers: int
+    operators: tuple[RowOperator, ...] = ()
     given: tuple[Schedule, MoEConfig, Measured] = dataclasses.field(repr=False, compare=False)
 
     @property
     def grouped(self) -> bool:
         """Whether rows are added by combine groups before they return."""
         return self.returns in ("sums after", "sums beside")
+
+    @property
+    def keeps_results(self) -> bool:
+        """Whether results are stored by row first, and return behind their product."""
+        return self.returns != "epilogue" or self.backend == COLLECTIVE
+
+    def own(self, after: str) -> list[RowOperator]:
+        """Operators of one's own behind this product."""
+        return [op for op in self.operators if op.after == after]
+
+    def computes_in_torch(self, direction: str) -> bool:
+        """Whether a GPU runs torch functions among its kernels."""
+        return any(op.body is None for op in self.operators if op.direction == direction)
 
     @property
     def forward_tile(self) -> Tile:
@@ -134,6 +151,8 @@ class Way:
         if cfg.gradient_shards > 1:
             why = f"{cfg.gradient_shards}: one kernel would sum an expert's rows in one chain"
             kernels = Choice("kernels", "in stages", "gradient_shards", why)
+        if self.operators:
+            kernels = Choice("kernels", "in stages", "operators", "one kernel has no place for one's own")
         staged = (
             Choice(
                 "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
@@ -163,6 +182,7 @@ class Way:
             ),
             *(wired if device else ()),
             Choice("received tokens", s.received, "received", "as set"),
+            *(Choice(op.name, f"after {op.after}", "operators", PLACES[op.after].cost) for op in self.operators),
         ]  # fmt: skip
 
     def explain(self) -> str:
@@ -186,8 +206,10 @@ def resolve(
     *,
     backend: str = GPU,
     measured: Measured = MEASURED,
+    operators: Sequence[RowOperator] = (),
 ) -> Way:
-    """The way of a call of a rank with `num_tokens` of its own.  schedule: default the backend's own.
+    """The way of a call of a rank with `num_tokens` of its own.  schedule: default the backend's own.  operators: of
+    one's own; with one, calls run in stages.
 
     It does not check whether the schedule can run: see `is_valid`.
     """
@@ -195,23 +217,27 @@ def resolve(
     device, sms, grouped = backend == GPU, measured.sms - s.free_sms, cfg.combine_groups is not None
     gates = s.overlap == "serial"
     wanted = s.overlap == "mega" or (not gates and 0 < s.mega_to >= num_tokens)
-    mega = device and wanted and cfg.gradient_shards == 1
+    mega = device and wanted and cfg.gradient_shards == 1 and not operators
+    behind = {op.after for op in operators}
     waits, copies = ep_size > 1 and not gates, ep_size > 1 and s.transfer == "copy"
-    down = down_sms(s, num_tokens, sms) if device and not mega else 0
+    down = down_sms(s, num_tokens, sms) if device and not mega and "gate_up" not in behind else 0
     local_first: Literal["none", "leading", "all"] = "none"
     if s.tile_order in ("local-first", "critical-path"):
         local_first = "all" if mega or not device else "leading" if ep_size > 1 else "none"
+    kept = bool(behind & {"down", "gate_up_grad"})
     returns: Literal["epilogue", "pass", "sums after", "sums beside"]
     if grouped:
-        returns = "sums beside" if s.group_sum == "beside" else "sums after"
+        returns = "sums beside" if s.group_sum == "beside" and not kept else "sums after"
     else:
-        returns = "pass" if gates else "epilogue"
+        returns = "pass" if kept or (gates and device) else "epilogue"
     pushes = waits and (mega or not copies)
     push_us = _push_us(cfg, ep_size, num_tokens, measured)
     rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gate_up, s.down)]
     leads = _leads(cfg, ep_size, num_tokens, copies, sms, measured) if local_first == "leading" else (0, 0)
     staged = device and not mega and not gates
     beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
+    beside = beside and "down_grad" not in behind
+    gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
         returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies, waits=waits,
@@ -221,9 +247,9 @@ def resolve(
         critical_path=s.tile_order == "critical-path", rotated=s.peer_order == "rotated",
         interleaved=s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
         again=s.received == "again", device_tiles=device, separate=s.activation == "separate",
-        separate_gradient=device or s.activation == "separate", gate_up=s.gate_up, down=s.down,
+        separate_gradient=gradient_apart, gate_up=s.gate_up, down=s.down,
         weight_gradient=s.weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,
-        given=(s, cfg, measured),
+        operators=tuple(operators), given=(s, cfg, measured),
     )  # fmt: skip
 
 
@@ -267,15 +293,18 @@ class Ways(dict[int, Way]):
     """The ways of a Workspace's calls by the tokens of this rank, each resolved once.  schedule: None: the default."""
 
     def __init__(
-        self, cfg: MoEConfig, ep_size: int, schedule: Schedule | None, backend: str, measured: Measured = MEASURED
-    ) -> None:
+        self, cfg: MoEConfig, ep_size: int, schedule: Schedule | None, backend: str, measured: Measured = MEASURED,
+        operators: Sequence[RowOperator] = (),
+    ) -> None:  # fmt: skip
         self.cfg, self.ep_size, self.backend, self.measured = cfg, ep_size, backend, measured
         self.schedule = schedule or default_schedule(backend, cfg, ep_size, measured)
+        self.operators = operators
 
     def __missing__(self, num_tokens: int) -> Way:
         if len(self) >= 1000:  # any number of lengths may come
             self.clear()
-        way = resolve(self.cfg, self.ep_size, num_tokens, self.schedule, backend=self.backend, measured=self.measured)
+        how: Any = {"backend": self.backend, "measured": self.measured, "operators": self.operators}
+        way = resolve(self.cfg, self.ep_size, num_tokens, self.schedule, **how)
         self[num_tokens] = way
         return way
 

@@ -29,6 +29,7 @@ from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
 from uniep.meeting import Meeting
 from uniep.membership import Membership
+from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import DIRECTIONS, Direction, Program, stages
 from uniep.tuner import choose
@@ -62,6 +63,8 @@ class Workspace:
         experts, in the order of their blocks (`MoEConfig.gradient_shards`), this rank included.  Then each backward
         sums expert gradients over them, too, and is collective over both groups: `.grad` and main_grad are complete
         over EP x copies, the same on all copies.  None: no copies, or they are reduced elsewhere.
+    operators: of one's own, on rows of the experts (`RowOperator`); behind the same product in this order.  Ranks
+        compare what they are and where they stand, not what they compute.
     schedule: how calls are executed; changes only speed.  Default: chosen by `tune`.
     tune: "off": the backend's default Schedule.  "cached": the choice of a table of this card, shape and kernels for
         max_tokens_per_rank, the same on all ranks.  "online": the fastest of the Schedules that such a table has
@@ -77,6 +80,7 @@ class Workspace:
         group: Any = None,
         *,
         copies: Any = None,
+        operators: Sequence[RowOperator] = (),
         device: torch.device | str | int | None = None,
         backend: str = "auto",
         schedule: Schedule | None = None,
@@ -97,6 +101,7 @@ class Workspace:
         self.unnamed = False  # whether a forward of an unknown layer has run
         self.entering = threading.RLock()  # held from when a forward is numbered until it is done
         self.timeout_s = DEFAULT_TIMEOUT_S
+        self.operators = operators  # judged with the rest
 
         fields, error, chosen, found = self._judge(cfg, device, backend, schedule, timeout_s, agreed, tune)
         error = self._agree_with_copies(fields, error)
@@ -121,7 +126,7 @@ class Workspace:
         _end_in_forked_children()
         self._membership = Membership(
             self.cfg, self.group, self.rank, self.ep_size, self.device, self.timeout_s, meeting, self.fail,
-            self.num_copies,
+            self.num_copies, self.operators,
         )  # fmt: skip
         self._backend = registry.make(backend, self._membership, schedule)
         meeting.exchange(None, "ready")
@@ -153,6 +158,9 @@ class Workspace:
                 refuse_invalid(schedule, cfg)
             chosen = choose_backend(backend, self.device)
             fields |= {"backend": chosen, "device type": self.device.type, "schedule": schedule, "agreed": agreed}
+            refuse_operators(self.operators, chosen)
+            self.operators = tuple(self.operators)
+            fields["operators"] = [op.described for op in self.operators]
             fields["tune"] = choose.mode(tune)
             if schedule is None:
                 found = choose.proposals(cfg, self.ep_size, chosen, self.device, fields["tune"])

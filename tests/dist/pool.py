@@ -7,6 +7,9 @@ hung test costs a few seconds and not the session.
 
     pool.run(function, 1, "text", ranks=2)  ->  [value of rank 0, value of rank 1]
 
+Ranks are forked from a server that has only imported what most of them need, since importing it takes longer than most
+tests.  So all ranks of a session hash strings alike; those that torchrun starts in other tests do not.
+
 Values travel as plain pickles: tensors by value, never as shared memory.
 """
 
@@ -37,9 +40,11 @@ START_TIMEOUT_S = 120.0
 GRACE_S = 15.0
 """How long the others may go on after a rank's death."""
 
-MAX_GROUPS = 32
+MAX_GROUPS = 8
 """So many groups may functions leave behind. Each has a thread that looks 100 times a second; what torch remembers of
 device meshes names them, so that they cannot be destroyed alone."""
+
+PRELOADED = ["pytest", "uniep", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -76,7 +81,8 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="uniep-pool-")
         self._processes, self._pipes = [], []
         saved = {name: os.environ.get(name) for name in ONE_THREAD}
@@ -85,7 +91,7 @@ class Pool:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_worker, args=(rank, self.size, self._folder.name, theirs), daemon=True
+                    target=_worker, args=(rank, self.size, self._folder.name, theirs, dict(os.environ)), daemon=True
                 )
                 process.start()
                 theirs.close()
@@ -175,7 +181,10 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stacks-{rank}.txt"
 
 
-def _worker(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def _worker(rank: int, size: int, folder: str, pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)  # not that of the test in which the server was started
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)

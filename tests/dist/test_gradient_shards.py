@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import uniep
 
 TOKENS = (70, 33, 0, 150)
+NAMES = ("y", "dx", "dweights", "dw13", "dw2", "db13", "db2")
 LAYOUTS = {2: ((2, 1), (4, 1), (1, 2), (2, 2)), 4: ((4, 1), (2, 2), (1, 4))}
 """gradient_shards -> (EP, copies)."""
 
@@ -32,15 +33,17 @@ def workspace(world, cfg, ep, copies, **how):
 
 
 def step(ws, batch, rank, ranks, main_grad=None, value=0.0):
-    """(y, dx, dweights, dw13, dw2) of this rank: of its share of the tokens and its experts."""
+    """(y, dx, dweights, dw13, dw2, any db13, db2) of this rank: of its share of the tokens and its experts."""
     rows, experts = batch.rows(rank, ranks), batch.experts(ws.rank, ws.ep_size)
-    x, weights, w13, w2 = map(case.leaf, (batch.x[rows], batch.weights[rows], batch.w13[experts], batch.w2[experts]))
+    given = batch.x[rows], batch.weights[rows], *(t[experts] for t in (batch.w13, batch.w2, *batch.biases))
+    x, weights, w13, w2, *biases = map(case.leaf, given)
     for w in (w13, w2):
         w.main_grad = torch.full(w.shape, value)
-    y = uniep.moe(x, batch.ids[rows], weights, w13, w2, workspace=ws, main_grad=main_grad)
+    options = {"workspace": ws, "main_grad": main_grad, **case.named(biases)}
+    y = uniep.moe(x, batch.ids[rows], weights, w13, w2, **options)
     y.backward(batch.dy[rows])
     of_experts = [w.grad if main_grad is None else w.main_grad for w in (w13, w2)]
-    return [y.detach(), x.grad, weights.grad, *of_experts]
+    return [y.detach(), x.grad, weights.grad, *of_experts, *(b.grad for b in biases)]
 
 
 def on_ranks(world, cfg, batch, ep, copies, backend, main_grad, value):
@@ -96,6 +99,27 @@ def test_another_function_than_one_chain(pool):
     (one_chain,) = pool.run(of_block, cfg, [batch], ranks=1)
     assert not torch.equal(one_chain[0][3], dw13)
     torch.testing.assert_close(one_chain[0][3], dw13)
+
+
+@pytest.mark.parametrize("main_grad", [None, "accumulate"])
+@pytest.mark.parametrize("backend", ["cpu", "nccl"])
+def test_biases(pool, backend, main_grad):
+    """Of fp32 experts without a gate, whose cast does nothing: also their gradients are sums of those of each block."""
+    cfg = config(max_tokens_per_rank=256, bias=True, activation="relu2")
+    batch = random_batch(cfg, TOKENS, unused=0.1)
+    (found,) = pool.run(of_block, cfg, [only(batch, [0, 1]), only(batch, [2, 3]), batch], ranks=1)
+    *blocks, one_chain = found
+    first, second, want = NAMES.index("dw13"), len(NAMES), []
+    for number in range(first, second):
+        want.append(functools.reduce(torch.add, (block[number] for block in blocks)))
+        assert not torch.equal(want[-1], one_chain[number])  # else this could not tell the two apart
+    cfg = config(bias=True, activation="relu2", gradient_shards=2)
+    for ep, copies in LAYOUTS[2]:
+        found = pool.run(on_ranks, cfg, batch, ep, copies, backend, main_grad, 0.0, ranks=ep * copies)
+        for rank, grads in enumerate(found):
+            experts = batch.experts(rank % ep, ep)
+            for name, got, expect in zip(NAMES[first:], grads[first:], want, strict=True):
+                equal_bits(got, expect[experts], f"EP {ep} x {copies}: {name} of rank {rank}")
 
 
 def refused(world, cfg, ep, copies):

@@ -127,7 +127,7 @@ def damaged(world, backend, how, calls):
 def test_92_93_copies_are_noticed(pool, backend, calls):
     """Experts that differed and have become equal, in the next of the calls 1, 2, 4, 8 ..., and from then on."""
     for heard in pool.run(damaged, backend, "copied", calls, ranks=2):
-        assert all(error is not None and "took them for copies" in error[1] for error in heard)
+        assert all(error is not None and "treated them as copies" in error[1] for error in heard)
 
 
 @pytest.mark.parametrize(("how", "calls"), [("nan", 1), ("loaded", 1), ("made alike", 0)])

@@ -220,8 +220,11 @@ def errors(world, cfg):
 def test_errors(pool):
     wanted = [
         ("ConfigError", "r is 0; it must be at least 1"),
-        ("ConfigError", "r is 65, more than layers.0.experts has columns (64)"),
-        ("ConfigError", "'experts.w1', but no parameter of this Net is or ends so; those of its experts are layers.0"),
+        ("ConfigError", "r is 65, but layers.0.experts has only 64 columns"),
+        (
+            "ConfigError",
+            "'experts.w1', but no parameter of this Net has that name or ending; those of its experts are layers.0",
+        ),
         ("ConfigError", "head.weight, not w13 or w2 of a uniep.nn.Experts; adapt dense layers with PEFT"),
         ("ConfigError", "no Experts of this model has LoRA factors"),
         ("ConfigError", "layers.1.experts has LoRA factors already"),

@@ -7,6 +7,7 @@ what it imports from uniep must exist.
 
 import ast
 import importlib
+import linecache
 import os
 import re
 from pathlib import Path
@@ -42,6 +43,7 @@ def run_page(world, name, blocks, folder):
     try:
         space = {"__name__": "__main__"}
         for code in blocks:
+            linecache.cache[name] = len(code), None, code.splitlines(True), name  # Triton reads the source of functions
             try:
                 exec(compile(code, name, "exec"), space)
             except pytest.skip.Exception as missing:

@@ -195,6 +195,26 @@ def check_late_rank(r):
         together()
 
 
+def check_waits(r):
+    """For rank 1, which comes 0.2 s late, the others wait at the entry, by their devices' clocks; also in calls that
+    are made again by records."""
+    cfg = MoEConfig(**SHAPE, max_rows=8192)
+    data = r.data(cfg, 500)
+    for schedule in WAYS.values():
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
+            for _ in range(5):
+                y = uniep.moe(*data[:5], workspace=workspace)
+                together()
+                before = workspace.backend.waited().clone()
+                torch.cuda.synchronize()
+                if r.rank == 1:
+                    time.sleep(0.2)
+                assert torch.equal(uniep.moe(*data[:5], workspace=workspace), y)
+                entry_ms, data_ms = ((workspace.backend.waited() - before) / 1e6).tolist()
+                assert (entry_ms > 150) == (r.rank != 1) and 0 <= data_ms < 150, (entry_ms, data_ms)
+                together()
+
+
 def check_two_workspaces(r):
     """On two streams, in the same order on every rank: their bits.  In another order: an error on every rank, which
     names Workspaces and calls."""

@@ -57,6 +57,31 @@ def check_gradient_shards(r):
     assert not any(wrong.values()), {how: names for how, names in wrong.items() if names}
 
 
+def check_bias_shards(r):
+    """The same of experts with biases, in fp32, whose casts do nothing: their gradients are sums of those of each
+    block."""
+    plain = MoEConfig(**SHAPE, dtype=torch.float32, bias=True, activation="swiglu_oai", activation_limit=1.0)
+    cfg = dataclasses.replace(plain, gradient_shards=r.size)
+    data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
+    x, ids, weights, w13, w2, dy, *biases = data
+    every = [torch.cat(r.gather(w)) for w in (w13, w2, *biases)]
+    given = x, ids, weights, *every[:2], dy, *every[2:]
+    with Workspace(plain, None, device=r.device, timeout_s=60) as workspace:
+        blocks = [r.gather(grad) for grad in r.run(workspace, given)[3:]]
+    whole = [functools.reduce(torch.add, of_ranks) for of_ranks in blocks]
+    experts = slice(r.rank * len(w13), (r.rank + 1) * len(w13))
+    found = {how: (r.once(cfg, data, **options)[3:], experts) for how, options in WAYS.items()}
+    for backend in ("hopper", "nccl"):
+        how = {"copies": r.group, "device": r.device, "backend": backend, "timeout_s": 60}
+        with Workspace(cfg, None, **how) as workspace:
+            found[f"{backend}, copies"] = r.run(workspace, given)[3:], slice(None)
+    for how, (grads, mine) in found.items():
+        wrong = [
+            n for n, a, b in zip(("dw13", "dw2", "db13", "db2"), whole, grads, strict=True) if not a[mine].equal(b)
+        ]
+        assert not wrong, (how, wrong)
+
+
 def check_lora(r):
     """Factors of rank 16 on the collective backend: EP = ranks has the bits of EP 1 with all tokens; gradients are near
     the composition's."""

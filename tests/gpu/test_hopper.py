@@ -7,6 +7,7 @@ semicolons between them, is what `same_everywhere` compares instead of everythin
 """
 
 import dataclasses
+import functools
 import os
 import random
 import socket
@@ -27,6 +28,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interp"))
 import activation_grid
+import own_operators
 
 import uniep
 from uniep import MoEConfig, Schedule, Tile, Workspace
@@ -37,6 +39,7 @@ from uniep.launch import driver as call
 from uniep.launch import records
 from uniep.reference import composition
 from uniep.routing import build_plan
+from uniep.stages import DIRECTIONS
 
 pytestmark = pytest.mark.gpu
 HAVE = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -478,9 +481,9 @@ def check_recorded_calls(r):
                                 assert not wrong, f"{how}, turn {turn}, batch {number}: {wrong}"
                 finally:
                     records.compiled_walk = usual
-                made = [p for p in recorded.programs.values() if isinstance(p, records.Program)]
+                made = [p for p in recorded.known.values() if isinstance(p, records.RecordedCall)]
                 backwards = 0 if how.endswith("again") else 2
-                assert len(made) == 2 + backwards, f"{how}: {recorded.programs.values()}"
+                assert len(made) == 2 + backwards, f"{how}: {recorded.known.values()}"
     x, ids, weights, w13, w2, dy = batches[0]
     halves = w13.view(w13.shape[0], 2, -1, cfg.hidden)
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, halves[:, 0], halves[:, 1], w2)]
@@ -496,14 +499,50 @@ def check_recorded_calls(r):
         for _ in range(4):
             uniep.moe(x, ids, weights, *parameters, workspace=workspace, main_grad="overwrite").backward(dy)
         assert all(torch.equal(p.main_grad.to(cfg.dtype), t) for p, t in zip(parameters, want[0][3:], strict=True))
-        made = [p for p in workspace.backend.recorded.programs.values() if isinstance(p, records.Program)]
-        assert len(made) == 4, workspace.backend.recorded.programs.values()
+        made = [p for p in workspace.backend.recorded.known.values() if isinstance(p, records.RecordedCall)]
+        assert len(made) == 4, workspace.backend.recorded.known.values()
     with Workspace(cfg, r.group, timeout_s=60) as workspace:  # rows by the last call's need
         for turn in range(12):
             for number, data in enumerate(batches):
                 wrong = differing(want[number], r.run(workspace, data))
                 assert not wrong, f"rows as needed, turn {turn}, batch {number}: {wrong}"
-        assert any(isinstance(p, records.Program) for p in workspace.backend.recorded.programs.values())
+        assert any(isinstance(p, records.RecordedCall) for p in workspace.backend.recorded.known.values())
+
+
+def check_own_operators(r):
+    """Operators of one's own, as torch functions and as Triton bodies: one set of bits over schedules, repeats and a
+    graph.  `prepare` compiles them; bodies are recorded, functions are not."""
+    cfg, wants = MoEConfig(**SHAPE, max_rows=8192), {}
+    data = r.data(cfg, [300, 700, 0, 64][r.rank % 4])
+    plain = r.once(cfg, data, SERIAL)
+    ways = {"serial": SERIAL, "default": None, "fused": FUSED, "pushed": Schedule(transfer="push")}
+    ways |= {"mega": MEGA["mega"], "pipelined": Schedule(overlap="pipelined", transfer="copy", pipelined_from=0)}
+    for how, schedule in ways.items():
+        for kind in ("torch", "triton", "returning"):
+            forward, backward = (
+                [op for op in own_operators.operators(kind) if op.direction == direction] for direction in DIRECTIONS
+            )
+            with Workspace(cfg, r.group, schedule=schedule, timeout_s=60, operators=forward) as workspace:
+                workspace.prepare()
+                known = len(call._known)
+                with torch.no_grad():
+                    ys = [uniep.moe(*data[:5], workspace=workspace) for _ in range(4)]
+                    made = [p for p in workspace.backend.recorded.known.values() if isinstance(p, records.RecordedCall)]
+                    assert bool(made) == (kind != "torch" and len(data[0]) > 0), f"{how}, {kind}"
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        replayed = uniep.moe(*data[:5], workspace=workspace)
+                graph.replay()
+                assert len(call._known) == known, f"{how}, {kind}: compiled after prepare"
+                torch.cuda.synchronize()
+            with Workspace(cfg, r.group, schedule=schedule, timeout_s=60, operators=backward) as workspace:
+                found = [r.run(workspace, data) for _ in range(4)]
+            y, of_step = wants.setdefault(kind == "returning", (ys[0], found[0]))
+            assert all(torch.equal(y, other) for other in (*ys, replayed)), f"{how}, {kind}"
+            assert not [wrong for got in found if (wrong := differing(of_step, got))], f"{how}, {kind}"
+    y, of_step = wants[False]
+    assert differing(plain, of_step) == (["dx", "dweights", "dw13"] if len(data[0]) else ["dw13"])
+    assert torch.equal(y, plain[0]) == (not len(data[0]))
 
 
 def check_calls_without_pause(r):
@@ -541,6 +580,39 @@ def check_streams(r):
                 torch.full_like(data[0], float("nan"))
                 assert torch.equal(y, want[0]), repeat
                 assert not differing(want, r.run(workspace, data)), repeat
+
+
+def check_shared_experts_beside(r):
+    """On a stream of their own: the bits of one behind the other, also while memory that was used is filled with NaN at
+    once, with checkpointing, and in a captured graph."""
+    cfg = MoEConfig(**SHAPE, max_rows=8192)
+    x, dy = r.data(cfg, 600, seed=5)[0], r.data(cfg, 600, seed=6)[0]
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        layers = [
+            uniep.nn.MoE(cfg, workspace=workspace, seed=0, shared_ffn=512, shared_beside=beside)
+            for beside in (False, True)
+        ]
+
+        def step(layer, wrap=lambda f: f):
+            given = x.clone().requires_grad_()
+            y = wrap(layer)(given * 1)
+            grads = torch.autograd.grad(y, [given, *layer.parameters()], dy)
+            torch.full_like(x, float("nan"))
+            return [y.detach(), *grads]
+
+        want = step(layers[0])
+        for repeat in range(50):
+            assert all(map(torch.equal, want, step(layers[1]))), repeat
+        again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        assert all(map(torch.equal, want, step(layers[1], lambda f: functools.partial(again, f))))
+        with torch.no_grad():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = layers[1](x)
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(y, want[0])
 
 
 def check_growth(r):

@@ -20,13 +20,15 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -55,7 +57,7 @@ _state: dict[tuple[int, ...], tuple[dict, set]] = {}
 
 
 def parallel(*sizes: int) -> None:
-    """Expert, tensor and expert-tensor parallel sizes.
+    """Expert, tensor, expert-tensor, pipeline and virtual pipeline parallel sizes.
 
     Megatron makes dozens of groups, each with a thread that looks 100 times a second: those of other sizes end here.
     """
@@ -68,9 +70,9 @@ def parallel(*sizes: int) -> None:
                 dist.destroy_process_group(group)
         others = set(dist.distributed_c10d._world.pg_map)
         parallel_state.destroy_model_parallel()
-        ep, tensor, expert_tensor = (*sizes, 1, 1)[:3]
+        ep, tensor, expert_tensor, pipeline, virtual = (*sizes, *(1, 1, 1, None)[len(sizes) - 1 :])
         parallel_state.initialize_model_parallel(
-            tensor, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tensor
+            tensor, pipeline, virtual, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tensor
         )
         _state.clear()
         made = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
@@ -409,6 +411,119 @@ def test_78_checkpoints(frameworks, ep):
         assert all(piece[2][0] == EXPERTS for piece in weights)
         experts |= {(piece[0], *piece[3][:2]) for piece in weights}
     assert len(experts) == 3 * EXPERTS  # gate, up and down of all ranks
+
+
+# The distributed optimizer, and pipelines.
+
+
+def optimized(ours: bool, ep: int) -> tuple:
+    """(model, DDP, optimizer), whose fp32 masters and averages are spread over data-parallel ranks."""
+    parallel(ep)
+    cfg = config(ep)
+    made = model(cfg, megatron.use_uniep if ours else lambda spec: spec)
+    how = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(cfg, how, made)
+    options = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=1.0)
+    return made, ddp, get_megatron_optimizer(options, [ddp])
+
+
+def steps(ddp: nn.Module, optimizer: object, numbers: range) -> list[tuple[float, float]]:
+    """(loss, norm of the gradients) of each."""
+    found = []
+    for number in numbers:
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = ddp(**batch(dist.get_rank() + 4 * number)).mean()
+        loss.backward()
+        ddp.finish_grad_sync()
+        found.append((float(loss), float(optimizer.step()[1])))
+    return found
+
+
+def whole_state(made: nn.Module, optimizer: object, loading: bool = False) -> dict:
+    sharded = made.sharded_state_dict()
+    kind = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+    return {"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=kind)}
+
+
+def resumed(world, folder: str) -> list:
+    """Steps 2 and 3 of Megatron's layers, of uniep's at EP 2, and of uniep's at EP 4 from a checkpoint of EP 2."""
+    from megatron_on_cpu import distributed_optimizer
+
+    found = []
+    with distributed_optimizer():
+        for ours in (False, True):
+            made, ddp, optimizer = optimized(ours, 2)
+            steps(ddp, optimizer, range(2))
+            if ours:
+                dist_checkpointing.save(whole_state(made, optimizer), folder)
+            found.append(steps(ddp, optimizer, range(2, 4)))
+        megatron.free(made)
+        made, ddp, optimizer = optimized(True, 4)
+        loaded = dist_checkpointing.load(whole_state(made, optimizer, True), folder)
+        made.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        found.append(steps(ddp, optimizer, range(2, 4)))
+        megatron.free(made)
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_distributed_optimizer(frameworks, tmp_path):
+    """Trains as Megatron's own layers do, and goes on at another EP size, with its averages."""
+    for theirs, ours, later in frameworks.run(resumed, str(tmp_path), timeout=150):
+        for wanted, *found in zip(theirs, ours, later, strict=True):
+            for got in found:
+                assert got == pytest.approx(wanted, rel=1e-5)
+
+
+def interleaved(world) -> tuple:
+    """Two pipeline stages of two chunks each, in EP groups of two: losses and gradients of Megatron's layers and of
+    uniep's; the status of the chunks."""
+    from megatron_on_cpu import OnCpu
+
+    parallel(2, 1, 1, 2, 2)
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    cfg = config(2, num_layers=4, moe_layer_freq=1, pipeline_dtype=torch.float32, batch_p2p_comm=False, **stages)
+    rank, found = parallel_state.get_data_parallel_rank(), []
+
+    def forward(batches, part: nn.Module) -> tuple:
+        return part(**next(batches)), lambda loss: (loss.mean(), {"loss": float(loss.mean())})
+
+    with OnCpu():
+        for ours in (False, True):
+            parts = []
+            for number in range(2):
+                spec = get_gpt_decoder_block_spec(cfg, use_transformer_engine=False, vp_stage=number)
+                ends = {
+                    "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+                    "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+                }
+                spec = megatron.use_uniep(spec, max_tokens_per_rank=64) if ours else spec
+                made = GPTModel(
+                    cfg, spec, vocab_size=64, max_sequence_length=16, vp_stage=number,
+                    share_embeddings_and_output_weights=False, **ends,
+                )  # fmt: skip
+                parts.append(fill(made))
+            losses = get_forward_backward_func()(
+                forward_step_func=forward, data_iterator=[iter([batch(rank + 2 * i) for i in range(4)]) for _ in parts],
+                model=parts, num_microbatches=4, seq_length=16, micro_batch_size=2, forward_only=False,
+            )  # fmt: skip
+            found.append(([loss["loss"] for loss in losses], [gradients(part) for part in parts]))
+    status = megatron.status(parts)
+    megatron.free(parts)
+    return *found, (status.num_active, len(status))
+
+
+@pytest.mark.timeout(200)
+def test_interleaved_pipeline(frameworks):
+    """Virtual stages, whose forwards and backwards take turns on one Workspace."""
+    for (losses, theirs), (got, ours), status in frameworks.run(interleaved, timeout=150):
+        assert status == (2, 2) and len(losses) in (0, 4)
+        assert got == pytest.approx(losses, rel=1e-5)
+        for stock, part in zip(theirs, ours, strict=True):
+            for name, want in stock.items():
+                torch.testing.assert_close(part[name], want, rtol=1e-4, atol=1e-5, msg=name)
 
 
 # Experts as one tensor, as on GPUs.

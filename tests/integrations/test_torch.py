@@ -488,7 +488,7 @@ def test_refusals(pool):
         "negative": "max_norm is -1.0",
         "nothing": "no parameters to clip",
         "itself": "is itself an Experts",
-        "few ranks": "the mesh has 2 ranks but the job 4",
+        "few ranks": "the mesh has 2 ranks but the job has 4",
         "a group": "process_group is decided by the mesh",
         "sharded": "fully_shard_experts|before sharding",
     }

@@ -202,7 +202,7 @@ def refused(world, what):
         ("no shards", "ConfigError", "this rank has no shard to add"),
         ("fsdp2", "ConfigError", "call fully_shard first"),
         ("hsdp", "UnsupportedError", "FSDP2 would sum them over 'r' again"),
-        ("norm", "ConfigError", "norm_type is 1.0; independent=True knows 2 only"),
+        ("norm", "ConfigError", "norm_type is 1.0; independent=True supports only 2"),
     ],
 )
 def test_refused(pool, what, kind, text):

@@ -44,6 +44,7 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 import uniep
 from uniep.integrations import torchtitan as adapter
+from uniep.nn import RoutingRecord, record_routing, replay_routing
 from uniep.reference import composition
 
 try:
@@ -394,6 +395,113 @@ def test_model(frameworks):
             for step, other in zip(steps, ours, strict=True):
                 assert all(torch.equal(value, other[name]) for name, value in step.items())
         assert "layers.1.moe.routed_experts: uniep, expert parallel over 2 ranks" in got["selective status"]
+
+
+# Routing.
+
+
+def moved(made: MoE) -> MoE:
+    """The layer with another router."""
+    with torch.no_grad():
+        local(made.router.gate.weight).neg_()
+    return made
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("ours", [True, False])
+def test_routing_is_recorded_and_replayed(ours):
+    """Of a router that would choose otherwise: the recorded experts with its own weights; checkpointing changes
+    nothing."""
+    x, dy = tokens(0)
+    made = layer(ours)
+    hooks = adapter.hook_routing(made)
+    with record_routing(made) as record:
+        made(x)
+    assert {name: tuple(ids.shape) for name, ids in record.ids.items()} == {"router": (10, TOP_K)}
+    moved(made)
+    scores_TE = torch.sigmoid(x.flatten(0, -2) @ made.router.gate.weight.detach().T)
+    weights_TK = scores_TE.gather(1, record.of("router").long())
+    weights_TK /= weights_TK.sum(-1, keepdim=True) + 1e-20
+    with record_routing(made) as free:
+        made(x)
+    seen_scores = []
+    made.routed_experts.register_forward_pre_hook(lambda _, args: seen_scores.append(args[1].flatten(0, -2).detach()))
+    got = []
+    for wrap in (lambda f: f, lambda f: lambda x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)):
+        made.zero_grad()
+        with record_routing(made) as seen, replay_routing(made, record):
+            y = wrap(made)(x)
+            y.backward(dy)
+        got.append([y.detach(), *(p.grad.clone() for p in made.parameters())])
+        assert seen == record and seen != free
+    assert all(map(torch.equal, *got)) and got[0][-1].any()
+    torch.testing.assert_close(seen_scores[0], weights_TK)
+    with pytest.raises(uniep.InputError, match=r"router has \(10, 2\) choices"), replay_routing(made, record):
+        made(tokens(0, 8)[0])
+    unused = RoutingRecord({"router": record.of("router") - 9})
+    with pytest.raises(uniep.InputError, match="torchtitan take experts 0 to 7"), replay_routing(made, unused):
+        made(x)
+    hooks.remove()
+    with pytest.raises(uniep.ConfigError, match="has no"), record_routing(made):
+        pass
+    adapter.free(made)
+
+
+def routing_runs(world) -> tuple:
+    """DTensors of half a sequence: choice, y, y of another router, y replayed; the error if rank 1 has too few."""
+    made = layer(True, parallel_dims(world, "partial_dtensor", 2, tp=2))
+    adapter.hook_routing(made)
+    x, error = tokens(world.rank)[0], ""
+    with torch.no_grad():
+        with record_routing(made) as record:
+            y = made(x)
+        moved(made)
+        free = made(x)
+        with replay_routing(made, record):
+            replayed = made(x)
+        try:
+            with replay_routing(made, record.take(slice(world.rank == 1, None))):
+                made(x)
+        except uniep.InputError as raised:
+            error = str(raised)
+        with replay_routing(made, record):
+            assert torch.equal(local(made(x)), local(replayed))
+    adapter.free(made)
+    return record.of("router"), *map(local, (y, free, replayed)), error
+
+
+@pytest.mark.skipif(FLAT, reason="this torchtitan shards flat tokens otherwise")
+def test_routing_beside_tensor_parallelism(frameworks):
+    """Each rank's tokens, in the bits of one rank; an error of one rank reaches its EP group."""
+    alone = layer(ours=True)
+    adapter.hook_routing(alone)
+    for rank, (ids, y, free, replayed, error) in enumerate(frameworks.run(routing_runs)):
+        x = tokens(rank)[0]
+        with torch.no_grad():
+            with record_routing(alone) as record:
+                assert torch.equal(alone(x), y)
+            assert torch.equal(record.of("router"), ids)
+            with replay_routing(moved(alone), record):
+                assert torch.equal(alone(x), replayed) and not torch.equal(free, replayed)
+            moved(alone)
+        assert ("choices (tokens, top_k)" in error) == (rank < 2), error
+    adapter.free(alone)
+
+
+def test_routing_that_cannot_be_recorded():
+    with pytest.raises(uniep.UnsupportedError, match="no MoE of torchtitan"):
+        adapter.hook_routing(nn.Linear(1, 1))
+    made = layer(ours=True)
+    made.router._debug_force_load_balance = True
+    with pytest.raises(uniep.UnsupportedError, match="_debug_force_load_balance, which overwrites every choice"):
+        adapter.hook_routing([nn.ModuleList([made])])
+    made.router.__class__ = type("Own", (TokenChoiceTopKRouter,), {"forward": lambda self, x: None})
+    with pytest.raises(uniep.UnsupportedError, match="router is a Own with its own forward"):
+        adapter.hook_routing(made)
+    made = layer(ours=True)
+    made.compile(backend="eager")
+    with pytest.raises(uniep.UnsupportedError, match=r"MoE is compiled.*set compile\.enable to False"):
+        adapter.hook_routing(made)
 
 
 # What is refused, and who says so.

@@ -18,6 +18,7 @@ from uniep.backends.base import Inputs, MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.routing import build_plan
 from uniep.schedule import Schedule, Tile
+from uniep.stages import Flags
 from uniep.taskflow.lower import lower_backward, lower_forward
 from uniep.weights import ExpertWeights
 
@@ -37,6 +38,7 @@ ROUNDS = (  # overlap, operand, transfer, received, activation_gradient
     ("fused", "gathered", "copy", "again", "after"),
 )
 BEFORE = 1.0  # in main_grads that are added to
+LATE_S = 0.05
 LATE = (  # kernels that a rank starts late, so that its peer has to wait for what they send
     ("exchange_kernel", "product_kernel", "push_rows_kernel"),
     ("gate_up_kernel", "expand_kernel", "push_tokens_kernel", "forward_kernel", "backward_kernel"),
@@ -58,6 +60,7 @@ class Case:
     limit: float | None = None
     bias: bool = False
     hot: int | None = None  # the only expert that is used
+    exact: bool = False  # values are so small that nothing is rounded
 
     def config(self, max_tokens: int) -> MoEConfig:
         return MoEConfig(
@@ -113,7 +116,16 @@ PAIRS = (
 PAIR_ROUNDS = (
     {"overlap": "serial"}, *({**pair, "transfer": transfer} for pair in PAIRS for transfer in ("push", "copy")),
 )  # fmt: skip
+# "mega" runs in stages, since one kernel has no place for operators of one's own.
+OWN_CASES = {"exact": Case(torch.float32, "output", False, (24, 10), hidden=64, ffn=64, activation="relu2", exact=True)}
+OWN_ROUNDS = (
+    {"overlap": "serial", "operators": "torch"},
+    {"overlap": "fused", "operators": "triton", "transfer": "push", "activation_gradient": "beside"},
+    {"overlap": "mega", "operators": "torch", "transfer": "copy"},
+    {"overlap": "pipelined", "pipelined_from": 0, "operators": "returning", "transfer": "copy"},
+)
 SUITES = {
+    "own": (OWN_CASES, OWN_ROUNDS),
     "pairs": (PAIR_CASES, PAIR_ROUNDS),
     "mega": (MEGA_CASES, MEGA_ROUNDS),
     "usual": (CASES, ROUNDS),
@@ -134,7 +146,14 @@ def tensors(case: Case) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(sum(case.tokens))
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        made = torch.randn(shape, generator=generator)
+        return made.round().clamp(-1, 1) if case.exact else made
+
+    def scaled(*shape: int) -> Tensor:
+        return normal(*shape) * (1 if case.exact else shape[-1] ** -0.5)
+
+    def quarters(weights: Tensor) -> Tensor:
+        return (weights * 4).ceil() / 4 if case.exact else weights
 
     total, d, f, e = sum(case.tokens), case.hidden, case.ffn, case.num_experts
     halves = 1 + ACTIVATIONS[case.activation].gated
@@ -146,9 +165,9 @@ def tensors(case: Case) -> dict[str, Tensor]:
         "x": normal(total, d).to(case.dtype),
         "dy": normal(total, d).to(case.dtype),
         "ids": ids_TK,
-        "weights": torch.rand(total, case.top_k, generator=generator) + 0.1,
-        "w13": (normal(e, halves, f, d) * d**-0.5).to(case.dtype),
-        "w2": (normal(e, d, f) * f**-0.5).to(case.dtype),
+        "weights": quarters(torch.rand(total, case.top_k, generator=generator) + 0.1),
+        "w13": scaled(e, halves, f, d).to(case.dtype),
+        "w2": scaled(e, d, f).to(case.dtype),
         "b13": normal(e, halves * f).to(case.dtype),
         "b2": normal(e, d).to(case.dtype),
     }
@@ -200,18 +219,22 @@ def run_main_grad(backend, case: Case, rank: int, ranks: int) -> dict[str, Tenso
 
 def run_blocks(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     """Likewise with a gradient for each source rank: added (blocks13, blocks2), or apart (apart13, apart2: experts
-    first, then blocks)."""
+    first, then blocks); with biases blocks_b13 and so on."""
     inputs, dy_TD = share(case, rank, ranks)
     _, saved = backend.forward(inputs, save=True)
     found = {}
     for name, shape in (("blocks", ()), ("apart", (ranks,))):
         experts = inputs.experts
-        w13, w2 = ([torch.full((*shape, *t.shape), float("nan")) for t in ts] for ts in (experts.w13, experts.w2))
-        into = MainGrads(tuple(w13), tuple(w2), False, ranks, bool(shape))
-        backend.backward(dy_TD, inputs, saved, Needs(), into)
+        w13, w2, biases = (
+            tuple(torch.full((*shape, *t.shape), float("nan")) for t in ts)
+            for ts in (experts.w13, experts.w2, experts.biases)
+        )
+        into = MainGrads(w13, w2, False, ranks, bool(shape), biases)
+        assert backend.backward(dy_TD, inputs, saved, Needs(), into).biases == ()
         each = list(into.of_blocks()) if shape else [into]
-        parts = [[stacked(case, of.w13) for of in each], [of.w2[0] for of in each]]
-        found |= {f"{name}{part}": torch.stack(of, 1) for part, of in zip(("13", "2"), parts, strict=True)}
+        parts = zip(*((stacked(case, of.w13), of.w2[0], *of.biases) for of in each), strict=True)
+        names = ("13", "2", "_b13", "_b2")
+        found |= {f"{name}{part}": torch.stack(of, 1) for part, of in zip(names, parts, strict=False)}
     return found
 
 
@@ -245,7 +268,7 @@ def check_trace(backend, case: Case, rank: int) -> None:
     needs = {"w13": rank == 1, "w2": rank == 0}
     graphs = {
         "forward": lower_forward(plans, case.tokens, backend.cfg, backend.way, keep=True),
-        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.way, **needs),
+        "backward": lower_backward(plans, case.tokens, backend.cfg, backend.way, Flags(**needs)),
     }
     copied = {"push"} if backend.way.copies else set()
     for phase, graph in graphs.items():
@@ -257,6 +280,7 @@ def check_trace(backend, case: Case, rank: int) -> None:
 
 def main(rank: int, folder: Path, suite: str) -> None:
     import hopper_on_host
+    import own_operators
     from triton.runtime.interpreter import InterpretedFunction
 
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
@@ -265,7 +289,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
 
     def late_launch(self, *args, **options):
         if self.fn.__name__ in LATE[rank]:
-            time.sleep(0.05)
+            time.sleep(LATE_S)
         if "push_programs" in self.arg_names:  # programs run in turn: one that waits must not hold up another's push
             args = list(args)
             place = self.arg_names.index("push_programs")
@@ -285,10 +309,11 @@ def main(rank: int, folder: Path, suite: str) -> None:
         results = []
         for how in rounds_of(suite, key):
             fields = ("overlap", "operand", "transfer", "received", "activation_gradient", "group_sum")
-            changes = how if isinstance(how, dict) else dict(zip(fields, how, strict=False))
-            hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, **changes))
+            changes = dict(how) if isinstance(how, dict) else dict(zip(fields, how, strict=False))
+            own = own_operators.operators(changes.pop("operators")) if suite == "own" else ()
+            hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, **changes), own)
             results.append(run(backend, case, rank, RANKS))
-        if suite in ("grouped", "pairs"):
+        if suite in ("grouped", "own", "pairs"):
             torch.save(results, folder / f"result-{number}-{rank}")
             continue
         # What one rank needs, another may not.
@@ -300,6 +325,8 @@ def main(rank: int, folder: Path, suite: str) -> None:
             check_trace(backend, case, rank)
             backend.trace = None
         results.append(run_main_grad(backend, case, rank, RANKS))
+        entry_ns, data_ns = backend.waited().tolist()
+        assert suite == "mega" or (data_ns > LATE_S * 1e9 and entry_ns > LATE_S * 1e9 * rank), (entry_ns, data_ns)
         if suite == "usual" and key in OPERAND_OF_BLOCKS:
             hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, operand=OPERAND_OF_BLOCKS[key]))
             results[-1] |= run_blocks(backend, case, rank, RANKS)

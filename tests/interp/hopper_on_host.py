@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 from uniep import layout
 from uniep.backends.hopper import backend as hopper
@@ -24,6 +25,7 @@ from uniep.backends.hopper import link
 from uniep.config import MoEConfig
 from uniep.kernels import claims, gemm, gradients, groups, lists, mega, plan, sync, transfer
 from uniep.launch import mega as launch_mega
+from uniep.row_operator import RowOperator
 from uniep.schedule import Schedule, default_schedule
 from uniep.way import Ways
 
@@ -74,6 +76,7 @@ def interpret(ahead_ns: int = 0) -> None:
     while a kernel spins.
     """
     install(multiprocessors=4)
+    hurry()
     hopper_calls.EXCHANGE_PROGRAMS = 3
     layout.PLAN_CHUNKS = 16
 
@@ -89,6 +92,29 @@ def interpret(ahead_ns: int = 0) -> None:
         module.range = tensor_range
     for module in (claims, mega, plan, sync):
         module.nanoseconds = nanoseconds
+
+
+def hurry() -> None:
+    """Triton's interpreter without what it does again and again, and throws away: more than half of its time.
+
+    It exchanges the functions of triton.language for its own at every call of a device function; here it does so once,
+    for as long as the process lives. It looks whether integers overflow, but tells only where `debug` is set. It makes
+    a table of all types for each type that it looks up.
+    """
+    for language in (tl, tl.core):
+        interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"language": language}))
+    interpreter._patch_lang = lambda fn: types.SimpleNamespace(restore=lambda: None)
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    usual, known = interpreter._get_np_dtype, {}
+
+    def numpy_type(of):
+        name = of.scalar.name
+        if name not in known:
+            known[name] = usual(of)
+        return known[name]
+
+    interpreter._get_np_dtype = numpy_type
 
 
 def programs_at_once(count: int, slow: bool) -> None:
@@ -146,6 +172,7 @@ def host_backend(
     schedule: Schedule | None = None,
     timeout_s: float = 60.0,
     copies: int = 1,
+    operators: Sequence[RowOperator] = (),
 ) -> hopper.HopperBackend:
     """One rank's backend.  `memories(bytes)`: the symmetric memory of all ranks, uint8, zero at first."""
     member = types.SimpleNamespace(
@@ -159,6 +186,7 @@ def host_backend(
         memories=memories,
         failures=[],
         cause="",
+        operators=operators,
     )
     member.fail = member.failures.append
     schedule = schedule or default_schedule("hopper", cfg, ep_size)
@@ -166,10 +194,10 @@ def host_backend(
     return hopper.HopperBackend(member, dataclasses.replace(schedule, push_programs=pushing))
 
 
-def use(backend: hopper.HopperBackend, schedule: Schedule) -> None:
-    """From here on, its calls are of `schedule`; memory stays as its first one made it."""
+def use(backend: hopper.HopperBackend, schedule: Schedule, operators: Sequence[RowOperator] = ()) -> None:
+    """From here on, its calls are of `schedule`, with `operators`; memory stays as its first one made it."""
     backend.schedule = schedule
-    backend.ways = Ways(backend.cfg, backend.num_ranks, schedule, "hopper", backend.ways.measured)
+    backend.ways = Ways(backend.cfg, backend.num_ranks, schedule, "hopper", backend.ways.measured, operators)
     backend.way = backend.ways[backend.cfg.max_tokens_per_rank]
     backend.orders.clear()
 

@@ -4,8 +4,8 @@
 
 The backend's own launch code runs with compilation in the place of launches, so what is compiled is what
 ships.  Without --all: CASES, in which every shape of benchmarks/cases.py occurs, and every pair of dtype, weighting,
-overlap and weight layout; the few of them that have every kernel, or the others.  Prints one JSON object a kernel: its
-name, its case, the numbers, the complaints.
+overlap and weight layout.  "few" are the first form of every kernel, of the first FEW cases; "others" are all other
+forms and cases.  Prints one JSON object a kernel: its name, its case, the numbers, the complaints.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from hopper_on_host import host_backend, install, use
 from inspection import inspect, offline
+from own_operators import operators
 
 from cases import SHAPES, parse_shape
 from uniep.activation import ACTIVATIONS
@@ -64,12 +66,14 @@ class Case:
     bias: bool = False
     sync_free: bool = False
     tile_order: str = "local-first"
+    own: bool = False  # with operators of one's own
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         groups = f"groups {self.combine_groups} {self.group_sum}"
         how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}, {self.activation}"
         how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
+        how += ", operators of one's own" * self.own
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
@@ -79,7 +83,7 @@ GPT_OSS = "2880x2880x32x4"
 CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push"),
     Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
-    Case("deepseek-v3-256", FP16, "output", 8, "serial", "split"),
+    Case("deepseek-v3-256", FP16, "output", 8, "serial", "split", own=True),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push"),
     Case("qwen3-30b", BF16, "output", 2, "pipelined", "stacked", "gathered", "copy", sync_free=True),
     Case("qwen3-235b", BF16, "activation", 4, "fused", "stacked", "expanded", "copy"),
@@ -102,9 +106,9 @@ CASES = (
 FEW = 4  # so many of CASES have every kernel
 
 
-def compile_case(case: Case) -> list[tuple[str, object]]:
+def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) -> list[tuple[str, object]]:
     """(kernel name, compiled kernel) of every launch of a forward without saving, another one, and its backwards: with
-    gradients in the layer's dtype, and in fp32 for main_grad."""
+    gradients in the layer's dtype, and in fp32 for main_grad.  wanted: of the kernel's name; others are left out."""
     shape, launched = parse_shape(case.shape), []
     cfg = MoEConfig(
         hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
@@ -114,7 +118,7 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
     fields = {name: getattr(case, name) for name in ("overlap", "operand", "transfer", "group_sum", "tile_order")}
-    use(backend, dataclasses.replace(backend.schedule, **fields))
+    use(backend, dataclasses.replace(backend.schedule, **fields), operators("triton") if case.own else ())
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
     w13 = torch.empty(1 + cfg.gated, local, cfg.ffn, cfg.hidden, **like)
@@ -127,13 +131,15 @@ def compile_case(case: Case) -> list[tuple[str, object]]:
     ids_TK = torch.zeros(TOKENS, cfg.top_k, dtype=torch.int64)
     inputs = Inputs(x_TD, ids_TK, torch.zeros(TOKENS, cfg.top_k), experts)
 
-    with compiling(launched):
+    with compiling(launched, wanted):
         backend.forward(inputs, save=False)
         _, saved = backend.forward(inputs, save=True)
         backend.backward(x_TD, inputs, saved, Needs())
-        main_grads = [tuple(torch.empty(t.shape) for t in ts) for ts in (experts.w13, experts.w2)]
+        given = experts.w13, experts.w2, experts.biases
+        w13, w2, of_biases = (tuple(torch.empty(t.shape) for t in ts) for ts in given)
         for accumulate in (False, True):
-            backend.backward(x_TD, inputs, saved, Needs(), MainGrads(*main_grads, accumulate))
+            into = MainGrads(w13, w2, accumulate, biases=of_biases)
+            backend.backward(x_TD, inputs, saved, Needs(), into)
         run_collective(cfg, case.ep_size, inputs)
     return launched
 
@@ -161,11 +167,13 @@ def compile_dense() -> list[tuple[str, object]]:
 
 
 @contextlib.contextmanager
-def compiling(launched: list[tuple[str, object]]):
-    """Inside, launches compile, and are listed."""
+def compiling(launched: list[tuple[str, object]], wanted: Callable[[str], bool] = lambda name: True):
+    """Inside, launches compile, and are listed, if their kernel is wanted."""
     run, launch, given = JITFunction.run, call.launch, []
 
     def compile_only(self, *args, grid, warmup, **options):
+        if not wanted(self.__name__):
+            return
         compiled = run(self, *args, grid=grid, warmup=True, **options)
         assert call.parameter_sizes(self, compiled, given[-1]), f"{self.__name__} is launched by Triton, slower"
         launched.append((self.__name__, compiled))
@@ -218,16 +226,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--all", action="store_true", help="the whole product of cases")
-    part.add_argument("--part", choices=("few", "others"), help="a part of CASES")
+    part.add_argument("--part", choices=("few", "others"), help="a part of what CASES launch")
     parser.add_argument("--shape", help="only this shape")
     arguments = parser.parse_args()
     install(multiprocessors=132)
-    parts = {None: CASES, "few": CASES[:FEW], "others": CASES[FEW:]}
-    cases = every_case() if arguments.all else parts[arguments.part]
-    seen = set()
+    cases = every_case() if arguments.all else CASES[:FEW] if arguments.part == "few" else CASES
+    seen, names = set(), set()
+
+    def wanted(case: Case, name: str) -> bool:
+        """Whether this launch of a kernel belongs to the part."""
+        first = case in CASES[:FEW] and name not in names
+        names.add(name)
+        return arguments.part is None or first == (arguments.part == "few")
+
     with offline():
         chosen = [
-            (case, functools.partial(compile_case, case)) for case in cases if arguments.shape in (None, case.shape)
+            (case, functools.partial(compile_case, case, functools.partial(wanted, case)))
+            for case in cases
+            if arguments.shape in (None, case.shape)
         ]
         if arguments.shape is None and arguments.part != "few":
             chosen += [(f"plan, T {t}, K {k}, EP 8", functools.partial(compile_plan, t, k)) for t, k in PLANS]

@@ -10,6 +10,7 @@ import types
 import hopper_on_host
 import torch
 import triton
+from own_operators import operators
 
 from uniep import MoEConfig, Schedule
 from uniep.backends.base import Inputs, LayerTag, MainGrads, Needs
@@ -126,7 +127,7 @@ def record(backend, given, call):
     with driver.watching(recording), records.NothingElse(recording):
         result = call()
     assert not recording.why_not, recording.why_not
-    return result, [step(note) for note in recording.notes], records.Program(recording)
+    return result, [step(note) for note in recording.notes], records.RecordedCall(recording)
 
 
 def launched_by(steps, side):
@@ -183,13 +184,17 @@ def main():
     ways = {name: (schedule, tokens, None) for name, (schedule, tokens) in WAYS.items()}
     ways |= {how: (Schedule(group_sum=how.split()[1]), 700, 2) for how in ("groups after", "groups beside")}
     ways["groups, pipelined"] = Schedule(overlap="pipelined", transfer="copy", pipelined_from=0), 700, 2
+    ways["own operators"] = Schedule(overlap="mega"), 700, None
     for name, (schedule, tokens, groups) in ways.items():
         cfg = MoEConfig(
             hidden=512, ffn=264, num_experts=16, top_k=4, max_tokens_per_rank=1024, max_rows=8192,
             combine_groups=groups, bias=name in BIASED,
         )  # fmt: skip
         memories = [torch.zeros(1 << 26, dtype=torch.uint8) for _ in range(2)]
-        backend = hopper_on_host.host_backend(cfg, 0, 2, lambda size, m=memories: [t[:size] for t in m], schedule)
+        own = operators("triton") if name == "own operators" else ()
+        backend = hopper_on_host.host_backend(
+            cfg, 0, 2, lambda size, m=memories: [t[:size] for t in m], schedule, operators=own
+        )
         given, dy = data(cfg, tokens, 1)
         with driver.listing() as launched:
             _, saved = backend.forward(given, True)

@@ -140,12 +140,15 @@ def test_blocks_of_source_ranks(results, key):
         of_block = dataclasses.replace(
             inputs, x_TD=inputs.x_TD[mine], ids_TK=inputs.ids_TK[mine], weights_TK=inputs.weights_TK[mine]
         )
-        w13, w2 = (tuple(torch.empty(t.shape) for t in ts) for ts in (inputs.experts.w13, inputs.experts.w2))
+        of_experts = inputs.experts.w13, inputs.experts.w2, inputs.experts.biases
+        w13, w2, biases = (tuple(torch.empty(t.shape) for t in ts) for ts in of_experts)
         _, saved = backend.forward(of_block, save=True)
-        backend.backward(dy_TD[mine], of_block, saved, Needs(), MainGrads(w13, w2, False))
+        backend.backward(dy_TD[mine], of_block, saved, Needs(), MainGrads(w13, w2, False, biases=biases))
         assert torch.equal(found["apart13"][:, block], stacked(case, w13)), f"block {block}"
         assert torch.equal(found["apart2"][:, block], w2[0]), f"block {block}"
-    for part in ("13", "2"):
+        for name, want in zip(("b13", "b2"), biases, strict=False):
+            assert torch.equal(found[f"apart_{name}"][:, block], want), f"block {block}: {name}"
+    for part in ("13", "2", *(("_b13", "_b2") if case.bias else ())):
         first, second = found[f"apart{part}"].unbind(1)
         assert torch.equal(found[f"blocks{part}"][:, 0], first + second)
 

@@ -555,26 +555,29 @@ def test_bias_gradient(dtype, which):
     width = 2 * F if which == "db13" else D
     count = 3 * ROW_ALIGN - 70  # of the second expert, between two without rows
     tables = {
-        "start_e1": torch.tensor([0, 0, 3, 3], dtype=torch.int32) * ROW_ALIGN,
-        "rows_e": torch.tensor([0, count, 0], dtype=torch.int32),
-        "weight_N": torch.rand(3 * ROW_ALIGN, generator=torch.Generator().manual_seed(9)),
+        "start_ptr": torch.tensor([0, 0, 3, 3], dtype=torch.int32) * ROW_ALIGN,
+        "count_ptr": torch.tensor([0, count, 0], dtype=torch.int32),
     }
+    weight_N = torch.rand(3 * ROW_ALIGN, generator=torch.Generator().manual_seed(9))
     rows_NW = made((3 * ROW_ALIGN, width), dtype, "normal", 8)
     value_NW = rows_NW.to(torch.float32, copy=True)
     if which == "db2":
-        value_NW *= tables["weight_N"][:, None]
+        value_NW *= weight_N[:, None]
     value_NW[count:], rows_NW[count:] = 0.0, float("nan")
-    given = {"values_ptr": rows_NW, "address_ptr": None}
+    given = {"values_ptr": rows_NW, "weight_ptr": None, "address_ptr": None, "b2_ptr": None}
     if which == "db2":
-        given = {"values_ptr": None, "address_ptr": row_addresses(rows_NW)}
+        given = {"values_ptr": None, "weight_ptr": weight_N, "address_ptr": row_addresses(rows_NW), "b2_ptr": rows_NW}
     status = torch.zeros(1, dtype=torch.int32)
-    constants = {"LOCAL": 3, "WIDTH": width, "COLUMNS": 128}
+    constants = {"LOCAL": 3, "WIDTH": width, "COLUMNS": 128, "ADD": False}
     got = unwritten(3, width, dtype=dtype)
     run = {**tables, **given, "status_ptr": status, "out_ptr": got, **constants}
     launch(bias_gradient_kernel, **run)
     want = row_block_sums(value_NW)
     assert torch.equal(got[1], want.to(dtype)) and not got[[0, 2]].any()
     assert not torch.equal(want, value_NW.cumsum(0)[-1]), "the data tell no order from another"
+    added = torch.full((3, width), 0.3)
+    launch(bias_gradient_kernel, **(run | {"out_ptr": added, "ADD": True}))
+    assert torch.equal(added[1], 0.3 + want) and (added[[0, 2]] == added[0, 0]).all()
     status.fill_(1)
     launch(bias_gradient_kernel, **run)
     assert got.isnan().all()

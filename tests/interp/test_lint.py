@@ -20,7 +20,7 @@ ALWAYS = {  # kernels that any forward and backward over several ranks launches
     "weight_gradient_kernel", "expand_kernel",
     "dweights_kernel", "push_tokens_kernel", "push_rows_kernel", "parts_kernel", "group_sum_kernel",
     "return_order_kernel", "counted_product_kernel", "claimed_sum_kernel", "list_kernel", "forward_kernel",
-    "backward_kernel",
+    "backward_kernel", "row_operator_kernel",
 }  # fmt: skip
 PRODUCTS = {
     "gate_up_kernel", "product_kernel", "gathered_product_kernel", "weight_gradient_kernel", "counted_product_kernel",

@@ -1,5 +1,7 @@
 """The collective backend on the Hopper kernels, interpreted: the bits of the hopper backend, of either schedule."""
 
+import dataclasses
+
 import hopper_on_host
 import pytest
 import torch
@@ -98,8 +100,8 @@ def test_kernels_mean_what_torch_does(rank, layout):
     x, dy, experts, routed = tokens(10), tokens(20), experts_of(cfg, 2, layout), Routed(plan, weight)
     found = []
     with fixed_settings():
-        h = TorchExperts(cfg, rank).forward(x, routed, experts, True)[1]
-        for local in (TorchExperts(cfg, rank), KernelExperts(cfg, rank, way_of(cfg), torch.device("cpu"))):
+        h = TorchExperts(cfg, rank, way_of(cfg)).forward(x, routed, experts, True)[1]
+        for local in (TorchExperts(cfg, rank, way_of(cfg)), KernelExperts(cfg, rank, way_of(cfg), torch.device("cpu"))):
             y, own_h = local.forward(x, routed, experts, True)
             if isinstance(local, KernelExperts):  # which keep gate and up apart
                 own_h = own_h.view(2, -1, cfg.ffn).transpose(0, 1).reshape(h.shape)
@@ -120,10 +122,14 @@ def test_kernels_mean_what_torch_does(rank, layout):
 @pytest.mark.parametrize("kind", [TorchExperts, KernelExperts])
 def test_blocks_of_source_ranks(kind, layout):
     """Rank 1 of two with rows from both: the gradient of each source has the bits of a call without the other."""
-    cfg = config()
+    cfg = config(bias=layout == "stacked")
     ids = [torch.randint(-1, 4, (count, 2), generator=torch.Generator().manual_seed(count)) for count in (70, 33)]
     experts = experts_of(cfg, 2, layout)
-    local = kind(cfg, 1, *((way_of(cfg), torch.device("cpu")) if kind is KernelExperts else ()))
+    if cfg.bias:
+        b13, b2 = (random(2, width, seed=width).half() for width in (cfg.h_columns, cfg.hidden))
+        experts = dataclasses.replace(experts, b13=b13, b2=b2)
+    of_experts = experts.w13, experts.w2, experts.biases
+    local = kind(cfg, 1, way_of(cfg), *([torch.device("cpu")] if kind is KernelExperts else []))
 
     def gradients(ids, **blocks):
         plans = [build_plan(ids, r, cfg) for r in (0, 1)]
@@ -133,12 +139,10 @@ def test_blocks_of_source_ranks(kind, layout):
         routed = Routed(plans[1], torch.where(plans[1].row_return_N >= 0, 0.5, 0.0))
         h = local.forward(x, routed, experts, True)[1]
         shape = (2,) if blocks.get("apart") else ()
-        into = MainGrads(
-            *(tuple(torch.full((*shape, *t.shape), torch.nan) for t in ts) for ts in (experts.w13, experts.w2)), False,
-            **blocks,
-        )  # fmt: skip
-        local.backward(dy, x, routed, experts, h, Needs(), into)
-        return [*into.w13, *into.w2]
+        w13, w2, biases = (tuple(torch.full((*shape, *t.shape), torch.nan) for t in ts) for ts in of_experts)
+        into = MainGrads(w13, w2, False, **blocks, biases=biases)
+        assert local.backward(dy, x, routed, experts, h, Needs(), into).biases == ()
+        return into.tensors
 
     with fixed_settings():
         none = [torch.full_like(i, -1) for i in ids]

@@ -15,6 +15,7 @@ from uniep.launch.driver import Bundle
 from uniep.layout import backward_tiles, forward_tiles, steps
 from uniep.routing import build_plan
 from uniep.schedule import Schedule, Tile
+from uniep.stages import Flags
 from uniep.taskflow import order as order_module
 from uniep.taskflow import stretches
 from uniep.taskflow.lower import lower_backward, lower_forward
@@ -198,7 +199,7 @@ def check_lists(seed, cfg, way, ids):
     tokens = [t.shape[0] for t in ids]
     w13, w2 = seed % 4 != 1, seed % 4 != 2
     forward = lower_forward(plans, tokens, cfg, way, keep=True)
-    backward = lower_backward(plans, tokens, cfg, way, w13=w13, w2=w2)
+    backward = lower_backward(plans, tokens, cfg, way, Flags(w13=w13, w2=w2))
     for rank, plan in enumerate(plans):
         matrix, _, _ = made_lists(plan, cfg, way, rank, backward=False)
         ops = MATRIX_OPS[0]

@@ -1,6 +1,8 @@
 """Counts of a layer's load, their warning, and what `uniep.report` says of them."""
 
+import dataclasses
 import logging
+import time
 
 import case
 import pytest
@@ -18,6 +20,11 @@ def workspace():
         yield ws
 
 
+def counts(load):
+    """It without waits."""
+    return dataclasses.replace(load, forward_waits=(), backward_waits=())
+
+
 def test_counts(workspace, caplog):
     """Slots of experts, calls and unused slots since the last read; recomputed forwards do not count."""
     experts = uniep.nn.Experts(workspace.cfg, workspace=workspace, seed=0)
@@ -28,7 +35,7 @@ def test_counts(workspace, caplog):
     experts(x, ids_TK=ids, weights_TK=weights)
     checkpoint(lambda v: experts(v, ids, weights), x, use_reentrant=False).sum().backward()
     (load,) = monitor.read().values()
-    assert load == Load((6, 2, 0, 0, 0, 0, 0, 2), (10,), 2, 2, 0)
+    assert counts(load) == Load((6, 2, 0, 0, 0, 0, 0, 2), (10,), 2, 2, 0)
     assert load.expert_imbalance == 4.8 and load.rank_imbalance == 1 and load.cost == 0
     assert uniep.report(workspace)["load"] == str(load) and "backend" in uniep.report(workspace)
     assert logged == [{"": load}] and load.scalars()["unused"] == 2
@@ -75,7 +82,51 @@ def uneven(world):
 def test_all_ranks_and_the_warning(pool):
     """Rank 0 has 1.5 times the mean: a third of the time; said by rank 0, at the first and second read."""
     (load, lines), (other, silent) = pool.run(uneven, ranks=2)
-    assert load == other == Load((2, 2, 2, 0, 0, 0, 0, 2), (6, 2), 1, 0, 0)
+    assert load == other and counts(load) == Load((2, 2, 2, 0, 0, 0, 0, 2), (6, 2), 1, 0, 0)
     assert load.rank_imbalance == 1.5 and abs(load.cost - 1 / 3) < 1e-9
     assert len(lines) == 2 and not silent
     assert "costs 33 % of the experts' time" in lines[0] and "rank 0 has 1.50 times the mean" in lines[0]
+
+
+LATE_S = 0.3
+
+
+def waited(world, backend):
+    """Two layers.  Rank 1 comes late to the second's forward, then to a checkpointed one and to its recomputation."""
+    with uniep.Workspace(config(), world.group(2), device="cpu", backend=backend, timeout_s=20) as ws:
+        layers = torch.nn.ModuleList(uniep.nn.Experts(ws.cfg, workspace=ws, seed=n) for n in range(2))
+        monitor = LoadMonitor(layers)
+        x, ids, weights = case.leaf(torch.randn(2, 64)), torch.tensor([[0, 1], [2, 7]]), torch.ones(2, 2)
+
+        def late(value):
+            time.sleep(LATE_S * world.rank)
+            return value
+
+        layers[0](x, ids, weights)
+        monitor.read()
+        y = layers[0](x, ids, weights)
+        layers[1](late(y), ids, weights).sum().backward()
+        first = monitor.read()
+        checkpoint(lambda v: layers[0](late(v), ids, weights), x, use_reentrant=False).sum().backward()
+        return first, monitor.read()["0"]
+
+
+def test_waits(pool):
+    """The punctual rank's, of the layer and the direction in which it waited; all ranks read the same."""
+    (first, again), others = pool.run(waited, "cpu", ranks=2)
+    assert (first, again) == others
+    waits = {
+        (name, kind): getattr(first[name], f"{kind}_waits")[0] for name in "01" for kind in ("forward", "backward")
+    }
+    assert max(waits, key=lambda at: waits[at].entry) == ("1", "forward"), waits
+    assert waits["1", "forward"].entry > 800 * LATE_S > first["1"].forward_waits[1].entry
+    assert all(entry > 0 and data > 0 for entry, data in waits.values()), waits
+    assert again.forward_waits[0].entry > 800 * LATE_S and again.backward_waits[0].entry > 800 * LATE_S
+    text = str(first["1"])
+    assert f"waited {first['1'].waited()['forward'].total:.3g} ms in a forward" in text, text
+    assert again.scalars()["backward_entry_wait_ms"] == sum(w.entry for w in again.backward_waits) / 2
+
+
+def test_waits_that_are_not_measured(pool):
+    (first, _), _ = pool.run(waited, "nccl", ranks=2)
+    assert first["1"].forward_waits == () and "waited" not in str(first["1"]) and first["1"].waited() == {}

@@ -13,7 +13,7 @@ import torch
 
 from uniep.launch import driver, records
 from uniep.launch.driver import Block, LaunchConfig, Varying
-from uniep.launch.records import Driver, Program, Recording
+from uniep.launch.records import Driver, RecordedCall, Recording
 
 STREAMS = (11, 22)
 FACTS = {"elem_size": 2, "elem_type": 7, "block_size": [8, 16], "swizzle": 3}
@@ -119,7 +119,7 @@ WALKS = {"python": records.walk_in_python, "c": records.compiled_walk()}
 @pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)
 def test_a_run_has_the_addresses_of_the_run(monkeypatch, walk):
     given, lasting = inputs()
-    program = Program(recorded(monkeypatch, given, lasting))
+    program = RecordedCall(recorded(monkeypatch, given, lasting))
     assert program.slabs == {"temporary": 256 + 768, "brief": 256}
     others, stub = inputs()[0], Stub()
     assert walked(program, walk, others, -3, stub) == 0
@@ -143,7 +143,7 @@ def test_a_run_has_the_addresses_of_the_run(monkeypatch, walk):
 def test_memory_of_a_run_does_not_overlap(monkeypatch):
     """But for results behind the release, which may take the place of what was released."""
     given, lasting = inputs()
-    program = Program(recorded(monkeypatch, given, lasting))
+    program = RecordedCall(recorded(monkeypatch, given, lasting))
     monkeypatch.setattr(program, "walk", lambda *_: None)
     monkeypatch.setattr(Driver, "of_library", lambda: None)
     addresses = [t.data_ptr() for t in given]
@@ -159,7 +159,7 @@ def test_memory_of_a_run_does_not_overlap(monkeypatch):
 @pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)
 def test_the_step_that_fails_is_named(monkeypatch, walk):
     given, lasting = inputs()
-    program = Program(recorded(monkeypatch, given, lasting))
+    program = RecordedCall(recorded(monkeypatch, given, lasting))
     for call, step in enumerate((0, 0, 1, 2, 2, 3, 4)):
         for made in program.steps[0].maps[:1]:
             made.encoded = 0
@@ -171,7 +171,7 @@ def test_the_step_that_fails_is_named(monkeypatch, walk):
 @pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)
 def test_a_thread_without_a_context_goes_on_where_it_stopped(monkeypatch, walk):
     given, lasting = inputs()
-    program = Program(recorded(monkeypatch, given, lasting))
+    program = RecordedCall(recorded(monkeypatch, given, lasting))
     stub = Stub((2, driver.NO_CONTEXT))
     library = types.SimpleNamespace(cuDevicePrimaryCtxRetain=lambda *_: 0, cuCtxSetCurrent=lambda *_: 0)
     monkeypatch.setattr(driver, "libcuda", lambda: library)
@@ -237,7 +237,7 @@ def test_halves_of_one_tensor_are_told_apart(monkeypatch):
     """w1 and w3 as views of one w13: the second begins inside the first."""
     whole, lasting = torch.zeros(2, 4, 16, dtype=torch.float16), [torch.zeros(8)]
     given = [whole[:, 2:].view(torch.float32)[..., :8], whole[:, :2]]
-    program = Program(recorded(monkeypatch, given, lasting))
+    program = RecordedCall(recorded(monkeypatch, given, lasting))
     other, stub = torch.zeros_like(whole), Stub()
     again = [other[:, 2:].view(torch.float32)[..., :8], other[:, :2]]
     walked(program, records.walk_in_python, again, 1, stub)

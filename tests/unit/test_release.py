@@ -1,16 +1,19 @@
 """What a user installs: the sdist and the wheel, built from what git has, tried in an environment of their own."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import uniep
 
@@ -29,12 +32,23 @@ def environment(**more: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"} | more
 
 
+def there(needed: Requirement) -> bool:
+    try:
+        return importlib.metadata.version(needed.name) in needed.specifier
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """(sdist, wheel), the wheel made from the sdist, of the files that git knows, as they are now."""
     folder = tmp_path_factory.mktemp("release")
     if not (REPOSITORY / ".git").exists():
         pytest.skip("needs a clone, of which git says what belongs to it")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    for needed in map(Requirement, project["optional-dependencies"]["test"]):
+        if needed.name in ("build", "setuptools") and not there(needed):
+            pytest.fail(f"needs {needed.name}: {sys.executable} -m pip install '{needed}'", pytrace=False)
     for name in run("git", "-C", REPOSITORY, "ls-files").splitlines():
         if (REPOSITORY / name).exists():
             (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import case
 import pytest
 import torch
 from case import config
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import uniep
@@ -179,3 +180,14 @@ def test_compiled(workspace):
     with record_routing(layer) as again:
         assert torch.equal(compiled(x), want)
     assert record == again and layer.tape is not None
+
+
+def test_names_leave_out_checkpointing(workspace):
+    """A sampler's record fits the trainer's model, whose layers checkpoint_wrapper holds."""
+    model = Model(workspace, None, False)
+    x = torch.randn(6, workspace.cfg.hidden)
+    record, want = step(model, x)
+    model.blocks = torch.nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+    seen, got = step(model, x, record)
+    assert seen == record and list(record.ids) == ["blocks.0", "blocks.1"]
+    assert all(map(torch.equal, got, want))

@@ -58,9 +58,9 @@ def test_one_rank_stands_for_all(ep, direction, machine):
     for name, strategy in STRATEGIES.items():
         tokens = 64 * ep  # a tile's rows are of one source
         problem = Problem(SMALL, ep, tokens, "balanced", direction)
-        program = strategy.program(problem, made)
-        one = simulate(problem, made, program)
-        every = execute(program, program.operators, all_ranks(problem, program.way), made)
+        arrangement = strategy.arrange(problem, made)
+        one = simulate(problem, made, arrangement)
+        every = execute(arrangement, arrangement.operators, all_ranks(problem, arrangement.way), made)
         assert every.graph.num_tasks == ep * one.graph.num_tasks
         for rank in range(ep):
             here = every.graph.rank_N == rank
@@ -75,9 +75,9 @@ def test_one_rank_stands_for_all_where_tiles_hold_rows_of_several_sources(machin
     made = load_machine(machine)
     for name in ("serialized", "taskflow", "uniep", "uniep-pipelined"):
         problem = Problem(SMALL, 8, 300, "balanced", "fwd")
-        program = STRATEGIES[name].program(problem, made)
-        every = execute(program, program.operators, all_ranks(problem, program.way), made)
-        assert every.makespan_ns == simulate(problem, made, program).makespan_ns, name
+        arrangement = STRATEGIES[name].arrange(problem, made)
+        every = execute(arrangement, arrangement.operators, all_ranks(problem, arrangement.way), made)
+        assert every.makespan_ns == simulate(problem, made, arrangement).makespan_ns, name
 
 
 def test_the_real_order_of_rows_changes_little():
@@ -85,11 +85,11 @@ def test_the_real_order_of_rows_changes_little():
     made = load_machine("h200-node")
     problem = Problem(SHAPES["qwen3-30b"], 4, 2048, "balanced", "fwd")
     for name in ("serialized", "deepep", "taskflow", "uniep"):
-        program = STRATEGIES[name].program(problem, made)
+        arrangement = STRATEGIES[name].arrange(problem, made)
         cfg, ids = problem.cfg, [problem.ids(rank) for rank in range(4)]
-        real = [problem.site(rank, ids, cfg, program.way) for rank in range(4)]
-        every = execute(program, program.operators, real, made)
-        assert every.makespan_ns == pytest.approx(simulate(problem, made, program).makespan_ns, rel=0.03), name
+        real = [problem.site(rank, ids, cfg, arrangement.way) for rank in range(4)]
+        every = execute(arrangement, arrangement.operators, real, made)
+        assert every.makespan_ns == pytest.approx(simulate(problem, made, arrangement).makespan_ns, rel=0.03), name
 
 
 def test_opposite_ranks():
@@ -130,7 +130,7 @@ def test_bytes_and_operations_add_up():
     problem = Problem(SMALL, 4, 512, "balanced", "fwd")
     rows, size = 512 * 4, 512 * 2
     for name, away in (("serialized", 2 * rows * 3 / 4), ("taskflow", 2 * rows * 3 / 4)):
-        got = simulate(problem, made, STRATEGIES[name].program(problem, made))
+        got = simulate(problem, made, STRATEGIES[name].arrange(problem, made))
         assert float(got.costs.sends.sum()) == away * size
         assert int(got.graph.work_N3[:, 0].sum()) == 6 * rows * 512 * 256
         check(got.graph, [queue.tasks for queue in got.timeline.queues])
@@ -158,7 +158,7 @@ def test_combine_groups_send_less():
     made = load_machine("h200-node")
     problem = Problem(Shape("wide", 512, 256, 16, 8), 4, 512, "balanced")
     plain, grouped = (
-        simulate(p, made, STRATEGIES["uniep"].program(p, made))
+        simulate(p, made, STRATEGIES["uniep"].arrange(p, made))
         for p in (problem, dataclasses.replace(problem, combine_groups=4))
     )
     assert float(grouped.costs.sends.sum()) < 0.8 * float(plain.costs.sends.sum())
@@ -167,7 +167,7 @@ def test_combine_groups_send_less():
 def test_spans_are_a_trace():
     made = load_machine("ascend-a3")
     problem = Problem(SMALL, 4, 256, "balanced", "bwd")
-    result = simulate(problem, made, STRATEGIES["taskflow"].program(problem, made))
+    result = simulate(problem, made, STRATEGIES["taskflow"].arrange(problem, made))
     found = spans(result, "backward")
     assert len(found) == result.graph.num_tasks and max(s.end_ns for s in found) == result.makespan_ns
     for part in shares(found):

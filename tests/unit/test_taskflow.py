@@ -19,9 +19,11 @@ from uniep.layout import cpu_arrays
 from uniep.numerics import fixed_settings
 from uniep.routing import build_parts, build_plan, recv_base, return_slots
 from uniep.schedule import Schedule, Tile
+from uniep.stages import Flags
 from uniep.taskflow.check import check
 from uniep.taskflow.graph import Block, Event, Relation, Task, from_tasks
-from uniep.taskflow.lower import lower_backward, lower_dispatch, lower_forward
+from uniep.taskflow.layer import dispatch_operators
+from uniep.taskflow.lower import compile_graph, lower_backward, lower_forward, sites
 from uniep.way import resolve
 from uniep.weights import ExpertWeights
 
@@ -81,7 +83,7 @@ class Problem:
         return lower_forward(self.plans(), self.tokens, self.cfg, self.way(schedule), keep=keep)
 
     def backward(self, schedule, **flags):
-        return lower_backward(self.plans(), self.tokens, self.cfg, self.way(schedule), **flags)
+        return lower_backward(self.plans(), self.tokens, self.cfg, self.way(schedule), Flags(**flags))
 
 
 def problem(tokens=(40, 17, 0, 64), num_experts=8, top_k=3, hidden=72, ffn=136, seed=0, unused=0.1, idle=(), **fields):
@@ -146,7 +148,8 @@ def schedules(draw):
 @given(problems(), schedules(), st.booleans(), st.tuples(*[st.booleans()] * 4))
 def test_every_lowering_passes_the_checks(case, schedule, keep, needs):
     check(case.forward(schedule, keep))
-    check(lower_dispatch(case.plans(), case.cfg, case.way(schedule)))
+    of_rank = sites(case.plans(), [0] * len(case.plans()), case.cfg, case.way(schedule))
+    check(compile_graph(dispatch_operators(), of_rank))
     flags = dict(zip(("x", "weights", "w13", "w2"), needs, strict=True))
     graph = case.backward(schedule, **flags)
     check(graph)

@@ -60,12 +60,13 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class MainGrads:
-    """Where backward stores the fp32 gradients of w13, w2: in the parameters' layout, contiguous and 16-byte aligned.
+    """Where backward stores the fp32 gradients of experts: in the parameters' layout, contiguous and 16-byte aligned.
 
     accumulate: each finished gradient is added to the stored value; else it replaces that value.
     blocks: number of blocks of consecutive source ranks whose rows are summed apart.  Blocks are added in ascending
         order.  apart: they are not added; each tensor has one more dimension in front, for the blocks.
-    Parameters whose gradients are not needed are left out, w13 or w2 as a whole.  With LoRA, w13 and w2 are the
+    biases: where those of b13 and b2 go; (): they are `ExpertGradients.biases`, in the layer's dtype.
+    Parameters whose gradients are not needed are left out, w13, w2 or biases as a whole.  With LoRA, w13 and w2 are the
     gradients of the factors, `ExpertWeights.trained`.
     """
 
@@ -74,26 +75,34 @@ class MainGrads:
     accumulate: bool
     blocks: int = 1
     apart: bool = False
+    biases: tuple[Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return *self.w13, *self.w2, *self.biases
 
     def of_blocks(self) -> Iterator[MainGrads]:
         """Where the gradient of each block goes, ascending."""
         for block in range(self.blocks):
             if self.apart:
-                yield MainGrads(tuple(t[block] for t in self.w13), tuple(t[block] for t in self.w2), self.accumulate)
+                w13, w2, biases = (tuple(t[block] for t in ts) for ts in (self.w13, self.w2, self.biases))
+                yield MainGrads(w13, w2, self.accumulate, biases=biases)
             else:
-                yield MainGrads(self.w13, self.w2, self.accumulate or block > 0)
+                yield MainGrads(self.w13, self.w2, self.accumulate or block > 0, biases=self.biases)
 
     def clear(self) -> None:
         """Write zeros for experts without rows, unless gradients are added."""
         if not self.accumulate:
-            for t in (*self.w13, *self.w2):
+            for t in self.tensors:
                 t.zero_()
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGradients:
     """dx (T, D), dweights (T, K) fp32, experts (with LoRA: factors) in the parameters' own layout; None where not
-    needed, and for experts with `MainGrads`.  biases: (db13, db2), or () without biases and where not needed."""
+    needed, and for experts with `MainGrads`.  biases: (db13, db2), or () without biases, where not needed, and where
+    `MainGrads` has them."""
 
     x: Tensor | None
     weights: Tensor | None
@@ -145,6 +154,12 @@ class Backend(Protocol):
 
     def check(self) -> None:
         """Raise what earlier calls deferred."""
+        ...
+
+    def waited(self) -> Tensor | None:
+        """(2,) int64: nanoseconds in which this rank has stood still, since the Workspace was made, for ranks that had
+        not entered a call, and for their tokens and results.  On the Workspace's device; the backend goes on counting
+        in it, in the order of the current stream.  None: not measured."""
         ...
 
     def report(self) -> dict[str, str]:

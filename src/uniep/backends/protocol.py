@@ -155,8 +155,8 @@ def same_layer(number: int, layers: Sequence[int]) -> None:
     if len({layer for layer in layers if layer}) > 1:
         listed = ", ".join(f"rank {r}: {f'layer {layer}' if layer else 'not known'}" for r, layer in enumerate(layers))
         raise UniEPError(
-            f"call {number}: ranks are in different layers ({listed}; layers are numbered by the forward of the "
-            "Workspace that they were first in). Every rank must call its layers, recompute them and run their "
+            f"call {number}: ranks are in different layers ({listed}; a layer's number is that of its first "
+            "forward in the Workspace). Every rank must call its layers, recompute them and run their "
             "backwards in the same order"
         )
 
@@ -166,9 +166,9 @@ def same_draw(number: int, draws: Sequence[int]) -> None:
     if len({draw for draw in draws if draw}) > 1:
         listed = ", ".join(f"rank {r}: {draw & 2**64 - 1:#x}" for r, draw in enumerate(draws))
         raise UniEPError(
-            f"call {number}: ranks initialised this layer from different random numbers ({listed}), so that it is not "
-            "the model that one rank would make. Call torch.manual_seed with the same seed on all ranks before they "
-            "make the model, and draw the same numbers up to there, or pass seed= to the layer"
+            f"call {number}: ranks initialised this layer from different random numbers ({listed}), so the model "
+            "is not the one that a single rank would make. Call torch.manual_seed with the same seed on all ranks "
+            "before they make the model, and draw as many random numbers before each layer, or pass seed= to the layer"
         )
 
 
@@ -187,9 +187,10 @@ def refuse_copies(number: int, digests: Sequence[Sequence[int]]) -> None:
             if copied and (looks > 0 or now_a == before_a or now_b == before_b):
                 raise UniEPError(
                     f"call {number}: ranks {b} and {a} hold different experts, but their weights have become equal: a "
-                    "wrapper, an optimizer or a loader took them for copies of one parameter (DistributedDataParallel, "
-                    "fully_shard, ZeroRedundancyOptimizer, broadcast_from_rank0). Experts are lost; load or initialise "
-                    "them again, and use uniep.integrations.torch: data_parallel or fully_shard_experts, and TrainState"
+                    "wrapper, an optimizer or a loader treated them as copies of one parameter "
+                    "(DistributedDataParallel, fully_shard, ZeroRedundancyOptimizer, broadcast_from_rank0). Experts "
+                    "are lost; load or initialise them again, and use uniep.integrations.torch: data_parallel or "
+                    "fully_shard_experts, and TrainState"
                 )
 
 

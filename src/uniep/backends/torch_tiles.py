@@ -47,6 +47,7 @@ class Rows:
 
     target_N, slot_N: rank and slot (t*K + k) that a row returns to; target -1 for pad rows.
     parts, part_slot_P: with combine groups, the sums that return instead of rows, and the slots they return to.
+    keeps_results: results are stored by row first, and return later.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Rows:
     slot_N: Tensor
     parts: Parts | None = None
     part_slot_P: Tensor | None = None
+    keeps_results: bool = False
 
     @classmethod
     def make(
@@ -67,6 +69,7 @@ class Rows:
         weights_of_rank: list[Tensor],
         parts: Parts | None = None,
         part_slot_P: Tensor | None = None,
+        keeps_results: bool = False,
     ) -> Rows:
         slots = cfg.max_tokens_per_rank * cfg.top_k
         table = torch.zeros(len(weights_of_rank), slots, dtype=torch.float32)
@@ -76,7 +79,17 @@ class Rows:
         used_N = back_N >= 0
         weight_N = torch.where(used_N, table.view(-1)[back_N.clamp(min=0)], 0.0)
         target_N = torch.where(used_N, back_N // slots, -1)
-        return cls(rank, cfg, plan, weight_N[:, None], target_N, back_N % slots, parts, part_slot_P)
+        return cls(
+            rank,
+            cfg,
+            plan,
+            weight_N[:, None],
+            target_N,
+            back_N % slots,
+            parts,
+            part_slot_P,
+            keeps_results or bool(parts),
+        )
 
 
 class Gather:
@@ -160,7 +173,7 @@ class _Bodies:
         self.rows, self.shared, self.send_TD, self.ids_TK = rows, shared, send_TD, ids_TK
         self.cfg, self.plan, self.rank = rows.cfg, rows.plan, rows.rank
         self.num_rows = rows.plan.num_rows
-        if rows.parts is not None:
+        if rows.keeps_results:
             self.results_ND = send_TD.new_empty(self.num_rows, self.cfg.hidden)
 
     def push(self, block: Block) -> None:
@@ -181,12 +194,17 @@ class _Bodies:
                 part.index_copy_(0, slot[pick], value[pick])
 
     def _return(self, block: Block, value: Tensor) -> None:
-        """Store a tile of results, or of dX: in the slots of its rows or, with combine groups, where they are added."""
+        """Store a tile of results, or of dX: in the slots of its rows, or where they wait to be added or pushed."""
         value = value.to(self.cfg.dtype)
-        if self.rows.parts is None:
-            self._write(block, value, "returns")
-        else:
+        if self.rows.keeps_results:
             self.results_ND[block.row0 : block.row1, block.column0 : block.column1] = value
+        else:
+            self._write(block, value, "returns")
+
+    def push_rows(self, block: Block) -> None:
+        """Finished rows into the slots that they return to."""
+        part = self.results_ND[block.row0 : block.row1, block.column0 : block.column1]
+        self._write(block, part, "returns")
 
     def group_sum(self, block: Block) -> None:
         """Add the rows of parts row0..row1, each into its slot at rank `group`."""
@@ -325,7 +343,7 @@ class Backward(_Bodies):
             main_grads.clear()
         self.gradients, self.targets = main_grads, list(main_grads.of_blocks())
         self.rows_eB = row_blocks(self.plan, self.rank, main_grads.blocks)
-        self.biases = tuple(torch.zeros_like(b) for b in experts.biases)  # of b13 and b2, or none
+        self.biases = () if main_grads.biases else tuple(torch.zeros_like(b) for b in experts.biases)
 
     def down_grad(self, block: Block) -> None:
         """Gradient through the second GEMM, and through the activation unless that is a task of its own."""
@@ -378,50 +396,55 @@ class Backward(_Bodies):
         self._return(block, out)
 
     def down_wgrad(self, block: Block) -> None:
-        """A tile of dW2; those of its first columns make db2 of the same rows.  LoRA: the first tile makes the factors'
-        gradients."""
-        columns = slice(block.column0, block.column1)
-        if self.biases and self.needs.biases and block.column0 == 0:
-            rows = self._segment(block.group)
-            dy = self.dy_rows(rows, slice(block.row0, block.row1))
-            self.biases[1][block.group, block.row0 : block.row1] = row_block_sums(self.rows.weight_N1[rows] * dy)
-        if not self.needs.w2:
-            return
-        if (lora := self.experts.lora) is not None:
-            if block.row0 == block.column0 == 0 and lora.w2 is not None:
-                for rows, of in self._blocks(block.group):
-                    given = self.weighted_NF[rows]
-                    self._factors(self.dy_rows(rows), given, lora.w2, of.w2, of.accumulate, block.group)
-            return
+        """A tile of dW2; those of its first columns make db2 of the same rows."""
+        columns, lora = slice(block.column0, block.column1), self.experts.lora
         for rows, of in self._blocks(block.group):
+            if self._makes_bias(block):
+                dy = self.dy_rows(rows, slice(block.row0, block.row1))
+                self._put_bias(1, block, self.rows.weight_N1[rows] * dy, of)
+            if not self.needs.w2:
+                continue
+            if lora is not None:
+                if block.row0 == block.column0 == 0 and lora.w2 is not None:  # the first of the expert's tasks
+                    dy, given = self.dy_rows(rows), self.weighted_NF[rows]
+                    self._factors(dy, given, lora.w2, of.w2, of.accumulate, block.group)
+                continue
             dy = whole_tiles(self.dy_rows(rows, slice(block.row0, block.row1)))
             out = matmul(dy.T, whole_tiles(self.weighted_NF[rows, columns]))
-            into = dataclasses.replace(self.experts, w2=of.w2)
+            into = ExpertWeights((), of.w2, self.experts.layout)
             _put(into.down(block.group)[block.row0 : block.row1, columns], out, of.accumulate)
 
     def gate_up_wgrad(self, block: Block) -> None:
-        """A tile of dW13; those of its first columns make db13 of the same rows.  LoRA: as `down_wgrad`."""
-        columns = slice(block.column0, block.column1)
-        if self.biases and self.needs.biases and block.column0 == 0:
-            dh = self.dh_NF[self._segment(block.group), block.row0 : block.row1]
-            self.biases[0][block.group, block.row0 : block.row1] = row_block_sums(dh.float())
-        if not self.needs.w13:
-            return
-        if (lora := self.experts.lora) is not None:
-            if block.row0 == block.column0 == 0 and lora.w13 is not None:
-                for rows, of in self._blocks(block.group):
-                    self._factors(self.dh_NF[rows], self.x_rows(rows), lora.w13, of.w13, of.accumulate, block.group)
-            return
+        """A tile of dW13; those of its first columns make db13 of the same rows."""
+        columns, lora = slice(block.column0, block.column1), self.experts.lora
         for rows, of in self._blocks(block.group):
-            dh = whole_tiles(self.dh_NF[rows, block.row0 : block.row1])
-            out = matmul(dh.T, whole_tiles(self.x_rows(rows, columns)))
-            into = dataclasses.replace(self.experts, w13=of.w13)
+            dh = self.dh_NF[rows, block.row0 : block.row1]
+            if self._makes_bias(block):
+                self._put_bias(0, block, dh.float(), of)
+            if not self.needs.w13:
+                continue
+            if lora is not None:
+                if block.row0 == block.column0 == 0 and lora.w13 is not None:
+                    given = self.x_rows(rows)
+                    self._factors(self.dh_NF[rows], given, lora.w13, of.w13, of.accumulate, block.group)
+                continue
+            out = matmul(whole_tiles(dh).T, whole_tiles(self.x_rows(rows, columns)))
+            into = ExpertWeights(of.w13, (), self.experts.layout, self.cfg.gated)
             for number, half in enumerate(into.halves(block.group)):
                 base = number * self.cfg.ffn
                 first, last = max(block.row0, base), min(block.row1, base + self.cfg.ffn)
                 if first < last:
                     value = out[first - block.row0 : last - block.row0]
                     _put(half[first - base : last - base, columns], value, of.accumulate)
+
+    def _makes_bias(self, block: Block) -> bool:
+        return self.cfg.bias and self.needs.biases and block.column0 == 0
+
+    def _put_bias(self, number: int, block: Block, rows_RC: Tensor, of: MainGrads) -> None:
+        """Columns row0..row1 of db13 or db2, 0 or 1: sums of these rows of a block of source ranks."""
+        into, accumulate = (of.biases, of.accumulate) if of.biases else (self.biases, False)
+        sums_C = row_block_sums(whole_tiles(rows_RC))
+        _put(into[number][block.group, block.row0 : block.row1], sums_C, accumulate)
 
     def _factors(
         self, d_out: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], into: tuple[Tensor, ...], accumulate: bool,
@@ -436,10 +459,6 @@ class Backward(_Bodies):
         for target, left, right in ((into[0], through_b, given), (into[1], d_out, through_a)):
             out = matmul(left.to(self.cfg.dtype).T, right.to(self.cfg.dtype)) * self.experts.lora.scale
             _put(target[expert], out, accumulate)
-
-    def _segment(self, expert: int) -> slice:
-        rows_B = self.rows_eB[expert]
-        return slice(rows_B[0].start, rows_B[-1].stop)
 
     def _blocks(self, expert: int) -> Iterator[tuple[slice, MainGrads]]:
         """(rows, where their gradient goes) of each block of source ranks, ascending; also of blocks without rows."""

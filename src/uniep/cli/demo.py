@@ -35,7 +35,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Optimizer steps of the training run.", min=1)] = 200,
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks of the training run: 1, 2 or 4.")] = 2,
     proof_ep: Annotated[str, typer.Option(help="EP sizes that the proof compares, each 1, 2 or 4.")] = "1,2,4",
-    proof_steps: Annotated[int, typer.Option(help="Optimizer steps of each of the proof's runs.", min=1)] = 3,
+    proof_steps: Annotated[int, typer.Option(help="Optimizer steps of each run of the proof.", min=1)] = 3,
     dtype: Annotated[DType, typer.Option(help="dtype of expert computation.")] = DType.bf16,
     out: Annotated[Path, typer.Option(help="Folder for loss.png and timeline.png.")] = Path("out"),
     json_file: JsonFile = None,

@@ -36,7 +36,7 @@ class Run:
 def diff(
     first: Annotated[Path, typer.Argument(help="Folder that a uniep.nn.DigestLog wrote.", metavar="RUN")],
     second: Annotated[Path, typer.Argument(help="Folder of the other run.", metavar="OTHER")],
-    most: Annotated[int, typer.Option(help="Tensors to name.", min=1)] = 10,
+    most: Annotated[int, typer.Option(help="Largest number of tensors to list.", min=1)] = 10,
     json_file: JsonFile = None,
 ) -> None:
     """Name the first step and its tensors whose bits differ between two runs.

@@ -60,7 +60,7 @@ def lora(
     top_k: TopK = 4,
     tokens: Tokens = 1024,
     dtype: Dtype = DType.bf16,
-    rank: Annotated[str, typer.Option(help="Ranks r of the factors, compared with training whole experts.")] = "8,128",
+    rank: Annotated[str, typer.Option(help="LoRA ranks r to compare with full training.")] = "8,128",
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 2,
     steps: Annotated[int, typer.Option(help="Steps that are timed; the median counts.", min=1)] = 5,
     json_file: JsonFile = None,

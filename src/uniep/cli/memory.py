@@ -66,7 +66,7 @@ def memory(
         typer.Option(help="Limit of routed rows per rank (no host read); default: allocated as needed.", min=1),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(help="MoE layers of the model: also show what it takes.", min=1, rich_help_panel=MODEL)
+        int | None, typer.Option(help="Number of MoE layers: also show the whole model.", min=1, rich_help_panel=MODEL)
     ] = None,
     config: Annotated[
         Path | None,
@@ -85,7 +85,7 @@ def memory(
     optimizer: Annotated[
         Optimizer,
         typer.Option(
-            help="What there is for each parameter: adamw-fp32 (fp32 gradients, masters, averages), adamw or sgd (all "
+            help="Memory per parameter: adamw-fp32 (fp32 gradients, masters, averages), adamw or sgd (all "
             "in --dtype), none (inference).",
             rich_help_panel=MODEL,
         ),
@@ -113,7 +113,9 @@ def memory(
         if shape is not None:
             raise uniep.ConfigError(f"--shape {shape} beside --config {config}, which says it; give one")
         if layers is not None:
-            raise uniep.ConfigError(f"--layers {layers} beside --config {config}, which says how many; give one")
+            raise uniep.ConfigError(
+                f"--layers {layers} and --config {config} both say how many layers; give one of them"
+            )
         with console.status("the model is built, without memory"):
             size, sizes = whole_model.of_config(config)
     cfg = uniep.MoEConfig(

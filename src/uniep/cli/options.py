@@ -56,7 +56,7 @@ Weight = Annotated[
 ]
 Activation = Annotated[str, typer.Option(help=f"Activation between the experts' two GEMMs: {', '.join(ACTIVATIONS)}.")]
 Limit = Annotated[
-    float | None, typer.Option("--activation-limit", help="What gate and up are clamped to; none by default.")
+    float | None, typer.Option("--activation-limit", help="Limit to which gate and up are clamped; default: none.")
 ]
 Bias = Annotated[bool, typer.Option("--bias", help="Experts have biases.")]
 Groups = Annotated[

@@ -94,7 +94,7 @@ def simulate(
         rows, ran = [], dict[str, Simulated]()
         with progress(console, "simulated", len(strategies)) as done:
             for strategy in strategies:
-                result = run(problem, made, strategy.program(problem, made))
+                result = run(problem, made, strategy.arrange(problem, made))
                 rows.append(row_of(problem, made, strategy, result))
                 if picture is not None:
                     ran[strategy.name] = result

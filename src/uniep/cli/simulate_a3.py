@@ -119,7 +119,7 @@ def _kept(machine: Machine, ep: int, of: Times) -> float:
     travel = 0.0
     for direction in DIRECTIONS:
         problem = Problem(fit.SHAPE, ep, 4096, "balanced", direction)
-        made = simulate(problem, machine, STRATEGIES["serialized"].program(problem, machine))
+        made = simulate(problem, machine, STRATEGIES["serialized"].arrange(problem, machine))
         graph, line = made.graph, made.timeline
         for name in ("dispatch", "return"):
             of_op = graph.op_N == graph.ops.index(name)

@@ -50,8 +50,8 @@ def join_experts(
             made[name] = tensor
     if not found:
         raise ConfigError(
-            f"no name ends in experts.{gate}, experts.{up} or experts.{down}, with an expert's number in between or "
-            f"not; names are such as {', '.join(list(state)[:3]) or 'none'}; tell by gate=, up= and down= what they are"
+            f"no name ends in experts.{gate}, experts.{up} or experts.{down}, with or without an expert's number "
+            f"between; the first names are {', '.join(list(state)[:3]) or 'none'}; pass gate=, up= and down="
         )
     for prefix, matrices in found.items():
         stacked = {name: _stacked(f"{prefix}.{name}", of, matrices[gate]) for name, of in matrices.items()}

@@ -17,12 +17,11 @@ from uniep.integrations.moe_layers import routed_experts
 from uniep.nn import Experts
 from uniep.nn.functional import MainGrad, Weights, moe
 from uniep.nn.record import LayerRecord
+from uniep.nn.wrappers import unwrapped
 from uniep.weights import Lora
 from uniep.workspace import Workspace
 
 __all__ = ["LayerStatus", "Status", "Workspaces", "free_of", "status_of"]
-
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class Workspaces:
@@ -217,7 +216,7 @@ def status_of(
     """
     parts = [models] if isinstance(models, nn.Module) else list(models)
     layers = {
-        (f"{number}." if len(parts) > 1 else "") + ".".join(n for n in name.split(".") if n not in WRAPPERS): module
+        (f"{number}." if len(parts) > 1 else "") + unwrapped(name): module
         for number, part in enumerate(parts)
         for name, module in routed_experts(part, lambda m: is_layer(m) or isinstance(m, Experts)).items()
     }

@@ -34,8 +34,8 @@ from uniep.activation import ACTIVATIONS, activation_of
 from uniep.config import DTYPES
 from uniep.errors import UniEPError, UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, status_of
-from uniep.integrations.hf_routing import RoutingHooks, find_router, hook
 from uniep.integrations.moe_layers import routed_experts
+from uniep.integrations.routing_hooks import RoutingHooks, find_router
 from uniep.nn.record import LayerRecord
 from uniep.weights import Lora
 
@@ -208,7 +208,7 @@ def hook_routing(model: nn.Module) -> RoutingHooks:
         if isinstance(experts := _inner(getattr(around, "experts", None)), nn.Module) and is_experts(experts)
     ]
     if not found:
-        raise UnsupportedError(f"{type(model).__name__} has no experts that transformers lets others run")
+        raise UnsupportedError(f"{type(model).__name__} has no experts that transformers lets uniep run")
     hooks = RoutingHooks()
     for experts, router, num_experts in found:
 
@@ -217,7 +217,7 @@ def hook_routing(model: nn.Module) -> RoutingHooks:
                 raise error
             experts.__dict__[_ERROR] = error  # uniep's call passes it on to the other ranks
 
-        hook(router, num_experts, fail, hooks)
+        hooks.add(router, num_experts, "transformers", fail)
     return hooks
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from uniep.errors import UnsupportedError
+from uniep.errors import UniEPError, UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, free_of, status_of
+from uniep.integrations.routing_hooks import RoutingHooks
 from uniep.nn.ops import SAVE_OPS
 from uniep.nn.record import LayerRecord
 
@@ -31,12 +32,14 @@ try:
     import spmd_types
     from torchtitan.config import derive, override
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
-    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 except ImportError as cause:
     raise UnsupportedError(f"torchtitan cannot be imported ({cause}): pip install 'torchtitan>=0.3,<0.4'") from cause
 
-__all__ = ["LayerStatus", "Status", "UniEPRoutedExperts", "UniEPSelectiveAC", "free", "status"]
+__all__ = [
+    "LayerStatus", "RoutingHooks", "Status", "UniEPRoutedExperts", "UniEPSelectiveAC", "free", "hook_routing", "status",
+]  # fmt: skip
 
 WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 SIGNATURES = (
@@ -72,6 +75,7 @@ class UniEPRoutedExperts(RoutedExperts):
             raise UnsupportedError(f"uniep cannot run these routed experts: {reason}")
         self.ffn = config.inner_experts.hidden_dim
         self.record = LayerRecord()
+        self.error: UniEPError | None = None  # of this rank's router: the call passes it on to the other ranks
         self.workspaces = _workspaces(config.max_tokens_per_rank, config.max_rows, config.backend, config.timeout_s)
 
     def _run(self, x: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
@@ -90,7 +94,7 @@ class UniEPRoutedExperts(RoutedExperts):
                 f"this rank holds w1 {tuple(w1.shape)} of experts of width {self.ffn}: uniep keeps experts whole. "
                 "Beside tensor parallelism set expert_parallel_degree > 1"
             )
-        half = torch.bfloat16
+        half, error, self.error = torch.bfloat16, self.error, None
         y_TD = self.workspaces.moe(
             group,
             x.flatten(0, -2).to(half),
@@ -100,6 +104,7 @@ class UniEPRoutedExperts(RoutedExperts):
             w2.to(half),
             num_local=len(w1),
             layer=self.record,
+            error=error,
         )
         return y_TD.to(x.dtype).view(x.shape)
 
@@ -165,6 +170,48 @@ def status(model: nn.Module | Sequence[nn.Module], pattern: str = "*") -> Status
     """
     others = "it is not inside a RoutedExperts of torchtitan, which the override replaces"
     return status_of(model, pattern, lambda module: isinstance(module, RoutedExperts), _layer, others)
+
+
+def hook_routing(model: nn.Module | Sequence[nn.Module]) -> RoutingHooks:
+    """Make `uniep.nn.record_routing` and `replay_routing` work on the model's routers, until the result's `remove()`.
+
+    model: one, or the list of parts of a pipeline; the two contexts take a part, or `nn.ModuleList(parts)`.
+    Records use the routers' names, and have the tokens that this rank's routers see: with tensor parallelism a part of
+    each sequence.  Works whoever runs the experts, with checkpointing and FSDP2.  A replay reads its ids on the host.
+    Raises UnsupportedError, naming the layer, for compiled models, for routers of other kinds, and for those whose
+    choice is overwritten (`_debug_force_load_balance`).
+    """
+    found: list[tuple[MoE, int]] = []
+    for part in [model] if isinstance(model, nn.Module) else model:
+        for name, module in part.named_modules():
+            if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+                raise UnsupportedError(
+                    f"{name or type(module).__name__} is compiled, and a compiled router cannot be recorded or "
+                    "replayed; set compile.enable to False"
+                )
+            if isinstance(module, MoE):
+                if type(module.router).forward is not TokenChoiceTopKRouter.forward:
+                    raise UnsupportedError(
+                        f"{name}.router is a {type(module.router).__name__} with its own forward, which is not known "
+                        "to choose by torch.topk of all scores; supported: TokenChoiceTopKRouter"
+                    )
+                if module.router._debug_force_load_balance:
+                    raise UnsupportedError(
+                        f"{name}.router has _debug_force_load_balance, which overwrites every choice; turn it off"
+                    )
+                found.append((module, module.router.num_experts))
+    if not found:
+        raise UnsupportedError("the model has no MoE of torchtitan, whose routing could be recorded or replayed")
+    hooks = RoutingHooks()
+    for layer, num_experts in found:
+
+        def fail(error: UniEPError, routed: nn.Module = layer.routed_experts) -> None:
+            if not isinstance(routed, UniEPRoutedExperts):
+                raise error
+            routed.error = error
+
+        hooks.add(layer.router, num_experts, "torchtitan", fail)
+    return hooks
 
 
 def free(model: nn.Module | Sequence[nn.Module]) -> None:

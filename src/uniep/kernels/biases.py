@@ -6,7 +6,6 @@ Suffixes: D hidden, F ffn, e local experts, N padded rows.
 import triton
 import triton.language as tl
 
-from uniep.kernels.arguments import Rows
 from uniep.kernels.ptx import narrow
 from uniep.kernels.trees import pair_tree_sum, row_tree_sum
 
@@ -57,18 +56,23 @@ def add_bias_groups(total, address_ptr, b2_ptr, expert, row, D: tl.constexpr):
 
 @triton.jit
 def bias_gradient_kernel(
-    rows: Rows,
+    start_ptr,
+    count_ptr,
     values_ptr,
+    weight_ptr,
     address_ptr,
+    b2_ptr,
     status_ptr,
     out_ptr,
     LOCAL: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    """out (e, WIDTH) in the layer's dtype: sums of columns over the rows of each expert, rounded once.
+    """out (e, WIDTH): sums of columns over the rows of each expert, rounded once; ADD: added to what is there, fp32.
 
-    Of values (N, WIDTH), or, if None, of w * dO, rounded to fp32, address (N,) of each row of dO.
+    Of values (N, WIDTH), or, if None, of w * dO, rounded to fp32: weight (N,) fp32, address (N,) of each row of dO,
+    whose dtype is that of b2.  start (e + 1,), count (e,): first row and number of rows of each expert.
     **Order**: blocks of 128 rows from the expert's first, each by a tree of adjacent rows; blocks ascending, from 0.
     Experts without rows get exact zeros.  After a failed call gradients are NaN.
     """
@@ -77,24 +81,31 @@ def bias_gradient_kernel(
     for item in range(tl.program_id(0), LOCAL * BLOCKS, tl.num_programs(0)):
         expert = item // BLOCKS
         column = item % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-        begin = tl.load(rows.start_e1 + expert)
-        num_rows = tl.load(rows.rows_e + expert)
+        begin = tl.load(start_ptr + expert)
+        num_rows = tl.load(count_ptr + expert)
         total = tl.zeros((COLUMNS,), tl.float32)
         upper = total
         for half in range(0, tl.cdiv(num_rows, 128) * 2):  # of a block: 128 rows at once would take too many registers
             first = half * 64
-            left = _part_sum(values_ptr, address_ptr, rows, begin, first, num_rows, column, dtype, WIDTH, COLUMNS)
-            right = _part_sum(values_ptr, address_ptr, rows, begin, first + 32, num_rows, column, dtype, WIDTH, COLUMNS)
+            left = _part_sum(
+                values_ptr, weight_ptr, address_ptr, b2_ptr, begin, first, num_rows, column, WIDTH, COLUMNS
+            )
+            right = _part_sum(
+                values_ptr, weight_ptr, address_ptr, b2_ptr, begin, first + 32, num_rows, column, WIDTH, COLUMNS
+            )
             lower = left + right
             total = tl.where(half % 2 == 0, total, total + (upper + lower))
             upper = lower
         total = tl.where(tl.load(status_ptr) != 0, float("nan"), total)
-        tl.store(out_ptr + expert.to(tl.int64) * WIDTH + column, narrow(total, dtype), mask=column < WIDTH)
+        ptrs, mask = out_ptr + expert.to(tl.int64) * WIDTH + column, column < WIDTH
+        if ADD:
+            total = tl.load(ptrs, mask=mask, other=0.0) + total
+        tl.store(ptrs, narrow(total, dtype), mask=mask)
 
 
 @triton.jit
 def _part_sum(
-    values_ptr, address_ptr, rows: Rows, begin, first, num_rows, column, dtype: tl.constexpr, WIDTH: tl.constexpr,
+    values_ptr, weight_ptr, address_ptr, b2_ptr, begin, first, num_rows, column, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The tree of 32 rows of an expert, from `first` on; zeros from num_rows on."""
@@ -106,8 +117,8 @@ def _part_sum(
         ptrs = values_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
         value = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     else:
-        base = tl.load(address_ptr + row, mask=used, other=0).to(tl.pointer_type(dtype))
-        weight = tl.load(rows.weight_N + row, mask=used, other=0.0)
+        base = tl.load(address_ptr + row, mask=used, other=0).to(tl.pointer_type(b2_ptr.dtype.element_ty))
+        weight = tl.load(weight_ptr + row, mask=used, other=0.0)
         dy = tl.load(base[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         value = weight[:, None] * dy
     return row_tree_sum(value, COLUMNS)

@@ -241,6 +241,7 @@ def barrier_kernel(
     call_ptr,
     status_ptr,
     status_table_ptr,
+    waited_ptr,
     timeout_ns,
     rank,
     SLOTS: tl.constexpr,
@@ -251,9 +252,11 @@ def barrier_kernel(
 ):
     """Wait until one flag of every other rank has reached this call.  One warp.
 
+    waited (1,): int64, the nanoseconds of this wait are added; None: it hides behind other work.
     JUDGE, at the entry: then see that all ranks have entered the same.  COPIES: copy engines send behind it.
     """
     after_previous()
+    began_ns = nanoseconds()
     ranks = every_rank(NUM_RANKS)
     call = tl.load(call_ptr)
     flags = tl.where(ranks == rank, call_ptr, flags_ptr + ranks)
@@ -263,6 +266,8 @@ def barrier_kernel(
         wait_for(flags, ranks, call, deadline_ns, status_ptr, STAGE, gone)
     else:
         wait_for(flags, ranks, call, deadline_ns, status_ptr, STAGE)
+    if waited_ptr is not None:
+        tl.atomic_add(waited_ptr, nanoseconds() - began_ns, sem="relaxed", scope="gpu")
     code = tl.load(status_ptr, volatile=True)
     if code != 0:
         pass_on(status_ptr)

@@ -122,8 +122,8 @@ def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict
 
     options: of Triton, such as num_warps.
     """
-    if (listed := _listed()) is not None:
-        listed.append(Launch(kernel, args, constants, options))
+    if (only_listed := listed()) is not None:
+        only_listed.append(Launch(kernel, args, constants, options))
         return
     values: list[Any] = []  # of the parameters; a Block's first one, its tensor map, comes later
     kinds: list[Any] = []  # what the code depends on
@@ -211,7 +211,7 @@ def _for_triton(a: Any) -> Any:
 
 def copy(target: Tensor, source: Tensor, stream: Any) -> None:
     """The first rows of target = source, both contiguous, behind `stream`'s work; between GPUs by a copy engine."""
-    if _listed() is not None:
+    if listed() is not None:
         return
     if not source.is_cuda:
         target[: len(source)].copy_(source)
@@ -226,17 +226,18 @@ def copy(target: Tensor, source: Tensor, stream: Any) -> None:
 
 def temporary(*shape: int, dtype: torch.dtype, device: torch.device, briefly: bool = False) -> Tensor:
     """New memory that only this call uses.  briefly: until `release`."""
-    made = torch.empty(shape, dtype=dtype, device=device)
-    if (watcher := current_watcher()) is not None:
-        watcher.allocated(made, "brief" if briefly else "temporary")
-    return made
+    return _allocate(shape, dtype, device, "brief" if briefly else "temporary")
 
 
 def result(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """New memory that this call may return."""
+    return _allocate(shape, dtype, device, "result")
+
+
+def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, what: What) -> Tensor:
     made = torch.empty(shape, dtype=dtype, device=device)
     if (watcher := current_watcher()) is not None:
-        watcher.allocated(made, "result")
+        watcher.allocated(made, what)
     return made
 
 
@@ -253,7 +254,7 @@ def result_like(tensor: Tensor) -> Tensor:
 
 def fill(memory: Tensor, word: int) -> None:
     """Every 4-byte word of contiguous memory = word, behind the current stream's work."""
-    if _listed() is not None:
+    if listed() is not None:
         return
     if not memory.is_cuda:
         memory.view(-1).view(torch.int32).fill_(word)
@@ -332,8 +333,7 @@ class Compiled:
             places.append(start)
             end = start + size
         self.places, self.size = places, end
-        self.memory = ctypes.create_string_buffer(end + MAP_ALIGN)
-        self.offset = -ctypes.addressof(self.memory) % MAP_ALIGN
+        self.memory, self.offset = map_aligned(end)
         base = ctypes.addressof(self.memory) + self.offset
         self.parameters = (ctypes.c_void_p * len(places))(*(base + place for place in places))
         self.launch, self.lock = libcuda().cuLaunchKernelEx, threading.Lock()
@@ -387,10 +387,13 @@ class LaunchConfig(ctypes.Structure):
 _known: dict[Any, Compiled | None] = {}  # None: Triton launches
 
 
+What = Literal["temporary", "brief", "result"]
+
+
 class Watcher(Protocol):
     """Is told what a thread does here, after it was done: see `uniep.launch.records.Recording`."""
 
-    def allocated(self, memory: Tensor, what: Literal["temporary", "brief", "result"]) -> None: ...
+    def allocated(self, memory: Tensor, what: What) -> None: ...
 
     def released(self) -> None: ...
 
@@ -432,15 +435,15 @@ class Launch(NamedTuple):
 @contextlib.contextmanager
 def listing() -> Iterator[list[Launch]]:
     """What this thread would launch meanwhile.  Nothing is launched, copied or filled."""
-    listed: list[Launch] = []
-    _watching.listed = listed
+    _watching.listed = []
     try:
-        yield listed
+        yield _watching.listed
     finally:
         _watching.listed = None
 
 
-def _listed() -> list[Launch] | None:
+def listed() -> list[Launch] | None:
+    """Of this thread, if it lists launches, and computes nothing."""
     return getattr(_watching, "listed", None)
 
 
@@ -458,6 +461,12 @@ def in_context(device: int, function: Any, *args: Any) -> int:
         code = library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) or library.cuCtxSetCurrent(context)
         code = code or function(*args)
     return code
+
+
+def map_aligned(size: int) -> tuple[Any, int]:
+    """Memory of the host, and from where in it `size` bytes are aligned as tensor maps have to be."""
+    memory = ctypes.create_string_buffer(size + MAP_ALIGN)
+    return memory, -ctypes.addressof(memory) % MAP_ALIGN
 
 
 def _up(value: int, multiple: int) -> int:
@@ -509,8 +518,7 @@ def _tensor_map(block: Block, facts: dict[str, Any]) -> bytes:
     """The CUtensorMap that Triton would make."""
     shape, address = map_shape(block, facts), block.base.data_ptr()
     rank = len(shape.dims)
-    memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGN)
-    offset = -ctypes.addressof(memory) % MAP_ALIGN
+    memory, offset = map_aligned(MAP_BYTES)
     words, long_words = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
     code = libcuda().cuTensorMapEncodeTiled(
         ctypes.addressof(memory) + offset, shape.type, rank, address, long_words(*shape.dims),

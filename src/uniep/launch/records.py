@@ -3,8 +3,8 @@
 `driver.launch` looks at every argument of every kernel, which takes the host longer than the device needs for a call of
 few tokens.  But a call with as many tokens and rows as an earlier one launches the same, at other addresses.  So a
 `Recording` notes each launch, copy, fill and wait between streams while a call runs, and which memory each address
-belongs to: what the call was given, its results, temporary memory, or memory that stays.  It becomes a `Program`, in
-which only addresses and the few integers of `driver.Varying` are left open.  To run that is to allocate the results,
+belongs to: what the call was given, its results, temporary memory, or memory that stays.  It becomes a `RecordedCall`,
+in which only addresses and the few integers of `driver.Varying` are left open.  To run that is to allocate the results,
 and a slab for all temporary memory, and to walk the steps: by walk.c, built once with the compiler that Triton needs,
 or, where there is none, by `walk_in_python`, which does the same.
 
@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from uniep.launch.driver import (
     L2_PROMOTION_128B,
-    MAP_ALIGN,
     Block,
     Compiled,
     LaunchConfig,
@@ -43,6 +42,7 @@ from uniep.launch.driver import (
     Varying,
     in_context,
     libcuda,
+    map_aligned,
     map_shape,
 )
 
@@ -261,7 +261,7 @@ class NothingElse(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Program:
+class RecordedCall:
     """A call that can be made again: see the module's docstring.  labels: of the steps.
 
     The values of a walk: handles of streams, addresses of both slabs, of what is given and of the results, `VARYING`.
@@ -304,8 +304,7 @@ class Program:
         owners: dict[int, _Owner], stream: int,
     ) -> _Step:  # fmt: skip
         self.labels.append(known.compiled.metadata.name)
-        memory = ctypes.create_string_buffer(known.size + MAP_ALIGN)
-        offset = -ctypes.addressof(memory) % MAP_ALIGN
+        memory, offset = map_aligned(known.size)
         struct.pack_into(known.format, memory, offset, *values, 0, 0)
         base = ctypes.addressof(memory) + offset
         parameters = (ctypes.c_void_p * len(known.places))(*(base + place for place in known.places))
@@ -430,7 +429,7 @@ def compiled_walk() -> Callable[..., int] | None:
                 path = cache.put((made / "walk.so").read_bytes(), "walk.so", binary=True)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or str(error)
-            log.warning("no C compiler, so that calls take the host longer; set CC (%s)", said.strip().splitlines()[-1])
+            log.warning("no C compiler, so calls cost more host time; set CC (%s)", said.strip().splitlines()[-1])
             return None
     walk = ctypes.CDLL(path).uniep_walk
     walk.restype, walk.argtypes = ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 2, _POINTER]

@@ -37,6 +37,7 @@ from uniep.kernels.gradients import (
     claimed_activation_gradient_kernel,
     weight_gradient_kernel,
 )
+from uniep.kernels.own import row_operator_kernel
 from uniep.kernels.transfer import (
     combine_kernel,
     dweights_kernel,
@@ -46,8 +47,9 @@ from uniep.kernels.transfer import (
     row_addresses_kernel,
     used_dweights_kernel,
 )
-from uniep.launch.driver import Block, Bundle, Memory, launch, result_like, temporary, unbind
+from uniep.launch.driver import Block, Bundle, Memory, launch, temporary, unbind
 from uniep.layout import power_of_2
+from uniep.routing.blocks import RowBlock
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
 
@@ -393,19 +395,24 @@ def launch_dweights(
 
 
 def launch_bias_gradients(
-    made: Activation, dy_N: Memory, rows: Bundle[Rows], experts: ExpertWeights, status: Tensor, multiprocessors: int
-) -> tuple[Tensor, ...]:
-    """(db13, db2), new: sums over each expert's rows of dh, and of w * dO, at addresses dy; () without biases."""
-    grads = tuple(map(result_like, experts.biases))
-    for grad, values in zip(grads, (made.dh_N2F, None), strict=False):
+    dh_NH: Tensor, dy_N: Memory, weight_N: Memory, rows: RowBlock, experts: ExpertWeights, out: tuple[Tensor, ...],
+    status: Tensor, multiprocessors: int, accumulate: bool = False,
+) -> None:  # fmt: skip
+    """out (db13, db2): sums over each expert's rows of dh, and of w * dO, at addresses dy; none without biases.
+
+    rows: of the block whose rows dh, dy and weight are; of it first rows and counts are taken.
+
+    accumulate: added to out, which is fp32."""
+    of_dy = weight_N, dy_N, experts.b2
+    for grad, values in zip(out, (dh_NH, None), strict=False):
         launch(
             bias_gradient_kernel,
             multiprocessors * 8,
-            (rows, values, dy_N if values is None else None, status, grad),
-            {"LOCAL": grad.shape[0], "WIDTH": grad.shape[1], "COLUMNS": 128},
+            (rows.start_e1, rows.rows_e, values, *(of_dy if values is None else (None,) * 3), status, grad),
+            {"LOCAL": grad.shape[0], "WIDTH": grad.shape[1], "COLUMNS": 128, "ADD": accumulate},
             num_warps=2, enable_fp_fusion=False,
+            **({"maxnreg": 240} if accumulate else {}),  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
-    return grads
 
 
 def launch_used_dweights(
@@ -487,6 +494,18 @@ def launch_combine(sums: Sums, peers: Peers, multiprocessors: int) -> None:
         (sums, peers.wire, num_tokens),
         {"D": width, "K": top_k, "BLOCK_D": block},
         num_warps=max(block // 256, 1), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def launch_row_operator(body: Any, values_NX: Tensor, rows: Bundle[Rows], multiprocessors: int) -> None:
+    """values (N, X) in place by an operator of one's own, over valid rows."""
+    columns = power_of_2(values_NX.shape[1])
+    launch(
+        row_operator_kernel,
+        multiprocessors * 8,
+        (values_NX, rows),
+        {"WIDTH": values_NX.shape[1], "COLUMNS": columns, "ROWS": max(2048 // columns, 1), "BODY": body},
+        num_warps=8 if columns > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

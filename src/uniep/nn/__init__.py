@@ -5,7 +5,7 @@ from uniep.nn.adapters import add_lora, merge_lora
 from uniep.nn.digests import DigestLog
 from uniep.nn.functional import moe, route
 from uniep.nn.invariant import activate, add, add_by_pairs, linear
-from uniep.nn.load import Load, LoadMonitor
+from uniep.nn.load import Load, LoadMonitor, Waits
 from uniep.nn.modules import Experts, MoE, SharedExperts
 from uniep.nn.record import LayerRecord
 from uniep.nn.replay import RoutingRecord, record_routing, replay_routing
@@ -27,6 +27,7 @@ __all__ = [
     "Routing",
     "RoutingRecord",
     "SharedExperts",
+    "Waits",
     "activate",
     "add",
     "add_by_pairs",

@@ -96,8 +96,9 @@ def _targets(model: nn.Module, layers: dict[str, Experts], names: Sequence[str])
         hits = [path for path, _ in model.named_parameters() if path == name or path.endswith(f".{name}")]
         if not hits:
             raise ConfigError(
-                f"target_parameters has {name!r}, but no parameter of this {type(model).__name__} is or ends so; those "
-                f"of its experts are {', '.join(f'{layer}.w13, {layer}.w2' for layer in list(layers)[:3]) or 'none'}"
+                f"target_parameters has {name!r}, but no parameter of this {type(model).__name__} has that name or "
+                "ending; those of its experts are "
+                f"{', '.join(f'{layer}.w13, {layer}.w2' for layer in list(layers)[:3]) or 'none'}"
             )
         for path in hits:
             layer, _, weight = path.rpartition(".")
@@ -124,7 +125,7 @@ def _check(layer: str, experts: Experts, weights: Sequence[str], r: int) -> None
         )
     most = min(experts.cfg.hidden, experts.cfg.ffn)
     if r > most:
-        raise ConfigError(f"r is {r}, more than {layer} has columns ({most}); use at most {most}")
+        raise ConfigError(f"r is {r}, but {layer} has only {most} columns; use at most {most}")
 
 
 def _factors(experts: Experts, name: str, r: int, seed: int) -> tuple[Tensor, Tensor]:

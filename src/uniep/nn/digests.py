@@ -9,7 +9,6 @@ communication.  Experts are compared one by one, by their global ids.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,15 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import uniep.version
 from uniep.errors import ConfigError
 from uniep.nn.bits import part_digests
-from uniep.nn.modules import Experts
-
-WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
+from uniep.nn.modules import Experts, local_part
+from uniep.nn.wrappers import unwrapped
 
 Entry = list[Any]
 """[what it is, offset of this rank's part, digest]; offset None: each rank has a value of its own."""
@@ -123,12 +119,15 @@ class DigestLog:
         return watch
 
     def _own(self, kind: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Entry, Tensor]]:
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        local = local_part(tensor).detach()
         digests = part_digests(local, local.shape, [0] * local.ndim)
         yield f"{kind} {name}", [_is(local), None], digests
 
     def _of(self, kind: str, name: str, tensor: Tensor, experts: Experts | None) -> Iterator[tuple[str, Entry, Tensor]]:
         """(name, entry without its digest, digests) of what this rank holds of one tensor, one for each expert."""
+        from torch.distributed.tensor import DTensor  # takes half a second
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         tensor = tensor.detach()
         local, shape, offset = tensor, tuple(tensor.shape), [0] * tensor.ndim
         if isinstance(tensor, DTensor):
@@ -173,8 +172,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor, Experts | None]]:
 
 
 def _plain(path: str) -> str:
-    """The name without DDP, FSDP1, torch.compile and activation checkpointing."""
-    return WRAPPERS.sub("", path).removeprefix(".").removeprefix("module.")
+    """The name without any wrappers, DDP included."""
+    return unwrapped(path).removeprefix("module.")
 
 
 def _is(tensor: Tensor) -> str:

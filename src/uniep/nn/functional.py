@@ -102,6 +102,11 @@ def moe(
     factors = [] if lora is None else [t for pair in experts.trained for t in pair]
     tensors = (x_TD, weights_TK, *experts.w13, *experts.w2, *experts.biases, *factors)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if save and (own := [op for op in workspace.operators if op.direction == "forward" and op.changes]):
+        raise ConfigError(
+            f"operator {own[0].name!r} changes rows after {own[0].after!r}, and has no gradient; call under "
+            "torch.no_grad(), or, if it only reads, make it with changes=False"
+        )
     named = {"x": [x_TD], "ids": [ids_TK], "weights": [weights_TK], "w13": experts.w13, "w2": experts.w2}
     named |= {name: [b] for name, b in biases.items()}
     if lora is not None:

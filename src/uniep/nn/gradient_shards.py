@@ -2,7 +2,8 @@
 
 An expert's rows come from all ranks of its EP group and, where other EP groups hold copies of it, from theirs.  These
 source ranks, in the order (copy, rank in the EP group), form G blocks of consecutive ranks.  Each block's dW13 and dW2
-is a chain of its own over its rows in canonical order, in fp32 and from 0, as if there were no other rows.
+is a chain of its own over its rows in canonical order, in fp32 and from 0, as if there were no other rows; and so are
+db13 and db2, whose blocks of 128 rows begin with the block's first row.
 
 **Order**: (((b_0 + b_1) + b_2) + ... + b_G-1), fp32, also of blocks without rows, which are zeros.  The sum is cast
 once, or goes to main_grad in one rounding.  Nothing in it depends on which ranks are one EP group.
@@ -42,15 +43,14 @@ def backward(
         return backend.backward(dy_TD, inputs, saved, needs, main_grads)
     of_blocks = _memory(space, inputs, needs)
     got = backend.backward(dy_TD, inputs, saved, needs, of_blocks)
-    w13, w2 = of_blocks.w13, of_blocks.w2
-    if of_blocks.apart:
-        w13, w2 = (tuple(sum_over_ranks(t.flatten(1), space.copies).view(t.shape[1:]) for t in ts) for ts in (w13, w2))
+    w13, w2, biases = (
+        tuple(sum_over_ranks(t.flatten(1), space.copies).view(t.shape[1:]) for t in ts) if of_blocks.apart else ts
+        for ts in (of_blocks.w13, of_blocks.w2, of_blocks.biases)
+    )
+    got = dataclasses.replace(got, biases=_cast(biases, inputs.experts.biases))
     if main_grads is None:
-        cast = [
-            tuple(dw.to(w.dtype) for dw, w in zip(dws, ws, strict=True)) if dws else None
-            for dws, ws in zip((w13, w2), inputs.experts.trained, strict=True)
-        ]
-        return dataclasses.replace(got, w13=cast[0], w2=cast[1])
+        first, second = inputs.experts.trained
+        return dataclasses.replace(got, w13=_cast(w13, first) or None, w2=_cast(w2, second) or None)
     for target, dw in zip((*main_grads.w13, *main_grads.w2), (*w13, *w2), strict=True):
         target.add_(dw) if main_grads.accumulate else target.copy_(dw)
     return got
@@ -65,7 +65,13 @@ def _memory(space: Workspace, inputs: Inputs, needs: Needs) -> MainGrads:
         return tuple(w.new_empty((*shape, *w.shape), dtype=torch.float32) for w in weights) if needed else ()
 
     w13, w2 = inputs.experts.trained
-    return MainGrads(fresh(w13, needs.w13), fresh(w2, needs.w2), False, blocks, apart)
+    biases = fresh(inputs.experts.biases, needs.biases)
+    return MainGrads(fresh(w13, needs.w13), fresh(w2, needs.w2), False, blocks, apart, biases)
+
+
+def _cast(sums: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """(): not needed."""
+    return tuple(dw.to(w.dtype) for dw, w in zip(sums, like, strict=True)) if sums else ()
 
 
 def sum_over_ranks(blocks_BN: Tensor, group: dist.ProcessGroup | None) -> Tensor:

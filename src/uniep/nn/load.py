@@ -1,4 +1,5 @@
-"""Load of MoE layers: how many slots went to which expert and rank, what the imbalance costs, what was dropped.
+"""Load of MoE layers: how many slots went to which expert and rank, what the imbalance costs, what was dropped, and how
+long ranks waited for each other.
 
 Counting is a few operators on the device, without a host read; `LoadMonitor.read` adds up all ranks in one exchange of
 integers.  uniep itself drops nothing: `dropped` counts slots that a router's capacity left out.
@@ -10,7 +11,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,26 @@ log = logging.getLogger("uniep")
 _monitors: weakref.WeakSet[LoadMonitor] = weakref.WeakSet()
 
 
+class Waits(NamedTuple):
+    """Milliseconds in which a rank stood still in a layer's calls, all calls together: for ranks that had not entered,
+    and for their tokens and results.  What a rank waits for at the entry has begun before the layer."""
+
+    entry: float
+    data: float
+
+    @property
+    def total(self) -> float:
+        return self.entry + self.data
+
+
 @dataclasses.dataclass(frozen=True)
 class Load:
     """One layer since the last read, all ranks together.
 
     experts, ranks: slots of each.  calls: forwards of one rank.  unused: slots with id -1, including those `dropped`
     by a capacity.
+    forward_waits, backward_waits: of each rank; () where the backend does not measure them (nccl).  Forwards that
+    activation checkpointing runs again are part of the backward.
     """
 
     experts: tuple[int, ...]
@@ -43,6 +58,8 @@ class Load:
     calls: int
     unused: int
     dropped: int
+    forward_waits: tuple[Waits, ...] = ()
+    backward_waits: tuple[Waits, ...] = ()
 
     @property
     def expert_imbalance(self) -> float:
@@ -60,9 +77,16 @@ class Load:
         time is proportional to slots, and that every call has the same imbalance."""
         return 1 - 1 / self.rank_imbalance
 
+    def waited(self) -> dict[str, Waits]:
+        """Of one call, on average over ranks and calls: "forward" and "backward"; empty where not measured."""
+        share = max(self.calls, 1) * len(self.ranks)
+        each = ("forward", self.forward_waits), ("backward", self.backward_waits)
+        return {name: Waits(*(sum(of) / share for of in zip(*ranks, strict=True))) for name, ranks in each if ranks}
+
     def scalars(self) -> dict[str, float]:
         """The numbers as a dictionary, for a logger."""
-        return {
+        waits = self.waited().items()
+        return {f"{name}_{part}_wait_ms": ms for name, of in waits for part, ms in of._asdict().items()} | {
             "expert_imbalance": self.expert_imbalance,
             "rank_imbalance": self.rank_imbalance,
             "cost": self.cost,
@@ -71,9 +95,13 @@ class Load:
         }
 
     def __str__(self) -> str:
+        waits = " and ".join(
+            f"{of.total:.3g} ms in a {name} ({of.entry:.3g} at its entry)" for name, of in self.waited().items()
+        )
         return (
             f"{sum(self.experts)} slots in {self.calls} calls, fullest expert {self.expert_imbalance:.2f} and rank "
             f"{self.rank_imbalance:.2f} of the mean, {self.unused} unused, {self.dropped} dropped"
+            f"{f'; ranks waited {waits}' if waits else ''}"
         )
 
 
@@ -82,7 +110,7 @@ def _imbalance(counts: tuple[int, ...]) -> float:
 
 
 class LoadMonitor:
-    """Counts the calls of every `uniep.nn.Experts` of a model, until `close`.
+    """Counts the calls of every `uniep.nn.Experts` of a model, and how long ranks waited in them, until `close`.
 
     model: the model that contains the experts; all of them share one EP group.
     warn_above: `read` warns of layers whose `Load.cost` is more than this share; None: never.
@@ -103,18 +131,24 @@ class LoadMonitor:
             raise ConfigError(f"warn_above is {warn_above}; it must be a share from 0 to below 1, or None")
         self.experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
         if not self.experts:
-            raise ConfigError(f"{type(model).__name__} has no uniep.nn.Experts, whose load could be counted")
+            raise ConfigError(f"{type(model).__name__} has no uniep.nn.Experts, so no load to count")
         self.warn_above, self.on_read = warn_above, on_read
         self.last: dict[str, Load] = {}
         self._names = list(self.experts)
         self._workspace = next(iter(self.experts.values())).workspace
         self._counts: dict[str, Tensor] = {}
+        self._waits: dict[str, Tensor] = {}
         self._reads = LateReads()
         self._warned = 0
         self._hooks = [
             module.register_forward_pre_hook(self._counter(name), with_kwargs=True)
             for name, module in self.experts.items()
         ]
+        if self._workspace.backend.waited() is not None:
+            for name, module in self.experts.items():
+                before, after = self._wait_counter(name)
+                self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
+                self._hooks.append(module.register_forward_hook(after))
         for layer in (m for m in model.modules() if isinstance(m, MoE)):
             inside = [name for name, module in self.experts.items() if any(module is m for m in layer.modules())]
             if isinstance(layer.router, Router) and inside:
@@ -143,6 +177,43 @@ class LoadMonitor:
 
         return count
 
+    def _waits_of(self, name: str) -> Tensor:
+        """(2, 2) int64, ns: forward and backward; entry and data."""
+        if name not in self._waits:
+            self._waits[name] = torch.zeros(2, 2, dtype=torch.int64, device=self._workspace.device)
+        return self._waits[name]
+
+    def _wait_counter(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Hooks before and after a forward; the latter brings hooks before and after its backward along."""
+
+        @torch.no_grad()
+        def waited() -> Tensor:
+            found = self.experts[name].workspace.backend.waited()
+            assert found is not None
+            return found.clone()
+
+        def measured(direction: int, since: list[Tensor]) -> None:
+            """since: emptied; nothing where a hook came without the one before it."""
+            with torch.no_grad():
+                if since:
+                    self._waits_of(name)[direction] += waited() - since.pop()
+
+        began: list[Tensor] = []
+
+        @_disable_dynamo
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            began[:] = [waited()]
+
+        @_disable_dynamo
+        def after(module: nn.Module, args: tuple[Any, ...], y_TD: Tensor) -> None:
+            measured(int(is_recomputing()), began)
+            if y_TD.grad_fn is not None:
+                since: list[Tensor] = []
+                y_TD.grad_fn.register_prehook(lambda _: since.append(waited()))
+                y_TD.grad_fn.register_hook(lambda *_: measured(1, since))
+
+        return before, after
+
     def _drop_counter(self, name: str) -> Callable[..., None]:
         @_disable_dynamo
         @torch.no_grad()
@@ -159,8 +230,12 @@ class LoadMonitor:
         It does not wait for a device: on GPUs the numbers are those of an earlier read, and at first there are none.
         """
         device = self._workspace.device
-        rows = [self._of(name, device).clone() for name in self._names]
-        for totals in self._counts.values():
+        rank, ranks, rows = self._workspace.rank, self._workspace.ep_size, []
+        for name in self._names:
+            waits_R22 = torch.zeros(ranks, 2, 2, dtype=torch.int64, device=device)
+            waits_R22[rank] = self._waits_of(name)
+            rows.append(torch.cat([self._of(name, device), waits_R22.flatten()]))
+        for totals in (*self._counts.values(), *self._waits.values()):
             totals.zero_()
         flat = torch.cat(rows)
         if self._workspace.group is not None:
@@ -182,10 +257,14 @@ class LoadMonitor:
 
     def _load(self, numbers: list[int]) -> Load:
         ranks = self._workspace.ep_size
-        *experts, calls, unused, dropped = numbers
+        *experts, calls, unused, dropped = numbers[: -4 * ranks]
         local = len(experts) // ranks
         of_rank = tuple(sum(experts[rank * local : (rank + 1) * local]) for rank in range(ranks))
-        return Load(tuple(experts), of_rank, calls // ranks, unused, dropped // ranks)
+        ms = [ns / 1e6 for ns in numbers[-4 * ranks :]]
+        waits = [tuple(Waits(*ms[i : i + 2]) for i in range(first, len(ms), 4)) for first in (0, 2)]
+        if self._workspace.backend.waited() is None:
+            waits = [(), ()]
+        return Load(tuple(experts), of_rank, calls // ranks, unused, dropped // ranks, *waits)
 
     def _warn(self, loads: Mapping[str, Load]) -> None:
         if self.warn_above is None or self._workspace.rank != 0:

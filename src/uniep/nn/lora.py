@@ -36,7 +36,7 @@ def check_lora(experts: ExpertWeights, workspace: Workspace, main_grad: str | No
         raise UnsupportedError(f"main_grad is {main_grad!r}, but gradients of LoRA factors go to .grad; pass None")
     if any(t.requires_grad for t in experts.tensors):
         raise ConfigError(
-            "w13, w2 or a bias requires a gradient beside LoRA factors, which are for experts that are not trained; "
+            "w13, w2 or a bias requires a gradient beside LoRA factors, which train instead of them; "
             "call requires_grad_(False) on all of them"
         )
 

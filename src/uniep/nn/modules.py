@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UnsupportedError
+from uniep.nn.beside import start_beside
 from uniep.nn.functional import MATERIALISE, MainGrad, check_dense, check_devices, moe
 from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal
 from uniep.nn.invariant import activate, add, linear
@@ -156,8 +157,8 @@ class Experts(nn.Module):
         theirs, of = (round(float(n)) for n in found)
         if of == size and theirs != rank:
             raise ConfigError(
-                f"rank {rank} holds experts {self.first_expert}..{self.first_expert + e - 1}, but the state that it "
-                f"was given ({prefix}w13) those of rank {theirs}, experts {theirs * e}..{theirs * e + e - 1}; load "
+                f"rank {rank} holds experts {self.first_expert}..{self.first_expert + e - 1}, but the state holds "
+                f"({prefix}w13) those of rank {theirs}, experts {theirs * e}..{theirs * e + e - 1}; load "
                 "this rank's own, or take a state of all experts: get_model_state_dict with full_state_dict, or "
                 "uniep.integrations.torch.TrainState with torch.distributed.checkpoint"
             )
@@ -266,6 +267,9 @@ class MoE(nn.Module):
     renormalize: option of the default router.  With top_k=1 a renormalised weight is always 1 and the router gets no
         gradient; refused at construction.
     shared_ffn: width of `SharedExperts` for every token, or None.  y = cast(y of the experts + y of these).
+    shared_beside: on GPUs run these on a stream of their own, launched before the experts' call, so that they compute
+        while tokens travel; with one rank, in a compiled graph, and on CPUs one behind the other.  The same bits; a
+        choice for each rank.
     token_ids: int64, needed for jitter (`Router`).  ids: a given choice of experts: only weights are computed; see also
         `uniep.nn.replay_routing`.
     """
@@ -282,10 +286,13 @@ class MoE(nn.Module):
         renormalize: bool = True,
         router: RouterConfig | None = None,
         shared_ffn: int | None = None,
+        shared_beside: bool = False,
         seed: int | None = None,
         main_grad: MainGrad | None = None,
     ) -> None:
         super().__init__()
+        if shared_beside and shared_ffn is None:
+            raise ConfigError("shared_beside is True but shared_ffn is None; set the width of shared experts")
         if router is not None:
             if not renormalize:
                 raise ConfigError("renormalize=False is an option of the default router; set it in the RouterConfig")
@@ -307,6 +314,7 @@ class MoE(nn.Module):
         else:
             self.router = Router(cfg, router, group=self.workspace, device=device, seed=self._seed)
         self.shared = SharedExperts(cfg, shared_ffn, device=device, seed=self._seed) if shared_ffn is not None else None
+        self.shared_beside = shared_beside
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -371,7 +379,12 @@ class MoE(nn.Module):
         ids_TK, weights_TK = self.route(x_TD, token_ids_T, ids)
         if self.tape is not None:
             ids_TK = self.tape.keep(ids_TK)
+        if self.shared is None:
+            return self.experts(x_TD, ids_TK, weights_TK).view(x.shape)
+        shared = start_beside(self.shared, x_TD) if self._runs_beside(x_TD) else None
         y_TD = self.experts(x_TD, ids_TK, weights_TK)
-        if self.shared is not None:
-            y_TD = add(y_TD, self.shared(x_TD))
-        return y_TD.view(x.shape)
+        return add(y_TD, self.shared(x_TD) if shared is None else shared()).view(x.shape)
+
+    def _runs_beside(self, x_TD: Tensor) -> bool:
+        """Whether shared experts get a stream of their own: compilers trace no streams, and one rank sends nothing."""
+        return self.shared_beside and x_TD.is_cuda and self.workspace.ep_size > 1 and not torch.compiler.is_compiling()

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from uniep.errors import ConfigError, InputError
 from uniep.nn.bits import bits_digest
 from uniep.nn.router_ops import is_recomputing
+from uniep.nn.wrappers import unwrapped
 
 
 class RoutingRecord:
     """The choices of every layer: `ids`, {name of the layer in the model: (N, K) int32}, in the order of its calls.
+    Names are without what torch.compile, FSDP1 and checkpoint_wrapper put into them.
 
     A plain value: `RoutingRecord(ids)` makes one from tensors, such as those of an inference engine or a file.
     """
@@ -198,7 +200,7 @@ class _Replaying(Tape):
         if x_TD.device.type != "cuda" and not bool(same):
             raise ConfigError(
                 f"a forward of {self.name} is run again with other inputs than the one that this record was replayed "
-                "for; enter the replay_routing of the forward that the backward is of"
+                "for; enter the replay_routing of the forward that this backward belongs to"
             )
         return torch.where(same, ids_TK, _NO_EXPERT)
 
@@ -232,9 +234,11 @@ def _tapes(tapes: dict[Any, Tape]) -> Iterator[None]:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "tape")}
+    found: dict[str, Any] = {
+        unwrapped(name): module for name, module in model.named_modules() if "tape" in vars(module)
+    }
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no uniep.nn.MoE, whose routing could be recorded or replayed")
+        raise ConfigError(f"{type(model).__name__} has no uniep.nn.MoE, so no routing to record or replay")
     for layer in found.values():
         layer.tape = layer.tape or Tape()
     return found

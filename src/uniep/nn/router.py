@@ -153,7 +153,7 @@ def check_given(ids_TK: Tensor, num_tokens: int, top_k: int, num_experts: int) -
     if ids_TK.shape != (num_tokens, top_k):
         raise InputError(
             f"the given choice has shape {tuple(ids_TK.shape)}, but the call has {num_tokens} tokens and top_k={top_k}"
-            "; replay it for the tokens that it was recorded of, in their order (RoutingRecord.take)"
+            "; replay it for the tokens for which it was recorded, in their order (RoutingRecord.take)"
         )
     if ids_TK.is_floating_point():
         raise InputError(f"the given choice has dtype {ids_TK.dtype}; it must be integers")

@@ -1,8 +1,10 @@
-"""Checks for PyTorch wrappers that would treat the experts of different ranks as copies of one parameter."""
+"""PyTorch's wrappers: what they put into names, and checks for those that would treat the experts of different ranks as
+copies of one parameter."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,13 @@ from uniep.errors import ConfigError
 
 PARAMETERS = ("w13", "w2", "b13", "b2")
 """Names of the parameters of `Experts`."""
+
+_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
+
+
+def unwrapped(name: str) -> str:
+    """The name without FSDP1, torch.compile and activation checkpointing."""
+    return _WRAPPERS.sub("", name).removeprefix(".")
 
 
 def refuse_wrappers(module: nn.Module, group: dist.ProcessGroup, num_experts: int, ddp: Any) -> None:

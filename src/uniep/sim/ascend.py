@@ -15,7 +15,7 @@ from uniep.sim.fit import SHAPE, SIZES
 from uniep.sim.machine import Machine
 from uniep.sim.operators import RESIDUAL
 from uniep.sim.problem import Direction, Problem
-from uniep.sim.strategies import STRATEGIES, Program, simulate
+from uniep.sim.strategies import STRATEGIES, Arrangement, simulate
 from uniep.taskflow.operators import Operators
 
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
@@ -123,11 +123,11 @@ def _both(found: Mapping[int, Times]) -> tuple[dict[int, float], dict[int, float
 def residual_on_matrix(machine: Machine, ep: int) -> float:
     """ms of the fused backward if the time that no operator accounts for were work of the matrix units."""
     problem = Problem(SHAPE, ep, 4096, "balanced", "bwd")
-    program: Program = STRATEGIES["taskflow"].program(problem, machine)
+    arrangement: Arrangement = STRATEGIES["taskflow"].arrange(problem, machine)
     operators = Operators(
-        [dataclasses.replace(op, worker="matrix") if op.name == RESIDUAL else op for op in program.operators]
+        [dataclasses.replace(op, worker="matrix") if op.name == RESIDUAL else op for op in arrangement.operators]
     )
-    return simulate(problem, machine, dataclasses.replace(program, operators=operators)).makespan_ns / 1e6
+    return simulate(problem, machine, dataclasses.replace(arrangement, operators=operators)).makespan_ns / 1e6
 
 
 class Moved(NamedTuple):
@@ -171,5 +171,5 @@ def natural_gain(machine: Machine, ep: int) -> float:
     for direction in DIRECTIONS:
         problem = Problem(SHAPE, ep, 4096, "natural", direction)
         for name in total:
-            total[name] += simulate(problem, machine, STRATEGIES[name].program(problem, machine)).makespan_ns
+            total[name] += simulate(problem, machine, STRATEGIES[name].arrange(problem, machine)).makespan_ns
     return total["serialized"] / total["taskflow"]

@@ -13,7 +13,7 @@ from uniep.sim.costs import Costs, costs
 from uniep.sim.engine import Queue, run
 from uniep.sim.machine import Machine
 from uniep.sim.rows import spans
-from uniep.sim.strategies import Lane, Program, Simulated, queues_of
+from uniep.sim.strategies import Arrangement, Lane, Simulated, queues_of
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.lower import compile_graph, sites
 from uniep.taskflow.scheduler import CPU_CORE, assign
@@ -46,10 +46,10 @@ def predicted(
             queues = [Queue(name.rank, str(name), 1, tasks) for name, tasks in planned.queues.items()]
         else:
             spent = costs(graph, operators, of_rank, machine)
-            program = Program(
+            arrangement = Arrangement(
                 operators=operators, way=way, lanes=(Lane(("push",), way.push_programs),)
             )  # fmt: skip
-            queues = queues_of(graph, program, machine, spent.alone_N)
+            queues = queues_of(graph, arrangement, machine, spent.alone_N)
         made = Simulated(graph, of_rank, spent, run(graph, queues, spent), 0)
         out += [
             dataclasses.replace(

@@ -35,7 +35,7 @@ def column(name: str) -> dict[str, float]:
 
 def layer_ms(machine: Machine, strategy: str, ep: int, direction: Direction, tokens: int) -> float:
     problem = Problem(SHAPE, ep, tokens, "balanced", direction)
-    return simulate(problem, machine, STRATEGIES[strategy].program(problem, machine)).makespan_ns / 1e6
+    return simulate(problem, machine, STRATEGIES[strategy].arrange(problem, machine)).makespan_ns / 1e6
 
 
 def fit(machine: Machine, measured: Mapping[str, float] | None = None) -> Machine:

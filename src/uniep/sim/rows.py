@@ -17,7 +17,7 @@ from uniep.taskflow.trace import Span
 
 def row(problem: Problem, machine: Machine, strategy: Strategy) -> dict[str, Any]:
     """One row of results."""
-    return row_of(problem, machine, strategy, simulate(problem, machine, strategy.program(problem, machine)))
+    return row_of(problem, machine, strategy, simulate(problem, machine, strategy.arrange(problem, machine)))
 
 
 def row_of(problem: Problem, machine: Machine, strategy: Strategy, made: Simulated) -> dict[str, Any]:

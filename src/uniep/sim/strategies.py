@@ -1,6 +1,7 @@
 """Named strategies: the operators of a call, how tasks are grouped into kernels, and which worker takes which task.
 
-One entry each.  A strategy is a function of a problem and a machine; it returns a `Program`, all the simulator needs.
+One entry each.  A strategy is a function of a problem and a machine; it returns an `Arrangement`, all that the
+simulator needs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Lane(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class Arrangement:
     """operators: of the call.  way: tiles and orders.  kernels: names of operators that start together; None: one
     kernel, whose tasks wait only for events.  static: one queue per worker, made beforehand; else workers of a class
     claim from one list.  dynamic: the next task is chosen at run time.  framework: products are those of a framework.
@@ -59,7 +60,7 @@ class Program:
 class Strategy:
     name: str
     about: str
-    program: Callable[[Problem, Machine], Program]
+    arrange: Callable[[Problem, Machine], Arrangement]
 
 
 _TILES = {"gate_up": Tile(rows=128, columns=256), "down": Tile(rows=128, columns=256)}
@@ -75,48 +76,48 @@ def _way(problem: Problem, machine: Machine, **fields: object) -> Way:
     return resolve(problem.cfg, problem.ep, problem.tokens, schedule, backend=GPU)
 
 
-def _one_by_one(make: Callable[[Problem, Way], Operators]) -> Callable[[Problem, Machine], Program]:
+def _one_by_one(make: Callable[[Problem, Way], Operators]) -> Callable[[Problem, Machine], Arrangement]:
     """A kernel for each operator."""
 
-    def program(problem: Problem, machine: Machine) -> Program:
+    def arrange(problem: Problem, machine: Machine) -> Arrangement:
         way = _way(problem, machine)
         operators = make(problem, way)
         kernels = [[op.name] for op in operators]
-        return Program(operators=operators, way=way, kernels=kernels, framework=True)
+        return Arrangement(operators=operators, way=way, kernels=kernels, framework=True)
 
-    return program
+    return arrange
 
 
-def _hierarchical(problem: Problem, machine: Machine) -> Program:
+def _hierarchical(problem: Problem, machine: Machine) -> Arrangement:
     way = _way(problem, machine)
     operators = made.hierarchical(problem, way, machine.per_node(problem.ep))
     kernels = [[op.name] for op in operators]
-    return Program(operators=operators, way=way, kernels=kernels, framework=True)
+    return Arrangement(operators=operators, way=way, kernels=kernels, framework=True)
 
 
 def _taskflow(
     *, one_event: bool = False, dynamic: bool = False, order: str = "natural"
-) -> Callable[[Problem, Machine], Program]:
+) -> Callable[[Problem, Machine], Arrangement]:
     """In the order of the public kernel: all puts, then activations, then rows back; first products before second
     ones, weight gradients last.  Workers of a class get their queues beforehand, unless `dynamic`."""
 
-    def program(problem: Problem, machine: Machine) -> Program:
+    def arrange(problem: Problem, machine: Machine) -> Arrangement:
         way = _way(problem, machine, peer_order="rotated", tile_order=order)
         operators = made.taskflow(problem, way, separate=machine.separate_vector, one_event=one_event)
         static = machine.separate_vector and not dynamic
-        return Program(operators=operators, way=way, static=static, dynamic=dynamic)
+        return Arrangement(operators=operators, way=way, static=static, dynamic=dynamic)
 
-    return program
+    return arrange
 
 
 COPY_ENGINES = 4
 
 
-def _uniep_serial(problem: Problem, machine: Machine) -> Program:
+def _uniep_serial(problem: Problem, machine: Machine) -> Arrangement:
     """The layer's own operators; a separate pass returns rows, so that no transfer overlaps a product."""
     operators, way = _uniep_operators(problem, machine, tile_order="natural")
     operators = made.rows_sent_apart(operators)
-    return Program(operators=operators, way=way, kernels=[[op.name] for op in operators])
+    return Arrangement(operators=operators, way=way, kernels=[[op.name] for op in operators])
 
 
 def _uniep_operators(problem: Problem, machine: Machine, **fields: object) -> tuple[Operators, Way]:
@@ -129,11 +130,11 @@ def _uniep_operators(problem: Problem, machine: Machine, **fields: object) -> tu
 
 def _uniep(
     transfer: Literal["push", "copy"] | None = None, pipelined: bool | None = None
-) -> Callable[[Problem, Machine], Program]:
+) -> Callable[[Problem, Machine], Arrangement]:
     """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first.  None:
     as uniep chooses by default on GPUs."""
 
-    def program(problem: Problem, machine: Machine) -> Program:
+    def arrange(problem: Problem, machine: Machine) -> Arrangement:
         usual = dataclasses.replace(default_schedule(GPU, problem.cfg, problem.ep), mega_to=0)
         if transfer is not None:
             usual = dataclasses.replace(usual, transfer=transfer)
@@ -152,19 +153,19 @@ def _uniep(
             lanes.append(Lane(("down", "group_sum", "combine"), of_gpus.down_sms))
         else:
             kernels = [["push", "gate_up", "keep"], ["down"], ["group_sum"], ["combine"]]
-        return Program(operators=operators, way=way, kernels=kernels, lanes=tuple(lanes))
+        return Arrangement(operators=operators, way=way, kernels=kernels, lanes=tuple(lanes))
 
-    return program
+    return arrange
 
 
-def _uniep_mega(order: str, **fields: object) -> Callable[[Problem, Machine], Program]:
+def _uniep_mega(order: str, **fields: object) -> Callable[[Problem, Machine], Arrangement]:
     """One kernel for each direction; its programs claim all tasks from one list, after the first have pushed."""
 
-    def program(problem: Problem, machine: Machine) -> Program:
+    def arrange(problem: Problem, machine: Machine) -> Arrangement:
         operators, way = _uniep_operators(problem, machine, tile_order=order, **fields)
-        return Program(operators=operators, way=way, lanes=(Lane(("push",), way.push_programs),))
+        return Arrangement(operators=operators, way=way, lanes=(Lane(("push",), way.push_programs),))
 
-    return program
+    return arrange
 
 
 STRATEGIES = {
@@ -210,7 +211,7 @@ def parse_strategies(text: str) -> list[Strategy]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulated:
-    """A program as it ran.  start_ns: the launch before the first task."""
+    """An arrangement as it ran.  start_ns: the launch before the first task."""
 
     graph: TaskGraph
     sites: Sequence[Site]
@@ -223,26 +224,27 @@ class Simulated:
         return self.start_ns + self.timeline.makespan_ns
 
 
-def simulate(problem: Problem, machine: Machine, program: Program) -> Simulated:
+def simulate(problem: Problem, machine: Machine, arrangement: Arrangement) -> Simulated:
     """Compile, schedule, and run on the machine; balanced routing on the one rank that stands for all."""
     node = machine.per_node(problem.ep)
-    operators, sites = program.operators, problem.sites(program.way, node)
+    operators, sites = arrangement.operators, problem.sites(arrangement.way, node)
     if problem.symmetric:
         operators = folded(operators, node)
-    return execute(program, operators, sites, machine)
+    return execute(arrangement, operators, sites, machine)
 
 
-def execute(program: Program, operators: Operators, sites: Sequence[Site], machine: Machine) -> Simulated:
-    """operators: the program's, folded if one rank stands for all.  sites: of the ranks of the graph."""
+def execute(arrangement: Arrangement, operators: Operators, sites: Sequence[Site], machine: Machine) -> Simulated:
+    """operators: the arrangement's, folded if one rank stands for all.  sites: of the ranks of the graph."""
     launches = []
-    if program.kernels is not None:
-        launches = [max(_launch_us(operators, name, machine) for name in names) for names in program.kernels]
-        operators = in_kernels(operators, program.kernels)
+    if arrangement.kernels is not None:
+        launches = [max(_launch_us(operators, name, machine) for name in names) for names in arrangement.kernels]
+        operators = in_kernels(operators, arrangement.kernels)
     graph = compile_graph(operators, sites)
-    spent = costs(graph, operators, sites, machine, launches, dynamic=program.dynamic, framework=program.framework,
-        engines=[name for lane in program.lanes if lane.extra for name in lane.operators],
+    spent = costs(
+        graph, operators, sites, machine, launches, dynamic=arrangement.dynamic, framework=arrangement.framework,
+        engines=[name for lane in arrangement.lanes if lane.extra for name in lane.operators],
     )  # fmt: skip
-    timeline = run(graph, queues_of(graph, program, machine, spent.alone_N), spent)
+    timeline = run(graph, queues_of(graph, arrangement, machine, spent.alone_N), spent)
     first = launches[0] if launches else machine.matrix_launch_us
     site = sites[0]
     if "gate_up" in graph.ops:
@@ -258,9 +260,9 @@ def _launch_us(operators: Operators, name: str, machine: Machine) -> float:
     return machine.matrix_launch_us if operators[name].worker == "matrix" else machine.vector_launch_us
 
 
-def queues_of(graph: TaskGraph, program: Program, machine: Machine, alone_N: Tensor) -> list[Queue]:
-    if program.static:
-        planned = assign(graph, program.way, alone_N)
+def queues_of(graph: TaskGraph, arrangement: Arrangement, machine: Machine, alone_N: Tensor) -> list[Queue]:
+    if arrangement.static:
+        planned = assign(graph, arrangement.way, alone_N)
         return [Queue(name.rank, str(name), 1, tasks) for name, tasks in planned.queues.items()]
     workers = {"matrix": int(machine.matrix_workers), "vector": int(machine.vector_workers)}
     queues: list[Queue] = []
@@ -269,10 +271,10 @@ def queues_of(graph: TaskGraph, program: Program, machine: Machine, alone_N: Ten
             queues += [Queue(rank, kind, workers[kind], graph.indices(rank, kind).tolist()) for kind in WORKERS]
             continue
         tasks, lane_n = graph.indices(rank), torch.zeros(graph.num_tasks, dtype=torch.int64)[graph.rank_N == rank]
-        for number, lane in enumerate(program.lanes):
+        for number, lane in enumerate(arrangement.lanes):
             ops = torch.tensor([graph.ops.index(name) for name in lane.operators if name in graph.ops])
             lane_n[torch.isin(graph.op_N[tasks], ops)] = number + 1
-        busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(program.lanes)]
+        busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(arrangement.lanes)]
         busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
         left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
         # When their queue is empty, the workers of the first products join the lane of the next ones.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from uniep.errors import ConfigError
-from uniep.taskflow.graph import WORKERS, Block, Relation, TaskGraph, lexsort
+from uniep.taskflow.graph import WORKERS, Block, Lists, Relation, TaskGraph, lexsort
 
 _SHOWN = 8
 
@@ -185,8 +185,15 @@ def _check_reads(graph: TaskGraph) -> None:
     by_waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for task, event in _without(graph.reads, graph.waits, graph):
         by_waits[int(graph.waits.group_N[task])].append((task, event))
+    if not by_waits:
+        return
+    signallers, writers = (relation.events.inverse(graph.num_events) for relation in (graph.signals, graph.writes))
     for group, reads in by_waits.items():
-        before_N = _before(graph, graph.waits.events.take(torch.tensor([group])).item_P)
+        groups = torch.unique(writers.take(torch.tensor([event for _, event in reads])).item_P)
+        needed_n = graph.writes.tasks.take(groups).item_P
+        before_N = _before(graph, graph.waits.events.take(torch.tensor([group])).item_P, signallers, needed_n)
+        if bool(before_N[needed_n].all()):
+            continue
         late = Relation(graph.writes.group_N[~before_N], graph.writes.events).count(graph.num_events)
         for task, event in reads:
             if late[event]:
@@ -212,12 +219,14 @@ def _without(needed: Relation, given: Relation, graph: TaskGraph) -> list[tuple[
     return list(zip(task_J[wanted.groups[missing]].tolist(), wanted.item_P[missing].tolist(), strict=True))
 
 
-def _before(graph: TaskGraph, events: Tensor) -> Tensor:
-    """(N,): the tasks that have ended once all these events are complete."""
+def _before(graph: TaskGraph, events: Tensor, signallers: Lists, needed_n: Tensor) -> Tensor:
+    """(N,): the tasks that have ended once all these events are complete, or as many as include all needed ones.
+
+    signallers: the groups of `graph.signals` that signal each event.
+    """
     over_N = torch.zeros(graph.num_tasks, dtype=torch.bool)
     seen_V = torch.zeros(graph.num_events, dtype=torch.bool)
-    signallers = graph.signals.events.inverse(graph.num_events)
-    while len(events):
+    while len(events) and not bool(over_N[needed_n].all()):
         seen_V[events] = True
         tasks = graph.signals.tasks.take(torch.unique(signallers.take(events).item_P)).item_P
         over_N[tasks] = True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from uniep.stages import Direction, Flags, stages
+from uniep.row_operator import PLACES, RowOperator
+from uniep.stages import ALL, Direction, Flags, stages
 from uniep.taskflow.graph import Block, running_start
 from uniep.taskflow.operators import (
     Access,
@@ -131,14 +133,6 @@ def _slots_read(size: Callable[[Site], int]) -> Work:
     return work
 
 
-def _hidden(site: Site) -> int:
-    return site.cfg.hidden
-
-
-def _ffn(site: Site) -> int:
-    return site.cfg.ffn
-
-
 PUSH = Operator(
     "push", "vector", _send_chunks, lambda s: s.lists(s.plan.send_count_R),
     writes=(Access("arrived", sent),), work=_passes(2, sends=True), where="first",
@@ -174,7 +168,7 @@ def _first(name: str, rows: Callable[[Site], Tensor], separate: bool, halves: bo
     writes = Access(name, by_tile if separate else rows_of(_rows1))
     return Operator(
         name, "matrix", rows, lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),), writes=(writes,),
-        work=_gemm(_hidden, halves=halves),
+        work=_gemm(lambda s: s.cfg.hidden, halves=halves),
     )  # fmt: skip
 
 
@@ -184,13 +178,40 @@ def _gate_up(way: Way) -> Operator:
 
 def _down_grad(way: Way) -> Operator:
     rows = lambda s: s.row_tiles(s.way.down_grad_tile, s.cfg.ffn)  # noqa: E731
-    return _first("down_grad", rows, way.separate_gradient, halves=False)
+    return _first("down_grad", rows, way.separate_gradient and not way.own("down_grad"), halves=False)
 
 
-def _elementwise(name: str, of: Operator, passes: int) -> Operator:
+def _elementwise(name: str, of: Operator, way: Way, passes: int) -> Operator:
     """Tiles of a vector worker for those of a product."""
-    reads, writes = (Access(of.name, by_tile),), (Access(name, rows_of(_rows1)),)
-    return Operator(name, "vector", of.split, of.covers, reads=reads, writes=writes, work=_passes(passes))
+    own = of.name == "down_grad" and way.own(of.name)  # in between
+    read = Access(_last(way, of.name), rows_of(_rows1)) if own else Access(of.name, by_tile)
+    writes = (Access(name, rows_of(_rows1)),)
+    return Operator(name, "vector", of.split, of.covers, reads=(read,), writes=writes, work=_passes(passes))
+
+
+def _last(way: Way, product: str, before: RowOperator | None = None) -> str:
+    """The operator that leaves the rows of a product as the next one reads them, or as `before` does."""
+    made = "activation" if product == "gate_up" and way.separate else product
+    for op in way.own(product):
+        if op is before:
+            break
+        made = op.name
+    return made
+
+
+def _own(op: RowOperator, way: Way) -> Operator:
+    """One's own: a tile is whole rows, behind those of its product or of the operator before it."""
+    tile, rows = (way.down, _rows2) if op.after in ("down", "gate_up_grad") else (way.gate_up, _rows1)
+
+    def body(bodies: Any, block: Block) -> None:
+        of_tile = slice(block.row0, block.row1)
+        op.apply(getattr(bodies, PLACES[op.after].memory)[of_tile], bodies.rows.target_N[of_tile] >= 0)
+
+    return Operator(
+        op.name, "vector", lambda s: s.row_tiles(tile, 1), lambda s: s.segments(1),
+        reads=(Access(_last(way, op.after, op), rows_of(rows)),), writes=(Access(op.name, rows_of(rows)),), body=body,
+        work=_passes(2), lag=int(rows is _rows2),
+    )  # fmt: skip
 
 
 def _made(way: Way, rule: Callable[[Callable[[Way], int]], Any] = rows_of) -> Access:
@@ -198,18 +219,33 @@ def _made(way: Way, rule: Callable[[Callable[[Way], int]], Any] = rows_of) -> Ac
     return Access("activation_gradient" if way.separate_gradient else "down_grad", rule(_rows1))
 
 
+def _kept(way: Way) -> bool:
+    """Whether tasks return rows behind the product: what a GPU's pass does is none."""
+    return way.grouped or (way.keeps_results and not way.device_tiles)
+
+
 def _returning(name: str, depth: Callable[[Site], int], read: Access, way: Way) -> Operator:
     """The GEMM whose rows return to their tokens: from its epilogue or, with combine groups, after they are added."""
-    writes = Access(name, rows_of(_rows2)) if way.grouped else Access("returned", returns)
+    kept = _kept(way)
+    writes = Access(name, rows_of(_rows2)) if kept else Access("returned", returns)
     return Operator(
         name, "matrix", lambda s: s.row_tiles(s.way.down, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
-        reads=(read,), writes=(writes,), work=_gemm(depth, returns=not way.grouped), lag=1,
+        reads=(read,), writes=(writes,), work=_gemm(depth, returns=not kept), lag=1,
     )  # fmt: skip
 
 
-def _group_sum(product: str) -> Operator:
+def _push_rows(way: Way, product: str) -> Operator:
     return Operator(
-        "group_sum", "vector", Site.part_chunks, Site.part_lists, reads=(Access(product, rows_of_parts(_rows2)),),
+        "push_rows", "vector", lambda s: s.row_tiles(s.way.down, s.cfg.hidden), lambda s: s.segments(s.cfg.hidden),
+        reads=(Access(_last(way, product), rows_of(_rows2)),), writes=(Access("returned", returns),),
+        work=_passes(2, sends=True), lag=1,
+    )  # fmt: skip
+
+
+def _group_sum(way: Way, product: str) -> Operator:
+    return Operator(
+        "group_sum", "vector", Site.part_chunks, Site.part_lists,
+        reads=(Access(_last(way, product), rows_of_parts(_rows2)),),
         writes=(Access("returned", parts_return),), work=_part_work, where="last",
     )  # fmt: skip
 
@@ -225,13 +261,11 @@ _OPERATORS: dict[str, Callable[[Way], Operator]] = {
     "push": lambda way: PUSH,
     "keep": lambda way: KEEP,
     "gate_up": _gate_up,
-    "activation": lambda way: _elementwise("activation", _gate_up(way), 3),
-    "down": lambda way: _returning(
-        "down", _ffn, Access("activation" if way.separate else "gate_up", rows_of(_rows1)), way
-    ),
+    "activation": lambda way: _elementwise("activation", _gate_up(way), way, 3),
+    "down": lambda way: _returning("down", lambda s: s.cfg.ffn, Access(_last(way, "gate_up"), rows_of(_rows1)), way),
     "combine": lambda way: COMBINE,
     "down_grad": _down_grad,
-    "activation_gradient": lambda way: _elementwise("activation_gradient", _down_grad(way), 8),
+    "activation_gradient": lambda way: _elementwise("activation_gradient", _down_grad(way), way, 8),
     "dweight": lambda way: Operator(
         "dweight", "vector", lambda s: s.row_tiles(s.way.down, 1), lambda s: s.segments(1), reads=(_made(way),),
         writes=(Access("weights returned", returns),), work=_passes(2, 4, sends=True), lag=1,
@@ -245,14 +279,20 @@ _OPERATORS: dict[str, Callable[[Way], Operator]] = {
     ),
     "collect": lambda way: COLLECT,
 }  # fmt: skip
-"""Of the stages' operators; a group_sum adds rows of the product before it."""
+"""Of the stages' operators, but for those behind a product that returns rows, and one's own."""
 
 
-def _operators(way: Way, direction: Direction, flags: Flags = Flags()) -> Operators:  # noqa: B008
+def _operators(way: Way, direction: Direction, flags: Flags) -> Operators:
     """Those of the stages of a call, in their order."""
-    names = [name for stage in stages(way.given[1], way, direction, flags) for name in stage.operators]
     product = "down" if direction == "forward" else "gate_up_grad"
-    return Operators([_group_sum(product) if name == "group_sum" else _OPERATORS[name](way) for name in names])
+    known: dict[str, Callable[[Way], Operator]] = {
+        **_OPERATORS,
+        "push_rows": lambda way: _push_rows(way, product),
+        "group_sum": lambda way: _group_sum(way, product),
+        **{op.name: functools.partial(_own, op) for op in way.operators},
+    }
+    names = [name for stage in stages(way.given[1], way, direction, flags) for name in stage.operators]
+    return Operators([known[name](way) for name in names])
 
 
 def forward_operators(way: Way, *, keep: bool) -> Operators:
@@ -267,6 +307,6 @@ def dispatch_operators() -> Operators:
     return Operators([PUSH, KEEP])
 
 
-def backward_operators(way: Way) -> Operators:
+def backward_operators(way: Way, flags: Flags = ALL) -> Operators:
     """Dispatch of dO, two data gradients around the activation's gradient, d(weight), weight gradients, sums."""
-    return _operators(way, "backward")
+    return _operators(way, "backward", flags)

@@ -23,8 +23,9 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.routing import RoutingPlan, build_parts
+from uniep.stages import ALL, Flags
 from uniep.taskflow.graph import GATE, SHARED_STAGES, Block, Lists, Relation, TaskGraph, Worker, lexsort
-from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
+from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.operators import Access, Operator, Operators
 from uniep.taskflow.order import places
 from uniep.taskflow.site import Site
@@ -39,35 +40,11 @@ def lower_forward(
     return compile_graph(operators, sites(plans, tokens, cfg, way))
 
 
-def lower_dispatch(plans: Sequence[RoutingPlan], cfg: MoEConfig, way: Way) -> TaskGraph:
-    """Dispatch alone: push tokens and copy the received ones out."""
-    return compile_graph(dispatch_operators(), sites(plans, [0] * len(plans), cfg, way))
-
-
 def lower_backward(
-    plans: Sequence[RoutingPlan],
-    tokens: Sequence[int],
-    cfg: MoEConfig,
-    way: Way,
-    *,
-    x: bool = True,
-    weights: bool = True,
-    w13: bool = True,
-    w2: bool = True,
+    plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, way: Way, flags: Flags = ALL
 ) -> TaskGraph:
-    """The flags say which gradients are needed; the others have no tasks."""
-    operators = backward_operators(way)
-    operators = operators.without(unneeded(x=x, weights=weights, w13=w13, w2=w2))
-    return compile_graph(operators, sites(plans, tokens, cfg, way))
-
-
-def unneeded(*, x: bool = True, weights: bool = True, w13: bool = True, w2: bool = True) -> list[str]:
-    """Operators of the backward that are used only for gradients that are not needed."""
-    serve = {
-        "dweight": weights, "collect": weights, "gate_up_grad": x, "group_sum": x, "combine": x, "down_wgrad": w2,
-        "gate_up_wgrad": w13,
-    }  # fmt: skip
-    return [op for op, needed in serve.items() if not needed]
+    """flags: which gradients are needed; the others have no tasks."""
+    return compile_graph(backward_operators(way, flags), sites(plans, tokens, cfg, way))
 
 
 def sites(plans: Sequence[RoutingPlan], tokens: Sequence[int], cfg: MoEConfig, way: Way) -> list[Site]:

@@ -153,12 +153,12 @@ def find(cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Found:
                 continue
             schedule = parse(entry["schedule"], default_schedule(backend, cfg, ep_size))
         except ConfigError as error:
-            log.warning("%s; the default Schedule serves", error)
+            log.warning("%s; the default Schedule is used", error)
             why = str(error)
             continue
         if reasons := refusals(schedule, cfg, ep_size, backend):
             why = f"table {path}: {key.place} cannot run: {'; '.join(reasons)}"
-            log.warning("%s; the default Schedule serves", why)
+            log.warning("%s; the default Schedule is used", why)
             continue
         return Found(schedule, path, f"tuned at {entry['tokens']} tokens, commit {entry.get('commit', '?')}", entry)
     return Found(None, None, why)

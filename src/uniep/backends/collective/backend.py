@@ -121,7 +121,7 @@ class CollectiveBackend:
         self.schedule = schedule or default_schedule(COLLECTIVE, self.cfg, self.ep_size)
         refuse_invalid(self.schedule, self.cfg, self.ep_size, COLLECTIVE)
         most = self.cfg.max_tokens_per_rank  # nothing here depends on the tokens of a call
-        self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=COLLECTIVE)
+        self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=COLLECTIVE, operators=member.operators)
         self.transport = _transport(self._group, self.device)
         self.experts, self.because = local_experts(self.cfg, self.rank, self.way, self.device)
         self._threads = PinnedThreads(1) if self.device.type == "cpu" else None
@@ -195,7 +195,7 @@ class CollectiveBackend:
 
     def _experts_of(self, experts: ExpertWeights) -> LocalExperts:
         """LoRA runs as torch operations on GPUs, too."""
-        return self.experts if experts.lora is None else TorchExperts(self.cfg, self.rank)
+        return self.experts if experts.lora is None else TorchExperts(self.cfg, self.rank, self.way)
 
     def refuse(self, error: UniEPError) -> None:
         if self.ep_size > 1:
@@ -238,6 +238,9 @@ class CollectiveBackend:
     def check(self) -> None:
         """Errors are raised by the call they belong to; nothing is deferred."""
 
+    def waited(self) -> None:
+        """Not measured."""
+
     def report(self) -> dict[str, str]:
         return {
             "backend": f"nccl: rank {self.rank} of {self.ep_size}, {self.transport}, on {self.device}",
@@ -247,6 +250,7 @@ class CollectiveBackend:
             "rows": "allocated exactly; counts are read by the host in every call",
             "CUDA graphs": "not possible: the host reads counts",
             "main_grad": MAIN_GRAD,
+            "waits": "not measured: a collective's time is waiting and sending in one",
         }
 
     def close(self) -> None:

@@ -79,9 +79,9 @@ class LocalExperts(Protocol):
 def local_experts(cfg: MoEConfig, rank: int, way: Way, device: torch.device) -> tuple[LocalExperts, str]:
     """The implementation for `device`, and why it is this one."""
     if device.type == "cpu":
-        return TorchExperts(cfg, rank), "CPU"
+        return TorchExperts(cfg, rank, way), "CPU"
     if (error := why_not(cfg, device)) is not None:
-        return TorchExperts(cfg, rank), str(error)
+        return TorchExperts(cfg, rank, way), str(error)
     return KernelExperts(cfg, rank, way, device), torch.cuda.get_device_name(device)
 
 
@@ -95,13 +95,19 @@ def _segments(plan: RoutingPlan, width: int) -> list[Block]:
     ]
 
 
+def run_own(way: Way, after: str, rows_NX: Tensor, plan: RoutingPlan) -> None:
+    """Operators of one's own behind a product, on all of its rows."""
+    for op in way.own(after):
+        op.apply(rows_NX, plan.row_return_N >= 0)
+
+
 class TorchExperts:
     """Tile bodies of the CPU executor.  Call it with the tokens' device as torch's default device."""
 
     name = "torch, one GEMM per expert"
 
-    def __init__(self, cfg: MoEConfig, rank: int) -> None:
-        self.cfg, self.rank = cfg, rank
+    def __init__(self, cfg: MoEConfig, rank: int, way: Way) -> None:
+        self.cfg, self.rank, self.way = cfg, rank, way
 
     def _rows(self, routed: Routed) -> cpu_tiles.Rows:
         """Return slots for rows that stay on this rank: row n goes to slot n."""
@@ -127,8 +133,10 @@ class TorchExperts:
         bodies.x_rows = cpu_tiles.Gather(x_TD, tokens.received, rows, compact=True)
         for block in _segments(routed.plan, self.cfg.ffn):
             bodies.gate_up(block)
+        run_own(self.way, "gate_up", bodies.act_NF, routed.plan)
         for block in _segments(routed.plan, self.cfg.hidden):
             bodies.down(block)
+        run_own(self.way, "down", shared[self.rank].returns, routed.plan)
         return shared[self.rank].returns, bodies.h_NF if save else None
 
     def backward(
@@ -139,11 +147,17 @@ class TorchExperts:
         rows, shared = self._rows(routed), self._shared(dy, routed)
         x_rows = cpu_tiles.Gather(x.local, x.received, rows, compact=True)
         no_ids = torch.empty(0, cfg.top_k)
-        bodies = cpu_tiles.Backward(rows, shared, dy.local, no_ids, experts, h_NF, x_rows, needs, main_grads)
+        apart = self.way.separate_gradient
+        bodies = cpu_tiles.Backward(rows, shared, dy.local, no_ids, experts, h_NF, x_rows, needs, main_grads, apart)
         biases = needs.biases and cfg.bias
         bodies.dy_rows = cpu_tiles.Gather(dy.local, dy.received, rows, compact=True)
         for block in _segments(plan, cfg.ffn):
             bodies.down_grad(block)
+        if bodies.raw_NF is not None:
+            run_own(self.way, "down_grad", bodies.raw_NF, plan)
+        for block in _segments(plan, cfg.ffn):
+            if apart:
+                bodies.activation_gradient(block)
             if needs.weights:
                 bodies.dweight(block)
             if needs.w2 or biases:
@@ -153,6 +167,8 @@ class TorchExperts:
                 bodies.gate_up_grad(block)
             if needs.w13 or biases:
                 bodies.gate_up_wgrad(Block(block.group, 0, cfg.h_columns, 0, cfg.hidden))
+        if needs.x:
+            run_own(self.way, "gate_up_grad", shared[self.rank].returns, plan)
         return RowGradients(
             shared[self.rank].returns if needs.x else None,
             shared[self.rank].dweights if needs.weights else None,
@@ -234,10 +250,12 @@ class KernelExperts:
             self.launch.launch_gate_up(
                 tokens, x_ND, rows, experts, self.alone, cfg, way.gate_up, self.sms, h_2NF, act_NF
             )
+            run_own(way, "gate_up", act_NF, routed.plan)
             rows = self._rows(routed, way.down)
             self.launch.launch_down(
                 act_NF, rows, experts, self.alone, cfg, way.down, self.sms, out_ND, slots=1, scatter=False
             )
+            run_own(way, "down", out_ND, routed.plan)
         return out_ND, h_2NF.view(num_rows, cfg.h_columns) if h_2NF is not None else None
 
     def backward(
@@ -255,23 +273,30 @@ class KernelExperts:
             into = main_grads
             if not num_rows:
                 into.clear()
-        biases = tuple(torch.zeros_like(b) for b in experts.biases)
+        biases = tuple(torch.zeros_like(b) for b in experts.biases) if needs.biases and not into.biases else ()
         if num_rows:
             rows, stacked = self._rows(routed, tile), _stacked(experts)
             dy_ND = self._expand(dy, rows, tile)
-            dy_N = dy_ND.data_ptr() + torch.arange(num_rows, device=dy_ND.device) * (cfg.hidden * dy_ND.element_size())
+            dy_N = _row_addresses(dy_ND)
             made = self.launch.activation_memory(h_NF.view(1 + cfg.gated, num_rows, cfg.ffn), experts.b2)
             self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, made.raw_NF)
+            run_own(self.way, "down_grad", made.raw_NF, plan)
             self.launch.launch_activation_gradient(made, rows, cfg, self.sms)
             dh_NH = made.dh_N2F.view(num_rows, -1)
             if needs.weights:
                 weights_N = self._dweights(made, dy_N, plan, rows)
             if needs.biases:
-                biases = self.launch.launch_bias_gradients(made, dy_N, rows, experts, self._zero, self.sms)
+                for block, of in self._blocks(rows, routed, into):
+                    weight_N, dy_of_ND = block.of(routed.weight_N[:, None]), block.of(dy_ND)
+                    self.launch.launch_bias_gradients(
+                        block.of(dh_NH), _row_addresses(dy_of_ND), weight_N, block, experts, of.biases or biases,
+                        self._zero, self.sms, accumulate=bool(of.biases) and of.accumulate,
+                    )  # fmt: skip
             if needs.x:
                 self.launch.launch_gate_up_gradient(
                     dh_NH, rows, stacked, self.alone, cfg, tile, self.sms, dx_ND, slots=1, scatter=False
                 )
+                run_own(self.way, "gate_up_grad", dx_ND, plan)
             if needs.w2:
                 for block, of in self._blocks(rows, routed, into):
                     a_ND, b_NF = block.of(dy_ND), block.of(made.act_NF)
@@ -290,7 +315,7 @@ class KernelExperts:
             weights_N if needs.weights else None,
             into.w13 if needs.w13 and main_grads is None else None,
             into.w2 if needs.w2 and main_grads is None else None,
-            biases if needs.biases else (),
+            biases,
         )
 
     def _dweights(self, made: Activation, dy_N: Tensor, plan: RoutingPlan, rows: Any) -> Tensor:
@@ -343,6 +368,12 @@ class KernelExperts:
         out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)
         self.launch.launch_combine(Sums(returns_TKD, ids_TK, weights_TK, out_TD), self.alone, self.sms)
         return out_TD
+
+
+def _row_addresses(rows_ND: Tensor) -> Tensor:
+    """(N,) int64."""
+    step = rows_ND.shape[1] * rows_ND.element_size()
+    return rows_ND.data_ptr() + torch.arange(rows_ND.shape[0], device=rows_ND.device) * step
 
 
 def _stacked(experts: ExpertWeights) -> ExpertWeights:

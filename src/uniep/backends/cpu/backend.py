@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +24,7 @@ from torch import SymInt, Tensor
 
 from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.cpu.peers import Peers
-from uniep.backends.cpu.run import Program, Run
+from uniep.backends.cpu.run import CheckedQueues, Run
 from uniep.backends.pinned import PinnedThreads
 from uniep.backends.protocol import (
     OPERATIONS,
@@ -46,8 +47,9 @@ from uniep.errors import ClosedError, PeerTimeoutError, UniEPError
 from uniep.numerics import fp32_products
 from uniep.routing import RoutingPlan, build_plan, return_slots
 from uniep.schedule import Schedule, default_schedule, refuse_invalid
+from uniep.stages import ALL, Flags, stages
 from uniep.taskflow.layer import backward_operators, dispatch_operators, forward_operators
-from uniep.taskflow.lower import compile_graph, sites, unneeded
+from uniep.taskflow.lower import compile_graph, sites
 from uniep.taskflow.operators import Operators
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import Span
@@ -70,7 +72,7 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
     def call(self: CpuBackend, *args: Any, **kwargs: Any) -> _T:
         with (
             self._or_give_up(unless=UniEPError), fp32_products(), torch.inference_mode(False), torch.no_grad(),
-            torch.device("cpu"), self._turn,
+            _on_cpu(), self._turn,
         ):  # fmt: skip
             self._inside = True
             try:
@@ -80,6 +82,13 @@ def _collective(method: Callable[..., _T]) -> Callable[..., _T]:
                 self._inside = False
 
     return call
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Inside, new tensors are on the CPU.  A context of PyTorch's only where they are not anyway: inside one, each
+    operation goes through Python, which takes as long as planning."""
+    there = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if there else torch.device("cpu")
 
 
 _ROUTINGS_KEPT = 16
@@ -97,26 +106,26 @@ class _Call:
 
 
 class _Routing:
-    """Plans of all ranks for one set of ids, the slots of parts (with combine groups), and the checked programs."""
+    """Plans of all ranks for one set of ids, the slots of parts (with combine groups), and the checked queues."""
 
     def __init__(self, ids: list[Tensor], cfg: MoEConfig, way: Way) -> None:
         self.tokens = [t.shape[0] for t in ids]
         self.plans = [build_plan(ids, rank, cfg) for rank in range(len(ids))]
         self.cfg, self.way = cfg, way
         self.part_slots = [return_slots(site.parts, ids, cfg) for site in self.sites if site.parts is not None]
-        self._programs: dict[Any, Program] = {}
+        self._queues: dict[Any, CheckedQueues] = {}
 
     @functools.cached_property
     def sites(self) -> list[Site]:
         return sites(self.plans, self.tokens, self.cfg, self.way)
 
-    def program(self, operators: Operators, rank: int, left_out: Sequence[str] = ()) -> Program:
+    def queues(self, operators: Operators, rank: int, left_out: Sequence[str] = ()) -> CheckedQueues:
         """left_out: operators that do nothing on this rank."""
         key = (*(op.name for op in operators), "left out", *left_out)
-        if key not in self._programs:
+        if key not in self._queues:
             graph = compile_graph(operators, self.sites)
-            self._programs[key] = Program.make(graph, operators, self.way, rank, left_out)
-        return self._programs[key]
+            self._queues[key] = CheckedQueues.make(graph, operators, self.way, rank, left_out)
+        return self._queues[key]
 
 
 class CpuBackend:
@@ -133,7 +142,7 @@ class CpuBackend:
         self.schedule = schedule or default_schedule(CPU, self.cfg, self.ep_size)
         refuse_invalid(self.schedule, self.cfg, self.ep_size, CPU)
         most = self.cfg.max_tokens_per_rank  # nothing here depends on the tokens of a call
-        self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=CPU)
+        self.way = resolve(self.cfg, self.ep_size, most, self.schedule, backend=CPU, operators=member.operators)
         self.trace: list[Span] | None = None
         self.forward_operators = forward_operators(self.way, keep=True)
         self.backward_operators = backward_operators(self.way)
@@ -142,6 +151,7 @@ class CpuBackend:
         self._threads = PinnedThreads(self._peers.workers)
         self._turn, self._inside = threading.RLock(), False  # whether a call is under way
         self._call = 0
+        self._waited = [0, 0]  # see Backend.waited
         self._forwards = 0
         self._routings: collections.OrderedDict[bytes, _Routing] = collections.OrderedDict()
 
@@ -159,12 +169,12 @@ class CpuBackend:
         call = self._enter(operation, inputs.ids_TK, inputs.weights_TK, inputs.x_TD, layer=inputs.layer)
         keep, routing = save and not self.way.again, call.routing
         with self._or_give_up():
-            program = routing.program(self.forward_operators.without([] if keep else ["keep"]), self.rank)
+            queues = routing.queues(self.forward_operators.without([] if keep else ["keep"]), self.rank)
             bodies = Forward(
                 self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.experts, keep,
                 separate=self.way.separate,
             )  # fmt: skip
-            self._run(call, operation, program, bodies)
+            self._run(call, operation, queues, bodies)
         if not save:
             return bodies.y_TD, []
         return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
@@ -183,17 +193,17 @@ class CpuBackend:
         routing = call.routing
         anywhere = wanted_anywhere(call.headers)
         # All ranks compile what any of them needs: queues that were planned together cannot block each other.
-        nowhere = unneeded(**_operators_for(anywhere, self.cfg))
-        here = unneeded(**{**_operators_for(needs, self.cfg), "x": True, "weights": True})
+        nowhere = _unneeded(self.way, anywhere)
+        here = _unneeded(self.way, dataclasses.replace(needs, x=True, weights=True))
         with self._or_give_up():
-            program = routing.program(self.backward_operators.without(nowhere), self.rank, here)
+            queues = routing.queues(self.backward_operators.without(nowhere), self.rank, here)
             rows = self._rows(call)
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
             bodies = Backward(
                 rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows, needs, main_grads,
                 separate=self.way.separate_gradient,
             )  # fmt: skip
-            self._run(call, "backward", program, bodies)
+            self._run(call, "backward", queues, bodies)
         return ExpertGradients(
             bodies.dx_TD if needs.x else None,
             bodies.dweights_TK if needs.weights else None,
@@ -206,9 +216,9 @@ class CpuBackend:
         """Dispatch the received tokens of a forward again; compact."""
         call = self._enter("dispatch", inputs.ids_TK, inputs.weights_TK, inputs.x_TD, fingerprint, layer=inputs.layer)
         with self._or_give_up():
-            program = call.routing.program(dispatch_operators(), self.rank)
+            queues = call.routing.queues(dispatch_operators(), self.rank)
             bodies = Dispatch(self._rows(call), self._shared(), inputs.x_TD, inputs.ids_TK, keep=True)
-            self._run(call, "dispatch", program, bodies)
+            self._run(call, "dispatch", queues, bodies)
         return bodies.received_MD
 
     def _shared(self) -> list[Shared]:
@@ -216,11 +226,14 @@ class CpuBackend:
 
     def _rows(self, call: _Call) -> Rows:
         routing, rank = call.routing, self.rank
-        groups = (routing.sites[rank].parts, routing.part_slots[rank]) if routing.part_slots else ()
-        return Rows.make(rank, self.cfg, routing.plans[rank], call.weights, *groups)
+        slots = routing.part_slots[rank] if routing.part_slots else None
+        of_call = routing.plans[rank], call.weights, routing.sites[rank].parts, slots
+        return Rows.make(rank, self.cfg, *of_call, self.way.keeps_results)
 
-    def _run(self, call: _Call, operation: str, program: Program, bodies: object) -> None:
-        Run(self.peers, self._threads, call.number, operation, program, bodies, self.trace).run()
+    def _run(self, call: _Call, operation: str, queues: CheckedQueues, bodies: object) -> None:
+        run = Run(self.peers, self._threads, call.number, operation, queues, bodies, self.trace)
+        run.run()
+        self._waited[1] += run.exposed.total_ns
 
     @_collective
     def refuse(self, error: UniEPError) -> None:
@@ -247,6 +260,9 @@ class CpuBackend:
     def check(self) -> None:
         """Errors are raised by the call they belong to; nothing is deferred."""
 
+    def waited(self) -> Tensor:
+        return torch.tensor(self._waited)
+
     def report(self) -> dict[str, str]:
         s = self.schedule
         return {
@@ -260,6 +276,7 @@ class CpuBackend:
             ],
             "shared memory": f"{self.peers.bytes} bytes per rank",
             "main_grad": MAIN_GRAD,
+            "waits": "measured: entries, and times in which no thread works while one waits for peers",
         }
 
     def close(self) -> None:
@@ -314,8 +331,10 @@ class CpuBackend:
         self.peers.enter(
             number, dataclasses.astuple(mine), text, {"exchange_ids": ids_TK, "exchange_weights": weights_TK}
         )
+        began_ns = time.perf_counter_ns()
         with self._or_give_up():
             self._await_entered(number, operation)
+        self._waited[0] += time.perf_counter_ns() - began_ns
         return self._read(number, operation)
 
     def _await_entered(self, number: int, operation: str) -> None:
@@ -381,10 +400,13 @@ class CpuBackend:
             raise
 
 
-def _operators_for(needs: Needs, cfg: MoEConfig) -> dict[str, bool]:
-    """The gradients whose operators run; those of weights make those of biases, too."""
+def _unneeded(way: Way, needs: Needs) -> list[str]:
+    """Operators of the backward for other gradients; those of weights make those of biases, too."""
+    cfg = way.given[1]
     biases = needs.biases and cfg.bias
-    return {"x": needs.x, "weights": needs.weights, "w13": needs.w13 or biases, "w2": needs.w2 or biases}
+    flags = Flags(x=needs.x, weights=needs.weights, w13=needs.w13 or biases, w2=needs.w2 or biases)
+    every, needed = ([op for s in stages(cfg, way, "backward", of) for op in s.operators] for of in (ALL, flags))
+    return [op for op in every if op not in needed]
 
 
 def _raw(tensor: Tensor) -> bytes:

@@ -6,11 +6,12 @@ Which worker runs which task, and in which order, is decided before anything run
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,15 +38,17 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class CheckedQueues:
     """A checked graph, and the queues of one rank's workers.  bodies: those that operators bring themselves."""
 
     graph: TaskGraph
-    queues: dict[WorkerName, list[Step]]
+    of_worker: dict[WorkerName, list[Step]]
     bodies: Mapping[str, Body]
 
     @classmethod
-    def make(cls, graph: TaskGraph, operators: Operators, way: Way, rank: int, left_out: Sequence[str] = ()) -> Program:
+    def make(
+        cls, graph: TaskGraph, operators: Operators, way: Way, rank: int, left_out: Sequence[str] = ()
+    ) -> CheckedQueues:
         """left_out: operators whose tasks only wait and signal on this rank.
 
         Raises ConfigError where `check` does.
@@ -61,6 +64,42 @@ class Program:
         return cls(graph, of_worker, bodies | dict.fromkeys(left_out, lambda *_: None))
 
 
+class Exposed:
+    """How long no worker of this rank ran a task while one or more waited for peers, in `total_ns`."""
+
+    def __init__(self) -> None:
+        self.total_ns = 0
+        self._running = self._waiting = self._since = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While a worker runs a task."""
+        self._change(1, 0)
+        try:
+            yield
+        finally:
+            self._change(-1, 0)
+
+    @contextlib.contextmanager
+    def waiting(self, for_peers: bool) -> Iterator[None]:
+        """While a worker waits for what its task needs."""
+        self._change(0, int(for_peers))
+        try:
+            yield
+        finally:
+            self._change(0, -int(for_peers))
+
+    def _change(self, running: int, waiting: int) -> None:
+        with self._lock:
+            now = time.perf_counter_ns()
+            if self._waiting and not self._running:
+                self.total_ns += now - self._since
+            self._running += running
+            self._waiting += waiting
+            self._since = now
+
+
 class _StoppedError(Exception):
     """Another worker of this rank failed."""
 
@@ -74,12 +113,13 @@ class Run:
         threads: PinnedThreads,
         number: int,
         operation: str,
-        program: Program,
+        queues: CheckedQueues,
         bodies: object,
         trace: list[Span] | None,
     ) -> None:
         self.peers, self.threads, self.number, self.operation = peers, threads, number, operation
-        self.program, self.bodies, self.trace = program, bodies, trace
+        self.queues, self.bodies, self.trace = queues, bodies, trace
+        self.exposed = Exposed()
         self.local: dict[Event, int] = collections.defaultdict(int)
         self.local_lock = threading.Lock()
         self.errors: list[BaseException] = []
@@ -89,7 +129,7 @@ class Run:
         first = self.peers.rank * self.peers.workers
         jobs = [
             functools.partial(self._work, name, queue, first + number)
-            for number, (name, queue) in enumerate(self.program.queues.items())
+            for number, (name, queue) in enumerate(self.queues.of_worker.items())
         ]
         try:
             self.threads.run(jobs, stop=self.errors.append)  # workers must stop before their memory goes
@@ -114,13 +154,17 @@ class Run:
 
     def _step(self, name: WorkerName, step: Step, column: int) -> None:
         task, claimed = step.task, time.perf_counter_ns()
-        for event, count in task.waits:
-            self._wait(task, event, count)
+        if task.waits:
+            with self.exposed.waiting(step.for_peers):
+                for event, count in task.waits:
+                    self._wait(task, event, count)
         started = time.perf_counter_ns()
-        if (body := self.program.bodies.get(task.op)) is not None:
-            body(self.bodies, task.block)
-        elif task.op != GATE:
-            getattr(self.bodies, task.op)(task.block)
+        if task.op != GATE:
+            with self.exposed.running():
+                if (body := self.queues.bodies.get(task.op)) is not None:
+                    body(self.bodies, task.block)
+                else:
+                    getattr(self.bodies, task.op)(task.block)
         if self.trace is not None:
             ended = time.perf_counter_ns()
             phase = "forward" if self.operation.startswith("forward") else "backward"
@@ -150,7 +194,7 @@ class Run:
     def _late(self, task: Task, event: Event) -> PeerTimeoutError:
         """Which peers are behind: the signals expected from their tasks, and those seen."""
         peers, seen = self.peers, self.peers.seen(event, self.number)
-        graph = self.program.graph
+        graph = self.queues.graph
         signals = graph.signals.events
         groups = signals.groups[signals.item_P == graph.index_of(event)]
         expected = collections.Counter(graph.rank_N[graph.signals.tasks.take(groups).item_P].tolist())

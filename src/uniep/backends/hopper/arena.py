@@ -58,7 +58,7 @@ def has_atomics(a: int, b: int) -> bool:
         driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *handles),
     ]
     if any(codes):
-        raise RuntimeError(f"the driver does not say what GPU {a} can do at GPU {b}: CUDA errors {codes}")
+        raise RuntimeError(f"the driver did not report peer access from GPU {a} to GPU {b}: CUDA errors {codes}")
     return bool(value.value)
 
 
@@ -95,7 +95,7 @@ def check_peers(
         )
     if without := [f"{a} -> {b}" for a, b in pairs if not has_atomics(a, b)]:
         raise UnsupportedError(
-            f"GPUs {', '.join(without)} have no native atomics at each other (see `nvidia-smi topo -p2p a`): they are "
+            f"GPUs {', '.join(without)} have no native atomics between them (see `nvidia-smi topo -p2p a`): they are "
             f"connected by PCIe, but ranks signal each other by atomics, which need NVLink; {WAY_OUT}"
         )
 

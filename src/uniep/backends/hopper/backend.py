@@ -103,6 +103,9 @@ class HopperBackend(Link):
         if self.num_ranks > 1:
             self.planner.refuse(type(error)(f"rank {self.rank}: {error}"))
 
+    def waited(self) -> Tensor:
+        return self.planner.waited
+
     def check(self) -> None:
         self.planner.check_all()
 
@@ -114,12 +117,9 @@ class HopperBackend(Link):
 
         For int64 ids, stacked w13 and all gradients; other calls compile some kernels at their first time.
         """
-        cfg, local = self.cfg, self.planner.local
-        like: dict[str, Any] = {"dtype": cfg.dtype, "device": self.device}
-        x_TD = torch.zeros(0, cfg.hidden, **like)
-        ids_TK = torch.zeros(0, cfg.top_k, dtype=torch.int64, device=self.device)
-        weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=self.device)
-        inputs = Inputs(x_TD, ids_TK, weights_TK, ExpertWeights.zeros(cfg, local, **like))
+        inputs = self._no_tokens(
+            ExpertWeights.zeros(self.cfg, self.planner.local, dtype=self.cfg.dtype, device=self.device)
+        )
         with self._order.turn:
             planner = self.planner
             room = planner.allocate, planner.received  # these calls need none
@@ -127,10 +127,16 @@ class HopperBackend(Link):
                 for way in self.ways.kinds():
                     self.forward(inputs, save=False, way=way)
                     _, saved = self.forward(inputs, save=True, way=way)
-                    self.backward(x_TD, inputs, saved, Needs(), way=way)
+                    self.backward(inputs.x_TD, inputs, saved, Needs(), way=way)
             finally:
                 planner.allocate, planner.received = room
         torch.cuda.synchronize(self.device)
+
+    def _no_tokens(self, experts: ExpertWeights) -> Inputs:
+        """Of an empty call, with int64 ids."""
+        x_TD = torch.empty(0, self.cfg.hidden, dtype=self.cfg.dtype, device=self.device)
+        ids_TK = torch.empty(0, self.cfg.top_k, dtype=torch.int64, device=self.device)
+        return Inputs(x_TD, ids_TK, torch.empty(ids_TK.shape, dtype=torch.float32, device=self.device), experts)
 
     def _compile_ahead(self, experts: ExpertWeights) -> None:
         """What forwards and backwards launch, before the first."""
@@ -140,17 +146,14 @@ class HopperBackend(Link):
 
     def launches(self, experts: ExpertWeights) -> list[Launch]:
         """Of a forward without gradients, a forward and its backward, of every kind of way."""
-        cfg, planner, usual = self.cfg, self.planner, self.way
-        x_TD = torch.empty(0, cfg.hidden, dtype=cfg.dtype, device=self.device)
-        ids_TK = torch.empty(0, cfg.top_k, dtype=torch.int64, device=self.device)
-        inputs = Inputs(x_TD, ids_TK, torch.empty(ids_TK.shape, device=self.device), experts)
+        planner, usual, inputs = self.planner, self.way, self._no_tokens(experts)
         entered = planner.calls_made, planner.is_inside
         with listing() as listed:
             for way in self.ways.kinds():
                 self.way = way
                 Forward(self, inputs, False).made()
                 _, saved = Forward(self, inputs, True).made()
-                Backward(self, x_TD, inputs, saved, Needs(), None).made()
+                Backward(self, inputs.x_TD, inputs, saved, Needs(), None).made()
                 self.join()
         self.way, (planner.calls_made, planner.is_inside) = usual, entered
         return listed
@@ -177,6 +180,7 @@ class HopperBackend(Link):
             if self.cfg.max_rows is None
             else f"max_rows={self.cfg.max_rows}, no host read",
             "main_grad": MAIN_GRAD,
+            "waits": "measured: entries, and tokens and results where no product runs; traces have those in kernels",
             "multiprocessors": f"{self.sms}, {self.schedule.free_sms} left free",
             "combine": "one sum over a token's slots"
             if not self.way.grouped
@@ -190,7 +194,7 @@ class HopperBackend(Link):
                 self.planner.leave(self.planner.member.cause)
             self.arena = None  # type: ignore[assignment]
             self._known_peers.clear()
-            self.recorded.programs.clear()
+            self.recorded.known.clear()
             self._lasting.clear()
 
     @_collective
@@ -218,7 +222,7 @@ class HopperBackend(Link):
             key = save, num_tokens, rows, ids_TK.dtype, self.stay_local, *layout_of(experts)
             result = (
                 self.recorded.call(key, (*given, *experts.tensors), layer, True, perform)
-                if way is None and num_tokens
+                if way is None and num_tokens and not self.way.computes_in_torch("forward")
                 else perform()
             )
             if planner.fits():
@@ -249,10 +253,12 @@ class HopperBackend(Link):
             got = Backward(self, dy_TD, inputs, saved, needs, main_grads).made()
             return [got.x, got.weights, *(got.w13 or ()), *(got.w2 or ()), *got.biases]
 
-        into = (*main_grads.w13, *main_grads.w2) if main_grads is not None else ()
+        into = main_grads.tensors if main_grads is not None else ()
         rows, kept = saved[1].shape[-1], len(saved[-1])
         accumulate = main_grads is not None and main_grads.accumulate
-        by_launches = main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
+        by_launches = not self.way.computes_in_torch("backward") and (
+            main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
+        )
         key = needs, num_tokens, rows, kept, ids_TK.dtype, len(into), accumulate, self.stay_local, *layout_of(experts)
         given = dy_TD, x_TD, ids_TK, *saved, *experts.tensors, *into
         dx_TD, dweights_TK, *of_experts = (
@@ -261,7 +267,8 @@ class HopperBackend(Link):
             else perform()
         )
         split = len(experts.w13) if needs.w13 and main_grads is None else 0
-        last = len(of_experts) - len(experts.biases) * needs.biases
+        fresh = needs.biases and (main_grads is None or not main_grads.biases)
+        last = len(of_experts) - len(experts.biases) * fresh
         dw13, dw2, biases = tuple(of_experts[:split]), tuple(of_experts[split:last]), tuple(of_experts[last:])
         return ExpertGradients(dx_TD, dweights_TK, dw13 or None, dw2 or None, biases)
 

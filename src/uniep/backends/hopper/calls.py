@@ -153,6 +153,9 @@ class Calls:
         self._counters = torch.zeros(4, dtype=torch.int32, device=self.device)
         self.call, self._has_ids = self._counters[:1], False
         self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._waits = torch.zeros(2, 2, dtype=torch.int64, device=self.device)  # 16 bytes apart, as launches want
+        self.waited = self._waits[:, 0]  # see Backend.waited
+        self._waited = {flag: self._waits[min(index, 1)] for index, flag in enumerate(STAGE_OF_FLAG)}
         # Pinned memory that kernels write and the host reads without synchronising.
         self._parts = header.HostRecord(self.num_ranks)
         self._host = torch.zeros(self._parts.words, dtype=torch.int32).pin_memory()
@@ -175,7 +178,7 @@ class Calls:
 
     def lasting(self) -> list[Tensor]:
         """Memory that kernels use, but for the arena's."""
-        return [self._counters, self.ticket, self._host_totals]
+        return [self._counters, self.ticket, self._host_totals, self._waits]
 
     # --- entering ---
 
@@ -235,21 +238,20 @@ class Calls:
 
     def wait_entered(self, copies: bool = False) -> None:
         """Wait until every rank has entered this call.  copies: copy engines send behind it."""
-        self._wait("entered", judge=True, copies=copies)
+        self.wait("entered", judge=True, copies=copies)
 
-    def wait(self, flag: str) -> None:
-        """Make the stream wait until `flag` of every other rank has reached this call."""
-        self._wait(flag)
-
-    def _wait(self, flag: str, judge: bool = False, copies: bool = False) -> None:
-        """One program waits, where kernels that come after it would hold all multiprocessors."""
+    def wait(self, flag: str, judge: bool = False, copies: bool = False, exposed: bool = True) -> None:
+        """Make the stream wait until `flag` of every other rank has reached this call.  One program waits, where
+        kernels that come after it would hold all multiprocessors.  exposed: nothing runs beside it, so that the time
+        counts as `Backend.waited`."""
         if self.num_ranks == 1:
             return
         from uniep.kernels.plan import barrier_kernel
 
         args = (
             self.arena.flag_view(flag), self.arena.views["exchange"], self.call, self.status,
-            self.arena.tables["status"], self.timeout_ns, self.rank,
+            self.arena.tables["status"], self._waited[flag] if exposed else None, self.timeout_ns,
+            self.rank,
         )  # fmt: skip
         constants = self._wait_constants.get((flag, judge, copies))
         if constants is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Link:
         self.cfg, self.device = cfg, device
         self.rank, self.num_ranks = member.rank, member.ep_size
         measured = MEASURED._replace(sms=torch.cuda.get_device_properties(device).multi_processor_count)
-        self.ways = Ways(cfg, self.num_ranks, schedule, GPU, measured)
+        self.ways = Ways(cfg, self.num_ranks, schedule, GPU, measured, member.operators)
         self.schedule = self.ways.schedule
         refuse_invalid(self.schedule, cfg, self.num_ranks, GPU, measured)
         self.way = self.ways[cfg.max_tokens_per_rank]
@@ -162,9 +162,9 @@ class Link:
             flag = self.arena.flag_offset("finished") + self.rank
             copy(self.arena.everywhere["flags"][peer][flag:], self.planner.call, self.copies)
 
-    def walk(self, stages: Sequence[Stage], call: object) -> None:
-        """Carry out stages, each by the method of `call` with its name.  What runs on another stream is a phase that
-        ends where this one waits for it."""
+    def walk(self, stages: Sequence[Stage], call: Any) -> None:
+        """Carry out stages, each by the method of `call` with its name, or by `own`.  What runs on another stream is a
+        phase that ends where this one waits for it."""
         elsewhere: list[str] = []
         for stage in stages:
             if stage.after:
@@ -173,13 +173,14 @@ class Link:
                 (s.beside or s.name) == stage.name and s.stream == "side" for s in stages
             ):
                 self.fork(self.side)
+            perform = call.own if stage.own else getattr(call, stage.name)
             if stage.stream == "call":
-                getattr(call, stage.name)(stage)
+                perform(stage)
                 self.mark(stage.name)
                 continue
             elsewhere.append(stage.name)
             with torch.cuda.stream(self.side) if stage.stream == "side" else contextlib.nullcontext():
-                getattr(call, stage.name)(stage)
+                perform(stage)
         self._join_phases(elsewhere)
 
     def _join_phases(self, elsewhere: list[str]) -> None:

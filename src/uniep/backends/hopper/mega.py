@@ -85,7 +85,7 @@ class Backward(staged.Backward):
 
         link, experts, needs, views = self.link, self.inputs.experts, self.needs, self.link.arena.views
         self.through = activation_memory(self.h_2NF, experts.b2)
-        memory = self.gradient_memory()
+        memory = self.gradient_memory
         w13 = tuple(dw.view(link.planner.local, -1, link.cfg.hidden) for dw in memory.w13)
         # Where one is not needed, the weight in its place, since nothing is stored there.
         dw = dataclasses.replace(experts, w13=w13 or experts.w13, w2=memory.w2 or experts.w2)

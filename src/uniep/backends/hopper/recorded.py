@@ -16,7 +16,7 @@ from torch import Tensor
 from uniep.backends.base import LayerTag
 from uniep.backends.hopper.calls import identity
 from uniep.launch.driver import watching
-from uniep.launch.records import NothingElse, Program, Recording
+from uniep.launch.records import NothingElse, RecordedCall, Recording
 from uniep.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("uniep")
 
-MOST_PROGRAMS = 64  # of a Workspace; calls of any number of tokens may come
+MOST_CALLS = 64  # of a Workspace; calls of any number of tokens may come
 SEEN = None  # once
 
 
 class RecordedCalls:
-    """Of one Workspace.  programs: by key; SEEN; or why there is none."""
+    """Of one Workspace.  known: by key; SEEN; or why there is none."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.programs: dict[Hashable, Program | str | None] = {}
+        self.known: dict[Hashable, RecordedCall | str | None] = {}
 
     def call(
         self, key: Hashable, given: Sequence[Tensor], layer: LayerTag, has_ids: bool,
@@ -46,18 +46,18 @@ class RecordedCalls:
         link, addresses = self.link, [t.data_ptr() for t in given]
         if not self._may_record(layer) or any(address & 15 for address in addresses):
             return perform()
-        if key not in self.programs:
-            if len(self.programs) >= MOST_PROGRAMS:
-                self.programs.clear()
-            self.programs[key] = SEEN
+        if key not in self.known:
+            if len(self.known) >= MOST_CALLS:
+                self.known.clear()
+            self.known[key] = SEEN
             return perform()
-        program = self.programs[key]
-        if program is SEEN:
+        recorded = self.known[key]
+        if recorded is SEEN:
             return self._record(key, given, perform)
-        if isinstance(program, str):
+        if isinstance(recorded, str):
             return perform()
         link.planner.begin(layer, has_ids)
-        return program.run(self._streams(), addresses, identity(layer), link.device)
+        return recorded.run(self._streams(), addresses, identity(layer), link.device)
 
     def _may_record(self, layer: LayerTag) -> bool:
         link = self.link
@@ -75,9 +75,9 @@ class RecordedCalls:
         recording.returns(outputs)
         if recording.why_not:
             log.warning("calls like this one stay slower on the host: %s", recording.why_not)
-            self.programs[key] = recording.why_not
+            self.known[key] = recording.why_not
         else:
-            self.programs[key] = Program(recording)
+            self.known[key] = RecordedCall(recording)
         return outputs
 
     def _streams(self) -> tuple[int, int, int]:

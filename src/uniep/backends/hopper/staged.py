@@ -14,9 +14,10 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
-from uniep.kernels.arguments import ALL_HERE, Addresses, Dispatch, Sums, Tokens
-from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
+from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
+from uniep.launch.driver import fill, listed, release, result, result_like, temporary, tensor, unbind
 from uniep.routing import RowBlock, row_block
+from uniep.row_operator import PLACES
 from uniep.stages import Direction, Flags, Stage, stages
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class _Call:
     direction: Direction
     planned: DevicePlan
     act_NF: Tensor
+    through: Activation
 
     def __init__(self, link: Link, inputs: Inputs, sent_TD: Tensor) -> None:
         self.link, self.inputs, self.sent = link, inputs, Tokens(sent_TD, link.arena.views["receive"])
@@ -62,6 +64,24 @@ class _Call:
         if "results" in dict(stage.buffers):
             shape = self.planned.num_rows, link.cfg.hidden
             self.results_ND = temporary(*shape, dtype=link.cfg.dtype, device=link.device)
+
+    def own(self, stage: Stage) -> None:
+        """An operator of one's own.  It is not compiled ahead, but by `prepare` or its first call."""
+        from uniep.launch.staged import launch_row_operator
+
+        op = stage.own
+        assert op is not None
+        rows_NX = self.through.raw_NF if op.after == "down_grad" else getattr(self, PLACES[op.after].memory)
+        if listed() is None and op.body is not None:
+            launch_row_operator(op.body, rows_NX, self.planned.bundle, stage.sms)
+        elif listed() is None:
+            op.apply(rows_NX, self.valid)
+
+    @functools.cached_property
+    def valid(self) -> Tensor:
+        """(N,) bool: which rows belong to a token, of all that are allocated: none where not all fit."""
+        return_N, totals = tensor(self.planned.rows.return_N), tensor(self.planned.rows.totals)
+        return (return_N >= 0) & (torch.arange(len(return_N), device=return_N.device) < totals[0])
 
     def push_rows(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_push_rows
@@ -101,7 +121,7 @@ class _Call:
         ids_TK = self.inputs.ids_TK
         if self.planned.lines is not None:
             ids_TK, weights_TK = self.planned.lines.used_TW[: self.out_TD.shape[0]], None
-        self.link.planner.wait("returned")
+        self.link.planner.wait("returned", exposed=stage.stream == "call")
         launch_combine(Sums(self.link.arena.views["returns"], ids_TK, weights_TK, self.out_TD), self.peers, stage.sms)
 
 
@@ -288,13 +308,21 @@ class Backward(_Call):
     def bias_gradient(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_bias_gradients
 
-        self.biases = launch_bias_gradients(
-            self.through, self.addresses.dy_N, self.planned.bundle, self.inputs.experts, self.link.planner.status,
-            stage.sms,
-        )  # fmt: skip
+        memory, dh_NH = self.gradient_memory, self.through.dh_N2F.view(-1, self.link.cfg.h_columns)
+        weight_N = self.planned.rows.weight_N
+        if not memory.biases:
+            self.biases = tuple(map(result_like, self.inputs.experts.biases))
+        for rows, into in self.blocks:
+            weight_of_N = weight_N if rows.row_N is None else rows.of(tensor(weight_N)[:, None])
+            launch_bias_gradients(
+                rows.of(dh_NH), self._addresses_of(rows, self.addresses.dy_N), weight_of_N, rows, self.inputs.experts,
+                into.biases or self.biases, self.link.planner.status, stage.sms,
+                accumulate=bool(into.biases) and into.accumulate,
+            )  # fmt: skip
 
+    @functools.cached_property
     def gradient_memory(self) -> MainGrads:
-        """Of dW13 and dW2, where they are needed: what was given, or new."""
+        """Of the gradients of experts, where they are needed: what was given, or new."""
         if self.main_grads is not None:
             return self.main_grads
         experts, needs = self.inputs.experts, self.needs
@@ -306,7 +334,7 @@ class Backward(_Call):
     def blocks(self) -> list[tuple[RowBlock, MainGrads]]:
         """The rows of each block of source ranks, ascending, and where its gradients go: new tensors, or given ones."""
         link, rows = self.link, self.planned.rows
-        targets = list(self.gradient_memory().of_blocks())
+        targets = list(self.gradient_memory.of_blocks())
         if len(targets) == 1:
             return [(RowBlock(rows.start_e1, rows.rows_e), targets[0])]
         first, last = (rank * link.planner.local for rank in (link.rank, link.rank + 1))

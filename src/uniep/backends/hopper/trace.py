@@ -14,6 +14,7 @@ from uniep.launch.driver import tensor
 from uniep.layout import EXCHANGE_HEADER
 from uniep.routing import build_plan
 from uniep.schedule import num_chunks
+from uniep.stages import Flags
 from uniep.taskflow.graph import TaskGraph
 from uniep.taskflow.lower import lower_backward, lower_forward
 from uniep.taskflow.trace import Span, device_spans
@@ -86,7 +87,7 @@ def spans(
     if needs is None:
         phase, graph = "forward", lower_forward(plans, tokens, cfg, way, keep=keep)
     else:
-        phase, graph = "backward", lower_backward(plans, tokens, cfg, way, w13=needs.w13, w2=needs.w2)
+        phase, graph = "backward", lower_backward(plans, tokens, cfg, way, Flags(w13=needs.w13, w2=needs.w2))
     matrix, vector = (t[t[:, 0] >= 0].cpu() for t in records.buffers)
     if link.traced_from is not None:
         for rows in (matrix, vector):

@@ -57,7 +57,7 @@ def clip_grad_norm_(
     if not (max_norm >= 0 and norm_type > 0):
         raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; they must be at least 0 and above 0")
     if independent and norm_type != 2.0:
-        raise ConfigError(f"norm_type is {norm_type}; independent=True knows 2 only")
+        raise ConfigError(f"norm_type is {norm_type}; independent=True supports only 2")
     group = ep_group.get_group() if isinstance(ep_group, DeviceMesh) else ep_group
     over_ep = dict.fromkeys(experts)
     parameters = list(dict.fromkeys([*(p for p in dense if p not in over_ep), *over_ep]))

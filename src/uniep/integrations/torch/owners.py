@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.integrations.common import WRAPPERS
 from uniep.nn import Experts
+from uniep.nn.wrappers import unwrapped
 
 __all__ = ["Owner", "check_group", "layers", "owners", "part", "split_parameters"]
 
@@ -85,7 +85,7 @@ def plain_name(model: nn.Module, path: str) -> str:
     """The name without the wrappers in it."""
     module, names = model, []
     for name in path.split(".") if path else ():
-        if not (isinstance(module, DistributedDataParallel) or name in WRAPPERS):
+        if unwrapped(name) and not isinstance(module, DistributedDataParallel):
             names.append(name)
         module = getattr(module, name, module)  # type: ignore[assignment]
     return ".".join(names)

@@ -157,7 +157,7 @@ def reduce_in_rank_order(model: nn.Module) -> None:
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
-        raise ConfigError(f"no module of this {type(model).__name__} is in FSDP2; call fully_shard first")
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded by FSDP2; call fully_shard first")
     for unit in units:
         group = unit._get_fsdp_state()._fsdp_param_group
         if group is None:  # a unit without parameters

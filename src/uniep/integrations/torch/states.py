@@ -315,7 +315,7 @@ class TrainState(Stateful):
             if any(other != theirs[0] for other in theirs):
                 raise ConfigError(
                     f"{group['params'][0]} and others of its parameter group were in groups of other settings when "
-                    "they were saved; group the parameters as then"
+                    "they were saved; group the parameters as they were"
                 )
         for name, state in _states_of(saved["groups"]).items():
             if name not in dtypes:

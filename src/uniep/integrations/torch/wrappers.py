@@ -49,7 +49,7 @@ def data_parallel(
     found, names = _checked(model, mesh, dp, ep)
     if mesh.size() != dist.get_world_size():
         raise ConfigError(
-            f"the mesh has {mesh.size()} ranks but the job {dist.get_world_size()}; DDP averages over all of them. "
+            f"the mesh has {mesh.size()} ranks but the job has {dist.get_world_size()}; DDP averages over all of them. "
             "Use fully_shard_experts with parallelism beyond EP and DP"
         )
     if isinstance(model, Experts):
@@ -217,7 +217,9 @@ def fully_shard_experts(
             _check_distributed(name, tensor, owner, mesh[ep])
         for layer, module in layers(model):
             if module is not owner.experts and any(p is tensor for p in module.parameters()):
-                raise UnsupportedError(f"{name} belongs to {owner.layer} and {layer}, and FSDP2 units share nothing")
+                raise UnsupportedError(
+                    f"{name} belongs to {owner.layer} and {layer}, and FSDP2 units cannot share parameters"
+                )
     complete = _complete(model)
     if complete and len(names) > 1:
         raise UnsupportedError(
