@@ -218,7 +218,7 @@ def test_schedule_variants_name_fields():
     [
         (["--shapes", "gpt5"], "shape 'gpt5' is unknown; use qwen3-30b"),
         (["--impl", "uniep,megablocks"], "implementation 'megablocks' is unknown; use uniep"),
-        (["--impl", "uniep@colour=red"], "'colour=red' is not FIELD=VALUE with one of the fields overlap"),
+        (["--impl", "uniep@colour=red"], "'colour=red' is not FIELD=VALUE: Schedule has no field 'colour'"),
         (["--routing", "random"], "--routing 'random' is unknown; use balanced, zipf"),
         (["--load", "heavy"], "--load 'heavy' is unknown; use window, sustained"),
     ],
