@@ -61,16 +61,17 @@ class RowOperator:
 
     name: a lower-case identifier of its own.  after: the product.
     rows: a torch function (values_NX, valid_N) -> None that works in place.  values (N, X): the rows at this place, in
-        cfg.dtype, or fp32 after "down_grad".  valid (N,) bool: which of them belong to a token; the others hold
-        anything, and are set to zero where values change.  Each row is to depend on itself alone, since N differs: on
-        the CPU it is a tile of rows, on GPUs all rows that are allocated, whose number says nothing of the routing.  It
-        must not wait for the GPU.  On the CPU several threads call it at once, unless it only reads.
+        cfg.dtype, or fp32 after "down_grad".  valid (N,) bool: which of them belong to a token.  The others have
+        undefined values, and are set to zero if the operator changes values.  Each row must depend on itself alone,
+        since N differs: on the CPU it is a tile of rows, on GPUs all allocated rows.  It must not wait for the GPU.
+        On the CPU several threads call it at once, unless it only reads.
     body: a @triton.jit function values (ROWS, X) fp32 -> the same, X padded to a power of two by zeros.  `hopper`
-        launches it over all valid rows, and rounds its results to the dtype of the rows.  It may need `rows` for other
-        backends, and is taken instead of it where there is one.
+        launches it instead of `rows` over all valid rows, and rounds its results to the dtype of the rows.  Other
+        backends use `rows`.
     changes: whether values change.  If not, it may only read them, and has no body.
 
-    One that changes rows of the forward has no gradient: such calls run under torch.no_grad.  Raises ConfigError.
+    An operator that changes rows of the forward has no gradient: run such calls under torch.no_grad.  Raises
+    ConfigError.
     """
 
     name: str

@@ -63,8 +63,8 @@ class Workspace:
         experts, in the order of their blocks (`MoEConfig.gradient_shards`), this rank included.  Then each backward
         sums expert gradients over them, too, and is collective over both groups: `.grad` and main_grad are complete
         over EP x copies, the same on all copies.  None: no copies, or they are reduced elsewhere.
-    operators: of one's own, on rows of the experts (`RowOperator`); behind the same product in this order.  Ranks
-        compare what they are and where they stand, not what they compute.
+    operators: your own operators on rows of the experts (`RowOperator`); those after the same product run in this
+        order.  Ranks compare their names, places and kinds, not what they compute.
     schedule: how calls are executed; changes only speed.  Default: chosen by `tune`.
     tune: "off": the backend's default Schedule.  "cached": the choice of a table of this card, shape and kernels for
         max_tokens_per_rank, the same on all ranks.  "online": the fastest of the Schedules that such a table has

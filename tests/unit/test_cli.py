@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import uniep
-from uniep.cli import launch, model, proof
+from uniep.cli import launch, model, progress, proof
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
 from uniep.cli.model import ModelConfig, Trainer
@@ -89,6 +90,15 @@ def test_memory_lists_buffers():
 def test_every_layer_has_a_shape_by_name(command):
     (made,) = (c for c in app.registered_commands if c.callback.__name__ == command)
     assert "shape" in inspect.signature(made.callback).parameters
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_S", 0.05)
+    output = io.StringIO()
+    with progress.progress(Console(file=output, width=80), "simulated", 3) as done:
+        done()
+        time.sleep(0.5)
+    assert output.getvalue() == "simulated: 1 of 3 after 0 s\n"
 
 
 def test_a_named_shape_is_its_four_sizes():

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sqlite3
+import threading
 import time
 
 import pytest
@@ -18,7 +19,7 @@ from uniep.cli import tune
 from uniep.cli.main import app
 from uniep.errors import ConfigError
 from uniep.schedule import Schedule, default_schedule
-from uniep.trials import calibrate
+from uniep.trials import calibrate, fleet
 from uniep.trials import search as searching
 from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.search import Listed, Optuna, Record, different, in_order, search
@@ -288,6 +289,18 @@ def test_ranks_are_started_anew_after_a_fault():
         with pytest.raises(DroppedError, match=r"timeout: rank 0, 1 did not answer within 0\.5 s"):
             ranks.ask("sleep", timeout_s=0.5)
     assert not ranks.alive
+
+
+def test_an_interrupt_waits_until_all_ranks_are_known():
+    """Also one that another thread takes, as a mask of the main thread's alone would let it."""
+    started = []
+    with pytest.raises(KeyboardInterrupt), fleet._interrupted_later():
+        for rank in range(2):
+            threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
+            time.sleep(0.05)
+            started.append(rank)
+    assert started == [0, 1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch):

@@ -32,8 +32,8 @@ _monitors: weakref.WeakSet[LoadMonitor] = weakref.WeakSet()
 
 
 class Waits(NamedTuple):
-    """Milliseconds in which a rank stood still in a layer's calls, all calls together: for ranks that had not entered,
-    and for their tokens and results.  What a rank waits for at the entry has begun before the layer."""
+    """Milliseconds that a rank waited in a layer's calls, all calls together: for ranks that had not entered, and for
+    their tokens and results.  A wait at the entry began before the layer."""
 
     entry: float
     data: float
