@@ -292,11 +292,14 @@ def test_ranks_are_started_anew_after_a_fault():
 
 
 def test_an_interrupt_waits_until_all_ranks_are_known():
-    """Also one that another thread takes, as a mask of the main thread's alone would let it."""
-    started = []
+    """Also one that a thread takes which was there before, and does not have the main thread's mask."""
+    started, inside = [], threading.Event()
+    other = threading.Thread(target=lambda: (inside.wait(), os.kill(os.getpid(), signal.SIGINT)))
+    other.start()
     with pytest.raises(KeyboardInterrupt), fleet._interrupted_later():
         for rank in range(2):
-            threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
+            inside.set()
+            other.join()
             time.sleep(0.05)
             started.append(rank)
     assert started == [0, 1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
