@@ -34,9 +34,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import uniep
 from uniep.integrations import megatron
+from uniep.integrations.checkpoints import join_experts
 
 HIDDEN, EXPERTS = 32, 8
 
@@ -456,6 +458,7 @@ def resumed(world, folder: str) -> list:
             made, ddp, optimizer = optimized(ours, 2)
             steps(ddp, optimizer, range(2))
             if ours:
+                Path(folder).mkdir(exist_ok=True)
                 dist_checkpointing.save(whole_state(made, optimizer), folder)
             found.append(steps(ddp, optimizer, range(2, 4)))
         megatron.free(made)
@@ -471,7 +474,15 @@ def resumed(world, folder: str) -> list:
 @pytest.mark.timeout(200)
 def test_distributed_optimizer(frameworks, tmp_path):
     """Trains as Megatron's own layers do, and goes on at another EP size, with its averages."""
-    for theirs, ours, later in frameworks.run(resumed, str(tmp_path), timeout=150):
+    found = frameworks.run(resumed, str(tmp_path / "saved"), timeout=150)
+    dcp_to_torch_save(tmp_path / "saved", tmp_path / "one.pt")
+    files = torch.load(tmp_path / "one.pt", weights_only=False)
+    tensors = {name: t for name, t in files.items() if isinstance(t, torch.Tensor)}
+    state = join_experts(tensors, gate_up="linear_fc1", down="linear_fc2", router="router.weight")
+    of_experts = {name: tuple(t.shape) for name, t in state.items() if name.startswith("decoder.layers.1.mlp.experts.")}
+    shapes = {"w13": (EXPERTS, 2 * 16, HIDDEN), "w2": (EXPERTS, HIDDEN, 16)}
+    assert of_experts == {f"decoder.layers.1.mlp.experts.{name}": shape for name, shape in shapes.items()}
+    for theirs, ours, later in found:
         for wanted, *found in zip(theirs, ours, later, strict=True):
             for got in found:
                 assert got == pytest.approx(wanted, rel=1e-5)

@@ -66,6 +66,30 @@ def test_there_and_back(workspace, style):
     assert all(torch.equal(back[name], saved[name]) for name in saved)
 
 
+def named_by_megatron(name, w):
+    """Of linear_fc1 or linear_fc2: stacked, as in its distributed checkpoints; of TEGroupedMLP; of SequentialMLP."""
+    yield {f"experts.experts.{name}.weight": w}
+    yield {f"experts.{name}.weight{e}": w[e] for e in range(E)}
+    yield {f"experts.local_experts.{e}.{name}.weight": w[e] for e in range(E)}
+
+
+def test_names_of_megatron():
+    """Gate and up in one, gate rows first."""
+    w13, w2, router = torch.randn(E, 2 * F, D), torch.randn(E, D, F), torch.randn(E, D)
+    for first, second in zip(named_by_megatron("linear_fc1", w13), named_by_megatron("linear_fc2", w2), strict=True):
+        state = {f"decoder.layers.1.mlp.{name}": t for name, t in (first | second | {"router.weight": router}).items()}
+        options = {"gate_up": "linear_fc1", "down": "linear_fc2"}
+        made = join_experts(state, router="router.weight", **options)
+        assert list(made) == [f"decoder.layers.1.mlp.{name}" for name in ("router", "experts.w13", "experts.w2")]
+        assert all(map(torch.equal, made.values(), (router, w13, w2)))
+        with pytest.raises(uniep.ConfigError, match=r"linear_fc1 must be \(E, 2F, D\) and linear_fc2 \(E, D, F\)"):
+            join_experts({name: t[..., :-1] for name, t in state.items()}, **options)
+    with pytest.raises(uniep.ConfigError, match=r"no name ends in experts\.fc1 or experts\.fc2, with"):
+        join_experts(state, gate_up="fc1", down="fc2")
+    with pytest.raises(uniep.ConfigError, match=r"w1 \(24, 16\).* must be \(E, F, D\)"):
+        join_experts({f"experts.{name}": torch.zeros(F, D) for name in ("w1", "w2", "w3")})
+
+
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [

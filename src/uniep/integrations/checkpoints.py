@@ -1,4 +1,5 @@
-"""Checkpoints with w1 (gate), w3 (up) and w2 (down) matrices, under the names of `uniep.nn`, and back."""
+"""Checkpoints with w1 (gate), w3 (up) and w2 (down) matrices, or gate and up in one, under the names of `uniep.nn`, and
+back."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ def join_experts(
     gate: str = "w1",
     up: str = "w3",
     down: str = "w2",
+    gate_up: str | None = None,
     router: str | None = None,
     transposed: bool = False,
 ) -> dict[str, Tensor]:
@@ -27,44 +29,51 @@ def join_experts(
 
     Experts are found by their names, P.experts.GATE, of shape (E, F, D), or P.experts.N.GATE for each expert N, (F, D);
     a ".weight" may follow.  UP likewise; DOWN is (E, D, F) or (D, F).  They become P.experts.w13 (E, 2F, D), gate rows
-    first, and P.experts.w2 (E, D, F).  All other tensors are passed on under their names.
+    first, and P.experts.w2 (E, D, F).  All other tensors are passed on under their names.  Megatron-Core's names are
+    understood, too: P.experts.experts.GATE.weight, P.experts.local_experts.N.GATE.weight and P.experts.GATE.weightN.
 
     gate, up, down: names of the matrices, for example "gate_proj", "up_proj", "down_proj".
+    gate_up: name of gate and up in one, (E, 2F, D) or (2F, D), gate rows first, in place of `gate` and `up`; for
+        example "linear_fc1", with down="linear_fc2".
     router: name of the router's weight (E, D) beside `experts`, for example "gate.weight"; it becomes P.router.
     transposed: matrices are stored the other way, (D, F) and (F, D).
     Raises ConfigError if there are no experts, one has no matrix of a name, or shapes do not fit each other.
     """
+    first = (gate, up) if gate_up is None else (gate_up,)
     pattern = re.compile(
-        rf"(?P<prefix>(?:.*\.)?experts)(?:\.(?P<expert>\d+))?\.(?P<matrix>{'|'.join(map(re.escape, (gate, up, down)))})"
-        r"(?:\.weight)?"
+        r"(?P<prefix>(?:.*?\.)?experts)(?:\.(?:local_)?experts)?(?:\.(?P<expert>\d+))?"
+        rf"\.(?P<matrix>{'|'.join(map(re.escape, (*first, down)))})(?:\.weight(?P<number>\d+)?)?"
     )
     found: dict[str, dict[str, dict[int | None, Tensor]]] = {}
     made: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := pattern.fullmatch(name):
-            of_layer = found.setdefault(match["prefix"], {gate: {}, up: {}, down: {}})
-            of_layer[match["matrix"]][int(match["expert"]) if match["expert"] else None] = tensor
+            of_layer = found.setdefault(match["prefix"], {matrix: {} for matrix in (*first, down)})
+            number = match["expert"] or match["number"]
+            of_layer[match["matrix"]][int(number) if number else None] = tensor
         elif router is not None and (name == router or name.endswith(f".{router}")):
             made[f"{name.removesuffix(router)}router"] = tensor
         else:
             made[name] = tensor
     if not found:
+        *names, last = (f"experts.{matrix}" for matrix in (*first, down))
         raise ConfigError(
-            f"no name ends in experts.{gate}, experts.{up} or experts.{down}, with or without an expert's number "
-            f"between; the first names are {', '.join(list(state)[:3]) or 'none'}; pass gate=, up= and down="
+            f"no name ends in {', '.join(names)} or {last}, with or without an expert's number between; the first "
+            f"names are {', '.join(list(state)[:3]) or 'none'}; pass gate=, up= and down=, or gate_up= and down="
         )
     for prefix, matrices in found.items():
-        stacked = {name: _stacked(f"{prefix}.{name}", of, matrices[gate]) for name, of in matrices.items()}
+        stacked = {name: _stacked(f"{prefix}.{name}", of, matrices[first[0]]) for name, of in matrices.items()}
         if transposed:
             stacked = {name: tensor.transpose(1, 2) for name, tensor in stacked.items()}
-        shape, wanted = stacked[gate].shape, stacked[down].transpose(1, 2).shape
-        if stacked[up].shape != shape or wanted != shape:
+        num_experts, hidden, ffn, *more = (*stacked[down].shape, 0, 0)
+        wanted = num_experts, ffn * 2 // len(first), hidden
+        if len(more) != 2 or any(tuple(stacked[name].shape) != wanted for name in first):
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in stacked.items())
+            rows = f"{' and '.join(first)} must be (E, {'F' if gate_up is None else '2F'}, D)"
             raise ConfigError(
-                f"{prefix}: {shapes}; {gate} and {up} must be (E, F, D) and {down} (E, D, F), or all stored the other "
-                "way, with transposed=True"
+                f"{prefix}: {shapes}; {rows} and {down} (E, D, F), or all stored the other way, with transposed=True"
             )
-        made[f"{prefix}.w13"] = torch.cat([stacked[gate], stacked[up]], dim=1)
+        made[f"{prefix}.w13"] = torch.cat([stacked[name] for name in first], dim=1)
         made[f"{prefix}.w2"] = stacked[down].contiguous()
     return made
 
