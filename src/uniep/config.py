@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import difflib
+import functools
 import math
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -31,6 +33,49 @@ MAX_BYTES = 2**63 - 1
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+ELSEWHERE = {
+    "hidden": ("hidden_size", "d_model", "dim", "model_dim"),
+    "ffn": (
+        "intermediate_size",
+        "moe_intermediate_size",
+        "ffn_size",
+        "ffn_hidden_size",
+        "moe_ffn_hidden_size",
+        "ffn_dim",
+    ),
+    "num_experts": ("n_experts", "num_local_experts", "n_routed_experts", "num_moe_experts", "experts"),
+    "top_k": ("num_experts_per_tok", "topk", "k", "moe_router_topk", "moe_top_k"),
+    "max_tokens_per_rank": ("max_tokens", "num_tokens", "tokens"),
+    "activation": ("hidden_act", "act"),
+    "activation_limit": ("swiglu_limit", "limit"),
+}
+"""Names of the fields of `MoEConfig` in other programs, for the error."""
+
+_T = TypeVar("_T")
+
+
+def _names_keywords(cls: type[_T]) -> type[_T]:
+    """A keyword that is no field raises ConfigError with the field that is probably meant."""
+    made, known = cls.__init__, [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type, misc]
+    meant = {theirs: ours for ours, names in ELSEWHERE.items() for theirs in names}
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = meant.get(name, near[0] if near else "")
+                raise ConfigError(
+                    f"{cls.__name__} has no {name!r}{f'; did you mean {hint!r}?' if hint else '.'}  Its fields: "
+                    f"{', '.join(known)}"
+                )
+        made(self, *args, **given)
+
+    cls.__init__ = init  # type: ignore[method-assign, misc]
+    return cls
+
+
+@_names_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Shape and numerics of one MoE layer (identical on every rank of the expert-parallel group).
@@ -58,7 +103,8 @@ class MoEConfig:
         needed, with one host read per call.  A number: no host read (CUDA graphs); more rows raise `CapacityError`,
         tokens are never dropped.
 
-    Raises ConfigError or UnsupportedError at construction, naming the value and the limit.
+    Raises ConfigError or UnsupportedError at construction, naming the value and the limit, or a keyword that is no
+    field.
     """
 
     hidden: int

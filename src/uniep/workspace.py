@@ -55,7 +55,8 @@ class Workspace:
     Calls of several threads run one after another; all ranks need them in the same order.
 
     cfg: identical on all ranks, else ConfigError on every rank naming the field.
-    group: ProcessGroup, one-dimensional DeviceMesh, or None for EP=1 without a process group.
+    group: ProcessGroup, one-dimensional DeviceMesh, or None for EP=1.  One of several ranks (WORLD_SIZE above 1)
+        without init_process_group is refused.
     device: where x lives; default the current CUDA device if there is one, else CPU.
     backend: "auto", "cpu", "hopper" or "nccl" (explicit collectives, any GPU, several nodes; gloo on CPU).
         "auto" takes "hopper" on CUDA and "cpu" on CPU, and raises if that cannot run.
@@ -89,10 +90,10 @@ class Workspace:
         tune: str | None = None,
     ) -> None:
         self.cfg = cfg
-        self.group: dist.ProcessGroup | None = _process_group(group)
+        self.group: dist.ProcessGroup | None = process_group(group)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
-        self.copies: dist.ProcessGroup | None = _process_group(copies)
+        self.copies: dist.ProcessGroup | None = process_group(copies, "copies")
         self.num_copies = dist.get_world_size(self.copies) if self.copies is not None else 1
         self.key = f"uniep-workspace-{next(_numbers)}"
         self._entered = threading.local()
@@ -151,6 +152,7 @@ class Workspace:
             self.timeout_s = choose_timeout(timeout_s)
             if not isinstance(cfg, MoEConfig):
                 raise ConfigError(f"cfg is a {type(cfg).__name__}; pass a uniep.MoEConfig")
+            _refuse_launcher_without_group(self.group)
             fields |= dataclasses.asdict(cfg) | {"ep_size": self.ep_size, "copies": self.num_copies}
             self.device = _device(device)
             cfg.check_group(self.ep_size, self.num_copies)
@@ -190,12 +192,6 @@ class Workspace:
         if self.group is None:
             if error is not None:
                 raise error
-            if os.environ.get("WORLD_SIZE", "1") != "1" and not (dist.is_available() and dist.is_initialized()):
-                log.warning(
-                    "WORLD_SIZE is %s, but there is no process group yet: this Workspace has EP=1; call "
-                    "torch.distributed.init_process_group first, if the ranks are to share the experts",
-                    os.environ["WORLD_SIZE"],
-                )
             return found
         everyone = meeting.exchange((fields, error, found), "configuration")
         if (disagreement := _disagreement([theirs for theirs, _, _ in everyone], "rank")) is not None:
@@ -381,16 +377,36 @@ def report(workspace: Workspace) -> dict[str, str]:
     return workspace.backend.report()
 
 
-def _process_group(group: Any) -> dist.ProcessGroup | None:
+def process_group(group: Any, name: str = "group") -> dist.ProcessGroup | None:
+    """The group itself, that of a one-dimensional DeviceMesh, or None.  name: of the argument, for the errors.
+
+    Raises ConfigError for anything else."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
     if hasattr(group, "get_group"):  # DeviceMesh
         if group.ndim != 1:
-            raise ConfigError(f"the DeviceMesh has {group.ndim} dimensions; pass one of them, e.g. mesh['ep']")
+            raise ConfigError(
+                f"{name} is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names or ''}; pass one of them, "
+                "e.g. mesh['ep']"
+            )
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigError("this process is not in the group; make the Workspace on the group's own ranks only")
-    raise ConfigError(f"group is a {type(group).__name__}; pass a ProcessGroup, a DeviceMesh or None")
+        raise ConfigError(f"this process is not in {name}; make that call on the group's own ranks only")
+    raise ConfigError(f"{name} is a {type(group).__name__}; pass a ProcessGroup, a one-dimensional DeviceMesh or None")
+
+
+def _refuse_launcher_without_group(group: dist.ProcessGroup | None) -> None:
+    """Raise ConfigError where a launcher has started several ranks that do not know each other yet: each would train
+    all experts alone.  (dist.group.WORLD is None then.)"""
+    if group is not None or (dist.is_available() and dist.is_initialized()):
+        return
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ConfigError(
+            f"WORLD_SIZE is {ranks}, so that this process is one of several ranks, but there is no process group yet "
+            "and each rank would have all experts to itself; call torch.distributed.init_process_group first, then "
+            "pass group=, or None behind it for EP=1 on each rank; if this process is alone, unset WORLD_SIZE"
+        )
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:

@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import io
 
 import case
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from case import config, equal_bits
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -318,11 +320,66 @@ def other_states(world):
         cut = {name: t.chunk(2)[ws.rank] if "experts" in name else t for name, t in whole.items()}
         half = {name: t.bfloat16() for name, t in states[ws.rank].items()}
         loads = [states[ws.rank], states[0], old, whole, cut, half]
-        return [(error := case.named_error(lambda s=s: model.load_state_dict(s))) and error[1] for s in loads]
+        said = [(error := case.named_error(lambda s=s: model.load_state_dict(s))) and error[1] for s in loads]
+    with uniep.Workspace(CFG, device="cpu") as ws:
+        said.append(case.named_error(lambda: Model(ws).load_state_dict(states[0]))[1])
+    with made(world.group(2)) as ws:
+        model = Model(ws)
+        distribute_experts(model, world.group(2))
+        said.append(case.named_error(lambda: model.load_state_dict(states[ws.rank]))[1])
+    return said
 
 
 def test_105_states_of_another_rank(pool):
     first, second = pool.run(other_states, ranks=2)
-    assert first == [None] * 6
-    assert second[:1] + second[2:] == [None] * 5
+    assert first[:6] == [None] * 6
+    assert second[:1] + second[2:6] == [None] * 5
     assert "rank 1 holds experts 2..3, but" in second[1] and "those of rank 0, experts 0..1" in second[1]
+    for alone, distributed in (first[6:], second[6:]):
+        assert "w13 was saved at EP size 2, by rank 0" in alone and "runs at EP size 1; take" in alone
+        assert "TrainState" in alone and "load_full_state_dict" in alone
+        assert (
+            "saved at EP size 2" in distributed and "runs at EP size 2 and has DTensors of all experts" in distributed
+        )
+
+
+def written_together(world, folder):
+    """What torch.distributed.checkpoint says of a state of this rank's experts; whether one for each rank comes back;
+    what kinds of copies of the state keep."""
+    said, group = [], {"process_group": world.group(2)}
+    with made(world.group(2)) as ws:
+        model = Model(ws, seed=3)
+
+        def attempt(function, *args, **options):
+            try:
+                return function(*args, **options)
+            except BaseException as error:  # dcp's CheckpointException is not an Exception
+                said.append(str(error))
+
+        attempt(dcp.save, {"m": model.state_dict()}, checkpoint_id=f"{folder}/plain", **group)
+        attempt(dcp.save, {"m": model}, checkpoint_id=f"{folder}/stateful", **group)
+        attempt(dcp.save, {"m": get_model_state_dict(model)}, checkpoint_id=f"{folder}/taken", **group)
+        attempt(lambda: dcp.async_save({"m": model.state_dict()}, checkpoint_id=f"{folder}/later", **group).result())
+        old = {n: torch.Tensor(t) if "extra" in n else t for n, t in model.state_dict().items()}
+        dcp.save({"m": old}, checkpoint_id=f"{folder}/old", **group)  # as a version without the refusal wrote it
+        attempt(dcp.load, {"m": model.state_dict()}, checkpoint_id=f"{folder}/old", **group)
+        own = f"{folder}/rank{ws.rank}"
+        dcp.save({"m": model.state_dict()}, checkpoint_id=own, no_dist=True)
+        fresh = Model(ws, seed=4)
+        found = {"m": fresh.state_dict()}
+        dcp.load(found, checkpoint_id=own, no_dist=True)
+        fresh.load_state_dict(found["m"])
+        same = all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+        buffer = io.BytesIO()
+        torch.save(copy.deepcopy(model.state_dict()), buffer)
+        buffer.seek(0)
+        kinds = {type(t) for t in torch.load(buffer, weights_only=True).values()}
+    return said, same, kinds == {torch.Tensor}
+
+
+def test_105_distributed_checkpoints_of_plain_states(pool, tmp_path):
+    """Half of the experts would be lost, w13 of one rank beside w2 of another: refused on all ranks, when saved."""
+    for said, same, plain in pool.run(written_together, str(tmp_path), ranks=2):
+        assert len(said) == 5 and same and plain
+        for what, text in zip(("save",) * 4 + ("load",), said, strict=True):
+            assert f"cannot {what} a state of plain experts" in text and "TrainState" in text

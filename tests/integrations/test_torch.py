@@ -468,6 +468,27 @@ def refused(world):
         dense, experts = uniep_torch.split_parameters(model)
         attempt("clip: negative", uniep_torch.clip_grad_norm_, dense, experts, -1.0, mesh["ep"])
         attempt("clip: nothing", uniep_torch.clip_grad_norm_, iter([]), [], 1.0, mesh["ep"])
+        for name, arguments in {
+            "swapped": (experts, dense, 1.0, mesh["ep"]),
+            "no group": (dense, experts, 1.0, None),
+            "all dense": (model.parameters(), [], 1.0, None),
+            "all dense, group": (model.parameters(), [], 1.0, mesh["ep"]),
+            "all experts": ([], model.parameters(), 1.0, mesh["ep"]),
+            "dp": (dense, experts, 1.0, mesh["dp"]),
+            "all ranks": (dense, experts, 1.0, dist.group.WORLD),
+            "two dimensions": (dense, experts, 1.0, mesh),
+        }.items():
+            attempt(f"clip: {name}", uniep_torch.clip_grad_norm_, *arguments)
+        first = model.blocks[0].moe.experts
+        first.scale, first.expert_dims["scale"] = nn.Parameter(torch.ones(())), None
+        attempt("clip: shared", uniep_torch.clip_grad_norm_, [], [*experts, first.scale], 1.0, mesh["ep"])
+        del first.scale
+        attempt("share: None", uniep_torch.share_nonfinite_, experts, None)
+        attempt("TrainState: two dimensions", uniep_torch.TrainState, model, None, mesh)
+        attempt("TrainState: None", uniep_torch.TrainState, model, None, None)
+        attempt("distribute: two dimensions", uniep_torch.distribute_experts, model, mesh)
+        attempt("fsdp2: no mesh", uniep_torch.fully_shard_experts, model, None)
+        attempt("ddp: no mesh", uniep_torch.data_parallel, model, dist.group.WORLD)
         attempt("ddp: a group", uniep_torch.data_parallel, model, mesh, process_group=None)
         third = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
         attempt("ddp: few ranks", uniep_torch.data_parallel, model, third["dp", "ep"])
@@ -490,6 +511,17 @@ def test_refusals(pool):
         "itself": "is itself an Experts",
         "few ranks": "the mesh has 2 ranks but the job has 4",
         "a group": "process_group is decided by the mesh",
+        "swapped": r"dense\[0\] is w13 of experts [04]..[37] of 8, which are spread over 2 ranks, and would count",
+        "no group": r"experts\[0\] is w13 of .* would count on this rank alone.*and the EP group",
+        "all dense": r"dense\[3\] is w13 of .* would count on this rank alone",
+        "all dense, group": r"dense\[3\] is w13 of .* would count on this rank alone",
+        "all experts": r"experts\[0\], of shape \(64, 64\), is in no uniep.nn.Experts, and would count once for each",
+        "dp": r"experts\[0\] is w13 .*over 2 ranks \[[02], [13]\], but ep_group is of ranks \[[01], [23]\]",
+        "all ranks": r"experts\[0\] is w13 .*over 2 ranks .*, but ep_group is of ranks \[0, 1, 2, 3\]",
+        "shared": r"experts\[4\], of shape \(\), is scale, which all experts share, and would count once for each of",
+        "None": r"(ep_group|ep_mesh) is None; pass mesh\['ep'\]",
+        "two dimensions": r"(ep_group|ep_mesh) is a DeviceMesh of 2 dimensions \('dp', 'ep'\); pass one of them",
+        "no mesh": "mesh is a (NoneType|ProcessGroup); pass a DeviceMesh of two named dimensions",
         "sharded": "fully_shard_experts|before sharding",
     }
     for attempts in pool.run(refused):

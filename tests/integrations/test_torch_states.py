@@ -1,5 +1,7 @@
 """Checkpoints: every tensor comes back to its owner at any other EP size, or saving or loading raises."""
 
+import logging
+
 import case
 import pytest
 import test_torch as plain
@@ -8,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from case import config, equal_bits
 from test_torch_owners import adapted, step
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import uniep
@@ -264,6 +267,40 @@ class PerExpert(Strange):
 
 def test_declared_states(pool, tmp_path):
     assert pool.run(declared, str(tmp_path)) == [[True, True]] * 4
+
+
+def by_group(world, folder):
+    """Whether a state saved with a process group comes back with a mesh, and what is said of half an optimizer."""
+    group, told = world.group(2), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    with uniep.Workspace(config(), group, device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+        model, fresh = plain.Model(workspace), plain.Model(workspace)
+        step(model, world.size)
+        dense, experts = uniep_torch.split_parameters(model)
+        one, other = torch.optim.AdamW(dense), torch.optim.AdamW(experts)
+        one.step(), other.step()
+        logging.getLogger("uniep").addHandler(handler)
+        try:
+            uniep_torch.TrainState(model, one, group)
+            dcp.save(
+                {"train": uniep_torch.TrainState(model, [one, other], group)}, checkpoint_id=folder, process_group=group
+            )
+        finally:
+            logging.getLogger("uniep").removeHandler(handler)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        groups = [torch.optim.AdamW(part) for part in uniep_torch.split_parameters(fresh)]
+        both = uniep_torch.TrainState(fresh, groups, mesh)
+        dcp.load({"train": both}, checkpoint_id=folder, process_group=group)
+        same = [torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True)]
+    return all(same), told
+
+
+@pytest.mark.smoke
+def test_a_process_group_instead_of_a_mesh(pool, tmp_path):
+    for same, told in pool.run(by_group, str(tmp_path), ranks=2):
+        assert same and len(told) == 1
+        assert "optimizers hold 8 of the model's 12 parameters" in told[0] and "blocks.0.moe.experts.w13" in told[0]
 
 
 def whole_loaded(world):

@@ -94,21 +94,73 @@ def test_names_of_megatron():
     ("change", "options", "words"),
     [
         (lambda s: {"head.weight": s["head.weight"]}, {}, "no name ends in experts.w1, experts.w3 or experts.w2"),
-        (lambda s: s, {"gate": "gate_proj"}, "experts.gate_proj is there for 0 experts and the gate for 0"),
+        (
+            lambda s: s,
+            {"gate": "gate_proj"},
+            r"layers.0.experts has layers.0.experts.w3, layers.0.experts.w2 but no gate_proj; beside the others are "
+            r"layers.0.experts.0.w1, .* tell by gate=",
+        ),
         (
             lambda s: {n: t.T if ".w3" in n else t for n, t in s.items()},
             {},
             r"w1 \(4, 24, 16\), w3 \(4, 16, 24\), w2 \(4, 16, 24\); w1 and w3 must be \(E, F, D\)",
         ),
-        (lambda s: {n: t for n, t in s.items() if n != "layers.1.experts.2.w3"}, {}, "missing: 2; pass the tensors"),
-        (lambda s: {n: t for n, t in s.items() if ".w2" not in n}, {}, "experts.w2 is there for 0 experts"),
+        (
+            lambda s: {n: t for n, t in s.items() if n != "layers.1.experts.2.w3"},
+            {},
+            "w3 is there for 3 of 4 experts; missing: 2; pass the t",
+        ),
+        (lambda s: {n: t for n, t in s.items() if n != "layers.1.experts.3.w1"}, {}, "w1 is there for 3 .*missing: 3;"),
+        (
+            lambda s: {n: t for n, t in s.items() if ".w2" not in n},
+            {},
+            "has .*experts.w1, .*experts.w3 but no w2; tell",
+        ),
+        (
+            lambda s: {n.replace("0.w2", "w2"): t for n, t in s.items()},
+            {},
+            "w2 is there for all experts and again for single",
+        ),
+        (
+            lambda s: {n.replace("3.w2", "w2"): t for n, t in s.items() if "w2" not in n or "3.w2" in n},
+            {},
+            "w1 for each, w3 for each, w2 of all experts; store all three alike",
+        ),
     ],
-    ids=["no experts", "another name", "up transposed", "an up matrix missing", "no down matrix"],
+    ids=[
+        "no experts",
+        "another name",
+        "up transposed",
+        "an up matrix missing",
+        "the last gate missing",
+        "no down matrix",
+        "twice",
+        "mixed",
+    ],
 )
 def test_what_does_not_fit(workspace, change, options, words):
     saved = change(other_checkpoint(Model(workspace, 0), each=""))
     with pytest.raises(uniep.ConfigError, match=words):
         join_experts(saved, **options)
+
+
+def test_names_that_are_not_the_models(workspace):
+    """The error has the names on both sides, and the prefix that they differ by."""
+    model = Model(workspace, 0)
+    joined = join_experts(other_checkpoint(model), router="gate.weight")
+    deeper = torch.nn.ModuleDict({"model": model})
+    for change, into, words in (
+        (lambda n: f"model.{n}", model, r"state's names begin with 'model\.'; take it off"),
+        (lambda n: n, deeper, r"model's names begin with 'model\.'; put it before"),
+        (
+            lambda n: n.replace("router", "gate"),
+            model,
+            r"lacks 2 .*\(layers.0.router, .*others \(layers.0.gate, .*router=",
+        ),
+    ):
+        with pytest.raises(uniep.ConfigError, match=words):
+            load_full_state_dict(into, {change(name): t for name, t in joined.items()})
+    load_full_state_dict(deeper, {f"model.{name}": t for name, t in joined.items()})
 
 
 def test_a_part_of_the_experts_is_no_checkpoint(workspace):

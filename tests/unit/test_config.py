@@ -24,6 +24,19 @@ def test_defaults():
         cfg.hidden = 3
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("hidden_size", "'hidden'"), ("n_experts", "'num_experts'"), ("topk", "'top_k'"), ("max_row", "'max_rows'")],
+)
+def test_unknown_keywords_are_named(name, meant):
+    with pytest.raises(ConfigError, match=rf"no '{name}'; did you mean {meant}\?  Its fields: hidden, ffn"):
+        MoEConfig(**GOOD, **{name: 3})
+    with pytest.raises(ConfigError, match=f"no '{name}'"):
+        dataclasses.replace(MoEConfig(**GOOD), **{name: 3})
+    with pytest.raises(ConfigError, match=r"no 'zzz'\.  Its fields"):
+        MoEConfig(**GOOD, zzz=1)
+
+
 @pytest.mark.parametrize("name", [*GOOD, "combine_groups", "gradient_shards", "max_rows"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
 def test_sizes_are_positive_integers(name, value):

@@ -70,6 +70,13 @@ def test_experts_are_seeded_by_global_id(workspace):
     assert [name for name, _ in one.named_parameters()] == ["w13", "w2"] and "experts 0..7" in repr(one)
 
 
+def test_a_result_of_rows_is_no_view(workspace):
+    """FSDP2 warns where the module that it wraps returns one."""
+    for shared in (None, 8):
+        layer = uniep.nn.MoE(workspace.cfg, workspace=workspace, shared_ffn=shared)
+        assert not layer(torch.randn(5, workspace.cfg.hidden, dtype=workspace.cfg.dtype))._is_view()
+
+
 def test_leading_dimensions(workspace):
     layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
     x = torch.randn(2, 3, 64)

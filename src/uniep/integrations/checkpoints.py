@@ -62,7 +62,8 @@ def join_experts(
             f"names are {', '.join(list(state)[:3]) or 'none'}; pass gate=, up= and down=, or gate_up= and down="
         )
     for prefix, matrices in found.items():
-        stacked = {name: _stacked(f"{prefix}.{name}", of, matrices[first[0]]) for name, of in matrices.items()}
+        _refuse_missing(prefix, matrices, [n for n in made if n.startswith(f"{prefix}.")])
+        stacked = {name: _stacked(of) for name, of in matrices.items()}
         if transposed:
             stacked = {name: tensor.transpose(1, 2) for name, tensor in stacked.items()}
         num_experts, hidden, ffn, *more = (*stacked[down].shape, 0, 0)
@@ -119,15 +120,30 @@ def split_experts(
     return made
 
 
-def _stacked(name: str, of: dict[int | None, Tensor], gates: dict[int | None, Tensor]) -> Tensor:
+def _refuse_missing(prefix: str, matrices: dict[str, dict[int | None, Tensor]], others: list[str]) -> None:
+    """Raise ConfigError unless each matrix is there, of all experts.  others: names beside them, of no matrix."""
+    for name, of in matrices.items():
+        if not of:
+            beside = f"; beside the others are {', '.join(others[:3])}" if others else ""
+            there = ", ".join(f"{prefix}.{other}" for other, tensors in matrices.items() if tensors)
+            raise ConfigError(
+                f"{prefix} has {there} but no {name}{beside}; tell by gate=, up= and down= what the matrices are "
+                "called, and pass all of them together, also if they come from several files"
+            )
+        if None in of and len(of) > 1:
+            raise ConfigError(f"{prefix}.{name} is there for all experts and again for single ones; leave one out")
+    if len({None in of for of in matrices.values()}) > 1:
+        kinds = ", ".join(f"{name} {'of all experts' if None in of else 'for each'}" for name, of in matrices.items())
+        raise ConfigError(f"{prefix}: {kinds}; store all three alike")
+    count = 1 + max((n for of in matrices.values() for n in of if n is not None), default=-1)
+    for name, of in matrices.items():
+        if missing := [str(n) for n in range(count) if n not in of and None not in of]:
+            raise ConfigError(
+                f"{prefix}.{name} is there for {len(of)} of {count} experts; missing: {', '.join(missing[:5])}; pass "
+                "the tensors of all experts together, also if they come from several files"
+            )
+
+
+def _stacked(of: dict[int | None, Tensor]) -> Tensor:
     """(E, ...) of one matrix, stacked or a tensor for each expert."""
-    wanted = gates.keys() if None in gates else range(max((n for n in gates if n is not None), default=-1) + 1)
-    missing = [n for n in wanted if n not in of]
-    if missing or len(of) != len(wanted) or not of:
-        which = ", ".join(map(str, missing[:5]))
-        raise ConfigError(
-            f"{name} is there for {len(of)} experts and the gate for {len(wanted)}"
-            + (f"; missing: {which}" if missing and None not in missing else "")
-            + "; pass the tensors of all experts together, also if they come from several files"
-        )
     return of[None] if None in of else torch.stack([of[n] for n in range(len(of))])

@@ -12,8 +12,9 @@ def row_products_kernel(
     """out (rows, COLUMNS) fp32 = a b^T, of a (A_PLANES, rows, DEPTH) and b (B_PLANES, COLUMNS, DEPTH), whose planes add
     up to the operands, each some 2^-8 of the one before.
 
-    Pairs of planes are multiplied by orders, the smallest first (a's plane i with b's plane order - i, i ascending); of
-    each, one fp32 chain of blocks of BLOCK_K, ascending, goes on where the pair before has ended.  One tile a program.
+    Pairs of planes are multiplied by orders, the smallest first (a's plane i with b's plane order - i, i ascending).
+    One fp32 sum for all: of each pair the products of BLOCK_K columns, ascending, each added up by the tensor cores
+    alone first, since these truncate (max_num_imprecise_acc keeps Triton from adding in place).  One tile a program.
     """
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     row = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -31,6 +32,6 @@ def row_products_kernel(
                     inside = start + k < DEPTH
                     a = tl.load(a_plane + start, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
                     b = tl.load(b_plane + start, mask=(column < COLUMNS)[None, :] & inside[:, None], other=0.0)
-                    acc = tl.dot(a, b, acc)
+                    acc += tl.dot(a, b, max_num_imprecise_acc=BLOCK_K)
     out = out_ptr + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     tl.store(out, acc, mask=(row < rows)[:, None] & (column < COLUMNS)[None, :])

@@ -8,7 +8,7 @@ from torch import Tensor
 from uniep.kernels.dense import row_products_kernel
 from uniep.launch.driver import launch
 
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 64
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 64, 64
 PLANES = {torch.bfloat16: 1, torch.float16: 2}
 """bf16 values that add up to one of the dtype; of fp32 and others three, 24 bits."""
 

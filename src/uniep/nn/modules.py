@@ -20,7 +20,7 @@ from uniep.nn.replay import Tape
 from uniep.nn.router import Router, check_given
 from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import LEAST_SUM
-from uniep.nn.wrappers import is_full_state_taken, whole_tensor
+from uniep.nn.wrappers import RankOfState, is_full_state_taken, whole_tensor
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, told_to_all
 
@@ -121,7 +121,8 @@ class Experts(nn.Module):
         dtype."""
         everything = self._holds_all() or is_full_state_taken()
         numbers = (0, 1) if everything else (self.workspace.rank, self.workspace.ep_size)
-        return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        made = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        return made if everything else made.as_subclass(RankOfState)
 
     def set_extra_state(self, state: Any) -> None:
         """Does nothing: `_load_from_state_dict` has checked it."""
@@ -150,18 +151,32 @@ class Experts(nn.Module):
             self._made()
 
     def _refuse_state(self, found: Any, prefix: str) -> None:
-        """Raise ConfigError for a state of another rank's experts.  found: the saved `get_extra_state`, unchecked."""
+        """Raise ConfigError for a state of another rank's experts, or of some ranks' at another EP size.
+
+        found: the saved `get_extra_state`, unchecked."""
         rank, size, e = self.workspace.rank, self.workspace.ep_size, self.num_local
-        if self._holds_all() or not isinstance(found, Tensor) or found.shape != (2,):
+        if not isinstance(found, Tensor) or found.shape != (2,):
             return
         theirs, of = (round(float(n)) for n in found)
-        if of == size and theirs != rank:
+        if of <= 1 or ((theirs, of) == (rank, size) and not self._holds_all()):
+            return
+        remedy = (
+            "take a state of all experts, get_model_state_dict with full_state_dict, which loads at any EP size; or "
+            "uniep.integrations.torch.TrainState with torch.distributed.checkpoint"
+        )
+        if of == size and not self._holds_all():
             raise ConfigError(
-                f"rank {rank} holds experts {self.first_expert}..{self.first_expert + e - 1}, but the state holds "
-                f"({prefix}w13) those of rank {theirs}, experts {theirs * e}..{theirs * e + e - 1}; load "
-                "this rank's own, or take a state of all experts: get_model_state_dict with full_state_dict, or "
-                "uniep.integrations.torch.TrainState with torch.distributed.checkpoint"
+                f"rank {rank} holds experts {self.first_expert}..{self.first_expert + e - 1}, but the state that it "
+                f"was given ({prefix}w13) those of rank {theirs}, experts {theirs * e}..{theirs * e + e - 1}; load "
+                f"this rank's own, or {remedy}"
             )
+        here = f"{size} and has DTensors of all experts" if size > 1 and self._holds_all() else f"{size}"
+        raise ConfigError(
+            f"{prefix}w13 was saved at EP size {of}, by rank {theirs}, which holds a part of the "
+            f"{self.cfg.num_experts} experts; this model runs at EP size {here}; {remedy}.  Files of all {of} ranks: "
+            "concatenate each expert tensor along its experts (dimension 0), ranks ascending, and give the whole to "
+            "uniep.integrations.torch.load_full_state_dict"
+        )
 
     def _made(self, draw: int = 0) -> None:
         w13, w2, *biases = self._local()
@@ -380,10 +395,12 @@ class MoE(nn.Module):
         if self.tape is not None:
             ids_TK = self.tape.keep(ids_TK)
         if self.shared is None:
-            return self.experts(x_TD, ids_TK, weights_TK).view(x.shape)
-        shared = start_beside(self.shared, x_TD) if self._runs_beside(x_TD) else None
-        y_TD = self.experts(x_TD, ids_TK, weights_TK)
-        return add(y_TD, self.shared(x_TD) if shared is None else shared()).view(x.shape)
+            y_TD = self.experts(x_TD, ids_TK, weights_TK)
+        else:
+            shared = start_beside(self.shared, x_TD) if self._runs_beside(x_TD) else None
+            y_TD = self.experts(x_TD, ids_TK, weights_TK)
+            y_TD = add(y_TD, self.shared(x_TD) if shared is None else shared())
+        return y_TD if x.dim() == 2 else y_TD.view(x.shape)  # FSDP2 warns of views
 
     def _runs_beside(self, x_TD: Tensor) -> bool:
         """Whether shared experts get a stream of their own: compilers trace no streams, and one rank sends nothing."""

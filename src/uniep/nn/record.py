@@ -107,6 +107,12 @@ class LayerRecord:
         return LayerRecord, ()
 
 
+def recorded_modules() -> list[nn.Module]:
+    """The living modules that have a record."""
+    found = (None if record._module is None else record._module() for record in list(_by_name.values()))
+    return [module for module in found if module is not None]
+
+
 def find_record(key: Tensor | None, w13: Tensor, workspace: Workspace) -> LayerRecord | None:
     """The record of a call: that of `key`, or else that of the parameter w13; None: not known.
 

@@ -25,7 +25,7 @@ from uniep.nn.late import LateReads
 from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward
 from uniep.routing.plan import find_bad_id
-from uniep.workspace import DEFAULT_TIMEOUT_S, Workspace, _process_group
+from uniep.workspace import DEFAULT_TIMEOUT_S, Workspace, process_group
 
 log = logging.getLogger("uniep")
 
@@ -206,7 +206,7 @@ class Router(nn.Module):
         super().__init__()
         self.cfg = cfg if cfg is not None else RouterConfig()
         self.cfg.check(moe.num_experts, moe.top_k)
-        self.top_k, self._group = moe.top_k, _Held(group if isinstance(group, Workspace) else _process_group(group))
+        self.top_k, self._group = moe.top_k, _Held(group if isinstance(group, Workspace) else process_group(group))
         self.loss_scale, self.jitter_seed = 1.0, 0
         meta = torch.get_default_device().type == "meta"
         device = "meta" if meta else device
@@ -286,7 +286,7 @@ class Router(nn.Module):
         Collective over it.  Returns that load, (E,) int64.  Source: arXiv 2408.15664.
         """
         load = self.load.clone()
-        members = _process_group(group) or self.group
+        members = process_group(group) or self.group
         if members is not None:
             dist.all_reduce(load, group=members)
         if self.bias is not None:

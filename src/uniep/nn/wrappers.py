@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from uniep.errors import ConfigError
+from uniep.errors import ConfigError, UnsupportedError
 
 PARAMETERS = ("w13", "w2", "b13", "b2")
 """Names of the parameters of `Experts`."""
@@ -69,6 +69,53 @@ def is_full_state_taken() -> bool:
             return getattr(frame.f_locals.get("info"), "full_state_dict", False)
         frame = frame.f_back
     return False
+
+
+class RankOfState(Tensor):
+    """[rank, EP size] of the experts in a state.  `torch.distributed.checkpoint` asks each value how it is split, while
+    all ranks can still raise: it takes plain tensors for copies, and of experts it would write one rank's w13 and
+    another's w2.  So this refuses, on all ranks.  Copies stay of this class; saved by torch.save, it is a plain tensor.
+    """
+
+    def __create_write_items__(self, name: str, value: Any) -> list[Any]:
+        from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+        self._refuse("save")
+        return _create_write_items(name, self.as_subclass(Tensor))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+        self._refuse("load")
+        return _create_chunk_list(self.as_subclass(Tensor))
+
+    def _refuse(self, what: str) -> None:
+        if not _is_together():
+            return
+        rank, size = (round(float(n)) for n in self.as_subclass(Tensor))
+        raise UnsupportedError(
+            f"torch.distributed.checkpoint cannot {what} a state of plain experts: of rank {rank} of {size} and of the "
+            "other ranks it would have one name, and of each tensor it keeps one rank's.  Pass "
+            "uniep.integrations.torch.TrainState(model, optimizer, mesh['ep']), or take the state of all experts by "
+            "get_model_state_dict with full_state_dict=True; a checkpoint for each rank takes no_dist=True"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _is_together() -> bool:
+    """Whether torch.distributed.checkpoint is now planning for several ranks, not with no_dist=True."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        wrapper: Any = frame.f_locals.get("self")
+        if type(wrapper).__name__ == "_DistWrapper":
+            return wrapper.get_world_size() > 1
+        frame = frame.f_back
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def whole_tensor(local: Tensor, dim: int, group: Any) -> Tensor:

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.integrations.torch.owners import part
+from uniep.integrations.torch.owners import Owner, owners_of, part
 from uniep.layout import power_of_2
 from uniep.numerics import pair_tree_sum
+from uniep.workspace import process_group
 
 __all__ = ["clip_grad_norm_", "share_nonfinite_"]
 
@@ -38,7 +39,8 @@ def clip_grad_norm_(
     `split_parameters(model)` gives dense and experts.
 
     dense, experts: tensors or DTensors; a gradient that is None counts as zeros, one that is a partial sum is summed.
-    ep_group: the experts' EP group or one-dimensional mesh; None where all experts are here.
+        An `Experts`' DTensors over its EP ranks may be in either.
+    ep_group: the experts' EP group or one-dimensional mesh; None where all experts are here, or are DTensors.
 
     **Order**: first the fp32 norm of each parameter's part on this rank.  Then the norm of these over the ranks of each
     mesh dimension that the parameter is split over, in the mesh's order, with `ep_group` last if it is not among them.
@@ -50,7 +52,9 @@ def clip_grad_norm_(
         `((x0+x1)+(x2+x3))+...`, with zeros up to a power of two; the square root.  A dimension that ranks share is
         gathered after the sums of those behind it: one number for each expert, at best; the gradient, if the last is.
 
-    Raises ConfigError for max_norm below 0, norm_type not above 0 (or not 2, if independent), or no parameters;
+    Raises ConfigError, before anything is sent, for max_norm below 0, norm_type not above 0 (or not 2, if independent),
+    no parameters, and where the norm would be wrong: an `Experts`' own parameter in `dense` or without its EP group, a
+    dense one in `experts` beside those;
     UnsupportedError for parameters that are partial sums; RuntimeError if the norm is not finite and
     error_if_nonfinite.
     """
@@ -58,11 +62,12 @@ def clip_grad_norm_(
         raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; they must be at least 0 and above 0")
     if independent and norm_type != 2.0:
         raise ConfigError(f"norm_type is {norm_type}; independent=True supports only 2")
-    group = ep_group.get_group() if isinstance(ep_group, DeviceMesh) else ep_group
+    group = process_group(ep_group, "ep_group")
     over_ep = dict.fromkeys(experts)
     parameters = list(dict.fromkeys([*(p for p in dense if p not in over_ep), *over_ep]))
     if not parameters:
         raise ConfigError("there are no parameters to clip; an iterator may have been used up before")
+    _check_owners(parameters, group, over_ep)
     for p in parameters:
         if isinstance(p.grad, DTensor) and any(placement.is_partial() for placement in p.grad.placements):
             p.grad = p.grad.redistribute(p.grad.device_mesh, [_whole(placement) for placement in p.grad.placements])
@@ -78,6 +83,55 @@ def clip_grad_norm_(
         if g is not None:
             g.mul_(factor.to(g.device))
     return total
+
+
+def _check_owners(
+    parameters: list[nn.Parameter], group: dist.ProcessGroup | None, over_ep: dict[nn.Parameter, None]
+) -> None:
+    """Raise ConfigError for a parameter that would count other than once."""
+    known = owners_of(parameters)
+    if not known:  # experts of the bare function, or a framework's own: who passes them knows
+        return
+    for number, p in enumerate(parameters):
+        owner = known.get(id(p))
+        if owner is None and p not in over_ep:
+            continue
+        given = f"experts[{number + len(over_ep) - len(parameters)}]" if p in over_ep else f"dense[{number}]"
+        over = _split_over(p, group if p in over_ep else None)
+        added = over[-1] if len(over) > len(_split_over(p, None)) else None
+        if owner is not None and owner.dim is not None:
+            _check_expert(given, owner, over, added)
+        elif added is not None and added.size() > 1:
+            what = "is in no uniep.nn.Experts" if owner is None else f"is {owner.name}, which all experts share"
+            raise ConfigError(
+                f"{given}, of shape {tuple(p.shape)}, {what}, and would count once for each of the {added.size()} "
+                "ranks of ep_group; pass dense, experts = split_parameters(model)"
+            )
+
+
+def _check_expert(
+    given: str, owner: Owner, over: tuple[dist.ProcessGroup, ...], added: dist.ProcessGroup | None
+) -> None:
+    """over: the groups over which the norms are added; added: the one of them that is ep_group."""
+    module, space = owner.experts, owner.experts.workspace
+    ours = [] if space.group is None else dist.get_process_group_ranks(space.group)  # []: alone, or closed
+    last = module.first_expert + module.num_local - 1
+    named = f"{given} is {owner.name} of experts {module.first_expert}..{last} of {module.cfg.num_experts}"
+    if added is not None:
+        ranks = dist.get_process_group_ranks(added)
+        if len(ranks) != space.ep_size or not set(ours) <= set(ranks):
+            raise ConfigError(
+                f"{named}, which are spread over {space.ep_size} ranks {ours or ''}, but ep_group is of ranks {ranks}; "
+                "pass the group of their Workspace, or None for one rank"
+            )
+        return
+    covered = any(g.size() >= space.ep_size and set(ours) <= set(dist.get_process_group_ranks(g)) for g in over)
+    if space.ep_size > 1 and not covered:
+        raise ConfigError(
+            f"{named}, which are spread over {space.ep_size} ranks, and would count on this rank alone, so that each "
+            "rank would scale by another factor; pass dense, experts = split_parameters(model) and the EP group: "
+            "clip_grad_norm_(dense, experts, max_norm, mesh['ep'])"
+        )
 
 
 def _norm(
@@ -180,7 +234,9 @@ def share_nonfinite_(experts: Iterable[nn.Parameter], ep_group: dist.ProcessGrou
     Call it before `unscale_`.  Gradients that are finite on all ranks do not change.  `data_parallel` does this after
     every backward that reduces gradients.  Collective over `ep_group`; no host wait.
     """
-    group = ep_group.get_group() if isinstance(ep_group, DeviceMesh) else ep_group
+    group = process_group(ep_group, "ep_group")
+    if group is None:
+        raise ConfigError("ep_group is None; pass mesh['ep'] or the process group of the experts")
     experts = list(experts)
     grads = [g for g in (part(p.grad) for p in experts if p.grad is not None) if g.numel()]
     if not experts:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,9 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.nn import Experts
+from uniep.nn.record import recorded_modules
 from uniep.nn.wrappers import unwrapped
+from uniep.workspace import process_group
 
-__all__ = ["Owner", "check_group", "layers", "owners", "part", "split_parameters"]
+__all__ = ["Owner", "check_group", "layers", "mesh_of", "owners", "owners_of", "part", "split_parameters"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,18 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
         raise ConfigError(f"there is no uniep.nn.Experts in this {type(model).__name__}; build the model with uniep.nn")
 
 
+def owners_of(parameters: Iterable[Tensor]) -> dict[int, Owner]:
+    """id -> owner of those `parameters` that are inside an `Experts`, of whatever model; its name is not known: ""."""
+    wanted = {id(p) for p in parameters}
+    return {
+        id(tensor): Owner("", name, module, _dim("experts", module, name, tensor))
+        for module in recorded_modules()
+        if isinstance(module, Experts)
+        for name, tensor in module.named_parameters()
+        if id(tensor) in wanted
+    }
+
+
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(dense, experts): the parameters of `model`, each once, in the model's order.
 
@@ -94,6 +109,18 @@ def plain_name(model: nn.Module, path: str) -> str:
 def part(t: Tensor) -> Tensor:
     """The part of it on this rank."""
     return t.to_local() if isinstance(t, DTensor) else t
+
+
+def mesh_of(given: Any, name: str, device_type: str) -> DeviceMesh:
+    """The one-dimensional mesh itself, or one of the process group's ranks.  name: of the argument, for the errors.
+
+    Raises ConfigError for anything else."""
+    group = process_group(given, name)
+    if group is None:
+        raise ConfigError(
+            f"{name} is None; pass mesh['ep'] or the process group of the experts, also where it has one rank"
+        )
+    return given if isinstance(given, DeviceMesh) else DeviceMesh.from_group(group, device_type)
 
 
 def check_group(module: Experts, layer: str, ep_mesh: DeviceMesh) -> None:

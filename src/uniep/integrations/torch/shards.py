@@ -31,6 +31,7 @@ from uniep.integrations.torch.rank_order import RankOrder
 from uniep.layout import SUMMED_AT_ONCE
 from uniep.nn import Experts
 from uniep.nn.gradient_shards import sum_over_ranks
+from uniep.workspace import process_group
 
 __all__ = ["of_shard", "reduce_dense_gradients", "reduce_in_rank_order", "sum_over_shards"]
 
@@ -74,7 +75,7 @@ def sum_over_shards(
             )
     if not shapes:
         return []
-    ranks = group.get_group() if isinstance(group, DeviceMesh) else group
+    ranks = process_group(group)
     total = [t.new_empty(t.shape, dtype=torch.float32) for t in of_shards[0]]
     for numbers in _buckets([t.numel() for t in total]):
         mine = torch.stack([torch.cat([shard[n].detach().float().flatten() for n in numbers]) for shard in of_shards])
@@ -112,7 +113,7 @@ def reduce_dense_gradients(
     Raises ConfigError if ranks of `group` hold experts that nothing sums: the group is not EP x copies; as
     `split_parameters`.
     """
-    ranks = group.get_group() if isinstance(group, DeviceMesh) else group
+    ranks = process_group(group)
     size = ranks.size() if ranks is not None else 1
     for name, module in model.named_modules():
         if isinstance(module, Experts) and module.workspace.ep_size * module.workspace.num_copies != size:

@@ -7,8 +7,9 @@ import ctypes
 import hashlib
 import itertools
 import json
+import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
-from uniep.integrations.torch.owners import Owner, check_group, layers, owners, part, plain_name
+from uniep.integrations.torch.owners import Owner, check_group, layers, mesh_of, owners, part, plain_name
 from uniep.nn import Experts
 
 __all__ = ["TrainState", "load_full_state_dict"]
+
+log = logging.getLogger("uniep")
 
 STATES: dict[str, int | None] = {
     "step": None,
@@ -55,32 +58,35 @@ class TrainState(Stateful):
     and gradients may.  A parameter that had no state when it was saved has none after loading.
 
     model: contains `Experts`, wrapped or not.  optimizer: one or several for its parameters, or None.
-    ep_mesh: one-dimensional, e.g. mesh["ep"].
+        Parameters that require gradients and are in none are told by a warning.
+    ep_mesh: one-dimensional, e.g. mesh["ep"], or the process group of the experts.
     expert_dims: {name of an optimizer state: dimension along which this rank's experts lie, or None if it is the
         same for all experts}.
 
     Collective over `ep_mesh`, and its errors are raised on all of its ranks.
 
-    Raises ConfigError for tensors without an owner and for states that EP ranks should share but do not.  Loading also
-    raises it if parameters, states, layers or dtypes differ from the checkpoint's.  Missing tensors or other shapes are
-    errors of dcp.load.  UnsupportedError for ZeroRedundancyOptimizer, whose ranks hold parts of a state.
+    Raises ConfigError for another ep_mesh, for tensors without an owner and for states that EP ranks should share but
+    do not.  Loading also raises it if parameters, states, layers or dtypes differ from the checkpoint's.  Missing
+    tensors or other shapes are errors of dcp.load.  UnsupportedError for ZeroRedundancyOptimizer, whose ranks hold
+    parts of a state.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer] | None,
-        ep_mesh: DeviceMesh,
+        ep_mesh: DeviceMesh | dist.ProcessGroup,
         *,
         expert_dims: Mapping[str, int | None] | None = None,
     ) -> None:
-        self.model, self.ep_mesh = model, ep_mesh
+        found = list(layers(model))
+        self.model, self.ep_mesh = model, mesh_of(ep_mesh, "ep_mesh", found[0][1].workspace.device.type)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         self.states = STATES | dict(expert_dims or {})
         self._spread: set[tuple[str, str]] = set()
         self._last: Any = None
-        for layer, module in layers(model):
-            check_group(module, layer, ep_mesh)
+        for layer, module in found:
+            check_group(module, layer, self.ep_mesh)
         owners(model)
         for one in self.optimizers:
             if isinstance(one, ZeroRedundancyOptimizer):
@@ -88,6 +94,8 @@ class TrainState(Stateful):
                     "ZeroRedundancyOptimizer takes the experts of all ranks for copies: it spreads their states over "
                     "ranks and sends one rank's experts to all; use fully_shard_experts and fully_shard"
                 )
+        if self.optimizers:
+            self._tell_untrained()
 
     def state_dict(self) -> dict[str, Any]:
         return self._agreed(self._collect)
@@ -116,6 +124,16 @@ class TrainState(Stateful):
             for key, value in state_dict["optimizer"]["state"][name].items():
                 # Parameters that were plain are plain again.
                 _set(state, key, part(value) if (name, key) in self._spread else value)
+
+    def _tell_untrained(self) -> None:
+        held = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        wanted = {plain_name(self.model, path): id(p) for path, p in self.model.named_parameters() if p.requires_grad}
+        if left := [name for name, one in wanted.items() if one not in held]:
+            log.warning(
+                "uniep: TrainState's optimizers hold %d of the model's %d parameters that require gradients; nothing "
+                "trains the others, the first of which is %s.  Pass all optimizers, or requires_grad_(False)",
+                len(wanted) - len(left), len(wanted), left[0],
+            )  # fmt: skip
 
     def _agreed(self, function: Any) -> Any:
         """The result of `function`, which returns (result, claims).  Raises if it raises on any EP rank or claims
@@ -292,7 +310,10 @@ class TrainState(Stateful):
             self._collect()
         ours, dtypes = self._last
         # dcp.load needed it, and a second one would take the same memory again
+        old = _of_ranks(self.model, saved["dtypes"])  # once saved for the second name of shared experts
         for name, dtype in saved["dtypes"].items():
+            if name in old:
+                continue
             if name not in ours["dtypes"]:
                 raise ConfigError(f"the checkpoint has {name}, which this model lacks; build the model that was saved")
             if dtype != ours["dtypes"][name]:
@@ -344,10 +365,10 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
     of_ranks = _of_ranks(model, here)
     names = here.keys() - of_ranks.keys()
     others = state_dict.keys() - names - of_ranks.keys()
-    if lost := names - state_dict.keys() or others:
+    if (lost := names - state_dict.keys()) or others:
         raise ConfigError(
-            f"the state lacks {len(names - state_dict.keys())} tensors of the model and has {len(others)} others; the "
-            f"first: {sorted(lost)[0]}"
+            f"the state lacks {len(lost)} tensors of the model ({_some(lost)}) and has {len(others)} others "
+            f"({_some(others)}){_renaming(lost, others)}"
         )
     for name in names:
         value, mine = here[name], state_dict[name]
@@ -370,6 +391,24 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
     _set_state(model, here)
 
 
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)
+    return ", ".join(first[:3]) + (", ..." if len(first) > 3 else "") if first else "none"
+
+
+def _renaming(lost: Collection[str], others: Collection[str]) -> str:
+    """The remedy: a prefix that most names have in one of the two and not in the other, or in general."""
+    for have, want, text in (
+        (others, lost, "the state's names begin with {!r}; take it off them"),
+        (lost, others, "the model's names begin with {!r}; put it before the state's"),
+    ):
+        one, short = min(want, default=""), set(want)
+        for prefix in {name.removesuffix(one) for name in have if one and name.endswith(f".{one}")}:
+            if 2 * sum(name.startswith(prefix) and name.removeprefix(prefix) in short for name in have) > len(have):
+                return "; " + text.format(prefix)
+    return "; give the tensors the model's names, for the router by join_experts(router=)"
+
+
 def _state(model: nn.Module) -> dict[str, Any]:
     """`state_dict()` with names that leave out wrappers."""
     return {plain_name(model, path): value for path, value in model.state_dict().items()}
@@ -382,10 +421,12 @@ def _set_state(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
 
 def _of_ranks(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra state of each `Experts`, which belongs to this rank only."""
+    """The extra state of each `Experts`, under each of its names, which belongs to this rank only."""
     own = Experts.get_extra_state
     names = {
-        f"{layer}._extra_state".lstrip(".") for layer, module in layers(model) if type(module).get_extra_state is own
+        f"{plain_name(model, path)}._extra_state".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Experts) and type(module).get_extra_state is own
     }
     return {name: value for name, value in state_dict.items() if name in names}
 

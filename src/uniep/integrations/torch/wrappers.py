@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.torch.clipping import share_nonfinite_
-from uniep.integrations.torch.owners import Owner, check_group, layers, owners, part
+from uniep.integrations.torch.owners import Owner, check_group, layers, mesh_of, owners, part
 from uniep.integrations.torch.rank_order import Complete
 from uniep.nn import Experts
 
@@ -161,7 +161,7 @@ class _Averages:
             share_nonfinite_(self.parameters(), self.ep_group)
 
 
-def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
+def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh | dist.ProcessGroup) -> None:
     """Make each parameter of each `Experts` a DTensor over `ep_mesh`, split along its experts; nothing moves.
 
     w13 then has the global shape (E, 2F, D), and rank r holds experts r*e .. r*e + e-1, so that FSDP2, optimizers and
@@ -171,7 +171,9 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
     Raises ConfigError if they are on another EP group, are DTensors over other ranks already, or a tensor inside an
     Experts has no known owner.
     """
-    for layer, module in layers(model):
+    found = list(layers(model))
+    ep_mesh = mesh_of(ep_mesh, "ep_mesh", found[0][1].workspace.device.type)
+    for layer, module in found:
         check_group(module, layer, ep_mesh)
     made: dict[int, nn.Parameter] = {}
     for name, (tensor, owner) in owners(model).items():
@@ -260,6 +262,11 @@ def _checked(
     model: nn.Module, mesh: DeviceMesh, dp: str | Sequence[str], ep: str
 ) -> tuple[dict[str, tuple[Tensor, Owner]], tuple[str, ...]]:
     """The owners of all tensors, and the names of the dp dimensions."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"mesh is a {type(mesh).__name__}; pass a DeviceMesh of two named dimensions, "
+            "init_device_mesh(device_type, (DP, EP), mesh_dim_names=('dp', 'ep'))"
+        )
     have, names = mesh.mesh_dim_names or (), (dp,) if isinstance(dp, str) else tuple(dp)
     if not names or ep not in have or any(name not in have for name in names):
         raise ConfigError(f"the mesh has dimensions {have}; it needs {', '.join(map(repr, names))} and {ep!r}")
