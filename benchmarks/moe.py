@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -410,11 +410,18 @@ def commit() -> str:
         return os.environ.get("UNIEP_COMMIT", "unknown")
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}  ({self.prog} --help)\n")
+
+
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(prog="moe.py", description=__doc__, formatter_class=raw)
+    made = Parser(prog="moe.py", description=__doc__, formatter_class=raw)
     made.add_argument("--json", help="results file, rewritten after every case")
-    made.add_argument("--shapes", default=DEFAULT_SHAPES)
+    made.add_argument("--shape", "--shapes", dest="shapes", default=DEFAULT_SHAPES, help="a list (default %(default)s)")
     made.add_argument("--tokens", default="8192", help="tokens per rank, a list (default %(default)s)")
     made.add_argument("--routing", default="balanced", help="balanced, zipf (default %(default)s)")
     made.add_argument("--directions", default="fwd,fwd_bwd", help="(default %(default)s)")

@@ -18,15 +18,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import DIRECTIONS, RESULTS, Timing, best_peer, load
+from results import DIRECTIONS, NAMES, RESULTS, Timing, best_peer, load
 from uniep.cli.pictures import BLUE, GREEN, GREY, INK, ORANGE, WIDTH, figure_style, title
 
 IMAGES = RESULTS.parents[1] / "docs" / "images"
-LOADS = {"window": ("one call", BLUE), "sustained": ("under load", ORANGE)}
+LOADS = {"window": ("window: one call, idle GPU", BLUE), "sustained": ("sustained: calls back to back", ORANGE)}
 LAYERS = {
     "uniep": ("uniep", BLUE),
-    "uniep-default": ("uniep, by need", "#91c0f5"),
-    "nccl": ("all-to-all", GREY),
+    "uniep-default": ("uniep, without max_rows", "#91c0f5"),
+    "nccl": ("nccl", GREY),
     "deepep-nowait": ("DeepEP", ORANGE),
 }
 """Implementation -> its name in the picture of memory, colour."""
@@ -48,7 +48,7 @@ def speedup(timings: Sequence[Timing], out: Path) -> None:
     figure, panels = plt.subplots(
         len(directions), figsize=(WIDTH, 1 + 2.4 * len(directions)), layout="constrained", squeeze=False, sharey=True
     )
-    peers = dict.fromkeys(best for t in timings if (best := best_peer(t.ms)))
+    peers = dict.fromkeys(NAMES.get(best, best) for t in timings if (best := best_peer(t.ms)))
     for axes, direction in zip(panels[:, 0], directions, strict=True):
         for number, name in enumerate(loads):
             label, color = LOADS[name]
@@ -68,7 +68,7 @@ def speedup(timings: Sequence[Timing], out: Path) -> None:
         axes.tick_params(length=0)
         axes.spines[["left", "bottom"]].set_visible(False)
         axes.set_title(DIRECTIONS[direction], loc="left")
-    panels[0, 0].legend(loc="upper right", ncols=2)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     title(figure, f"One MoE layer: uniep beside {', '.join(peers)}", about(timings))
     figure.savefig(out)
     plt.close(figure)

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 RESULTS = Path(__file__).parent / "results"
 
 PEERS = ("nccl", "deepep", "deepep-nowait", "liger-cute")
+NAMES = {"deepep-nowait": "DeepEP", "deepep": "DeepEP with its CPU wait"}
+"""What tables and pictures call an implementation, where it is not its own name."""
 DIRECTIONS = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 
 

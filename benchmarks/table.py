@@ -1,7 +1,7 @@
-"""Markdown tables from result files, printed or written between two marks of a README.
+"""Markdown tables from result files, printed, or written between two marks of a page.
 
-python benchmarks/table.py benchmarks/results/*.json --readme README.md
-python benchmarks/table.py benchmarks/results/h200x[24]_both.json --short --readme README.md
+python benchmarks/table.py --pages                              README.md and docs/performance.md, from their files
+python benchmarks/table.py benchmarks/results/h200x2_zipf.json
 python benchmarks/table.py benchmarks/results/h200x2_groups.json --impl uniep,uniep-groups,deepep-nowait
 python benchmarks/table.py --products benchmarks/results/h200_products.json
 """
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from results import DIRECTIONS, PEERS, Timing, best_peer, load
+from results import DIRECTIONS, NAMES, PEERS, RESULTS, Timing, best_peer, load
 
-LOADS = {"window": "one call", "sustained": "under load"}
+LOADS = ("window", "sustained")
+ROOT = RESULTS.parents[1]
 BEGIN, END = "<!-- benchmarks: begin (benchmarks/table.py writes this part) -->", "<!-- benchmarks: end -->"
 
 
@@ -29,10 +31,10 @@ def tables(timings: list[Timing]) -> str:
 def _table(machine: str, load_name: str, direction: str, timings: list[Timing]) -> str:
     peers = [impl for impl in PEERS if any(impl in timing.ms for timing in timings)]
     compute = any("uniep-compute" in timing.ms for timing in timings)
-    head = ["shape", "tokens per GPU", "routing", *(f"{impl} ms" for impl in peers), "uniep ms", "speedup"]
-    head += ["to own compute"] if compute else []
+    head = ["shape", "tokens per GPU", "routing", *(f"{NAMES.get(impl, impl)} ms" for impl in peers)]
+    head += ["uniep ms", "speedup", *(["to own compute"] if compute else []), "commit"]
     lines = [f"**{DIRECTIONS[direction].capitalize()}, {machine}, {load_name}**", ""]
-    lines += ["| " + " | ".join(head) + " |", "|---|---:|---|" + "---:|" * (len(head) - 3)]
+    lines += ["| " + " | ".join(head) + " |", "|---|---:|---|" + "---:|" * (len(head) - 4) + "---|"]
     for timing in timings:
         ms, best = timing.ms, best_peer(timing.ms)
         cells = [timing.shape, str(timing.tokens), timing.routing]
@@ -41,10 +43,10 @@ def _table(machine: str, load_name: str, direction: str, timings: list[Timing]) 
         if compute:
             both = "uniep" in ms and "uniep-compute" in ms
             cells.append(f"{ms['uniep'] / ms['uniep-compute']:.2f}" if both else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    metas = {(t.meta["commit"], t.meta["date"][:10], t.meta["torch"], t.meta["triton"]): None for t in timings}
-    for commit, day, torch_version, triton_version in metas:
-        lines += ["", f"Commit {commit}, {day}, PyTorch {torch_version}, Triton {triton_version}."]
+        lines.append("| " + " | ".join([*cells, timing.meta["commit"]]) + " |")
+    metas = dict.fromkeys((t.meta["date"][:10], t.meta["torch"], t.meta["triton"]) for t in timings)
+    for day, torch_version, triton_version in metas:
+        lines += ["", f"{day}, PyTorch {torch_version}, Triton {triton_version}."]
     return "\n".join(lines) + "\n"
 
 
@@ -56,9 +58,9 @@ def short(timings: list[Timing]) -> str:
         of_machine = [t for t in timings if t.machine == machine]
         metas = {(t.meta["commit"], t.meta["date"][:10], t.meta["torch"], t.meta["triton"]): None for t in of_machine}
         about = "; ".join(f"commit {c}, {day}, PyTorch {torch}, Triton {triton}" for c, day, torch, triton in metas)
-        peers = ", ".join(dict.fromkeys(best for t in of_machine if (best := best_peer(t.ms))))
+        peers = ", ".join(dict.fromkeys(NAMES.get(b, b) for t in of_machine if (b := best_peer(t.ms))))
         lines += [f"**{machine}, {of_machine[0].tokens} tokens per GPU, ms: {peers} → uniep** ({about})", ""]
-        heads = [f"{DIRECTIONS[direction]}, {LOADS[load_name]}" for direction, load_name in columns]
+        heads = [f"{DIRECTIONS[direction]}, {load_name}" for direction, load_name in columns]
         lines += [f"| shape | {' | '.join(heads)} |", "|---|" + "---:|" * len(columns)]
         for shape in dict.fromkeys(t.shape for t in of_machine):
             found = {(t.direction, t.load): t for t in of_machine if t.shape == shape}
@@ -80,7 +82,8 @@ def comparison(timings: list[Timing], impls: list[str]) -> str:
     groups: dict[str, list[str]] = {}
     for t in timings:
         title = f"**{DIRECTIONS[t.direction].capitalize()}, {t.machine}, {t.load}, ms** (commit {t.meta['commit']})"
-        head = f"| shape | tokens per GPU | {' | '.join(impls)} |\n|---|---:|{'---:|' * len(impls)}"
+        names = " | ".join(NAMES.get(impl, impl) for impl in impls)
+        head = f"| shape | tokens per GPU | {names} |\n|---|---:|{'---:|' * len(impls)}"
         cells = [t.shape, str(t.tokens), *(_number(t.ms.get(impl)) for impl in impls)]
         groups.setdefault(f"{title}\n\n{head}", []).append(f"| {' | '.join(cells)} |")
     return "\n".join("\n".join([head, *lines, ""]) for head, lines in groups.items())
@@ -107,24 +110,58 @@ def _number(ms: float | None, mark: bool = False) -> str:
     return f"*{ms:.3f}*" if mark else f"{ms:.3f}"
 
 
-def insert(readme: str, text: str) -> str:
-    """`readme` with everything between the marks replaced.  Raises SystemExit if a mark is missing."""
-    if BEGIN not in readme or END not in readme:
-        raise SystemExit(f"the README needs the two lines\n{BEGIN}\n{END}")
-    before, rest = readme.split(BEGIN, 1)
+PAGES = {
+    "README.md": (short, ("h200x2_both", "h200x4_both")),
+    "docs/performance.md": (
+        tables,
+        (
+            "h200x2_layer", "h200x2_4096", "h200x2_zipf", "h200x2_tokens", "h200x2_sustained", "h200x4_groups",
+            "h100x2_layer",
+        ),
+    ),
+}  # fmt: skip
+"""Pages with tables between the marks: how they are made, and the files of benchmarks/results."""
+
+
+def page_text(name: str) -> str:
+    """The page as it is, with its tables made anew."""
+    made, files = PAGES[name]
+    return insert((ROOT / name).read_text(), made(load(RESULTS / f"{file}.json" for file in files)))
+
+
+def span(direction: str, files: Iterable[str], tokens: int = 4096, loads: Sequence[str] = LOADS) -> str:
+    """ "1.05x to 1.37x": least and largest speedup on H200 in these files, from so many tokens per GPU on."""
+    timings = load(RESULTS / f"{file}.json" for file in files)
+    found = [
+        t.speedup for t in timings
+        if t.speedup and t.direction == direction and t.tokens >= tokens and t.load in loads and "H200" in t.machine
+    ]  # fmt: skip
+    return f"{min(found):.2f}x to {max(found):.2f}x"
+
+
+def insert(page: str, text: str) -> str:
+    """`page` with everything between the marks replaced.  Raises SystemExit if a mark is missing."""
+    if BEGIN not in page or END not in page:
+        raise SystemExit(f"the page needs the two lines\n{BEGIN}\n{END}")
+    before, rest = page.split(BEGIN, 1)
     return f"{before}{BEGIN}\n\n{text}\n{END}{rest.split(END, 1)[1]}"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*")
-    parser.add_argument("--readme", type=Path, help="write there instead of printing")
+    parser.add_argument("--pages", action="store_true", help="write the tables of all pages, from their files")
     parser.add_argument("--load", help="only this load, window or sustained")
     parser.add_argument("--tokens", type=int, help="only this number of tokens")
     parser.add_argument("--impl", help="compare these implementations: names, separated by commas")
     parser.add_argument("--short", action="store_true", help="one row for each shape, with both loads")
     parser.add_argument("--products", type=Path, help="print the table of a file of products.py")
     args = parser.parse_args(argv)
+    if args.pages:
+        for name in PAGES:
+            (ROOT / name).write_text(page_text(name))
+            print(ROOT / name)
+        return
     if args.products:
         print(products(args.products))
         return
@@ -135,10 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     ]
     kind = short if args.short else tables
     text = comparison(timings, args.impl.split(",")) if args.impl else kind(timings)
-    if args.readme:
-        args.readme.write_text(insert(args.readme.read_text(), text))
-    else:
-        print(text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 python docs/images/taskflow.py
 
-Rank 0 of 4, with 4 matrix and 2 vector workers; costs are the model's for multiprocessors of an H200.
+The rank of 4 that ends last, with 4 matrix and 2 vector workers; costs are the model's for multiprocessors of an H200.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ SCHEDULES = {
 
 
 OUT = Path(__file__).with_suffix(".png")
+THIN_MS = 0.004
+"""A task shorter than this is drawn as a line, which would else be narrower than its white edge."""
 
 
 def main(out: Path = OUT) -> None:
@@ -42,7 +44,7 @@ def main(out: Path = OUT) -> None:
     ids = [torch.rand(512, 16, generator=generator).topk(4)[1] for _ in range(4)]
     plans = [build_plan(ids, rank, cfg) for rank in range(4)]
     speeds = load_machine("h200-node").speeds
-    plt = figure_style()
+    plt, shown = figure_style(), dict[str, None]()
     figure, panels = plt.subplots(len(SCHEDULES), figsize=(WIDTH, 8.4), sharex=True, layout="constrained")
     for axes, (name, base) in zip(panels, SCHEDULES.items(), strict=True):
         schedule = dataclasses.replace(
@@ -53,7 +55,8 @@ def main(out: Path = OUT) -> None:
         made = assign(graph, way, speeds.cost(graph))
         check(graph, list(made.queues.values()))
         start, finish, remote = made.start_N.tolist(), made.finish_N.tolist(), graph.remote.tolist()
-        lanes = list(made.of_rank(0).items())
+        last = int(graph.rank_N[made.finish_N.argmax()])
+        lanes = list(made.of_rank(last).items())
         for lane, (_, queue) in enumerate(lanes):
             for index in queue:
                 op = graph.ops[int(graph.op_N[index])]
@@ -61,8 +64,10 @@ def main(out: Path = OUT) -> None:
                     continue
                 kind = "push dO" if op == "push" else f"{op} local" if op == "down_grad" and not remote[index] else op
                 width = (finish[index] - start[index]) / 1e6
+                thin = width < THIN_MS
                 axes.barh(lane, width, left=start[index] / 1e6, height=0.8, color=KINDS[kind].color,
-                          edgecolor="white", linewidth=0.3)  # fmt: skip
+                          edgecolor=KINDS[kind].color if thin else "white", linewidth=1.0 if thin else 0.3)  # fmt: skip
+                shown[kind] = None
         classes = [str(name).split()[0] for name, _ in lanes]
         places = {name: [n for n, c in enumerate(classes) if c == name] for name in dict.fromkeys(classes)}
         axes.set_yticks([sum(of) / len(of) for of in places.values()], list(places))
@@ -72,21 +77,12 @@ def main(out: Path = OUT) -> None:
         axes.spines["left"].set_visible(False)
     panels[-1].set_xlabel("ms")
     panels[-1].set_xlim(left=0)
-    shown = [
-        "push dO",
-        "down_grad local",
-        "down_grad",
-        "gate_up_grad",
-        "down_wgrad",
-        "gate_up_wgrad",
-        "collect",
-        "combine",
-    ]
     figure.legend(
-        [plt.Rectangle((0, 0), 1, 1, color=KINDS[name].color) for name in shown], [KINDS[name].label for name in shown],
+        [plt.Rectangle((0, 0), 1, 1, color=KINDS[name].color) for name in KINDS if name in shown],
+        [KINDS[name].label for name in KINDS if name in shown],
         loc="outside lower center", ncols=2, handlelength=1, handleheight=1,
     )  # fmt: skip
-    about = "rank 0 of 4, four matrix and two vector workers; times of the cost model"
+    about = "the rank of four that ends last; four matrix and two vector workers; times of the cost model"
     title(figure, "One backward, four schedules of the same tasks", about)
     figure.savefig(out)
     plt.close(figure)

@@ -8,6 +8,7 @@ from that.  `uniep.way` resolves how one call runs under a Schedule.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -497,7 +498,14 @@ def parse_schedule(text: str, default: Schedule) -> Schedule:
         try:
             default = dimension.put(default, type(dimension.default)(value))  # type: ignore[union-attr]
         except (AttributeError, ValueError):
-            fields = (d.name + (f" ({'|'.join(d.domain)})" if isinstance(d.default, str) else "") for d in DIMENSIONS)
-            kind = "a number" if dimension else f"one of the fields {', '.join(fields)}"
-            raise ConfigError(f"{part!r} is not FIELD=VALUE with {kind}") from None
+            if dimension:
+                raise ConfigError(f"{part!r} is not FIELD=VALUE with a number") from None
+            raise ConfigError(f"{part!r} is not FIELD=VALUE: Schedule has no field {name!r}; {_near(name)}") from None
     return default
+
+
+def _near(name: str) -> str:
+    """The fields that `name` may have meant, else where all are."""
+    within = [known for known in DIMENSION if known.partition(".")[0] == name]
+    near = within or difflib.get_close_matches(name, DIMENSION, n=1)
+    return f"did you mean {' or '.join(near)}?" if near else "docs/schedule.md has all, for example tile_order=natural"

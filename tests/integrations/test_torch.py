@@ -426,6 +426,22 @@ def test_example(tmp_path):
     assert before > 5 and after < 3.5 and later < 3.5, losses
 
 
+def test_example_of_equal_bits(tmp_path):
+    """Parameters, gradients, states, losses and norms of another EP size, as `uniep diff` compares them."""
+    example = Path(__file__).parents[2] / "examples/equal_bits.py"
+    printed = set()
+    for ranks in (1, 4):
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
+        command = [*run, "--steps", "3", "--out", str(tmp_path / str(ranks))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=CPU_ONLY)
+        assert done.returncode == 0, done.stderr
+        printed.add(done.stdout)
+    assert len(printed) == 1 and done.stdout.count("loss") == 3
+    differ = [sys.executable, "-m", "uniep", "diff", str(tmp_path / "1"), str(tmp_path / "4")]
+    done = subprocess.run(differ, capture_output=True, text=True, timeout=120, env=CPU_ONLY)
+    assert done.returncode == 0 and "identical" in done.stdout and "not compared" not in done.stdout, done.stdout
+
+
 def refused(world):
     mesh, world_mesh = meshes(world, 2)
     attempts = {}

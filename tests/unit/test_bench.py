@@ -218,7 +218,7 @@ def test_schedule_variants_name_fields():
     [
         (["--shapes", "gpt5"], "shape 'gpt5' is unknown; use qwen3-30b"),
         (["--impl", "uniep,megablocks"], "implementation 'megablocks' is unknown; use uniep"),
-        (["--impl", "uniep@colour=red"], "'colour=red' is not FIELD=VALUE with one of the fields overlap"),
+        (["--impl", "uniep@colour=red"], "'colour=red' is not FIELD=VALUE: Schedule has no field 'colour'"),
         (["--routing", "random"], "--routing 'random' is unknown; use balanced, zipf"),
         (["--load", "heavy"], "--load 'heavy' is unknown; use window, sustained"),
     ],
@@ -264,22 +264,38 @@ def test_a_short_table_has_both_loads_in_a_row(result_file):
     document["rows"] += [{**row, "load": "sustained", "ms": 2 * row["ms"]} for row in document["rows"][:8]]
     result_file.write_text(json.dumps(document))
     text = table.short(results.load([result_file]))
-    assert "**2x H200, 8192 tokens per GPU, ms: deepep-nowait → uniep** (commit abc, 2026-11-27" in text
+    assert "**2x H200, 8192 tokens per GPU, ms: DeepEP → uniep** (commit abc, 2026-11-27" in text
     assert "| qwen3-30b | 1.20 → 1.00, **1.20x** | 2.40 → 2.00, **1.20x** | 3.60 → 3.00, **1.20x** |" in text
 
 
-def test_table_is_written_between_the_marks_and_again(result_file, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+def test_table_is_written_between_the_marks_and_again(result_file):
+    text = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
     for _ in range(2):
-        table.main([str(result_file), "--readme", str(readme)])
-    text = readme.read_text()
+        text = table.insert(text, table.tables(results.load([result_file])))
     assert text.startswith("before\n") and text.endswith(f"{table.END}\nafter\n") and "old" not in text
-    assert text.count("| qwen3-30b | 8192 | balanced | 2.500 | 1.500 | *1.200* | 1.000 | **1.20x** | 1.25 |") == 1
+    assert text.count("| qwen3-30b | 8192 | balanced | 2.500 | 1.500 | *1.200* | 1.000 | **1.20x** | 1.25 | abc |") == 1
     assert text.count("**Forward + backward, 2x H200, window**") == 1
-    assert "Commit abc, 2026-11-27, PyTorch 2.11, Triton 3.6." in text
+    assert "2026-11-27, PyTorch 2.11, Triton 3.6." in text
     with pytest.raises(SystemExit, match="needs the two lines"):
         table.insert("no marks", "")
+
+
+@pytest.mark.parametrize("page", table.PAGES)
+def test_pages_have_the_tables_of_the_committed_files(page):
+    assert (ROOT / page).read_text() == table.page_text(page), "python benchmarks/table.py --pages"
+
+
+def test_pages_have_the_speedups_of_the_committed_files():
+    shown = {file for _, files in table.PAGES.values() for file in files}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    forward, both = (table.span(direction, shown) for direction in ("fwd", "fwd_bwd"))
+    assert f"forward {forward}, forward + backward {both} as fast as DeepEP's pipeline" in readme
+    assert {results.best_peer(t.ms) for t in results.load(results.RESULTS / f"{f}.json" for f in shown)} == {
+        "deepep-nowait"
+    }
+    page = " ".join((ROOT / "docs" / "from" / "deepep.md").read_text().split())
+    both = table.span("fwd_bwd", ["h200x2_both"], loads=("window",))
+    assert f"8192 tokens per GPU {both} as fast as DeepEP's pipeline (forward + backward" in page
 
 
 def test_table_of_products(tmp_path, capsys):

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import uniep
-from uniep.cli import launch, model, proof
+from uniep.cli import launch, model, progress, proof
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
 from uniep.cli.model import ModelConfig, Trainer
@@ -85,6 +86,27 @@ def test_memory_lists_buffers():
     assert "receive" in result.output and "2 ranks" in result.output
 
 
+@pytest.mark.parametrize("command", ["memory", "verify", "trace", "lora", "simulate", "tune", "explain"])
+def test_every_layer_has_a_shape_by_name(command):
+    (made,) = (c for c in app.registered_commands if c.callback.__name__ == command)
+    assert "shape" in inspect.signature(made.callback).parameters
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_S", 0.05)
+    output = io.StringIO()
+    with progress.progress(Console(file=output, width=80), "simulated", 3) as done:
+        done()
+        time.sleep(0.5)
+    assert output.getvalue() == "simulated: 1 of 3 after 0 s\n"
+
+
+def test_a_named_shape_is_its_four_sizes():
+    sizes = ["--hidden", "2048", "--ffn", "1408", "--experts", "64", "--top-k", "6"]
+    assert run("memory", "--shape", "dsv2-lite").output == run("memory", *sizes).output
+    assert run("memory", "--shape", "dsv2-lite").output != run("memory").output
+
+
 def test_memory_of_a_whole_model(tmp_path):
     """Two layers of 4 experts of 3 * 64 * 64, over 2 ranks, beside two routers and 1000 other parameters."""
     out = tmp_path / "memory.json"
@@ -131,7 +153,15 @@ def test_memory_of_a_hugging_face_config(tmp_path):
         (["memory", "--tokens", "x"], "Invalid value for '--tokens'"),
         (["tracee"], "No such command 'tracee'. Did you mean 'trace'?"),
         (["demo", "--nosuch"], "No such option"),
-        (["doctor", "--json", "/proc/uniep/x.json"], "--json /proc/uniep"),
+        (["doctor", "--json", "/proc/x.json"], "--json /proc"),
+        (["doctor", "--json", "/no/such/x.json"], "--json /no/such/x.json: there is no folder /no/such; make it"),
+        (["simulate", "--picture", "/no/such/x.png"], "--picture /no/such/x.png: there is no folder"),
+        (["memory", "--shape", "qwen3-30b", "--ffn", "3"], "--shape qwen3-30b beside --ffn; give the shape, or"),
+        (["verify", "--shape", "qwen"], "shape 'qwen' is unknown; use qwen3-30b"),
+        (["bench", "--rnks", "2"], "no option --rnks; did you mean --ranks?"),
+        (["bench", "--tokns=2"], "no option --tokns=2; did you mean --tokens?"),
+        (["explain", "--card", "a100"], "card 'a100' is unknown; use h100, h200"),
+        (["explain", "--backend", "cpu", "--card", "h200"], "which is a GPU; uniep tune --calibrate --backend cpu"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -244,7 +274,7 @@ def test_verify_judges_what_is_no_number(one_rank, monkeypatch):
 def test_verify_does_not_judge_luck(one_rank, few):
     """The error of two values is not what a dtype's error is."""
     result = run("verify", *few.split(), "--ep", "1")
-    assert result.exit_code == 0 and "accurate: no error is over" in result.output
+    assert result.exit_code == 0 and "NOT accurate" not in result.output and "too few values" in result.output
 
 
 def test_verify_judges_narrow_shapes_by_products_of_their_kind(one_rank, monkeypatch):
@@ -273,7 +303,7 @@ def test_another_order_is_the_same_problem():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_bench_needs_a_gpu_or_to_be_told(monkeypatch):
     result = run("bench")
-    assert result.exit_code == 2 and "--device cpu --dtype fp32 --shapes 128x128x8x2 --tokens 128" in result.output
+    assert result.exit_code == 2 and "--device cpu --dtype fp32 --shape 128x128x8x2 --tokens 128" in result.output
 
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
@@ -317,6 +347,17 @@ def test_verify_says_what_it_could_not_compare(one_rank):
     result = run("verify", *SMALL, "--ep", "1,2")
     assert result.exit_code == 0
     assert "not compared: EP 2; this run has only 1 rank\n" in result.output
+
+
+def test_verify_does_not_judge_the_error_of_few_values(one_rank):
+    sizes = ["--hidden", "7", "--ffn", "5", "--experts", "2", "--top-k", "1", "--ep", "1"]
+    result = run("verify", *sizes, "--tokens", "1")
+    assert result.exit_code == 0 and "accurate: no error" not in result.output and "0.00 times" not in result.output
+    assert result.output.count("too few values to judge the error of y, dx, dweights, dw13, dw2") == 2
+    result = run("verify", *sizes, "--tokens", "30", "--dtype", "fp32")
+    assert "accurate: no error is over" in result.output and "too few values to judge the error of dweights" in (
+        result.output
+    )
 
 
 def test_verify_needs_memory(one_rank):
@@ -433,8 +474,9 @@ def test_trace_with_real_processes(tmp_path):
         ("tile_order=best", "tile_order is 'best'; use 'natural', 'local-first'"),
         ("matrix_workers=0", "matrix_workers is 0; it must be at least 1"),
         ("matrix_workers=two", "'matrix_workers=two' is not FIELD=VALUE with a number"),
-        ("gate_up=3", "'gate_up=3' is not FIELD=VALUE with one of the fields overlap"),
-        ("gate_up=3", "tile_order (natural|local-first|chunk-major|critical-path)"),
+        ("gate_up=3", "has no field 'gate_up'; did you mean gate_up.rows or gate_up.columns or"),
+        ("tile_ordr=natural", "did you mean tile_order?"),
+        ("foo=3", "'foo=3' is not FIELD=VALUE: Schedule has no field 'foo'; docs/schedule.md has all, for example"),
         ("vector_workers=1000000", "vector_workers is 1000000; it must be at most 1024"),
         ("overlap", "overlap is ''; use 'serial'"),
         ("overlap=pipelined", "Schedule.overlap is 'pipelined', but backend 'cpu' knows only 'serial' and 'fused'"),
@@ -443,7 +485,7 @@ def test_trace_with_real_processes(tmp_path):
 def test_trace_refuses_schedules_that_cannot_run(one_rank, tmp_path, schedule, words):
     result = run("trace", *SMALL, "--ep", "1", "--out", str(tmp_path), "--schedule", schedule)
     assert result.exit_code == 2 and words in " ".join(re.sub("[│\n]", " ", result.output).split())
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and len(result.output) < 400
 
 
 # --- evidence ---

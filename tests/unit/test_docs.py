@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def test_links_lead_somewhere(page):
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
             wrong.append(target)
     assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_headings_stand_alone(page):
+    """Without a blank line before it, a heading is a row of the table above."""
+    lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE).splitlines()
+    wrong = [line for above, line in itertools.pairwise(lines) if re.match("#+ ", line) and above.strip()]
+    assert wrong == []
 
 
 @functools.cache

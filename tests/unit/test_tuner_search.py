@@ -4,8 +4,10 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import sqlite3
+import threading
 import time
 
 import pytest
@@ -13,14 +15,15 @@ import torch
 from typer.testing import CliRunner
 
 import uniep
+from uniep.cli import tune
 from uniep.cli.main import app
 from uniep.errors import ConfigError
 from uniep.schedule import Schedule, default_schedule
-from uniep.trials import calibrate
+from uniep.trials import calibrate, fleet
 from uniep.trials import search as searching
 from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.search import Listed, Optuna, Record, different, in_order, search
-from uniep.trials.trial import Job
+from uniep.trials.trial import Job, slowest
 from uniep.tuner import tables
 from uniep.tuner.model import Load, load_card, predict
 from uniep.tuner.space import Points, points
@@ -288,15 +291,32 @@ def test_ranks_are_started_anew_after_a_fault():
     assert not ranks.alive
 
 
+def test_an_interrupt_waits_until_all_ranks_are_known():
+    """Also one that a thread takes which was there before, and does not have the main thread's mask."""
+    started, inside, usual = [], threading.Event(), signal.getsignal(signal.SIGINT)
+    other = threading.Thread(target=lambda: (inside.wait(), os.kill(os.getpid(), signal.SIGINT)))
+    other.start()
+    with pytest.raises(KeyboardInterrupt), fleet._interrupted_later():
+        for rank in range(2):
+            inside.set()
+            other.join()
+            time.sleep(0.05)
+            started.append(rank)
+    assert started == [0, 1] and signal.getsignal(signal.SIGINT) is usual
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path))
     monkeypatch.delenv("UNIEP_TUNE", raising=False)
-    command = "tune --backend cpu --shape 32x16x4x2 --tokens 64 --ep 1 --dtype fp32 --budget-s 1 --sampler random"
+    # Any Schedule takes half of the default's time, so that there is a choice to keep.
+    monkeypatch.setattr(searching, "slowest", lambda of: [(a, 0.5 * a) for a, _ in slowest(of)])
+    command = "tune --backend cpu --shape 32x16x4x2 --tokens 64 --ep 1 --dtype fp32 --budget-s 2 --sampler random"
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output
     assert "all 1 ranks have choice" in done.output
     (entry,) = tables.read(tmp_path / "cpu-cpu-ep1.json", "cpu")["entries"].values()
-    assert entry["tried"] and entry["proof"] and entry["commit"]
+    assert entry["schedule"] and entry["tried"] and entry["proof"] and entry["commit"]
     assert all(t["pairs_us"] for t in entry["tried"] if t["status"] == "timed")
     (trials,) = (tmp_path / "trials").glob("*.sqlite")
     assert sqlite3.connect(trials).execute("SELECT count(*) FROM trials").fetchone()[0] == len(entry["tried"])
@@ -307,6 +327,26 @@ def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch):
     assert again.exit_code == 2 and "another process" in again.output
     shown = "".join(c for c in CliRunner().invoke(app, ["doctor"]).output if c not in " │\n")
     assert f"{tmp_path / 'cpu-cpu-ep1.json'}:serves32x16x4x2-float32-64" in shown
+
+
+def test_a_default_that_stays_needs_no_table(tmp_path, monkeypatch):
+    """Nothing was compared within the budget; a table of an earlier search is replaced."""
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path))
+    command = "tune --backend cpu --shape 32x16x4x2 --tokens 64 --ep 1 --dtype fp32 --budget-s 0"
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 0, done.output
+    assert "none in this time; raise --budget-s" in done.output and "no table is written" in done.output
+    assert re.search(r"sampler: (optuna|random) \(", done.output)
+    assert not list(tmp_path.glob("*.json"))
+    key = tables.Key.of(CFG, 1, "cpu", "cpu")
+    tables.store(tmp_path / key.file, key, {"schedule": {"chunk_tokens": 32}})
+    assert "written: " in CliRunner().invoke(app, command.split()).output
+    assert tables.read(tmp_path / key.file, "cpu")["entries"][key.place]["schedule"] == {}
+
+
+def test_auto_is_the_first_sampler_that_there_is(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert tune._first(None, "cpu")[0] == "random" and tune._first(load_card("h200"), "h200")[0] == "model"
 
 
 def test_calibrate_on_cpu_ranks(tmp_path, monkeypatch):
@@ -332,7 +372,7 @@ def test_calibrate_on_cpu_ranks(tmp_path, monkeypatch):
     ("options", "says"),
     [
         ("--backend tpu", "--backend is 'tpu'; use cpu, hopper, nccl or auto"),
-        ("--backend cpu --sampler guess", "--sampler is 'guess'; use optuna, model, random"),
+        ("--backend cpu --sampler guess", "--sampler is 'guess'; use auto, optuna, model, random"),
         ("--backend cpu --sampler model --shape 32x16x4x2 --tokens 64", "needs a card"),
         ("--calibrate --backend nccl", "--calibrate times backends hopper and cpu, not 'nccl'"),
         pytest.param(

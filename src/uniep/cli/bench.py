@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import runpy
 import sys
@@ -15,11 +16,12 @@ import typer
 from uniep.cli import summary
 from uniep.cli.launch import torchrun, under_torchrun
 from uniep.cli.options import JsonFile, check_file
+from uniep.errors import ConfigError, UnsupportedError
 from uniep.tuner.strategies import STRATEGIES, implementations
 
 HARNESS = Path(__file__).parents[3] / "benchmarks" / "moe.py"
 
-ON_CPUS = "uniep bench --ranks 2 --device cpu --dtype fp32 --shapes 128x128x8x2 --tokens 128"
+ON_CPUS = "uniep bench --ranks 2 --device cpu --dtype fp32 --shape 128x128x8x2 --tokens 128"
 
 # Ctrl-C reaches every process of a terminal: ranks end silently, and the process that started them prints.
 _RANK = """
@@ -41,13 +43,13 @@ def bench(
 ) -> None:
     """Time uniep and its peers on one MoE layer, interleaved, on the GPUs of this machine.
 
-    Everything else on the command line goes to benchmarks/moe.py: uniep bench --shapes qwen3-30b --tokens 4096,8192.
+    Everything else on the command line goes to benchmarks/moe.py: uniep bench --shape qwen3-30b --tokens 4096,8192.
+    Needs a clone of the repository: benchmarks are not in the installed package. Tokens are per rank.
     To list the options of that script: uniep bench -- --help. The last lines are a summary for an issue.
     """
     check_file(json_file, "--json")
     if not HARNESS.exists():
-        typer.echo(f"{HARNESS} does not exist: benchmarks are not part of the installed package; run this in a clone")
-        raise typer.Exit(2)
+        raise UnsupportedError("uniep bench needs a clone of the repository (make, then .venv/bin/uniep bench)")
     if strategy:
         made, left_out = implementations(strategy, "cpu" if "cpu" in context.args else "hopper")
         context.args += ["--impl", ",".join(made)]
@@ -60,13 +62,23 @@ def bench(
         sys.path.insert(0, str(HARNESS.parent))
         runpy.run_path(str(HARNESS), run_name="__main__")
         return
+    sys.path.insert(0, str(HARNESS.parent))
+    harness = runpy.run_path(str(HARNESS))
+    made = harness["parser"]()
+    _, unknown = made.parse_known_args(context.args)
+    if unknown:
+        known = [name for of in (made._actions, context.command.params) for action in of for name in _names(action)]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        guess = f"did you mean {near[0]}?" if near else "uniep bench --help and uniep bench -- --help list options"
+        raise ConfigError(f"no option {unknown[0]}; {guess}")
+    harness["options"](context.args)  # ends here, once, with what is wrong with a value
     told = {argument.partition("=")[0] for argument in context.args}
-    if not torch.cuda.is_available() and not told & {"--device", "--help", "-h"}:
+    if not torch.cuda.is_available() and "--device" not in told:
         typer.echo(f"this machine has no GPU to time; to see the harness run, in seconds, on CPU processes: {ON_CPUS}")
         raise typer.Exit(2)
     with tempfile.TemporaryDirectory(prefix="uniep-") as folder:
         results = json_file or Path(folder) / "results.json"
-        if json_file is None and not told & {"--help", "-h"}:
+        if json_file is None:
             context.args += ["--json", str(results)]
         try:
             command = ["--no-python", sys.executable, "-u", "-c", _RANK, str(HARNESS), *context.args]
@@ -74,6 +86,12 @@ def bench(
         finally:
             if results.exists():
                 summary.say(_lines(json.loads(results.read_text())))
+
+
+def _names(option: Any) -> list[str]:
+    """Of argparse's options and of this command's."""
+    names: list[str] = getattr(option, "option_strings", None) or getattr(option, "opts", [])
+    return names
 
 
 def _lines(results: dict[str, Any]) -> list[str]:

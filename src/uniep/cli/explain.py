@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, write_json
+from uniep.errors import ConfigError
 from uniep.shapes import parse_shape
+from uniep.sim.machine import machines
 from uniep.tuner import tables
 from uniep.tuner.explain import explain as explained
-from uniep.tuner.model import cards, load_card
+from uniep.tuner.model import Card, cards, load_card
 
 
 def explain(
@@ -23,9 +25,15 @@ def explain(
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.", min=1)] = 8192,
     card: Annotated[
-        str, typer.Option(help=f"Card to choose for: {', '.join(cards())}, or the path of a card file.")
-    ] = "h200",
-    backend: Annotated[str, typer.Option(help="Backend: hopper, or cpu with a card file of this machine.")] = "hopper",
+        str | None,
+        typer.Option(
+            help=f"Card to choose for: {', '.join(cards())}, or the path of a card file; default: h200, and with "
+            "--backend cpu this machine, once it is calibrated."
+        ),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="Backend: hopper, or cpu after uniep tune --calibrate --backend cpu.")
+    ] = "hopper",
     dtype: Dtype = DType.bf16,
     combine_groups: Annotated[int | None, typer.Option(help="MoEConfig.combine_groups.", min=1)] = None,
     results: Annotated[
@@ -44,7 +52,7 @@ def explain(
     console = Console(highlight=False)
     check_file(json_file, "--json")
     check_file(picture, "--picture")
-    made, known = parse_shape(shape), load_card(tables.card_file(card))
+    made, known = parse_shape(shape), _card(card, backend)
     cfg = made.config(
         ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)
     )
@@ -57,21 +65,38 @@ def explain(
         console.print(f"written: {picture}")
 
 
+def _card(given: str | None, backend: str) -> Card:
+    """The card to predict for.  Raises ConfigError for one that does not have this backend, or is not there."""
+    if backend not in ("hopper", "cpu"):
+        raise ConfigError(f"--backend is {backend!r}; the model knows hopper and cpu")
+    calibrate = "uniep tune --calibrate --backend cpu writes the card file of this machine"
+    file = tables.card_file(given or ("cpu" if backend == "cpu" else "h200"))
+    if backend == "cpu" and file == "cpu":
+        raise ConfigError(f"--backend cpu: this machine has no card file yet; {calibrate}")
+    known = load_card(file)
+    if (backend == "cpu") == (known.machine.name in machines()):
+        what = f"a GPU; {calibrate}" if backend == "cpu" else "no GPU; use --backend cpu"
+        raise ConfigError(f"--backend {backend} beside --card {given}, which is {what}")
+    return known
+
+
 def _changes(changes: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in changes.items()) or "the default"
+    return ", ".join(f"{name}={value}" for name, value in changes.items()) or "nothing"
 
 
 def _print(console: Console, document: dict[str, Any]) -> None:
     console.print(
-        f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens a rank, forward + backward, on "
-        f"{document['card']} ({document['backend']}): {document['points']} points, chosen by the {document['by']}"
+        f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens per rank, forward + backward, on "
+        f"{document['card']} ({document['backend']})"
     )
-    console.print(f"serves: {document['serves']}", style="dim")
+    chosen = {"table": "what a tuned table has", "model": f"the fastest of {document['points']:,} by the model"}
+    console.print(f"choice: {chosen[document['by']]}")
+    console.print(f"A Workspace there runs with {document['serves']}", style="dim")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("point", no_wrap=True)
+    table.add_column("Schedule", no_wrap=True)
     table.add_column("predicted us", justify="right", no_wrap=True)
     table.add_column("measured us", justify="right", no_wrap=True)
-    table.add_column("not as in the default", ratio=1)
+    table.add_column("differs from the default in", ratio=1)
     for title in ("choice", "default", "runner_up"):
         if (of := document[title]) is not None:
             measured = f"{of['measured_us']:.1f}" if of["measured_us"] is not None else "-"
@@ -83,13 +108,17 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         console.print(f"measured: {source}", style="dim")
     if document["runner_up"] is not None:
         differs = _changes(document["runner_up"]["differs_from_choice"])
-        console.print(f"The runner-up ({differs}) loses {document['runner_up']['why']}.")
+        console.print(f"The runner-up ({differs}) is {document['runner_up']['why']}.")
     if document["matters_most"] is not None:
         of = document["dimensions"][document["matters_most"]]
-        costs = ", ".join(f"{value} {cost:+.1%}" for value, cost in of["costs"].items())
-        console.print(f"Matters most: {document['matters_most']} is {of['is']}; {costs}.")
+        costs = ", ".join(f"{cost:+.1%} with {value}" for value, cost in of["costs"].items())
+        console.print(f"Matters most: {document['matters_most']}={of['is']}; time changes by {costs}.")
     strategies = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in document["strategies"].items())
-    console.print(f"Named strategies, ms: {strategies}", style="dim")
+    console.print(f"Named strategies, predicted ms: {strategies}", style="dim")
+
+
+SHOWN = 0.0005
+"""The smallest cost that has a bar: a twentieth of a percent."""
 
 
 def _draw(document: dict[str, Any], path: Path) -> None:
@@ -106,15 +135,15 @@ def _draw(document: dict[str, Any], path: Path) -> None:
     dots = [(name, of["measured_us"] / 1e3) for name, of in rows if of["measured_us"]]
     if dots:
         above.plot([ms for _, ms in dots], [name for name, _ in dots], "o", color=ORANGE)
-    above.set_xlabel("ms, predicted; dots: measured" if dots else "ms, predicted")
-    costs = [(name, max(of["costs"].values())) for name, of in document["dimensions"].items()][::-1]
+    above.set_xlabel("ms of forward + backward, predicted" + "; dots: measured" * bool(dots))
+    costs = [(n, max(of["costs"].values())) for n, of in document["dimensions"].items()][::-1]
+    costs = [(name, cost) for name, cost in costs if cost >= SHOWN]
     below.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color=ORANGE)
-    below.set_xlabel("%, with the slowest value, all else as chosen")
+    below.set_xlabel("% slower, with the slowest value of this dimension alone changed")
     title(
         figure,
         "What strategies and dimensions cost",
-        f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens a rank, forward + backward on "
-        f"{document['card']}",
+        f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens per rank, on {document['card']}",
     )
     figure.savefig(path)
     plt.close(figure)

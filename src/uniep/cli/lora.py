@@ -25,9 +25,11 @@ from uniep.cli.options import (
     Hidden,
     JsonFile,
     NumExperts,
+    ShapeOrSizes,
     Tokens,
     TopK,
     check_file,
+    layer_sizes,
     numbers,
     write_json,
 )
@@ -50,6 +52,8 @@ class Measured:
 
 
 def lora(
+    context: typer.Context,
+    shape: ShapeOrSizes = None,
     hidden: Hidden = 512,
     ffn: Ffn = 256,
     num_experts: NumExperts = 16,
@@ -69,9 +73,7 @@ def lora(
     check_file(json_file, "--json")
     ranks = numbers(rank, "--rank")
     share = -(-tokens // ep)
-    cfg = uniep.MoEConfig(
-        hidden=hidden, ffn=ffn, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=share, dtype=dtype.torch
-    )
+    cfg = uniep.MoEConfig(**layer_sizes(context, shape, ep), max_tokens_per_rank=share, dtype=dtype.torch)
     cfg.check_group(ep)
     backend = launch.backend()
     if not launch.under_torchrun():

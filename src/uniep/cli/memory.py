@@ -22,10 +22,12 @@ from uniep.cli.options import (
     Hidden,
     JsonFile,
     NumExperts,
+    ShapeOrSizes,
     TopK,
     Weight,
     WeightAt,
     check_file,
+    layer_sizes,
     write_json,
 )
 from uniep.cli.whole_model import Optimizer
@@ -42,13 +44,15 @@ MODEL = "Whole model"
 
 
 def memory(
+    context: typer.Context,
+    shape: ShapeOrSizes = None,
     hidden: Hidden = 2048,
     ffn: Ffn = 768,
     num_experts: NumExperts = 128,
     top_k: TopK = 8,
     tokens: Annotated[
         int,
-        typer.Option(help="Largest number of tokens that one rank passes in one call.", min=1, rich_help_panel="Shape"),
+        typer.Option(help="Tokens per rank, the most that one passes in a call.", min=1, rich_help_panel="Shape"),
     ] = 8192,
     dtype: Dtype = DType.bf16,
     weight_at: Weight = WeightAt.output,
@@ -67,7 +71,9 @@ def memory(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="config.json of a Hugging Face model, instead of --layers and the shape.", rich_help_panel=MODEL
+            help="config.json of a Hugging Face model, instead of --layers and the shape; needs the extra hf "
+            "(transformers), which builds the model without memory.",
+            rich_help_panel=MODEL,
         ),
     ] = None,
     dense: Annotated[
@@ -101,17 +107,19 @@ def memory(
     """
     check_file(json_file, "--json")
     console = Console(highlight=False)
-    shape: dict[str, Any] = {"hidden": hidden, "ffn": ffn, "num_experts": num_experts, "top_k": top_k}
+    sizes: dict[str, Any] = layer_sizes(context, shape, ep)
     size = None
     if config is not None:
+        if shape is not None:
+            raise uniep.ConfigError(f"--shape {shape} beside --config {config}, which says it; give one")
         if layers is not None:
             raise uniep.ConfigError(
                 f"--layers {layers} and --config {config} both say how many layers; give one of them"
             )
         with console.status("the model is built, without memory"):
-            size, shape = whole_model.of_config(config)
+            size, sizes = whole_model.of_config(config)
     cfg = uniep.MoEConfig(
-        **shape,
+        **sizes,
         max_tokens_per_rank=tokens,
         dtype=dtype.torch,
         weight_at=weight_at.value,

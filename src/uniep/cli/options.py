@@ -15,7 +15,7 @@ from uniep import schedule as schedules
 from uniep.activation import ACTIVATIONS
 from uniep.errors import ConfigError
 from uniep.schedule import Schedule
-from uniep.shapes import SHAPES
+from uniep.shapes import SHAPES, parse_shape
 
 
 class DType(enum.StrEnum):
@@ -37,9 +37,16 @@ Hidden = Annotated[int, typer.Option(help="Width of a token (D).", min=1, rich_h
 Ffn = Annotated[int, typer.Option(help="Width of one expert (F).", min=1, rich_help_panel="Shape")]
 NumExperts = Annotated[int, typer.Option("--experts", help="Experts over all ranks.", min=1, rich_help_panel="Shape")]
 TopK = Annotated[int, typer.Option(help="Experts per token.", min=1, rich_help_panel="Shape")]
-Tokens = Annotated[int, typer.Option(help="Tokens over all ranks.", min=1, rich_help_panel="Shape")]
-ShapeName = Annotated[
-    str, typer.Option(help=f"Shape of the layer: {', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).")
+Tokens = Annotated[int, typer.Option(help="Tokens of all ranks together.", min=1, rich_help_panel="Shape")]
+_SHAPES = f"{', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k)"
+ShapeName = Annotated[str, typer.Option("--shape", help=f"Shape of the layer: {_SHAPES}.", rich_help_panel="Shape")]
+ShapeOrSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--shape",
+        help=f"{_SHAPES}; instead of --hidden, --ffn, --experts and --top-k.",
+        rich_help_panel="Shape",
+    ),
 ]
 Dtype = Annotated[DType, typer.Option(help="dtype of tokens, parameters and results.", rich_help_panel="Shape")]
 Seed = Annotated[int, typer.Option(help="Random seed for tokens, routing and weights.", min=0, max=2**32 - 1)]
@@ -58,6 +65,29 @@ Groups = Annotated[
         "--combine-groups", help="Number of expert groups; results of a group are added before they return.", min=1
     ),
 ]
+
+
+def layer_sizes(context: typer.Context, shape: str | None, ep: int = 1) -> dict[str, Any]:
+    """hidden, ffn, num_experts and top_k for a MoEConfig: of `shape`, else of the four options.  ep: the number of
+    ranks, for shapes that have a number of experts on each.
+
+    Raises ConfigError for a shape that is unknown, and where one of the four is given beside it.
+    """
+    names = {"hidden": "--hidden", "ffn": "--ffn", "num_experts": "--experts", "top_k": "--top-k"}
+    if shape is None:
+        return {name: context.params[name] for name in names}
+    given = [option for name, option in names.items() if _told(context, name)]
+    if given:
+        raise ConfigError(f"--shape {shape} beside {', '.join(given)}; give the shape, or the four sizes")
+    made = parse_shape(shape)
+    return {"hidden": made.hidden, "ffn": made.ffn, "num_experts": made.experts(ep), "top_k": made.top_k}
+
+
+def _told(context: typer.Context, name: str) -> bool:
+    """Whether this parameter stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
 
@@ -90,11 +120,15 @@ def check_folder(out: Path, option: str = "--out") -> None:
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """As `check_folder` of the file's folder; a path that is a folder is refused, too."""
-    if path is not None and path.is_dir():
+    """Raises ConfigError now, before any work is done, if the file cannot be written: a folder of this name, or its
+    own folder is missing, which is not made (only that of --out is)."""
+    if path is None:
+        return
+    if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder; name a file")
-    if path is not None:
-        check_folder(path.parent, option)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or name another file")
+    check_folder(path.parent, option)
 
 
 def parse_schedule(text: str, option: str, default: Schedule | None = None) -> Schedule:

@@ -11,10 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import JsonFile, check_file, write_json
+from uniep.cli.options import JsonFile, ShapeName, check_file, write_json
 from uniep.cli.progress import progress
-from uniep.shapes import SHAPES, parse_shape
-from uniep.sim.machine import load_machine, machines, parse_changes
+from uniep.shapes import parse_shape
+from uniep.sim.machine import Machine, load_machine, machines, parse_changes
 from uniep.sim.problem import ROUTINGS, Problem
 from uniep.sim.rows import row_of
 from uniep.sim.strategies import STRATEGIES, Simulated, parse_strategies
@@ -36,12 +36,7 @@ def simulate(
             rich_help_panel="Machine",
         ),
     ] = None,
-    shape: Annotated[
-        str,
-        typer.Option(
-            help=f"Shape: {', '.join(SHAPES)}, or DxFxExK (hidden, ffn, experts, top-k).", rich_help_panel="Layer"
-        ),
-    ] = "qwen3-30b",
+    shape: ShapeName = "qwen3-30b",
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1, rich_help_panel="Layer")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.", min=1, rich_help_panel="Layer")] = 4096,
     routing: Annotated[
@@ -87,6 +82,7 @@ def simulate(
     console = Console(highlight=False)
     check_file(json_file, "--json")
     check_file(picture, "--picture")
+    check_file(picture, "--picture")
     if a3:
         from uniep.cli.simulate_a3 import reproduce
 
@@ -103,7 +99,7 @@ def simulate(
                 if picture is not None:
                     ran[strategy.name] = result
                 done()
-        console.print(_table(rows))
+        console.print(_table(rows, _nodes(made, ep)))
         console.print(
             "matrix, vector, link: how busy. exposed: ms in which rows travel, less what is computed meanwhile. "
             "phases: the longest, from the first start to the last end",
@@ -120,14 +116,20 @@ def simulate(
 
 def _title(row: dict[str, Any]) -> str:
     return (
-        f"{row['shape']} {row['direction']}, EP {row['ep']}, {row['tokens']} tokens a rank, {row['routing']}, "
+        f"{row['shape']} {row['direction']}, EP {row['ep']}, {row['tokens']} tokens per rank, {row['routing']}, "
         f"on {row['machine']}"
     )
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _nodes(machine: Machine, ep: int) -> str:
+    """How the group lies on nodes: the part of a title that says whether anything crosses the network."""
+    each = machine.per_node(ep)
+    return "one node" if each == ep else f"{ep // each} nodes of {each}"
+
+
+def _table(rows: list[dict[str, Any]], nodes: str) -> Table:
     first = rows[0]
-    table = Table(title=_title(first), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=f"{_title(first)}, {nodes}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("schedule", no_wrap=True)
     for column in ("ms", "", "matrix", "vector", "link", "exposed"):
         table.add_column(column, justify="right", no_wrap=True)

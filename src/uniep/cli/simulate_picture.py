@@ -19,6 +19,8 @@ COLORS = {
     "gate_up_wgrad": "#7048e8", "activation": "#22b8cf", "activation_gradient": "#22b8cf", "combine": "#2b8a3e",
     "collect": "#0ca678", "dweight": "#63e6be", "group_sum": "#087f5b", "residual": "#adb5bd",
 }  # fmt: skip
+ABOUT = {"residual": "residual (fitted)"}
+"""What the legend says of an operator, where its name is not enough."""
 STEPS = 600
 
 
@@ -55,9 +57,12 @@ def draw_lanes(ran: Mapping[str, Simulated], title: str, path: Path) -> None:
         axes.set_title(f"{name}: {exposed:.2f} ms", loc="left", color=INK)
     panels[-1, 0].set_xlabel("ms")
     panels[-1, 0].set_xlim(0, until / 1e6 * 1.01)
+    names: dict[str, list[str]] = {}  # operators of one kind have one colour, and one entry
+    for name in used:
+        names.setdefault(COLORS.get(name, "#d6336c"), []).append(ABOUT.get(name, name))
     figure.legend(
-        [plt.Rectangle((0, 0), 1, 1, color=COLORS.get(name, "#d6336c")) for name in used], list(used),
-        loc="outside lower center", ncols=4, handlelength=1, handleheight=1,
+        [plt.Rectangle((0, 0), 1, 1, color=color) for color in names], [", ".join(of) for of in names.values()],
+        loc="outside lower center", ncols=3, handlelength=1, handleheight=1,
     )  # fmt: skip
     pictures.title(figure, "What workers are busy with, simulated", f"{title}; height: the share of them that is busy")
     figure.savefig(path)

@@ -62,11 +62,12 @@ def machine() -> dict[str, str]:
 def say(lines: Sequence[str]) -> None:
     """Print a summary that Markdown shows as it is: the command, these lines, the versions and the machine."""
     made = machine()
+    of = f" ({made['commit']})" if made["commit"] != made["uniep"] else ""
     typer.echo("\nFor an issue:\n")
     for line in (
         "$ " + command_line(),
         *lines,
-        f"uniep {made['uniep']} ({made['commit']}), PyTorch {made['torch']}, Triton {made['triton']}, "
+        f"uniep {made['uniep']}{of}, PyTorch {made['torch']}, Triton {made['triton']}, "
         f"Python {made['python']}, {made['device']}",
     ):
         typer.echo("    " + line)

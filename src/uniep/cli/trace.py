@@ -22,10 +22,12 @@ from uniep.cli.options import (
     JsonFile,
     NumExperts,
     Seed,
+    ShapeOrSizes,
     Tokens,
     TopK,
     check_file,
     check_folder,
+    layer_sizes,
     parse_schedule,
     write_json,
 )
@@ -43,9 +45,11 @@ WARM_UP, RECORDED = 2, 6
 
 
 def trace(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for trace.json and timeline.html.")] = Path("out"),
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks, as processes of this machine.", min=1)] = 2,
     gpus: Annotated[bool, typer.Option("--gpus", help="Record on GPUs, one rank each, with overlap=mega.")] = False,
+    shape: ShapeOrSizes = None,
     hidden: Hidden = 512,
     ffn: Ffn = 256,
     num_experts: NumExperts = 16,
@@ -76,9 +80,7 @@ def trace(
     (exposed communication), idle. The fastest of several steps is kept. With --predict both also show the simulated
     tasks, after the recorded ones.
     """
-    cfg = uniep.MoEConfig(
-        hidden=hidden, ffn=ffn, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=tokens, dtype=dtype.torch
-    )
+    cfg = uniep.MoEConfig(**layer_sizes(context, shape, ep), max_tokens_per_rank=tokens, dtype=dtype.torch)
     cfg.experts_per_rank(ep)
     check_folder(out)
     check_file(json_file, "--json")
@@ -108,7 +110,8 @@ def trace(
                 way = resolve(cfg, ep, max(problem.shard_sizes), chosen, backend=backend)
                 spans += predicted(problem.ids.split(problem.shard_sizes), cfg, way, model, spans)
             about = {
-                "layer": f"hidden {hidden}, ffn {ffn}, {num_experts} experts, top-{top_k}, {dtype.value}",
+                "layer": f"hidden {cfg.hidden}, ffn {cfg.ffn}, {cfg.num_experts} experts, top-{cfg.top_k}, "
+                f"{dtype.value}",
                 "tokens": f"{tokens} over {ep} ranks",
                 "schedule": chosen.name
                 if gpus

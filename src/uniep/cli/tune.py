@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections import Counter
@@ -23,7 +24,7 @@ from uniep.errors import ConfigError, UnsupportedError
 from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
-from uniep.trials.search import Listed, Optuna, Record, Result, Sampler, different, in_order, search
+from uniep.trials.search import EARLY, Listed, Optuna, Record, Result, Sampler, different, in_order, search
 from uniep.trials.trial import Job
 from uniep.tuner import tables
 from uniep.tuner.model import Card, Load, card_text, cards, load_card
@@ -32,7 +33,7 @@ from uniep.tuner.space import points
 FIRST = 8
 """Number of the model's best points that optuna starts with."""
 
-SAMPLERS = ("optuna", "model", "random")
+SAMPLERS = ("auto", "optuna", "model", "random")
 
 
 def tune(
@@ -44,13 +45,19 @@ def tune(
     ] = "auto",
     dtype: Dtype = DType.bf16,
     combine_groups: Annotated[int | None, typer.Option(help="MoEConfig.combine_groups.", min=1)] = None,
-    budget_s: Annotated[float, typer.Option(help="Seconds to spend on timing.", min=0)] = 300.0,
+    budget_s: Annotated[
+        float, typer.Option(help="Seconds to time candidates, after ranks have started and run the default.", min=0)
+    ] = 300.0,
     candidate_s: Annotated[
         float, typer.Option(help="Seconds after which a candidate is dropped as too slow.", min=1)
     ] = 120.0,
     sampler: Annotated[
-        str, typer.Option(help="Search: optuna (which must be installed); model: fastest predicted first; random.")
-    ] = "optuna",
+        str,
+        typer.Option(
+            help="Search: optuna (the extra tune); model: fastest predicted first; random. auto: the first of them "
+            "that there is here."
+        ),
+    ] = "auto",
     card: Annotated[str | None, typer.Option(help="Card that the model assumes; default: this machine's.")] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Instead measure this card's constants for the model; under a minute.")
@@ -63,8 +70,8 @@ def tune(
     """Find the fastest Schedule of a layer on this machine, and keep it for Workspaces of this card.
 
     Candidates run in child processes of all ranks. A candidate that crashes, takes too long or changes a bit is
-    dropped, with the reason. An interrupted search resumes where it stopped. Tables and trials are in UNIEP_TUNE_DIR,
-    or in the user's cache.
+    dropped, with the reason. An interrupted search resumes where it stopped. A table is written if one is faster than
+    the default, which needs none. Tables and trials are in UNIEP_TUNE_DIR, or in the user's cache.
     """
     console = Console(highlight=False)
     check_file(json_file, "--json")
@@ -89,6 +96,9 @@ def tune(
         versions = {"kernels": tables.kernels(backend), "uniep": uniep.__version__, "torch": torch.__version__}
         record = Record(trials, {**versions, "tokens": tokens})
         try:
+            if sampler == "auto":
+                sampler, why = _first(known, name)
+                console.print(f"sampler: {sampler} ({why})")
             which = _sampler(sampler, job, known)
             with _bar(console, budget_s) as progress:
                 result = search(
@@ -96,8 +106,8 @@ def tune(
                 )  # fmt: skip
         finally:
             record.close()
-        tables.store(path, key, entry := _entry(result, job))
-    _print(console, result, path, job)
+        written = _keep(path, key, entry := _entry(result, job))
+    _print(console, result, path if written else None, job)
     write_json(json_file, entry)
 
 
@@ -116,6 +126,28 @@ def _card(given: str | None, name: str) -> Card | None:
         return load_card(tables.card_file(given))
     file = tables.card_file(name)
     return load_card(file) if file != name or name in cards() else None
+
+
+def _first(card: Card | None, name: str) -> tuple[str, str]:
+    """The sampler that `auto` stands for, and why."""
+    if importlib.util.find_spec("optuna") is not None:
+        return "optuna", "installed"
+    if card is not None:
+        return "model", f"optuna is not installed, and there is a card file of {name}"
+    return "random", f"optuna is not installed, and no card file of {name}: uniep tune --calibrate writes one"
+
+
+def _keep(path: Path, key: tables.Key, entry: dict[str, object]) -> bool:
+    """Put the entry into the table: if it is not the default, or takes the place of one.  -> whether it was written."""
+    if not entry["schedule"]:
+        try:
+            known = tables.read(path, key.backend)["entries"] if path.exists() else {}
+        except ConfigError:
+            known = {}
+        if key.place not in known:
+            return False
+    tables.store(path, key, entry)
+    return True
 
 
 def _sampler(name: str, job: Job, card: Card | None) -> Sampler:
@@ -150,10 +182,11 @@ def _entry(result: Result, job: Job) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _print(console: Console, result: Result, path: Path, job: Job) -> None:
+def _print(console: Console, result: Result, path: Path | None, job: Job) -> None:
+    words = {"timed": "timed", "slow": f"given up, over {EARLY:g} times the fastest so far"}
     counts = Counter(t.status for t in result.tried)
-    listed = ", ".join(f"{n} {status}" for status, n in counts.most_common()) or "none"
-    console.print(f"{len(result.tried)} points tried: {listed}; ranks were started {result.starts} times")
+    listed = ", ".join(f"{n} {words.get(status, status)}" for status, n in counts.most_common())
+    console.print(f"Schedules tried: {listed or 'none in this time; raise --budget-s'}")
     changes = tables.as_changes(result.choice, job.cfg, job.ep_size, job.backend)
     if changes:
         console.print(
@@ -163,7 +196,8 @@ def _print(console: Console, result: Result, path: Path, job: Job) -> None:
     else:
         better = f"; the best reached {result.gain:.3f}x, spread {result.spread:.3f}" if result.gain != 1 else ""
         console.print(f"the default stays, {result.usual_us:.0f} us{better}")
-    console.print(f"all {job.ep_size} ranks have choice {result.proof}; written: {path}")
+    console.print(f"all {job.ep_size} ranks have choice {result.proof}")
+    console.print(f"written: {path}" if path is not None else "no table is written: the default needs none")
 
 
 def _calibrate(

@@ -31,11 +31,13 @@ from uniep.cli.options import (
     Limit,
     NumExperts,
     Seed,
+    ShapeOrSizes,
     Tokens,
     TopK,
     Weight,
     WeightAt,
     check_file,
+    layer_sizes,
     numbers,
     write_json,
 )
@@ -57,6 +59,8 @@ ORDERS = 8
 
 
 def verify(
+    context: typer.Context,
+    shape: ShapeOrSizes = None,
     hidden: Hidden = 512,
     ffn: Ffn = 256,
     num_experts: NumExperts = 16,
@@ -93,10 +97,7 @@ def verify(
     check_file(json_file, "--json")
     sizes = sorted({1, *numbers(ep, "--ep")})
     cfg = uniep.MoEConfig(
-        hidden=hidden,
-        ffn=ffn,
-        num_experts=num_experts,
-        top_k=top_k,
+        **layer_sizes(context, shape, sizes[-1]),
         max_tokens_per_rank=tokens,
         dtype=dtype.torch,
         activation=activation,
@@ -119,7 +120,7 @@ def verify(
         missing = [size for size in sizes if size not in groups]
         layer = _describe(cfg, tokens)
         document: dict[str, Any] = {"layer": layer, "backend": backend, "ep": [*groups], "not_compared": missing}
-        accurate, ratio = True, 0.0
+        accurate, ratio, errors, few = True, 0.0, {}, []
         if rl:
             wrong = rollout.compare(cfg, tokens, seed, world, groups)
         else:
@@ -127,6 +128,7 @@ def verify(
             wrong, results = _compare(problem, world, groups, [s for s in schedules(backend) if not is_valid(s, cfg)])
             errors = _errors(problem, world, results) if world.rank == 0 else {}
             ratio = max((of["ratio"] for of in errors.values() if of["judged"]), default=0.0)
+            few = [name for name, of in errors.items() if not of["judged"]]
             accurate = ratio <= WORST_RATIO
             document["errors"] = errors
         if missing:
@@ -134,9 +136,15 @@ def verify(
         result = f"{len(wrong)} parts differ ({'; '.join(wrong[:3])})" if wrong else "all bits equal"
         if not rl:
             say(verdict(not wrong, groups, backend))
-            result += f"; largest error {ratio:.2f} times PyTorch's (limit {WORST_RATIO})"
-            if accurate:
-                say(f"[bold green]accurate[/bold green]: no error is over {ratio:.2f} times PyTorch's")
+            judged = len(few) < len(errors)
+            result += f"; largest error {ratio:.2f} times PyTorch's (limit {WORST_RATIO})" if judged else ""
+            unknown = f"too few values to judge the error of {', '.join(few)} (fewer than {FEW})" if few else ""
+            result += f"; {unknown}" if few else ""
+            if not judged:
+                say(f"[yellow]accuracy not judged[/yellow]: {unknown}; raise --tokens or the sizes")
+            elif accurate:
+                also = f"; {unknown}" if few else ""
+                say(f"[bold green]accurate[/bold green]: no error is over {ratio:.2f} times PyTorch's{also}")
             else:
                 say(
                     f"[bold red]NOT accurate[/bold red]: an error is {ratio:.2f} times PyTorch's; the limit: "

@@ -64,7 +64,10 @@ def of_config(path: Path) -> tuple[ModelSize, dict[str, Any]]:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise UnsupportedError("--config needs transformers: pip install transformers; or give --layers") from None
+        raise UnsupportedError(
+            "--config needs transformers, which counts the parameters: pip install '.[hf]' or transformers; or give "
+            "--layers, --dense and --shape"
+        ) from None
     if not path.exists():
         raise ConfigError(f"--config {path}: no such file; give a config.json or its folder")
     try:

@@ -6,13 +6,17 @@ same question to all ranks and waits for all answers.  If one does not come, it 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import signal
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,14 +60,15 @@ class Fleet:
         saved = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
-            for rank in range(self.job.ep_size):
-                ours, theirs = context.Pipe()
-                args = (self.job, rank, f"file://{self._folder.name}/store", theirs)
-                process = context.Process(target=_rank, args=args, daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
+            with _interrupted_later():
+                for rank in range(self.job.ep_size):
+                    ours, theirs = context.Pipe()
+                    args = (self.job, rank, f"file://{self._folder.name}/store", theirs)
+                    process = context.Process(target=_rank, args=args, daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+                    self._pipes.append(ours)
         finally:
             if saved is None:
                 del os.environ["OMP_NUM_THREADS"]
@@ -135,6 +140,28 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Ctrl-C inside the block is raised at its end, when all processes are known, and can be ended.
+
+    It reaches every process of a terminal: the fork server and the ranks inherit the mask, and do not see it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    multiprocessing.resource_tracker.ensure_running()  # when it starts it unblocks the signal; so not inside
+    usual = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, usual)
+    if came:
+        raise KeyboardInterrupt
 
 
 GRACE_S = 5.0

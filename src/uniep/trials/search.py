@@ -222,8 +222,9 @@ def search(
     most: int | None = None,
     progress: Progress = lambda seconds, text: None,
 ) -> Result:
-    """Time candidates for `budget_s` seconds, counted from when all ranks have started.  most: limit of candidates.
-    candidate_s: longest time for one question to all ranks.
+    """Time candidates for `budget_s` seconds, counted from when all ranks have started and the default was timed; the
+    candidate that runs at their end is given up.  most: limit of candidates.  candidate_s: longest time for one
+    question to all ranks.
 
     Raises UniEPError if the default itself cannot be timed.
     """
@@ -307,22 +308,29 @@ class _State:
     def tried(self, schedule: Schedule, changes: dict[str, Any], until: float) -> Tried:
         """until: when the budget ends; a candidate still running then is "ended", and does not count as a trial."""
         pairs: list[tuple[float, float]] = []
+
+        def ask(method: str, *args: Any) -> list[Any]:
+            left = max(until - time.monotonic(), 0.0)
+            return self.ranks.ask(method, *args, timeout_s=min(self.candidate_s, left))
+
         try:
             if self.ranks.starts != self.running or not self.ranks.alive:
                 self._ask("prove", self.incumbent)
                 self._ask("take")
                 self.running = self.ranks.starts
-            if (bits := self._ask("prove", schedule)) != self.bits:
+            if (bits := ask("prove", schedule)) != self.bits:
                 ranks = ", ".join(str(r) for r, (a, b) in enumerate(zip(bits, self.bits, strict=True)) if a != b)
                 return Tried(changes, "other bits", f"y or gradients differ from the serial Schedule's on rank {ranks}")
             for _ in range(ROUNDS):
-                pairs += slowest(self._ask("time", PAIRS))
+                pairs += slowest(ask("time", PAIRS))
                 ratio = statistics.median(b / a for a, b in pairs)
                 if ratio > EARLY:
                     break
                 if time.monotonic() > until:
                     return Tried(changes, "ended")
         except DroppedError as error:
+            if error.reason == "timeout" and time.monotonic() >= until:
+                return Tried(changes, "ended")
             return Tried(changes, error.reason, error.text)
         score, us = ratio * self.score, statistics.median(b for _, b in pairs)
         status = "slow" if ratio > EARLY else "timed"

@@ -56,7 +56,7 @@ def explain(
 
     document = {
         "shape": shape, "ep": ep_size, "tokens": cfg.max_tokens_per_rank, "backend": backend, "card": card.name,
-        "points": len(space), "serves": str(found.file) if found.file else f"the default: {found.why}",
+        "points": len(space), "serves": str(found.file) if found.file else f"the default Schedule: {found.why}",
         "by": "table" if found.schedule is not None else "model",
         "choice": of_point(choice), "default": of_point(usual), "runner_up": None,
         "predicted_us": round(us, 1), "stages_us": {k: round(float(v), 1) for k, v in of_choice.parts.items()},
@@ -105,11 +105,13 @@ def _why(other: Schedule, of_choice: Predicted, load: Load, card: Card) -> str:
     more = {name: float(us) - float(of_choice.parts[name]) for name, us in of.parts.items()}
     stage, most = max(more.items(), key=lambda item: item[1])
     begun = (
-        f"{lost:+.1f} us" if lost >= 0 else f"{lost:+.1f} us by the model, but the table's point was measured faster"
+        f"{lost:.1f} us slower"
+        if lost >= 0
+        else f"{-lost:.1f} us faster by the model, but the table's Schedule was measured faster"
     )
     if most < max(lost, 1.0) * 0.1:
-        return f"{begun}: no stage takes longer alone, but less of them runs beside another"
-    return f"{begun}: {stage} takes {most:+.1f} us alone"
+        return f"{begun}: no stage takes longer by itself, but less runs at the same time"
+    return f"{begun}: its {stage} takes {most:.1f} us more by itself"
 
 
 def _dimensions(

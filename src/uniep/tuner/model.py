@@ -90,8 +90,13 @@ def load_card(name: str) -> Card:
     try:
         if name in cards():
             text = (resources.files("uniep.tuner") / "cards" / f"{name}.toml").read_text()
-        else:
+        elif path.suffix == ".toml" or path.exists():
             text, name = path.read_text(), path.stem
+        else:
+            raise ConfigError(
+                f"card {name!r} is unknown; use {', '.join(cards())}, or the path of a card file (uniep tune "
+                "--calibrate writes that of this machine)"
+            )
         values = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"card file {path}: {error}; name a TOML file, or one of {', '.join(cards())}") from None
