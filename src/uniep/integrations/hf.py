@@ -217,7 +217,7 @@ def hook_routing(model: nn.Module) -> RoutingHooks:
                 raise error
             experts.__dict__[_ERROR] = error  # uniep's call passes it on to the other ranks
 
-        hooks.add(router, num_experts, "transformers", fail)
+        hooks.add(router, num_experts, 2, "transformers", fail)
     return hooks
 
 

@@ -1,7 +1,8 @@
 """Record and replay of routing in routers of other frameworks, which choose by `torch.topk`: that is intercepted.
 
-A router of transformers or torchtitan computes scores (..., E) of all experts, takes the K largest by `torch.topk`, and
-computes weights for these ids.  `hook` lets `uniep.nn.record_routing` see the ids and `uniep.nn.replay_routing` replace
+A router of transformers computes scores (T, E) of all experts, one of torchtitan (B, L, E), takes the K largest by
+`torch.topk`, and computes weights for these ids.  With groups of experts, it first takes the largest of each group: of
+scores with one more dimension.  `hook` lets `uniep.nn.record_routing` see the ids and `uniep.nn.replay_routing` replace
 them.  The router's own code then computes weights and gradients from them.
 """
 
@@ -24,18 +25,21 @@ Fail = Callable[[UniEPError], None]
 
 class _Choice(TorchFunctionMode):
     """Active while a router runs: the tape's choice, if it has one, replaces the router's, and the tape sees the
-    choice.  Of a DTensor it is that of the tokens on this rank."""
+    choice.  Of a DTensor it is that of the tokens on this rank.  dims: of the scores."""
 
-    def __init__(self, tape: Tape, num_experts: int, framework: str, fail: Fail) -> None:
+    def __init__(self, tape: Tape, num_experts: int, dims: int, framework: str, fail: Fail) -> None:
         super().__init__()
-        self.tape, self.num_experts, self.framework, self.fail = tape, num_experts, framework, fail
+        self.tape, self.num_experts, self.dims, self.framework, self.fail = tape, num_experts, dims, framework, fail
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self.num_experts:
+        if func not in (torch.topk, Tensor.topk):
+            return out
+        scores = args[0] if args else kwargs["input"]
+        if scores.dim() != self.dims or scores.shape[-1] != self.num_experts:
             return out
         with torch._C.DisableTorchFunction():
-            return self._replaced(args[0], out)
+            return self._replaced(scores, out)
 
     def _replaced(self, scores: Tensor, out: Any) -> Any:
         scores_TE, chosen = local_part(scores).flatten(0, -2), local_part(out.indices)
@@ -82,14 +86,14 @@ class RoutingHooks:
         self.handles.clear()
         self.routers.clear()
 
-    def add(self, router: nn.Module, num_experts: int, framework: str, fail: Fail) -> None:
-        """Give one router its tape."""
+    def add(self, router: nn.Module, num_experts: int, dims: int, framework: str, fail: Fail) -> None:
+        """Give one router its tape.  dims: of its scores."""
         router.tape = None  # type: ignore[assignment]
         active: list[_Choice] = []
 
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
             if isinstance(module.tape, Tape):
-                active.append(_Choice(module.tape, num_experts, framework, fail))
+                active.append(_Choice(module.tape, num_experts, dims, framework, fail))
                 active[-1].__enter__()
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -210,7 +210,7 @@ def hook_routing(model: nn.Module | Sequence[nn.Module]) -> RoutingHooks:
                 raise error
             routed.error = error
 
-        hooks.add(layer.router, num_experts, "torchtitan", fail)
+        hooks.add(layer.router, num_experts, 3, "torchtitan", fail)
     return hooks
 
 
