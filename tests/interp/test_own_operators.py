@@ -5,12 +5,16 @@ import pytest
 import torch
 from fused_rank import OWN_CASES, OWN_ROUNDS, RANKS, SCHEDULE, run, share
 from hopper_on_host import host_backends
-from own_operators import operators
+from own_operators import double, operators
 from test_fused import NAMES, run_ranks
 
 import uniep
 from uniep.backends.base import Needs
 from uniep.backends.collective.local_experts import KernelExperts
+from uniep.config import ROW_ALIGN
+from uniep.kernels.arguments import Rows
+from uniep.launch.driver import Bundle
+from uniep.launch.staged import launch_row_operator
 from uniep.way import resolve
 
 CASE = OWN_CASES["exact"]
@@ -52,6 +56,18 @@ def test_the_collective_backend_has_them_too():
     for kernels in (False, True):
         got = by_workspace("nccl", "torch", kernels)
         assert not [name for name in NAMES if not torch.equal(got[name], want[name])], kernels
+
+
+@pytest.mark.parametrize("width", [8, 72])
+def test_every_row_of_a_token_is_changed(width):
+    """Also of narrow rows, of which a program takes many at once."""
+    return_N = torch.arange(3 * ROW_ALIGN, dtype=torch.int32)
+    return_N[-5:] = -1
+    values_NX = torch.ones(len(return_N), width)
+    totals = torch.tensor([len(return_N), 3], dtype=torch.int32)
+    rows = Bundle(Rows(**dict.fromkeys(Rows._fields) | {"return_N": return_N, "totals": totals}))
+    launch_row_operator(double, values_NX, rows, 1)
+    assert torch.equal(values_NX, torch.where(return_N >= 0, 2.0, 1.0)[:, None].expand(-1, width))
 
 
 def test_ways():

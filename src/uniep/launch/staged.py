@@ -504,7 +504,7 @@ def launch_row_operator(body: Any, values_NX: Tensor, rows: Bundle[Rows], multip
         row_operator_kernel,
         multiprocessors * 8,
         (values_NX, rows),
-        {"WIDTH": values_NX.shape[1], "COLUMNS": columns, "ROWS": max(2048 // columns, 1), "BODY": body},
+        {"WIDTH": values_NX.shape[1], "COLUMNS": columns, "ROWS": min(max(2048 // columns, 1), ROW_ALIGN), "BODY": body},
         num_warps=8 if columns > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
