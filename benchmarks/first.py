@@ -3,9 +3,8 @@
     python benchmarks/first.py --json FILE                                        # one rank
     python benchmarks/first.py --ranks 2 --tokens 8192,512                        # a GPU each
 
-For each number of tokens and each way, in folders of their own for Triton's cache: "one by one", kernels compile where
-they are launched; "ahead", by child processes; "again", a second process behind "ahead".  Seconds: import, Workspace,
-the first forward + backward, the second one.
+For each number of tokens, in a folder of its own for Triton's cache, a process for each way: "compiled", with an empty
+cache; "again", with what it left.  Seconds: import, Workspace, the first forward + backward, the second one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-WAYS = ("one by one", "ahead", "again")
+WAYS = ("compiled", "again")
 
 
 def step(shape_name: str, tokens: int) -> dict[str, float]:
@@ -62,7 +61,6 @@ def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--shape", default="qwen3-30b", help="a name, or DxFxExK (default %(default)s)")
     made.add_argument("--tokens", default="8192", help="a list (default %(default)s)")
-    made.add_argument("--ways", default=",".join(WAYS), help="a list (default %(default)s)")
     made.add_argument("--ranks", type=int, default=1)
     made.add_argument("--json", metavar="FILE")
     made.add_argument("--commit", help="recorded in the file")
@@ -76,10 +74,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for tokens in args.tokens.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            for way in args.ways.split(","):
-                environment = os.environ | {"TRITON_CACHE_DIR": f"{folder}/{'one' if way == WAYS[0] else 'ahead'}"}
-                if way == WAYS[0]:
-                    environment["UNIEP_COMPILE_PROCESSES"] = "0"
+            for way in WAYS:
+                environment = os.environ | {"TRITON_CACHE_DIR": folder}
                 command = [
                     sys.executable,
                     "-m",

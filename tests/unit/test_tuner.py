@@ -374,6 +374,14 @@ def test_online_times_only_what_was_proved_here():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.parametrize("other", [{"activation": "relu2"}, {"bias": True}])
+def test_online_times_layers_without_gates_and_with_biases(other):
+    """A table serves them, too: its key has sizes alone."""
+    stored(tried=[{"changes": {"chunk_tokens": n}, "status": "timed", "score": 0.9} for n in (32, 128)])
+    with uniep.Workspace(dataclasses.replace(SMALL, **other), device="cpu", tune="online") as workspace:
+        assert workspace.backend.schedule.chunk_tokens in (32, 128)
+
+
 def test_40_calls_of_any_tokens_tune_nothing(monkeypatch):
     """73: after the Workspace is made no call looks for a table, and none changes the Schedule."""
     stored()

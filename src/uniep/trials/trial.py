@@ -51,12 +51,14 @@ class Trial:
         self.candidate: Workspace | None = None
         given = drawn(job.cfg, job.ep_size, rank, job.tokens, job.seed, device)
         self.ids_TK, self.dy_TD = given.ids_TK, given.dy_TD
-        self.leaves = [leaf.requires_grad_() for leaf in (given.x_TD, given.weights_TK, given.w13, given.w2)]
+        leaves = given.x_TD, given.weights_TK, given.w13, given.w2, *given.biases
+        self.leaves = [leaf.requires_grad_() for leaf in leaves]
 
     def call(self, workspace: Workspace, backward: bool = True) -> tuple[Tensor, ...]:
         """y and all gradients, or only y."""
-        x_TD, weights_TK, w13, w2 = self.leaves
-        y_TD = moe(x_TD, self.ids_TK, weights_TK, w13, w2, workspace=workspace)
+        x_TD, weights_TK, w13, w2, *biases = self.leaves
+        b13, b2 = biases or (None, None)
+        y_TD = moe(x_TD, self.ids_TK, weights_TK, w13, w2, b13=b13, b2=b2, workspace=workspace)
         if not backward:
             return (y_TD.detach(),)
         return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.dy_TD)

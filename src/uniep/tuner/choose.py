@@ -89,7 +89,8 @@ class _Served:
 
     def call(self, given: Drawn) -> None:
         """Forward and backward."""
-        experts = ExpertWeights((given.w13,), (given.w2,), "stacked")
+        cfg, ep_size = self.member.cfg, self.member.ep_size
+        experts = ExpertWeights.parse(given.w13, given.w2, cfg, ep_size, *given.biases)
         inputs = Inputs(given.x_TD, given.ids_TK, given.weights_TK, experts)
         _, saved = self.backend.forward(inputs, save=True)
         self.backend.backward(given.dy_TD, inputs, saved, Needs())

@@ -17,7 +17,8 @@ SLEEP_CYCLES = 4_000_000
 
 
 class Drawn(NamedTuple):
-    """x, dy (T, D); ids (T, K): uniform random; weights (T, K) fp32; w13 (e, 2F, D), w2 (e, D, F)."""
+    """x, dy (T, D); ids (T, K): uniform random; weights (T, K) fp32; w13 (e, 2F or F, D), w2 (e, D, F).
+    biases: b13 (e, 2F or F) and b2 (e, D), or none."""
 
     x_TD: Tensor
     dy_TD: Tensor
@@ -25,6 +26,7 @@ class Drawn(NamedTuple):
     weights_TK: Tensor
     w13: Tensor
     w2: Tensor
+    biases: tuple[Tensor, ...]
 
 
 def drawn(cfg: MoEConfig, ep_size: int, rank: int, tokens: int, seed: int, device: torch.device) -> Drawn:
@@ -39,9 +41,10 @@ def drawn(cfg: MoEConfig, ep_size: int, rank: int, tokens: int, seed: int, devic
     ids_TK = score_TE.topk(cfg.top_k, dim=1).indices.to(device)
     share_TK = torch.rand(tokens, cfg.top_k, generator=generator).add(0.1).to(device)
     dy_TD, x_TD = normal(tokens, cfg.hidden), normal(tokens, cfg.hidden)
-    w13 = normal(local, 2 * cfg.ffn, cfg.hidden, fan_in=cfg.hidden)
+    w13 = normal(local, cfg.h_columns, cfg.hidden, fan_in=cfg.hidden)
     w2 = normal(local, cfg.hidden, cfg.ffn, fan_in=cfg.ffn)
-    return Drawn(x_TD, dy_TD, ids_TK, share_TK / share_TK.sum(1, keepdim=True), w13, w2)
+    biases = (normal(local, cfg.h_columns), normal(local, cfg.hidden)) if cfg.bias else ()
+    return Drawn(x_TD, dy_TD, ids_TK, share_TK / share_TK.sum(1, keepdim=True), w13, w2, biases)
 
 
 def timed(call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:

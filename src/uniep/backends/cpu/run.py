@@ -105,7 +105,7 @@ class _StoppedError(Exception):
 
 
 class Run:
-    """One program in one call.  bodies: an object with a method per operator.  trace: where to append, or None."""
+    """Checked queues in one call.  bodies: an object with a method per operator.  trace: where to append, or None."""
 
     def __init__(
         self,
