@@ -72,6 +72,7 @@ OWN |= {
 }  # fmt: skip
 OWN["Qwen3Moe, gelu"] = {**OWN["Qwen3Moe"], "hidden_act": "gelu"}
 MODELS = list(OWN)
+OWN["DeepseekV2"] = {**OWN["DeepseekV3"], "topk_method": "group_limited_greedy"}
 EP2 = {"fsdp_size": 2, "ep_size": 2}
 
 
@@ -777,6 +778,8 @@ def test_wrong_records_of_routing(registration):
         model(batch())
     with pytest.raises(uniep.UnsupportedError, match="Linear has no experts"):
         hf.hook_routing(torch.nn.Linear(1, 1))
+    with pytest.raises(uniep.UnsupportedError, match=r"layers\.1\.mlp has .*group_limited_greedy"):
+        hf.hook_routing(build("DeepseekV2"))
 
 
 def one_is_short(world, folder: str) -> tuple:

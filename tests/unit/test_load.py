@@ -46,6 +46,17 @@ def test_counts(workspace, caplog):
     assert len(logged) == 2 and "load" not in uniep.report(workspace) and not caplog.records
 
 
+def test_another_default_device(workspace):
+    """Waits lie where the Workspace is."""
+    experts = uniep.nn.Experts(workspace.cfg, workspace=workspace, seed=0)
+    monitor = LoadMonitor(experts)
+    x, ids, weights = case.leaf(torch.randn(3, 64)), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    with torch.device("meta"):
+        experts(x, ids, weights).sum().backward()
+        (load,) = monitor.read().values()
+    assert load.experts[0] == 6 and load.forward_waits[0].entry > 0 and load.backward_waits[0].entry > 0
+
+
 def test_drops_are_counted(workspace):
     """By the capacity, which is not the same as unused."""
     kit = RouterConfig(capacity_factor=0.5, overflow="drop")

@@ -200,17 +200,24 @@ def hook_routing(model: nn.Module) -> RoutingHooks:
     Works for routers that are separate modules and choose by `torch.topk` of (T, E) scores, such as those of Qwen3-MoE,
     Mixtral, OLMoE and DeepSeek-V3, whatever runs the experts.  Records use the routers' names.  Does not work in a
     model compiled as one graph.  A replay reads its ids on the host.
-    Raises UnsupportedError, naming the layer, if one has no such router.
+    Raises UnsupportedError, naming the layer, if one has no such router, or one that takes its weights from scores of
+    the groups that it has chosen itself, where a replayed expert of another group would get none.
     """
     found = [
-        (experts, *find_router(around, experts, name))
+        (name, experts, *find_router(around, experts, name))
         for name, around in model.named_modules()
         if isinstance(experts := _inner(getattr(around, "experts", None)), nn.Module) and is_experts(experts)
     ]
     if not found:
         raise UnsupportedError(f"{type(model).__name__} has no experts that transformers lets uniep run")
     hooks = RoutingHooks()
-    for experts, router, num_experts in found:
+    for name, _, router, _ in found:
+        if getattr(router, "topk_method", "") == "group_limited_greedy":
+            raise UnsupportedError(
+                f"{name} has topk_method 'group_limited_greedy': experts of groups that the router itself would not "
+                "choose have weight 0 there, so no choice can be replayed; unhooked routers work as usual"
+            )
+    for _, experts, router, num_experts in found:
 
         def fail(error: UniEPError, experts: nn.Module = experts) -> None:
             if not getattr(experts, _MARK, 0):

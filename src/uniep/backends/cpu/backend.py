@@ -261,7 +261,7 @@ class CpuBackend:
         """Errors are raised by the call they belong to; nothing is deferred."""
 
     def waited(self) -> Tensor:
-        return torch.tensor(self._waited)
+        return torch.tensor(self._waited, device="cpu")
 
     def report(self) -> dict[str, str]:
         s = self.schedule
