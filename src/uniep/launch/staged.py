@@ -500,11 +500,12 @@ def launch_combine(sums: Sums, peers: Peers, multiprocessors: int) -> None:
 def launch_row_operator(body: Any, values_NX: Tensor, rows: Bundle[Rows], multiprocessors: int) -> None:
     """values (N, X) in place by an operator of one's own, over valid rows."""
     columns = power_of_2(values_NX.shape[1])
+    at_once = min(max(2048 // columns, 1), ROW_ALIGN)
     launch(
         row_operator_kernel,
         multiprocessors * 8,
         (values_NX, rows),
-        {"WIDTH": values_NX.shape[1], "COLUMNS": columns, "ROWS": min(max(2048 // columns, 1), ROW_ALIGN), "BODY": body},
+        {"WIDTH": values_NX.shape[1], "COLUMNS": columns, "ROWS": at_once, "BODY": body},
         num_warps=8 if columns > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
