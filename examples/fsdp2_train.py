@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/fsdp2_train.py
 
-On CPU processes or on GPUs, as many as torchrun starts: ranks form a mesh (dp, ep).  Experts are split over "ep" and
-then sharded over "dp"; all other parameters are sharded over all ranks.  What --save wrote, --load reads with whatever
-numbers of processes and --ep.
+On CPU processes or on GPUs, as many as torchrun starts, a multiple of --ep: ranks form a mesh (dp, ep).  Experts are
+split over "ep" and then sharded over "dp"; all other parameters are sharded over all ranks.  What --save wrote, --load
+reads with other numbers of processes and another --ep, too, and goes on with the step and the data behind it.
 """
 
 import argparse
@@ -66,13 +66,18 @@ def main() -> None:
     parser.add_argument("--load", type=Path, help="checkpoint to go on from")
     parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
     options = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", 0))
+    if not ranks:
+        parser.error("start it with torchrun --nproc-per-node N")
+    if options.ep < 1 or ranks % options.ep:
+        parser.error(f"--ep is {options.ep}; it must divide the number of processes, {ranks}")
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     mesh = init_device_mesh(device.type, (ranks // options.ep, options.ep), mesh_dim_names=("dp", "ep"))
     everyone = init_device_mesh(device.type, (ranks,))
 
@@ -90,14 +95,16 @@ def main() -> None:
         fully_shard(model, mesh=everyone, mp_policy=policy)
         dense, experts = split_parameters(model)
         optimizer = torch.optim.AdamW([{"params": dense}, {"params": experts}], lr=3e-3)
-        state = {"train": TrainState(model, optimizer, mesh["ep"])}
+        state = {"train": TrainState(model, optimizer, mesh["ep"]), "step": 0}
         if options.load:
             dcp.load(state, checkpoint_id=options.load)
+            if rank == 0:
+                print(f"resumed at step {state['step']}")
 
         text = torch.tensor(list(Path(__file__).read_bytes()))
-        draw = torch.Generator().manual_seed(1 + rank)
-        began = time.perf_counter()
-        for step in range(options.steps + 1):
+        began, last = time.perf_counter(), state["step"] + options.steps - 1
+        for step in range(state["step"], last + 1):
+            draw = torch.Generator().manual_seed(step * ranks + rank)  # the step is the position in the data
             starts = torch.randint(len(text) - LENGTH - 1, (SEQUENCES, 1), generator=draw)
             tokens = text[starts + torch.arange(LENGTH + 1)].to(device)
             logits = model(tokens[:, :-1])
@@ -106,11 +113,12 @@ def main() -> None:
             loss.backward()
             norm = clip_grad_norm_(dense, experts, 1.0, mesh["ep"])
             optimizer.step()
-            if step % 20 == 0:
+            if step % 20 == 0 or step == last:
                 dist.all_reduce(total := loss.detach().clone())
                 if rank == 0:
                     seconds = time.perf_counter() - began
                     print(f"step {step:3d}  loss {total / ranks:.3f}  gradient norm {norm:.2f}  {seconds:.0f} s")
+        state["step"] += options.steps
         if options.save:
             dcp.save(state, checkpoint_id=options.save)
     dist.destroy_process_group()

@@ -413,15 +413,16 @@ def test_78_what_a_checkpoint_lacks(pool, tmp_path):
 
 
 def test_example(tmp_path):
-    """The example trains with 2 processes, and goes on with one."""
+    """The example trains with 2 processes, and goes on with one, behind the last step."""
     example = Path(__file__).parents[2] / "examples/fsdp2_train.py"
     losses = []
-    for ranks, arguments in ((2, ["--steps", "20", "--save"]), (1, ["--steps", "0", "--ep", "1", "--load"])):
+    for ranks, arguments in ((2, ["--steps", "21", "--save"]), (1, ["--steps", "1", "--ep", "1", "--load"])):
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
         command = [*run, "--layers", "1", *arguments, str(tmp_path / "checkpoint")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=CPU_ONLY)
         assert done.returncode == 0, done.stderr
         losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert "resumed at step 21\nstep  21 " in done.stdout, done.stdout
     before, after, later = losses
     assert before > 5 and after < 3.5 and later < 3.5, losses
 

@@ -323,17 +323,32 @@ def test_picture_is_drawn(result_file, tmp_path):
 def test_command_passes_options_on(monkeypatch):
     from torch.distributed import run
 
-    from uniep.cli.bench import HARNESS
     from uniep.cli.main import app
 
-    seen = []
+    seen, harness = [], ROOT / "benchmarks" / "moe.py"
     monkeypatch.setattr(run, "main", seen.append)
     monkeypatch.delenv("RANK", raising=False)
     done = CliRunner().invoke(app, ["bench", "--ranks", "2", "--device=cpu", "--shapes", "qwen3-30b", "--phases"])
     assert done.exit_code == 0, done.output
     assert "--nproc-per-node=2" in seen[0]
-    passed = seen[0][seen[0].index(str(HARNESS)) :]
-    assert passed[:-1] == [str(HARNESS), "--device=cpu", "--shapes", "qwen3-30b", "--phases", "--json"]
+    passed = seen[0][seen[0].index(str(harness)) :]
+    assert passed[:-1] == [str(harness), "--device=cpu", "--shapes", "qwen3-30b", "--phases", "--json"]
+
+
+def test_command_of_an_installed_package_finds_the_clone(monkeypatch, tmp_path):
+    """pip install '.[cli]' without -e: the package lies in site-packages, far from benchmarks/."""
+    from uniep.cli import bench
+    from uniep.cli.main import app
+
+    monkeypatch.setattr(bench, "OWN_CLONE", tmp_path)
+    monkeypatch.chdir(ROOT / "docs")
+    done = CliRunner().invoke(app, ["bench", "--rnks", "2"])
+    assert f"{ROOT / 'benchmarks' / 'moe.py'} times the installed uniep" in done.output, done.output
+    assert done.exit_code == 2 and "no option --rnks" in done.output
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["bench"])
+    told = f"{tmp_path} is in none; run it there, or install the clone by pip install -e '.[cli]'"
+    assert done.exit_code == 2 and told in done.output, done.output
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def test_machines_of_the_package(name):
         ({"matrix_workers": 0}, "matrix_workers is 0"),
         ({"link_gpbs": 1.0}, "link_gpbs is not a key; did you mean link_gbps?"),
         ({"hbm_gbps_ep4": 1.0}, "hbm_gbps_ep4 is not a key; did you mean hbm_gbps?"),
+        ({"foo": 3}, "foo is not a key; keys: .*hbm_gbps, .*link_gbps, "),
         ({"all_to_all_gbps_ep8": 0.0}, "all_to_all_gbps_ep8 is 0; it must be"),
         ({"hbm_efficiency": 1.5}, "hbm_efficiency is 1.5; it must be a number of 0.01 to 1 "),
         ({"link_gbps": [1]}, "link_gbps is"),

@@ -13,13 +13,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
+import uniep
 from uniep.cli import summary
 from uniep.cli.launch import torchrun, under_torchrun
 from uniep.cli.options import JsonFile, check_file
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.tuner.strategies import STRATEGIES, implementations
 
-HARNESS = Path(__file__).parents[3] / "benchmarks" / "moe.py"
+OWN_CLONE = Path(__file__).parents[3]
+"""The clone that this package runs from, where it was installed by `pip install -e`."""
 
 ON_CPUS = "uniep bench --ranks 2 --device cpu --dtype fp32 --shape 128x128x8x2 --tokens 128"
 
@@ -44,12 +46,12 @@ def bench(
     """Time uniep and its peers on one MoE layer, interleaved, on the GPUs of this machine.
 
     Everything else on the command line goes to benchmarks/moe.py: uniep bench --shape qwen3-30b --tokens 4096,8192.
-    Needs a clone of the repository: benchmarks are not in the installed package. Tokens are per rank.
+    Needs a clone of the repository, since benchmarks are not in the installed package: the one that is installed by
+    pip install -e, or the one around the current folder. The installed uniep is timed. Tokens are per rank.
     To list the options of that script: uniep bench -- --help. The last lines are a summary for an issue.
     """
     check_file(json_file, "--json")
-    if not HARNESS.exists():
-        raise UnsupportedError("uniep bench needs a clone of the repository (make, then .venv/bin/uniep bench)")
+    harness_file = _harness()
     if strategy:
         made, left_out = implementations(strategy, "cpu" if "cpu" in context.args else "hopper")
         context.args += ["--impl", ",".join(made)]
@@ -58,12 +60,14 @@ def bench(
     if json_file is not None:
         context.args += ["--json", str(json_file)]
     if under_torchrun():
-        sys.argv = [str(HARNESS), *context.args]
-        sys.path.insert(0, str(HARNESS.parent))
-        runpy.run_path(str(HARNESS), run_name="__main__")
+        sys.argv = [str(harness_file), *context.args]
+        sys.path.insert(0, str(harness_file.parent))
+        runpy.run_path(str(harness_file), run_name="__main__")
         return
-    sys.path.insert(0, str(HARNESS.parent))
-    harness = runpy.run_path(str(HARNESS))
+    if harness_file.parents[1] != OWN_CLONE:
+        typer.echo(f"{harness_file} times the installed uniep, {Path(uniep.__file__).parent}")
+    sys.path.insert(0, str(harness_file.parent))
+    harness = runpy.run_path(str(harness_file))
     made = harness["parser"]()
     _, unknown = made.parse_known_args(context.args)
     if unknown:
@@ -81,11 +85,24 @@ def bench(
         if json_file is None:
             context.args += ["--json", str(results)]
         try:
-            command = ["--no-python", sys.executable, "-u", "-c", _RANK, str(HARNESS), *context.args]
+            command = ["--no-python", sys.executable, "-u", "-c", _RANK, str(harness_file), *context.args]
             torchrun(ranks or max(1, torch.cuda.device_count()), command)
         finally:
             if results.exists():
                 summary.say(_lines(json.loads(results.read_text())))
+
+
+def _harness() -> Path:
+    """benchmarks/moe.py of the clone that this package runs from, or else of the one around the current folder."""
+    here = Path.cwd()
+    for clone in (OWN_CLONE, here, *here.parents):
+        found = clone / "benchmarks" / "moe.py"
+        if found.exists() and (clone / "src" / "uniep").is_dir():
+            return found
+    raise UnsupportedError(
+        f"uniep bench needs a clone of the repository, and {here} is in none; run it there, or install the clone by "
+        "pip install -e '.[cli]'"
+    )
 
 
 def _names(option: Any) -> list[str]:

@@ -135,7 +135,7 @@ def checked(name: str, values: Mapping[str, object]) -> Machine:
         base = _base(key)
         if base not in KEYS:
             near = difflib.get_close_matches(base, KEYS, 1)
-            bad.append(f"{key} is not a key" + (f"; did you mean {near[0]}?" if near else ""))
+            bad.append(f"{key} is not a key; " + (f"did you mean {near[0]}?" if near else f"keys: {', '.join(KEYS)}"))
             continue
         known, kind = KEYS[base], int if KEYS[base].whole else (int, float)
         wanted = f"{'a whole number' if known.whole else 'a number'} of {known.low:g} to {known.high:g} {known.unit}"
