@@ -406,7 +406,7 @@ def _renaming(lost: Collection[str], others: Collection[str]) -> str:
         for prefix in {name.removesuffix(one) for name in have if one and name.endswith(f".{one}")}:
             if 2 * sum(name.startswith(prefix) and name.removeprefix(prefix) in short for name in have) > len(have):
                 return "; " + text.format(prefix)
-    return "; give the tensors the model's names (uniep.integrations.checkpoints.join_experts for experts and routers)"
+    return "; give the tensors the model's names (uniep.integrations.checkpoints.join_experts; the router by its router=)"
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
