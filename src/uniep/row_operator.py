@@ -70,6 +70,7 @@ class RowOperator:
         backends use `rows`.
     changes: whether values change.  If not, it may only read them, and has no body.
 
+    One behind "gate_up_grad" need not run where no gradient of x is wanted: `hopper` makes these rows all the same.
     An operator that changes rows of the forward has no gradient: run such calls under torch.no_grad.  Raises
     ConfigError.
     """

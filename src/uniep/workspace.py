@@ -93,6 +93,7 @@ class Workspace:
         self.group: dist.ProcessGroup | None = process_group(group)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.ep_size = dist.get_world_size(self.group) if self.group is not None else 1
+        self.ranks = _global_ranks(self.group)
         self.copies: dist.ProcessGroup | None = process_group(copies, "copies")
         self.num_copies = dist.get_world_size(self.copies) if self.copies is not None else 1
         self.key = f"uniep-workspace-{next(_numbers)}"
@@ -110,7 +111,7 @@ class Workspace:
         try:
             with meeting, torch.inference_mode(False):  # it is used inside and outside that mode
                 found = self._agree(fields, error, found, meeting)
-                if len(found) < 2:
+                if len(found) < 2 or operators:  # which were not there when the points were timed
                     self._make(chosen, found[0] if found else schedule, meeting)
             if self._backend is None:
                 schedule = choose.fastest(cfg, self.group, chosen, self.device, found, self.timeout_s, self.num_copies)
@@ -334,13 +335,15 @@ def by_key(key: str) -> Workspace:
     return workspace
 
 
-def told_to_all(of: Callable[..., Workspace]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def told_to_all(of: Callable[..., Workspace | None]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Decorator for functions that make a call of the Workspace `of(*arguments)`: see `Workspace.tell`."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(function)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             workspace = of(*args, **kwargs)
+            if workspace is None:
+                return function(*args, **kwargs)  # which says that it is missing
             since = None if torch.compiler.is_compiling() else workspace.entered  # a compiler would guard on the number
             try:
                 return function(*args, **kwargs)
@@ -393,6 +396,13 @@ def process_group(group: Any, name: str = "group") -> dist.ProcessGroup | None:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(f"this process is not in {name}; make that call on the group's own ranks only")
     raise ConfigError(f"{name} is a {type(group).__name__}; pass a ProcessGroup, a one-dimensional DeviceMesh or None")
+
+
+def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Of the group's members; without one, this process's."""
+    if group is not None:
+        return dist.get_process_group_ranks(group)
+    return [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
 
 
 def _refuse_launcher_without_group(group: dist.ProcessGroup | None) -> None:

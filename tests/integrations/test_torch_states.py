@@ -270,7 +270,8 @@ def test_declared_states(pool, tmp_path):
 
 
 def by_group(world, folder):
-    """Whether a state saved with a process group comes back with a mesh, and what is said of half an optimizer."""
+    """Whether a state saved with a process group comes back with a mesh, and can be taken from a closed Workspace; what
+    is said of a layer without a group, and of half an optimizer."""
     group, told = world.group(2), []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())
@@ -282,6 +283,7 @@ def by_group(world, folder):
         one.step(), other.step()
         logging.getLogger("uniep").addHandler(handler)
         try:
+            uniep.nn.Experts(config(), device="cpu").workspace.close()
             uniep_torch.TrainState(model, one, group)
             dcp.save(
                 {"train": uniep_torch.TrainState(model, [one, other], group)}, checkpoint_id=folder, process_group=group
@@ -293,14 +295,16 @@ def by_group(world, folder):
         both = uniep_torch.TrainState(fresh, groups, mesh)
         dcp.load({"train": both}, checkpoint_id=folder, process_group=group)
         same = [torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True)]
-    return all(same), told
+    closed = uniep_torch.TrainState(model, [one, other], group).state_dict()
+    return all(same) and len(closed["model"]) >= 12, told
 
 
 @pytest.mark.smoke
 def test_a_process_group_instead_of_a_mesh(pool, tmp_path):
     for same, told in pool.run(by_group, str(tmp_path), ranks=2):
-        assert same and len(told) == 1
-        assert "optimizers hold 8 of the model's 12 parameters" in told[0] and "blocks.0.moe.experts.w13" in told[0]
+        assert same and len(told) == 2
+        assert "a layer without group= or workspace= has all" in told[0]
+        assert "optimizers hold 8 of the model's 12 parameters" in told[1] and "blocks.0.moe.experts.w13" in told[1]
 
 
 def whole_loaded(world):

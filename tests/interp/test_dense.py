@@ -35,5 +35,6 @@ def test_planes_add_up():
         given = (values.clamp(-6e4, 6e4) if dtype == torch.float16 else values).to(dtype)
         made = planes(given, count)
         assert made.dtype == torch.bfloat16
+        assert (planes(torch.tensor([torch.inf, -torch.inf]).to(dtype), count)[1:] == 0).all()
         total = made.flip(0).double().sum(0)
         assert ((total - given.double()).abs() <= given.double().abs() * 2.0**-24).all(), dtype

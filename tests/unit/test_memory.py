@@ -85,7 +85,7 @@ def test_no_room_on_some_gpu():
     plan = plan_memory(CFG, 2)
     needed = packed_bytes(pack(hopper_arrays(CFG, 2, resolve(CFG, 2, 0, Schedule()))))
     check_room(plan, needed, [needed, 2 * needed])
-    with pytest.raises(CapacityError, match=r"takes 1010.27 MiB.*\(rank 1: 1\.00 KiB\).*lower max_tokens") as raised:
+    with pytest.raises(CapacityError, match=r"take 1010.27 MiB.*\(rank 1: 1\.00 KiB\).*lower max_tokens") as raised:
         check_room(plan, needed, [needed, 1024])
     text = str(raised.value)
     assert "returns" in text and "896.00 MiB" in text and "saved" not in text

@@ -67,7 +67,7 @@ def test_a_routing_of_its_own_is_found(monkeypatch):
 
     monkeypatch.setattr(rollout, "train", moved)
     same, text = compared(None, 1, 64)
-    lines = [line for line in text.splitlines() if "trained" in line]
+    lines = [line for line in text.splitlines() if "  trained" in line]
     assert not same and lines[0].count("✗") >= 2 and "✗" not in lines[1]
 
 

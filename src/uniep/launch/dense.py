@@ -20,7 +20,7 @@ def planes(values: Tensor, count: int, dtype: torch.dtype = torch.bfloat16) -> T
     made, rest = values.new_empty(count, *values.shape, dtype=dtype), values.float()
     for plane in made:
         plane.copy_(rest)
-        rest = rest - plane.float()
+        rest = (rest - plane.float()).nan_to_num_(0.0)  # of infinity, all is in the first plane
     return made
 
 

@@ -27,7 +27,7 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-@told_to_all(lambda *_, workspace, **__: workspace)
+@told_to_all(lambda *_, **named: named.get("workspace"))
 def moe(
     x_TD: Tensor,
     ids_TK: Tensor,
@@ -139,7 +139,7 @@ def moe(
     )
 
 
-@told_to_all(lambda *_, workspace: workspace)
+@told_to_all(lambda *_, **named: named.get("workspace"))
 def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
     """This rank's RoutingPlan for the ids of all ranks: tensors only.  Collective, like `moe`.
 

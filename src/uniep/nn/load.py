@@ -136,8 +136,12 @@ class LoadMonitor:
         self.last: dict[str, Load] = {}
         self._names = list(self.experts)
         self._workspace = next(iter(self.experts.values())).workspace
-        self._counts: dict[str, Tensor] = {}
-        self._waits: dict[str, Tensor] = {}
+        # Made here, not at the first call, which may be captured in a CUDA graph.
+        like: dict[str, Any] = {"dtype": torch.int64, "device": self._workspace.device}
+        self._counts = {name: torch.zeros(m.cfg.num_experts + 3, **like) for name, m in self.experts.items()}
+        """(E + 3,): slots of each expert, calls, unused slots, dropped slots of all ranks."""
+        self._waits = {name: torch.zeros(2, 2, **like) for name in self.experts}
+        """ns: forward and backward; entry and data."""
         self._reads = LateReads()
         self._warned = 0
         self._hooks = [
@@ -155,13 +159,6 @@ class LoadMonitor:
                 self._hooks.append(layer.router.register_forward_hook(self._drop_counter(inside[0])))
         _monitors.add(self)
 
-    def _of(self, name: str, device: torch.device) -> Tensor:
-        """(E + 3,) int64: slots of each expert, calls, unused slots, dropped slots of all ranks."""
-        if name not in self._counts:
-            num_experts = self.experts[name].cfg.num_experts
-            self._counts[name] = torch.zeros(num_experts + 3, dtype=torch.int64, device=device)
-        return self._counts[name]
-
     def _counter(self, name: str) -> Callable[..., None]:
         @_disable_dynamo
         @torch.no_grad()
@@ -169,19 +166,13 @@ class LoadMonitor:
             if is_recomputing():
                 return
             ids_TK = args[1] if len(args) > 1 else kwargs["ids_TK"]
-            totals = self._of(name, ids_TK.device)
+            totals = self._counts[name]
             num_experts = len(totals) - 3
             totals[:num_experts] += count_slots(ids_TK, num_experts)
             totals[num_experts] += 1
             totals[num_experts + 1] += (ids_TK < 0).sum()
 
         return count
-
-    def _waits_of(self, name: str) -> Tensor:
-        """(2, 2) int64, ns: forward and backward; entry and data."""
-        if name not in self._waits:
-            self._waits[name] = torch.zeros(2, 2, dtype=torch.int64, device=self._workspace.device)
-        return self._waits[name]
 
     def _wait_counter(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """Hooks before and after a forward; the latter brings hooks before and after its backward along."""
@@ -196,7 +187,7 @@ class LoadMonitor:
             """since: emptied; nothing where a hook came without the one before it."""
             with torch.no_grad():
                 if since:
-                    self._waits_of(name)[direction] += waited() - since.pop()
+                    self._waits[name][direction] += waited() - since.pop()
 
         began: list[Tensor] = []
 
@@ -219,7 +210,7 @@ class LoadMonitor:
         @torch.no_grad()
         def count(module: nn.Module, args: tuple[Any, ...], routing: Routing) -> None:
             if not is_recomputing():
-                self._of(name, routing.dropped.device)[-1] += routing.dropped
+                self._counts[name][-1] += routing.dropped
 
         return count
 
@@ -233,8 +224,8 @@ class LoadMonitor:
         rank, ranks, rows = self._workspace.rank, self._workspace.ep_size, []
         for name in self._names:
             waits_R22 = torch.zeros(ranks, 2, 2, dtype=torch.int64, device=device)
-            waits_R22[rank] = self._waits_of(name)
-            rows.append(torch.cat([self._of(name, device), waits_R22.flatten()]))
+            waits_R22[rank] = self._waits[name]
+            rows.append(torch.cat([self._counts[name], waits_R22.flatten()]))
         for totals in (*self._counts.values(), *self._waits.values()):
             totals.zero_()
         flat = torch.cat(rows)

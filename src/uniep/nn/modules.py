@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
@@ -23,6 +25,8 @@ from uniep.nn.router_ops import LEAST_SUM
 from uniep.nn.wrappers import RankOfState, is_full_state_taken, whole_tensor
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, told_to_all
+
+log = logging.getLogger("uniep")
 
 BIASES = ("b13", "b2")
 """Names of the parameters that `Experts` have with `MoEConfig(bias=True)`."""
@@ -65,6 +69,13 @@ class Experts(nn.Module):
         self.lora_scale: float | None = None
         if workspace is None:
             workspace = Workspace(cfg, group, device=device)
+            if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                log.warning(
+                    "a layer without group= or workspace= has all %d experts on each of %d ranks, which nothing keeps "
+                    "alike; pass the expert-parallel group, or reduce its gradients as those of other layers",
+                    cfg.num_experts,
+                    dist.get_world_size(),
+                )
         elif group is not None or device is not None:
             raise ConfigError("a Workspace has its own group and device; pass either workspace or group and device")
         elif workspace.cfg != cfg:

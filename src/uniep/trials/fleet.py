@@ -159,7 +159,7 @@ def _interrupted_later() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, usual)
+        signal.signal(signal.SIGINT, signal.default_int_handler if usual is None else usual)
     if came:
         raise KeyboardInterrupt
 

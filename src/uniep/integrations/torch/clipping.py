@@ -114,18 +114,18 @@ def _check_expert(
 ) -> None:
     """over: the groups over which the norms are added; added: the one of them that is ep_group."""
     module, space = owner.experts, owner.experts.workspace
-    ours = [] if space.group is None else dist.get_process_group_ranks(space.group)  # []: alone, or closed
+    ours = space.ranks
     last = module.first_expert + module.num_local - 1
     named = f"{given} is {owner.name} of experts {module.first_expert}..{last} of {module.cfg.num_experts}"
     if added is not None:
         ranks = dist.get_process_group_ranks(added)
-        if len(ranks) != space.ep_size or not set(ours) <= set(ranks):
+        if set(ours) != set(ranks):
             raise ConfigError(
-                f"{named}, which are spread over {space.ep_size} ranks {ours or ''}, but ep_group is of ranks {ranks}; "
+                f"{named}, which are spread over ranks {ours}, but ep_group is of ranks {ranks}; "
                 "pass the group of their Workspace, or None for one rank"
             )
         return
-    covered = any(g.size() >= space.ep_size and set(ours) <= set(dist.get_process_group_ranks(g)) for g in over)
+    covered = any(set(ours) <= set(dist.get_process_group_ranks(g)) for g in over)
     if space.ep_size > 1 and not covered:
         raise ConfigError(
             f"{named}, which are spread over {space.ep_size} ranks, and would count on this rank alone, so that each "

@@ -124,8 +124,7 @@ def mesh_of(given: Any, name: str, device_type: str) -> DeviceMesh:
 
 
 def check_group(module: Experts, layer: str, ep_mesh: DeviceMesh) -> None:
-    group = module.workspace.group
-    ours = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    ours = module.workspace.ranks  # also of one that is closed
     theirs = dist.get_process_group_ranks(ep_mesh.get_group())
     if ours != theirs:
         raise ConfigError(

@@ -406,7 +406,9 @@ def _renaming(lost: Collection[str], others: Collection[str]) -> str:
         for prefix in {name.removesuffix(one) for name in have if one and name.endswith(f".{one}")}:
             if 2 * sum(name.startswith(prefix) and name.removeprefix(prefix) in short for name in have) > len(have):
                 return "; " + text.format(prefix)
-    return "; give the tensors the model's names, for the router by join_experts(router=)"
+    return (
+        "; give the tensors the model's names (join_experts of uniep.integrations.checkpoints; the router by router=)"
+    )
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
