@@ -147,7 +147,8 @@ def test_a_launcher_without_a_process_group(monkeypatch):
     with pytest.raises(uniep.ConfigError, match=r"WORLD_SIZE is 2, .*call torch.distributed.init_process_group first"):
         make()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    make()
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
+    assert make().ranks == [1]
 
 
 def test_forward_mode_is_refused():

@@ -121,7 +121,7 @@ def _check_expert(
         ranks = dist.get_process_group_ranks(added)
         if set(ours) != set(ranks):
             raise ConfigError(
-                f"{named}, which are spread over ranks {ours}, but ep_group is of ranks {ranks}; "
+                f"{named}, which are spread over {space.ep_size} ranks {ours}, but ep_group is of ranks {ranks}; "
                 "pass the group of their Workspace, or None for one rank"
             )
         return
