@@ -76,14 +76,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for way in WAYS:
                 environment = os.environ | {"TRITON_CACHE_DIR": folder}
-                command = [
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--standalone",
-                    f"--nproc-per-node={args.ranks}",
-                ]
-                command += [__file__, "--step", "--shape", args.shape, "--tokens", tokens]
+                launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+                command = [sys.executable, *launcher, __file__, "--step", "--shape", args.shape, "--tokens", tokens]
                 done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
                 row = {"shape": args.shape, "tokens": int(tokens), "ranks": args.ranks, "way": way}
                 rows.append(row | json.loads(done.stdout.splitlines()[-1]))

@@ -37,6 +37,11 @@ _LEAVE_S = 2.0  # for messages to others that no one waits for
 _turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()  # by group
 
 
+def has_process_group() -> bool:
+    """Whether this process has joined others by torch.distributed."""
+    return dist.is_available() and dist.is_initialized()
+
+
 class Board:
     """Keys and values that all ranks see.  A separate thread asks the store, because the answer may never come: the
     store's host may be gone or suspended."""

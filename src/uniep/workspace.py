@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from uniep.backends import registry
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
-from uniep.meeting import Meeting
+from uniep.meeting import Meeting, has_process_group
 from uniep.membership import Membership
 from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
@@ -402,13 +402,13 @@ def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
     """Of the group's members; without one, this process's."""
     if group is not None:
         return dist.get_process_group_ranks(group)
-    return [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
+    return [dist.get_rank() if has_process_group() else 0]
 
 
 def _refuse_launcher_without_group(group: dist.ProcessGroup | None) -> None:
     """Raise ConfigError where a launcher has started several ranks that do not know each other yet: each would train
     all experts alone.  (dist.group.WORLD is None then.)"""
-    if group is not None or (dist.is_available() and dist.is_initialized()):
+    if group is not None or has_process_group():
         return
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1":

@@ -32,19 +32,27 @@ def shared_folder():
     return own, names[0]
 
 
+def saved_qwen3(rank):
+    """`shared_folder` with a small Qwen3-MoE of random weights."""
+    import test_hf
+
+    test_hf.COMMON |= {"hidden_size": 256, "num_hidden_layers": 1}
+    test_hf.OWN["Qwen3Moe"] |= {"moe_intermediate_size": 128, "head_dim": 64}
+    own, folder = shared_folder()
+    if rank == 0:
+        test_hf.build("Qwen3Moe").to(HALF).save_pretrained(folder)
+    dist.barrier()
+    return own, folder
+
+
 def hf(rank, size):
     """Expert parallelism with FSDP2, and all experts on one device."""
     import test_hf as cpu
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    cpu.COMMON |= {"hidden_size": 256, "num_hidden_layers": 1}
-    cpu.OWN["Qwen3Moe"] |= {"moe_intermediate_size": 128, "head_dim": 64}
     registration = cpu.hf.register()
-    own, folder = shared_folder()
-    if rank == 0:
-        cpu.build("Qwen3Moe").to(HALF).save_pretrained(folder)
-    dist.barrier()
+    own, folder = saved_qwen3(rank)
     batches = [cpu.batch(r).to(DEVICE) for r in range(size)]
 
     def alone(experts):
@@ -73,13 +81,8 @@ def peft(rank, size):
     import test_hf
     import test_peft as cpu
 
-    test_hf.COMMON |= {"hidden_size": 256, "num_hidden_layers": 1}
-    test_hf.OWN["Qwen3Moe"] |= {"moe_intermediate_size": 128, "head_dim": 64}
     registration = test_hf.hf.register(backend="nccl")
-    own, folder = shared_folder()
-    if rank == 0:
-        test_hf.build("Qwen3Moe").to(HALF).save_pretrained(folder)
-    dist.barrier()
+    own, folder = saved_qwen3(rank)
     batches = [cpu.batch(r).to(DEVICE) for r in range(size)]
 
     def alone(experts):

@@ -79,17 +79,8 @@ class Rows:
         used_N = back_N >= 0
         weight_N = torch.where(used_N, table.view(-1)[back_N.clamp(min=0)], 0.0)
         target_N = torch.where(used_N, back_N // slots, -1)
-        return cls(
-            rank,
-            cfg,
-            plan,
-            weight_N[:, None],
-            target_N,
-            back_N % slots,
-            parts,
-            part_slot_P,
-            keeps_results or bool(parts),
-        )
+        of_row = weight_N[:, None], target_N, back_N % slots
+        return cls(rank, cfg, plan, *of_row, parts, part_slot_P, keeps_results or bool(parts))
 
 
 class Gather:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import uniep.version
 from uniep.errors import ConfigError
+from uniep.meeting import has_process_group
 from uniep.nn.bits import part_digests
 from uniep.nn.modules import Experts, local_part
 from uniep.nn.wrappers import unwrapped
@@ -48,8 +49,8 @@ class DigestLog:
     """
 
     def __init__(self, folder: str | Path, *, group: dist.ProcessGroup | None = None) -> None:
-        ready = dist.is_available() and dist.is_initialized()
-        self.rank, self.ranks = (dist.get_rank(group), dist.get_world_size(group)) if ready else (0, 1)
+        joined = has_process_group()
+        self.rank, self.ranks = (dist.get_rank(group), dist.get_world_size(group)) if joined else (0, 1)
         path = Path(folder) / f"{self.rank}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

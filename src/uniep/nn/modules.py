@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UnsupportedError
+from uniep.meeting import has_process_group
 from uniep.nn.beside import start_beside
 from uniep.nn.functional import MATERIALISE, MainGrad, check_dense, check_devices, moe
 from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal
@@ -69,7 +70,7 @@ class Experts(nn.Module):
         self.lora_scale: float | None = None
         if workspace is None:
             workspace = Workspace(cfg, group, device=device)
-            if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if group is None and has_process_group() and dist.get_world_size() > 1:
                 log.warning(
                     "a layer without group= or workspace= has all %d experts on each of %d ranks, which nothing keeps "
                     "alike; pass the expert-parallel group, or reduce its gradients as those of other layers",
