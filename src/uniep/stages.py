@@ -45,10 +45,11 @@ ALL = Flags()
 
 class Order(NamedTuple):
     """The order of a product's tiles, of which `Way` says more.  leads: experts whose local tiles come first, if not
-    all or none."""
+    all or none.  waves: by arrival, if more than 1, all local tiles before them."""
 
     local_first: str
     leads: int
+    waves: int
     chunk_experts: int
     critical_path: bool
     rotated: bool
@@ -56,7 +57,8 @@ class Order(NamedTuple):
     def __str__(self) -> str:
         first = {"none": "", "leading": f"own rows of {self.leads} experts first", "all": "own rows first"}
         rules = (
-            "critical path" if self.critical_path else first[self.local_first],
+            "critical path" if self.critical_path else first["all" if self.waves > 1 else self.local_first],
+            f"{self.waves} waves by arrival" if self.waves > 1 else "",
             f"{self.chunk_experts} experts at a time" if self.chunk_experts else "",
             "by peer" if self.rotated else "",
         )
@@ -168,7 +170,8 @@ class _Call:
         way = self.way
         pushes = self.device and not self.copies and not self.dispatched
         waits = not self.device or (self.wired and way.waits)
-        rules = way.local_first, way.leads[not self.is_forward], way.chunk_experts, way.critical_path, way.rotated
+        first = way.local_first, way.leads[not self.is_forward], way.waves
+        rules = *first, way.chunk_experts, way.critical_path, way.rotated
         order = None if way.backend == COLLECTIVE else Order(*rules)
         return self.make(
             name, f"{'push' * pushes} {operators}", kernels,

@@ -47,7 +47,7 @@ class Way:
     push_programs: programs of those kernels that push first.  push_rounds: turns of the tile loop that the push lasts,
         in the forward and the backward.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
-    leads: how many these few are, in the forward and the backward.
+    leads: how many these few are, in the forward and the backward.  waves: of tiles by arrival, which take their place.
     chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling, of tiles on
         the CPU, of stretches on a device (`taskflow.stretches`).
     rotated: inside an expert, tiles in the order of peers.  interleaved: weight gradients behind their expert's rows.
@@ -76,6 +76,7 @@ class Way:
     push_rounds: tuple[int, int]
     local_first: Literal["none", "leading", "all"]
     leads: tuple[int, int]
+    waves: int
     chunk_experts: int
     critical_path: bool
     rotated: bool
@@ -138,6 +139,8 @@ class Way:
         usual = default_schedule(self.backend, cfg, self.ep_size, measured)
         tokens, by_tokens = f"T={self.num_tokens}", s.overlap not in ("serial", "mega")
         leading = f"leading {self.leads}" if self.local_first == "leading" else self.local_first
+        if self.waves > 1:
+            leading = f"all, then {self.waves} waves by arrival"
         kind = "one kernel" if self.mega else "stages"
         kernels = Choice(
             "kernels", "one each way" if self.mega else "in stages", "mega_to" if by_tokens else "overlap",
@@ -177,7 +180,7 @@ class Way:
                 f"{cfg.combine_groups}, {s.group_sum}, {s.overlap}",
             ),
             Choice(
-                "local tiles first", leading, "tile_order",
+                "local tiles first", leading, "tile_order, arrival_waves" if self.waves > 1 else "tile_order",
                 f"{s.tile_order}, {kind} of {self.backend}, {self.ep_size} ranks",
             ),
             *(wired if device else ()),
@@ -233,7 +236,9 @@ def resolve(
     pushes = waits and (mega or not copies)
     push_us = _push_us(cfg, ep_size, num_tokens, measured)
     rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gate_up, s.down)]
-    leads = _leads(cfg, ep_size, num_tokens, copies, sms, measured) if local_first == "leading" else (0, 0)
+    leading = local_first == "leading"
+    waves = s.arrival_waves if leading and copies else 1
+    leads = _leads(cfg, ep_size, num_tokens, copies, sms, measured) if leading and waves == 1 else (0, 0)
     staged = device and not mega and not gates
     beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
     beside = beside and "down_grad" not in behind
@@ -243,7 +248,7 @@ def resolve(
         returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies, waits=waits,
         chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
         push_rounds=(rounds[0], rounds[1]),
-        local_first=local_first, leads=leads, chunk_experts=s.chunk_experts if s.tile_order == "chunk-major" else 0,
+        local_first=local_first, leads=leads, waves=waves, chunk_experts=s.chunk_experts if s.tile_order == "chunk-major" else 0,
         critical_path=s.tile_order == "critical-path", rotated=s.peer_order == "rotated",
         interleaved=s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
         again=s.received == "again", device_tiles=device, separate=s.activation == "separate",

@@ -61,7 +61,7 @@ class EnteredError(Exception):
     """Ends a plan behind its first kernel."""
 
 
-def attempt(planners, ids_of_rank, weights_of_rank, lead=0):
+def attempt(planners, ids_of_rank, weights_of_rank, lead=0, waves=1):
     """One try of a plan on every rank.  All enter first: in one process nobody may wait for a later rank."""
 
     def enter_and_stop(enter):
@@ -75,18 +75,18 @@ def attempt(planners, ids_of_rank, weights_of_rank, lead=0):
     for planner, ids, weights in ranks:
         planner.enter = enter_and_stop(planner.enter)
         with pytest.raises(EnteredError):
-            planner.plan(ids, weights, (lead, lead + 1))
+            planner.plan(ids, weights, (lead, lead + 1), waves=waves)
         planner.enter = lambda *args: None
-    made = [planner.plan(ids, weights, (lead, lead + 1)) for planner, ids, weights in ranks]
+    made = [planner.plan(ids, weights, (lead, lead + 1), waves=waves) for planner, ids, weights in ranks]
     for planner in planners:
         del planner.enter
     return made
 
 
-def plans(planners, ids_of_rank, weights_of_rank, lead=0):
+def plans(planners, ids_of_rank, weights_of_rank, lead=0, waves=1):
     """One call's plan on every rank; made again, as every call is, until the rows fit what was allocated."""
     while True:
-        made = attempt(planners, ids_of_rank, weights_of_rank, lead)
+        made = attempt(planners, ids_of_rank, weights_of_rank, lead, waves)
         fits = [planner.fits() for planner in planners]
         assert len(set(fits)) == 1, "ranks disagree on whether the rows fit"
         if fits[0]:
@@ -114,12 +114,30 @@ def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int) -> lis
     return parts[0] + parts[1] + parts[2]
 
 
-def check(planners, ids_of_rank, cfg: MoEConfig, lead: int = 0) -> None:
+def order_of_arrival(plan, rank: int, cfg: MoEConfig, rows: int, waves: int) -> list[int]:
+    """Row tiles by wave, in each by expert.  The wave is that of the source that arrives last of those of the tile's rows;
+    the last one if the rows begin up to this rank and end behind it.  Sources arrive from the rank before this one
+    downwards.  A pad row is this rank's, or, behind rows of later ranks, of the last one of these."""
+    slots, ranks = cfg.max_tokens_per_rank * cfg.top_k, len(plan.counts_RE)
+    keys = []
+    for begin, end in itertools.pairwise(plan.expert_start_e1.tolist()):
+        source = [slot // slots for slot in plan.row_return_N[begin:end].tolist() if slot >= 0]
+        source += [max(rank, *source[-1:])] * (end - begin - len(source))
+        for first in range(0, end - begin, rows):
+            of_tile = source[first : first + rows]
+            arrival = max((rank - s) % ranks for s in of_tile)
+            if of_tile[0] <= rank < of_tile[-1]:
+                arrival = ranks - 1
+            keys.append((-(-arrival * waves // ranks), (begin + first) // rows))
+    return [tile for _, tile in sorted(keys)]
+
+
+def check(planners, ids_of_rank, cfg: MoEConfig, lead: int = 0, waves: int = 1) -> None:
     weights_of_rank = make_weights(ids_of_rank)
     flat_weights = torch.zeros(len(ids_of_rank), cfg.max_tokens_per_rank * cfg.top_k)
     for source, weights in enumerate(weights_of_rank):
         flat_weights[source, : weights.numel()] = weights.flatten()
-    for rank, got in enumerate(plans(planners, ids_of_rank, weights_of_rank, lead)):
+    for rank, got in enumerate(plans(planners, ids_of_rank, weights_of_rank, lead, waves)):
         want = build_plan(ids_of_rank, rank, cfg)
         tables, rows = got.rows, want.num_rows
         for name, device_name in PLAN_FIELDS.items():
@@ -141,7 +159,9 @@ def check(planners, ids_of_rank, cfg: MoEConfig, lead: int = 0) -> None:
         expert = torch.searchsorted(starts, torch.arange(tiles, dtype=torch.int32) * height, right=True) - 1
         assert tensor(tables.expert_M)[:tiles].tolist() == expert.tolist()
         for lead_of, order in ((lead, tables.order_M), (lead + 1, tables.backward_order_M)):
-            assert tensor(order)[:tiles].tolist() == expected_order(want, rank, cfg, height, lead_of)
+            by_leads = expected_order(want, rank, cfg, height, lead_of)
+            expected = by_leads if waves == 1 else order_of_arrival(want, rank, cfg, height, waves)
+            assert tensor(order)[:tiles].tolist() == expected
 
 
 def random_ids(tokens: int, top_k: int, num_experts: int, seed: int) -> torch.Tensor:
@@ -174,6 +194,15 @@ def test_equals_build_plan(case, ranks):
     planners = roomy_planners(cfg, ranks, make_schedule(rows=64 if ranks == 4 else 128))
     ids_of_rank = [random_ids(t, top_k, num_experts, seed) for seed, t in enumerate(tokens[:ranks])]
     check(planners, ids_of_rank, cfg, lead)
+
+
+@pytest.mark.parametrize("waves", [2, 4])
+@pytest.mark.parametrize("case", ["segments of several tiles", "several blocks of tokens"])
+def test_tiles_in_order_of_arrival(case, waves):
+    num_experts, top_k, most, tokens = CASES[case]
+    cfg = make_config(num_experts, top_k, most)
+    planners = roomy_planners(cfg, 4, make_schedule(rows=64))
+    check(planners, [random_ids(t, top_k, num_experts, seed) for seed, t in enumerate(tokens)], cfg, waves=waves)
 
 
 def test_more_blocks_than_chunks():

@@ -440,26 +440,30 @@ def segment_of(end, tile, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def _store_order(order_ptr, leads, num_tiles, first, last, expert, tile, i, exists):
-    """Of some row tiles (`i` of their expert, `expert`) their places in the order; see `tiles_kernel`.  leads, num_tiles,
-    first, last: of all experts."""
-    num_local = tl.where(leads, tl.maximum(last - first, 0), 0)
-    num_whole = tl.where(leads, 0, num_tiles)
-    num_late = tl.where(leads, num_tiles - num_local, 0)
-    local_before = tl.cumsum(num_local, 0) - num_local
-    whole_before = tl.sum(num_local) + tl.cumsum(num_whole, 0) - num_whole
-    late_before = tl.sum(num_local) + tl.sum(num_whole) + tl.cumsum(num_late, 0) - num_late
-    # Of an expert that does not lead, all tiles come in one stretch, as its own do of one that leads.
-    stretch = tl.gather(tl.where(leads, local_before - first, whole_before), expert, 0)
-    first_own = tl.gather(tl.where(leads, first, 0), expert, 0)
-    num_own = tl.gather(tl.where(leads, num_local, num_tiles), expert, 0)
-    own_before = tl.minimum(tl.maximum(i - first_own, 0), num_own)
-    is_own = (i >= first_own) & (i < first_own + num_own)
-    place = tl.where(is_own, stretch + i, tl.gather(late_before, expert, 0) + i - own_before)
-    tl.store(order_ptr + place, tile, mask=exists)
+def _waves(expert, source, rank, lead, waves, NUM_RANKS: tl.constexpr):
+    """The wave of each segment; see `tiles_kernel`."""
+    arrival = (rank - source + NUM_RANKS) % NUM_RANKS
+    by_arrival = (arrival * waves + NUM_RANKS - 1) // NUM_RANKS
+    leading = tl.where(expert < lead, tl.where(source == rank, 0, 2), 1)
+    return tl.where(waves > 1, by_arrival, leading)
 
 
-@triton.jit(do_not_specialize=["rank", "lead", "backward_lead"])
+@triton.jit
+def _shifts(end, wave, num_waves):
+    """Of each segment, what leads from the number of a row tile to its place in the order: wave by wave, in each as they
+    lie.  end (S,): of each segment, its last tile and one."""
+    index = tl.arange(0, end.shape[0])
+    begin = tl.where(index > 0, tl.gather(end, tl.maximum(index - 1, 0), 0), 0)
+    before = tl.zeros_like(num_waves)
+    shift = tl.zeros_like(end)
+    for number in range(num_waves):
+        count = tl.where(wave == number, end - begin, 0)
+        shift = tl.where(wave == number, before + tl.cumsum(count, 0) - count - begin, shift)
+        before += tl.sum(count)
+    return shift
+
+
+@triton.jit(do_not_specialize=["rank", "lead", "backward_lead", "waves"])
 def tiles_kernel(
     exchange_ptr,
     counts_ptr,
@@ -471,6 +475,7 @@ def tiles_kernel(
     rank,
     lead,
     backward_lead,
+    waves,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -485,11 +490,12 @@ def tiles_kernel(
     """Segment starts and, per row tile, its expert and its place in the order.
 
     totals: [0] padded rows, [1] row tiles.  progress (M,) and cursor, which count tiles of this call: zero.
-    Order: of the first `lead` experts the tiles whose rows are all local; the tiles of all other experts;
-    the remaining tiles of the first.  Each part in expert order.  lead = 0 is the natural order; few
-    leading experts hide the dispatch at the least cost in L2, which sees their weights twice.  The backward has an
-    order of its own: other tiles, which nothing precedes.
-    Each program looks at all experts, then at TILES tiles at once, every one of which finds its expert and its places.
+    Order: segments, which are the tiles of one expert that wait for one source last, go in waves, and inside a wave by
+    expert.  waves = 1: the local segments of the first `lead` experts; the segments of all other experts; the remaining
+    ones of the first.  lead = 0 is the natural order; few leading experts hide the dispatch at the least cost in L2, which
+    sees their weights twice.  The backward leads by a number of its own.  waves > 1: local segments, then the sources in
+    the order in which their copies arrive, from the rank before this one downwards, about NUM_RANKS / waves at a time.
+    Each program looks at all segments, then at TILES tiles at once, every one of which finds its segment and its places.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
     HOST (exact allocation): the host reads [call, padded rows, whether they fit, most tokens that one source sends] and
@@ -500,11 +506,9 @@ def tiles_kernel(
     local = tl.arange(0, LOCAL_P)
     source = tl.arange(0, NUM_RANKS)
     program = tl.program_id(0)
-    at = counts_ptr + source[:, None] * E + rank * LOCAL + local[None, :]
-    counts = tl.load(at, mask=(local < LOCAL)[None, :], other=0)
-    rows = tl.sum(counts, 0)
-    ahead = tl.sum(tl.where((source < rank)[:, None], counts, 0), 0)  # rows of earlier sources
-    own = tl.sum(tl.where((source == rank)[:, None], counts, 0), 0)
+    at = counts_ptr + source[None, :] * E + rank * LOCAL + local[:, None]
+    counts = tl.load(at, mask=(local < LOCAL)[:, None], other=0)
+    rows = tl.sum(counts, 1)
     padded = (rows + ALIGN - 1) // ALIGN * ALIGN
     start = tl.cumsum(padded, 0) - padded
     total = tl.sum(padded)
@@ -537,21 +541,32 @@ def tiles_kernel(
         tl.store(table.totals, tl.where(fits, total, 0))
         tl.store(table.totals + 1, tl.where(fits, total // BLOCK_M, 0))
 
-    # Tiles [first, last) of a segment hold this rank's rows only: from the tile after the last foreign row
-    # in front, to the tile before the first foreign row behind (pad rows are local).
-    first = (ahead + BLOCK_M - 1) // BLOCK_M
-    last = tl.where(ahead + own == rows, padded // BLOCK_M, (ahead + own) // BLOCK_M)
-    num_tiles = padded // BLOCK_M
+    # A tile waits last for the source of its first row, since copies come from the rank before this one downwards; but for
+    # the rank behind this one, which comes last, where it has rows up to this rank's and later ones.  Pad rows are this
+    # rank's, or, behind rows of later ranks, of the last one of these.
+    SEGMENTS: tl.constexpr = LOCAL_P * NUM_RANKS
+    end = tl.cumsum(counts, 1)  # rows
+    own_end = tl.sum(tl.where((source == rank)[None, :], end, 0), 1)
+    behind = (end == rows[:, None]) & (source >= rank)[None, :]
+    last = tl.where(behind, (padded // BLOCK_M)[:, None], (end + BLOCK_M - 1) // BLOCK_M)
+    whole = tl.where(own_end < rows, own_end // BLOCK_M, padded // BLOCK_M)
+    last = tl.where((source <= rank)[None, :], tl.minimum(last, whole[:, None]), last)
+    end = tl.reshape((start // BLOCK_M)[:, None] + last, (SEGMENTS,))
+    index = tl.arange(0, SEGMENTS)
+    num_waves = tl.maximum(waves + 1, 3)
+    forward_wave = _waves(index // NUM_RANKS, index % NUM_RANKS, rank, lead, waves, NUM_RANKS)
+    backward_wave = _waves(index // NUM_RANKS, index % NUM_RANKS, rank, backward_lead, waves, NUM_RANKS)
+    shift = _shifts(end, forward_wave, num_waves)
+    backward_shift = _shifts(end, backward_wave, num_waves)
     num_m = tl.where(fits, total // BLOCK_M, 0)
     for begin in range(program * TILES, num_m, tl.num_programs(0) * TILES):
         tile = begin + tl.arange(0, TILES)
         exists = tile < num_m
-        expert = segment_of((start + padded) // BLOCK_M, tile, LOCAL_P)
-        i = tile - tl.gather(start // BLOCK_M, expert, 0)
-        tl.store(table.expert_M + tile, expert, mask=exists)
+        segment = segment_of(end, tile, SEGMENTS)
+        tl.store(table.expert_M + tile, segment // NUM_RANKS, mask=exists)
         tl.store(table.progress_M + tile, tl.zeros((TILES,), tl.int32), mask=exists)
-        _store_order(table.order_M, local < lead, num_tiles, first, last, expert, tile, i, exists)
-        _store_order(table.backward_order_M, local < backward_lead, num_tiles, first, last, expert, tile, i, exists)
+        tl.store(table.order_M + tl.gather(shift, segment, 0) + tile, tile, mask=exists)
+        tl.store(table.backward_order_M + tl.gather(backward_shift, segment, 0) + tile, tile, mask=exists)
     if HOST:
         if program == 0:
             sent_R = tl.load(recv_count_ptr + source) if DEDUP else tl.where(source == rank, 0, tl.load(header))

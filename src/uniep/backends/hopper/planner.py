@@ -158,11 +158,12 @@ class Planner(Calls):
         ]
 
     def plan(
-        self, ids_TK: Tensor, weights_TK: Tensor, leads: tuple[int, int] = (0, 0), operation: str = "forward"
+        self, ids_TK: Tensor, weights_TK: Tensor, leads: tuple[int, int] = (0, 0), operation: str = "forward",
+        waves: int = 1,
     ) -> DevicePlan:  # fmt: skip
-        """Enter a call and plan it; the tokens of the send lists are sent.  leads: as in `make`."""
+        """Enter a call and plan it; the tokens of the send lists are sent.  leads, waves: as in `make`."""
         plan = self.enter_new(ids_TK, weights_TK, operation)
-        self.make(plan, ids_TK.shape[0], leads)
+        self.make(plan, ids_TK.shape[0], leads, waves)
         return plan
 
     def enter_new(
@@ -183,9 +184,11 @@ class Planner(Calls):
 
         launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
 
-    def make(self, plan: DevicePlan, num_tokens: int, leads: tuple[int, int] = (0, 0), copies: bool = False) -> None:
-        """leads: experts whose local tiles run first, in the forward and the backward.  copies: all tokens are sent,
-        whatever their ids; else those of the send lists."""
+    def make(
+        self, plan: DevicePlan, num_tokens: int, leads: tuple[int, int] = (0, 0), waves: int = 1, copies: bool = False
+    ) -> None:
+        """leads: experts whose local tiles run first, in the forward and the backward.  waves: of tiles by arrival; 1:
+        none.  copies: all tokens are sent, whatever their ids; else those of the send lists."""
         from uniep.kernels.plan import histogram_kernel, place_kernel, scan_kernel, tiles_kernel
 
         cfg, ranks = self.cfg, self.num_ranks
@@ -214,7 +217,7 @@ class Planner(Calls):
             min(-(-tiles // TILES_AT_ONCE), 16),
             (
                 exchange, plan.counts_RE, plan.recv_count_R, plan.bundle, self._host_totals, self.call, self.status,
-                self.rank, *leads,
+                self.rank, *leads, waves,
             ),
             constants.tiles,
             num_warps=4,

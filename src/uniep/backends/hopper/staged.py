@@ -151,7 +151,7 @@ class Forward(_Call):
 
     def plan(self, stage: Stage) -> None:
         link = self.link
-        link.planner.make(self.planned, self.out_TD.shape[0], link.way.leads, link.copying)
+        link.planner.make(self.planned, self.out_TD.shape[0], link.way.leads, link.way.waves, link.copying)
 
     def expand(self, stage: Stage) -> None:
         """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
