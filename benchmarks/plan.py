@@ -25,6 +25,7 @@ from uniep.backends.hopper.backend import HopperBackend
 from uniep.kernels.plan import clock_kernel
 from uniep.launch.driver import launch
 from uniep.routing import build_plan
+from uniep.schedule import default_schedule, parse_schedule
 
 FIELDS = "counts_RE", "expert_start_e1", "send_count_R", "recv_count_R", "row_source_N", "row_return_N"
 
@@ -46,7 +47,7 @@ def make(backend: HopperBackend, ids: Tensor, weights: Tensor, clocks: Tensor | 
 
 
 def orders(way: Any) -> tuple[Any, ...]:
-    return (way.leads,)
+    return way.leads, way.waves
 
 
 def check(backend: HopperBackend, ids: list[Tensor], weights: list[Tensor]) -> None:
@@ -83,13 +84,14 @@ def main() -> None:
     parser.add_argument("--tokens", default="512,8192")
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--schedule", default="", help="what differs from the default, such as arrival_waves=8")
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     rows = []
     for ranks in map(int, args.ranks.split(",")):
         for tokens in map(int, args.tokens.split(",")):
             cfg = args.shape.config(ranks, tokens, max_rows=tokens * ranks * args.shape.top_k)
-            backend = rank_0(cfg, ranks)
+            backend = rank_0(cfg, ranks, parse_schedule(args.schedule, default_schedule("hopper", cfg, ranks)))
             backend.way = backend.ways[tokens]
             generator = torch.Generator("cuda").manual_seed(1)
             scores = [torch.rand(tokens, cfg.num_experts, device="cuda", generator=generator) for _ in range(ranks)]
@@ -118,9 +120,10 @@ def main() -> None:
             backend.close()
             del backend
             torch.cuda.empty_cache()
-    meta = {
+    meta: dict[str, Any] = {
         "card": torch.cuda.get_device_name(), "torch": torch.__version__, "uniep": uniep.__version__,
-        "commit": args.commit, "repeats": args.repeats, "command": "benchmarks/plan.py", "emulated": True,
+        "commit": args.commit, "repeats": args.repeats, "schedule": args.schedule, "command": "benchmarks/plan.py",
+        "emulated": True,
     }  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")

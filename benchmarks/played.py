@@ -33,13 +33,14 @@ def _fail(cause: str) -> None:
 
 
 def rank_0(
-    cfg: MoEConfig, ranks: int, schedule: Schedule | None = None, kind: type[HopperBackend] = HopperBackend
-) -> HopperBackend:
+    cfg: MoEConfig, ranks: int, schedule: Schedule | None = None, kind: type[HopperBackend] = HopperBackend,
+    device: str = "cuda:0",
+) -> HopperBackend:  # fmt: skip
     """Its backend, whose waits end after TIMEOUT_S."""
     link.Arena = PlayedArena  # type: ignore[misc]
     member: Any = types.SimpleNamespace(
-        cfg=cfg, rank=0, ep_size=ranks, device=torch.device("cuda", torch.cuda.current_device()), group=None,
-        timeout_s=TIMEOUT_S, copies=1, cause="", operators=(), fail=_fail,
+        cfg=cfg, rank=0, ep_size=ranks, device=torch.device(device), group=None, timeout_s=TIMEOUT_S, copies=1,
+        cause="", operators=(), fail=_fail,
     )  # fmt: skip
     return kind(member, schedule)
 

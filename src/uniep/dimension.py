@@ -13,7 +13,8 @@ class Measured(NamedTuple):
     """The measured values behind defaults and ways: from 2x H200 (docs/log.md), used for every GPU until it is tuned.
 
     sms: multiprocessors of a GPU.
-    worth_copying: if a peer needs at least this share of the tokens, copy engines send all of them.
+    worth_copying: if a peer needs at least this share of the tokens, copy engines send all of them (simulated, EP 4 and
+        8: pushes are as fast at 0.31; copies need no programs, but keep more tokens).
     flop_per_wire_byte: operations of a grouped GEMM while NVLink sends one byte (726 TFLOP/s, 350 GB/s).
     worth_pipelining: time of results on the wire divided by time of the down product; from this ratio on, results
         should start during gate_up.
@@ -25,7 +26,7 @@ class Measured(NamedTuple):
     """
 
     sms: int = 132
-    worth_copying: float = 0.7
+    worth_copying: float = 0.35
     flop_per_wire_byte: float = 2074
     worth_pipelining: float = 1.7
     pipelined_from: int = 4096

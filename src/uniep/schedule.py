@@ -138,9 +138,9 @@ def _usual_waves(d: Dimension, at: Setting) -> int:
 
 
 def _first_product_us(at: Setting, waves: int, forward: bool) -> float:
-    """Time of gate_up, or of down_grad, from its first tile on, if copy engines send the tokens and routing is balanced:
-    sources are multiplied as they arrive.  Each wave reads the weights again, of which half hides (2x H200,
-    docs/log.md)."""
+    """Time of gate_up, or of down_grad, from its first tile on, if copy engines send the tokens and routing is
+    balanced: sources are multiplied as they arrive.  Each wave reads the weights again, of which half hides
+    (2x H200)."""
     cfg, ranks, measured = at.cfg, at.ep_size, at.measured
     columns, lead_us = (cfg.h_columns, measured.copy_lead_us) if forward else (cfg.ffn, 0)
     rows, weights = cfg.max_tokens_per_rank * cfg.top_k / ranks, cfg.experts_per_rank(ranks) * columns * cfg.hidden
@@ -289,7 +289,7 @@ class Schedule:
         doc="How ranks send tokens. push: programs store the deduplicated tokens. copy: copy engines send every "
         "token to every peer; this takes no programs and does not wait for the plan, but also sends tokens that the "
         "peer does not need.",
-        helps="copy where a peer needs most tokens anyway (from 0.7 of them on, 2x H200), if calls are not mega.",
+        helps="copy where a peer needs more than a third of the tokens, if calls are not mega.",
         usual={GPU: _usual_transfer}, shown={"copy": "copy"},
     )  # fmt: skip
     peer_order: Literal["natural", "rotated"] = dimension(

@@ -151,12 +151,15 @@ class _Call:
         plan = (("plan", SAVED), ("rows", SAVED)) if self.is_forward else (("address", END),)
         rows = "row_addresses_kernel" * (not self.is_forward and (flags.w13 or flags.w2 or self.cfg.bias))
         made = [self.make("enter", "", f"exchange_kernel {rows} {self.barrier}", buffers=plan, **both)]
+        sent: Any = {"stream": "copies", "sms": 0, "signals": self.flag("finished")}
         if self.copies:
-            made.append(self.make("send", "push", "copy", stream="copies", sms=0, signals=self.flag("finished")))
+            made.append(self.make("send", "push", "copy", **sent))
         if self.is_forward:
             kernels = "histogram_kernel scan_kernel tiles_kernel place_kernel " + "parts_kernel" * way.grouped
             tables = (("histogram", END), ("parts", SAVED))[: 1 + way.grouped]
             made.append(self.make("plan", "", kernels, buffers=tables))
+            if self.copies and way.ep_size > 2:  # which the plan does not wait for on the host
+                made.append(self.make("send_others", "", "copy", **sent))
         if self.dispatched:
             push = "push_tokens_kernel" * (not self.copies)
             made.append(self.make(

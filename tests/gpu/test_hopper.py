@@ -57,6 +57,8 @@ SCHEDULES = {
     "copied, serial": Schedule(transfer="copy", overlap="serial"),
     "pipelined": Schedule(transfer="copy", overlap="pipelined"),
     "pipelined, pushed": Schedule(transfer="push", overlap="pipelined", down_sms=7),
+    "copied, waves": Schedule(transfer="copy", arrival_waves=4),
+    "pipelined, waves": Schedule(transfer="copy", overlap="pipelined", arrival_waves=4),
     "copied again": Schedule(transfer="copy", received="again"),
     "pushed again": Schedule(transfer="push", received="again"),
     "gradient beside, pushed": Schedule(activation_gradient="beside", beside_from=0),

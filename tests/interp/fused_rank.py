@@ -35,7 +35,7 @@ ROUNDS = (  # overlap, operand, transfer, received, activation_gradient
     ("fused", "expanded", "copy", "saved", "beside"),
     ("pipelined", "expanded", "push", "saved", "after"),
     ("pipelined", "gathered", "push", "again", "beside"),
-    ("fused", "gathered", "copy", "again", "after"),
+    {"transfer": "copy", "received": "again", "activation_gradient": "after", "arrival_waves": 2},
 )
 BEFORE = 1.0  # in main_grads that are added to
 LATE_S = 0.05

@@ -193,7 +193,7 @@ def test_who_gives_up_at_the_entry_tells_first():
     cfg = MoEConfig(**SHAPE | {"max_rows": 80})
     first, second = host_backends(cfg, 2, dataclasses.replace(SCHEDULE, transfer="copy"), timeout_s=0.3)
     told = []
-    first.send_all = lambda x_TD: told.append(int(second.planner.status[0]))
+    first.send = lambda x_TD, **which: told.append(int(second.planner.status[0]))
     first.forward(inputs(cfg, 0, 2), save=False)
     assert told and told[0] > 0
     with pytest.raises(PeerTimeoutError, match=r"rank 1 cannot go on: rank 0 failed with .*waited in vain in call 1"):

@@ -115,8 +115,8 @@ def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int) -> lis
 
 
 def order_of_arrival(plan, rank: int, cfg: MoEConfig, rows: int, waves: int) -> list[int]:
-    """Row tiles by wave, in each by expert.  The wave is that of the source that arrives last of those of the tile's rows;
-    the last one if the rows begin up to this rank and end behind it.  Sources arrive from the rank before this one
+    """Row tiles by wave, in each by expert.  The wave is that of the source that arrives last of those of its rows; the
+    last one if the rows begin up to this rank and end behind it.  Sources arrive from the rank before this one
     downwards.  A pad row is this rank's, or, behind rows of later ranks, of the last one of these."""
     slots, ranks = cfg.max_tokens_per_rank * cfg.top_k, len(plan.counts_RE)
     keys = []

@@ -440,30 +440,19 @@ def segment_of(end, tile, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def _waves(expert, source, rank, lead, waves, NUM_RANKS: tl.constexpr):
-    """The wave of each segment; see `tiles_kernel`."""
-    arrival = (rank - source + NUM_RANKS) % NUM_RANKS
-    by_arrival = (arrival * waves + NUM_RANKS - 1) // NUM_RANKS
-    leading = tl.where(expert < lead, tl.where(source == rank, 0, 2), 1)
-    return tl.where(waves > 1, by_arrival, leading)
-
-
-@triton.jit
-def _shifts(end, wave, num_waves):
-    """Of each segment, what leads from the number of a row tile to its place in the order: wave by wave, in each as they
-    lie.  end (S,): of each segment, its last tile and one."""
-    index = tl.arange(0, end.shape[0])
+def _shifts(end, wave, WAVES: tl.constexpr):
+    """Of each segment, what leads from the number of a row tile to its place in the order: by wave, in each as they lie.
+    end (S,): of each segment, its last tile and one.  wave (S,): below WAVES, a power of two."""
+    SEGMENTS: tl.constexpr = end.shape[0]
+    index = tl.arange(0, SEGMENTS)
     begin = tl.where(index > 0, tl.gather(end, tl.maximum(index - 1, 0), 0), 0)
-    before = tl.zeros_like(num_waves)
-    shift = tl.zeros_like(end)
-    for number in range(num_waves):
-        count = tl.where(wave == number, end - begin, 0)
-        shift = tl.where(wave == number, before + tl.cumsum(count, 0) - count - begin, shift)
-        before += tl.sum(count)
-    return shift
+    is_in = wave[None, :] == tl.arange(0, WAVES)[:, None]
+    count = tl.where(is_in, (end - begin)[None, :], 0)
+    until = tl.reshape(tl.cumsum(tl.reshape(count, (WAVES * SEGMENTS,)), 0), (WAVES, SEGMENTS))
+    return tl.sum(tl.where(is_in, until - count, 0), 0) - begin
 
 
-@triton.jit(do_not_specialize=["rank", "lead", "backward_lead", "waves"])
+@triton.jit(do_not_specialize=["rank", "lead", "backward_lead"])
 def tiles_kernel(
     exchange_ptr,
     counts_ptr,
@@ -475,7 +464,6 @@ def tiles_kernel(
     rank,
     lead,
     backward_lead,
-    waves,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -486,15 +474,16 @@ def tiles_kernel(
     TILES: tl.constexpr,
     HOST: tl.constexpr,
     DEDUP: tl.constexpr,
+    WAVES: tl.constexpr,
 ):
     """Segment starts and, per row tile, its expert and its place in the order.
 
     totals: [0] padded rows, [1] row tiles.  progress (M,) and cursor, which count tiles of this call: zero.
     Order: segments, which are the tiles of one expert that wait for one source last, go in waves, and inside a wave by
-    expert.  waves = 1: the local segments of the first `lead` experts; the segments of all other experts; the remaining
+    expert.  WAVES = 1: the local segments of the first `lead` experts; the segments of all other experts; the remaining
     ones of the first.  lead = 0 is the natural order; few leading experts hide the dispatch at the least cost in L2, which
-    sees their weights twice.  The backward leads by a number of its own.  waves > 1: local segments, then the sources in
-    the order in which their copies arrive, from the rank before this one downwards, about NUM_RANKS / waves at a time.
+    sees their weights twice.  The backward leads by a number of its own.  WAVES > 1: local segments, then the sources in
+    the order in which their copies arrive, from the rank before this one downwards, about NUM_RANKS / WAVES at a time.
     Each program looks at all segments, then at TILES tiles at once, every one of which finds its segment and its places.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
@@ -553,11 +542,16 @@ def tiles_kernel(
     last = tl.where((source <= rank)[None, :], tl.minimum(last, whole[:, None]), last)
     end = tl.reshape((start // BLOCK_M)[:, None] + last, (SEGMENTS,))
     index = tl.arange(0, SEGMENTS)
-    num_waves = tl.maximum(waves + 1, 3)
-    forward_wave = _waves(index // NUM_RANKS, index % NUM_RANKS, rank, lead, waves, NUM_RANKS)
-    backward_wave = _waves(index // NUM_RANKS, index % NUM_RANKS, rank, backward_lead, waves, NUM_RANKS)
-    shift = _shifts(end, forward_wave, num_waves)
-    backward_shift = _shifts(end, backward_wave, num_waves)
+    expert = index // NUM_RANKS
+    of_source = index % NUM_RANKS
+    if WAVES > 1:
+        arrival = (rank - of_source + NUM_RANKS) % NUM_RANKS
+        shift = _shifts(end, (arrival * WAVES + NUM_RANKS - 1) // NUM_RANKS, 2 * WAVES)
+        backward_shift = shift
+    else:
+        late = tl.where(of_source == rank, 0, 2)
+        shift = _shifts(end, tl.where(expert < lead, late, 1), 4)
+        backward_shift = _shifts(end, tl.where(expert < backward_lead, late, 1), 4)
     num_m = tl.where(fits, total // BLOCK_M, 0)
     for begin in range(program * TILES, num_m, tl.num_programs(0) * TILES):
         tile = begin + tl.arange(0, TILES)

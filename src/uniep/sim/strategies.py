@@ -142,6 +142,7 @@ def _uniep(
             usual = dataclasses.replace(usual, overlap="pipelined" if pipelined else "fused", pipelined_from=0)
         of_gpus = resolve(problem.cfg, problem.ep, problem.tokens, usual)
         operators, way = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
+        way = dataclasses.replace(way, waves=of_gpus.waves, down_sms=of_gpus.down_sms)
         lanes = [Lane(("push",), of_gpus.push_programs)]
         if of_gpus.transfer == "copy":
             operators, lanes = made.sent_whole(operators), [Lane(("push",), COPY_ENGINES, extra=True)]

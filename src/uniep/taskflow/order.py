@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from uniep.schedule import wave_of
 from uniep.taskflow.operators import Operator, Operators
 from uniep.taskflow.site import Site
 from uniep.taskflow.stretches import STRETCH, positions
@@ -84,7 +85,8 @@ def _ends(site: Site, block_n5: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
-    """Local tiles first if the way says so, then by expert, then by the peers whose rows a tile holds.
+    """Local tiles first, or in waves by arrival, if the way says so, then by expert, then by the peers whose rows a
+    tile holds.
 
     Rows of an expert are sorted by source rank, and pad rows come last.  An operator without lag follows the arrival
     of rows: rank r - 1 sends to r first, rank r + 1 last.  One with lag returns them, to rank r + 1 first.
@@ -94,12 +96,15 @@ def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     if way.local_first == "none" and not way.rotated:
         return expert
     first, last, rows = _ends(site, block_n5)
+    in_waves = way.waves > 1 and (not op.lag or (op.name == "down" and way.down_sms > 0))
     late, step = torch.zeros_like(expert), torch.zeros_like(expert)
     if not op.lag and way.local_first != "none":
         late = _late(site, block_n5)
-    if way.rotated and op.lag:
+    if way.rotated and op.lag and not in_waves:
         step = torch.where(rows == 0, size, (first - rank - 1) % size)
-    elif way.rotated:
+    elif way.rotated or in_waves:
         waits_for_all = (first <= rank) & (rank < last)
         step = torch.where(rows == 0, 0, torch.where(waits_for_all, size - 1, (rank - first) % size))
+    if in_waves:
+        return wave_of(step, way.waves, size) * len(site.start_e1) + expert
     return (late * len(site.start_e1) + expert) * (size + 1) + step

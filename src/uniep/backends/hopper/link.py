@@ -150,15 +150,17 @@ class Link:
         table = self.arena.tables[name]
         return table[self.rank].repeat(self.num_ranks) if self.stay_local else table
 
-    def send_all(self, x_TD: Tensor) -> None:
-        """Queue copies of all tokens to every peer, each with the peer's `finished` flag behind it."""
+    def send(self, x_TD: Tensor, first: int = 1, last: int | None = None) -> None:
+        """Queue copies of all tokens to the ranks `first` to `last` - 1 behind this one (None: to all), each with the
+        peer's `finished` flag behind it, from where the first of this call was queued."""
         num_tokens = x_TD.shape[0]
-        self.fork(self.copies)
-        for step in range(1, self.num_ranks):
+        if self.copies not in self._forked:
+            self.fork(self.copies)
+        for step in range(first, last or self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
             if num_tokens:
-                first = recv_base(self.cfg, self.rank, peer)
-                copy(self.arena.everywhere["receive"][peer][first:], x_TD, self.copies)
+                slot = recv_base(self.cfg, self.rank, peer)
+                copy(self.arena.everywhere["receive"][peer][slot:], x_TD, self.copies)
             flag = self.arena.flag_offset("finished") + self.rank
             copy(self.arena.everywhere["flags"][peer][flag:], self.planner.call, self.copies)
 

@@ -217,9 +217,9 @@ class Planner(Calls):
             min(-(-tiles // TILES_AT_ONCE), 16),
             (
                 exchange, plan.counts_RE, plan.recv_count_R, plan.bundle, self._host_totals, self.call, self.status,
-                self.rank, *leads, waves,
+                self.rank, *leads,
             ),
-            constants.tiles,
+            {**constants.tiles, "WAVES": waves},
             num_warps=4,
         )  # fmt: skip
         launch(

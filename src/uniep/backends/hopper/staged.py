@@ -43,7 +43,11 @@ class _Call:
         link.walk(stages(link.cfg, link.way, self.direction, flags._replace(wire=not link.stay_local)), self)
 
     def send(self, stage: Stage) -> None:
-        self.link.send_all(self.sent.local)
+        """In a forward to one peer, which keeps the wire busy until the plan is launched."""
+        self.link.send(self.sent.local, last=2 if self.direction == "forward" else None)
+
+    def send_others(self, stage: Stage) -> None:
+        self.link.send(self.sent.local, first=2)
 
     def dispatch(self, stage: Stage) -> None:
         self.link.dispatch(self.sent.local, self.planned)
@@ -359,7 +363,7 @@ class Backward(_Call):
         self._enter_planned("dispatch", self.x.local)
         link.planner.wait_entered(link.copying)
         if link.copying:
-            link.send_all(self.x.local)
+            link.send(self.x.local)
         link.dispatch(self.x.local, self.planned)
 
     def gate_up_wgrad(self, stage: Stage) -> None:
