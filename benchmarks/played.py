@@ -37,12 +37,15 @@ def rank_0(
     device: str = "cuda:0",
 ) -> HopperBackend:  # fmt: skip
     """Its backend, whose waits end after TIMEOUT_S."""
-    link.Arena = PlayedArena  # type: ignore[misc]
     member: Any = types.SimpleNamespace(
         cfg=cfg, rank=0, ep_size=ranks, device=torch.device(device), group=None, timeout_s=TIMEOUT_S, copies=1,
         cause="", operators=(), fail=_fail,
     )  # fmt: skip
-    return kind(member, schedule)
+    usual, link.Arena = link.Arena, PlayedArena  # type: ignore[misc]
+    try:
+        return kind(member, schedule)
+    finally:
+        link.Arena = usual  # type: ignore[misc]
 
 
 def enter_peers(backend: HopperBackend, ids: list[Tensor], weights: list[Tensor], operation: str) -> None:

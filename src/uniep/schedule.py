@@ -130,38 +130,6 @@ def _usual_transfer(d: Dimension, at: Setting) -> str:
     return "copy" if at.cfg.wanted(at.ep_size) >= at.measured.worth_copying else "push"
 
 
-def _usual_waves(d: Dimension, at: Setting) -> int:
-    """The number with which the first products of both directions end soonest."""
-    if at.ep_size == 1 or _usual_transfer(d, at) == "push":
-        return 1
-    return min(d.domain, key=lambda waves: sum(_first_product_us(at, waves, forward) for forward in (True, False)))
-
-
-def _first_product_us(at: Setting, waves: int, forward: bool) -> float:
-    """Time of gate_up, or of down_grad, from its first tile on, if copy engines send the tokens and routing is
-    balanced: sources are multiplied as they arrive.  Each wave reads the weights again, of which half hides
-    (2x H200)."""
-    cfg, ranks, measured = at.cfg, at.ep_size, at.measured
-    columns, lead_us = (cfg.h_columns, measured.copy_lead_us) if forward else (cfg.ffn, 0)
-    rows, weights = cfg.max_tokens_per_rank * cfg.top_k / ranks, cfg.experts_per_rank(ranks) * columns * cfg.hidden
-    source_us = 2 * rows * columns * cfg.hidden / (measured.sm_flop_per_us * measured.sms)
-    again_us = weights * cfg.dtype.itemsize / measured.memory_bytes_per_us / 2
-    copy_us = cfg.max_tokens_per_rank * cfg.hidden * cfg.dtype.itemsize / measured.copy_bytes_per_us
-    if waves == 1:  # own rows of leading experts until all have arrived
-        return max(source_us, (ranks - 1) * copy_us - lead_us) + (ranks - 1) * source_us
-    end_us, wave = source_us, 0
-    for arrival in range(1, ranks):
-        again = wave != (wave := wave_of(arrival, waves, ranks))
-        last = max(a for a in range(1, ranks) if wave_of(a, waves, ranks) == wave)
-        end_us = max(end_us, last * copy_us - lead_us) + source_us + again * again_us
-    return end_us
-
-
-def wave_of(arrival: Any, waves: int, ep_size: int) -> Any:
-    """The wave of the source whose copy arrives as number `arrival`, of waves + 1; 0: own rows."""
-    return -(-arrival * waves // ep_size)
-
-
 def wire_share(cfg: MoEConfig, ep_size: int, measured: Measured) -> float:
     """Time that results take on the wire, divided by the time of the down product."""
     sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
@@ -271,13 +239,11 @@ class Schedule:
         shown={value: value for value in ("natural", "local-first", "chunk-major", "critical-path")},
     )  # fmt: skip
     arrival_waves: int = dimension(
-        1, (1, 2, 4, 8), backends=(GPU,), source=_OWN,
+        0, (0, 1, 2, 4, 8), backends=(GPU,), source=_OWN, least=0, most=8,
         doc="Waves of the first product's tiles by the last rank whose tokens they need, in the order in which copies "
-        "arrive; own rows before all of them. 1: no waves, but a few leading experts. With tile_order=\"local-first\", "
-        "copies, and not mega.",
-        helps="More where tokens take longer to arrive than a rank's rows to multiply, with four ranks or more; each "
-        "wave reads the weights again.",
-        usual={GPU: _usual_waves},
+        "arrive; own rows come before. At most one for each rank; 1: no waves, but a few leading experts; 0: for each "
+        'call, what a model of arrival says. With tile_order="local-first" and copies, and not mega.',
+        helps="Waves let a rank multiply what has arrived; each reads the weights again.",
     )  # fmt: skip
     chunk_experts: int = dimension(
         1, (1, 2, 4, 8), backends=(CPU, MEGA), source=_OWN,

@@ -237,7 +237,9 @@ def resolve(
     push_us = _push_us(cfg, ep_size, num_tokens, measured)
     rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gate_up, s.down)]
     leading = local_first == "leading"
-    waves = s.arrival_waves if leading and copies else 1
+    waves = 1
+    if leading and copies:
+        waves = min(s.arrival_waves or _waves(cfg, ep_size, num_tokens, sms, measured), ep_size)
     leads = _leads(cfg, ep_size, num_tokens, copies, sms, measured) if leading and waves == 1 else (0, 0)
     staged = device and not mega and not gates
     beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
@@ -293,6 +295,38 @@ def _leads(
     expert_us = flop / (measured.sm_flop_per_us * sms)
     forward, backward = math.ceil(forward_us / (2 * expert_us)), math.ceil(backward_us / expert_us)
     return max(forward, 0), max(backward, 0)
+
+
+def _waves(cfg: MoEConfig, ep_size: int, num_tokens: int, sms: int, measured: Measured) -> int:
+    """The number of waves with which the first products of both directions end soonest."""
+    of_call = cfg, ep_size, num_tokens, sms, measured
+    return min((1, 2, 4, 8), key=lambda waves: sum(_gathered_us(waves, forward, *of_call) for forward in (True, False)))
+
+
+def _gathered_us(
+    waves: int, forward: bool, cfg: MoEConfig, ep_size: int, num_tokens: int, sms: int, measured: Measured
+) -> float:
+    """Time of gate_up, or of down_grad, if copy engines send the tokens and routing is balanced: sources are multiplied
+    as they arrive.  Each wave reads the weights again, of which half hides (2x H200)."""
+    columns, lead_us = (cfg.h_columns, measured.copy_lead_us) if forward else (cfg.ffn, 0)
+    weights = cfg.experts_per_rank(ep_size) * columns * cfg.hidden
+    source_us = 2 * num_tokens * cfg.top_k / ep_size * columns * cfg.hidden / (measured.sm_flop_per_us * sms)
+    again_us = weights * cfg.dtype.itemsize / measured.memory_bytes_per_us / 2
+    copy_us = num_tokens * cfg.hidden * cfg.dtype.itemsize / measured.copy_bytes_per_us
+    others = ep_size - 1
+    if waves == 1:  # own rows of leading experts, until all have arrived
+        return max(source_us, others * copy_us - lead_us) + others * source_us
+    last = {wave_of(arrival, waves, ep_size): arrival for arrival in range(1, ep_size)}
+    end_us, arrived = source_us, 0
+    for arrival in last.values():
+        end_us = max(end_us, arrival * copy_us - lead_us) + (arrival - arrived) * source_us + again_us
+        arrived = arrival
+    return end_us
+
+
+def wave_of(arrival: Any, waves: int, ep_size: int) -> Any:
+    """The wave of the source that arrives as number `arrival`: 1 to `waves`; 0, own rows."""
+    return -(-arrival * waves // ep_size)
 
 
 class Ways(dict[int, Way]):

@@ -2,10 +2,14 @@
 
 import dataclasses
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hopper_on_host import host_backends, use
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from uniep.backends.base import Inputs
 from uniep.backends.hopper.planner import Planner
@@ -203,6 +207,19 @@ def test_tiles_in_order_of_arrival(case, waves):
     cfg = make_config(num_experts, top_k, most)
     planners = roomy_planners(cfg, 4, make_schedule(rows=64))
     check(planners, [random_ids(t, top_k, num_experts, seed) for seed, t in enumerate(tokens)], cfg, waves=waves)
+
+
+def test_played_peers():
+    """One rank alone, whose peers' entries are played, plans as if they were there, call after call."""
+    import played
+    from plan import check as check_of_benchmark
+
+    cfg = make_config(16, 2, 64, max_rows=512)
+    backend = played.rank_0(cfg, 4, Schedule(transfer="copy", gate_up=Tile(rows=64), down=Tile(rows=64)), device="cpu")
+    ids_of_rank = [random_ids(60, 2, 16, seed) for seed in range(4)]
+    played.enter_peers(backend, ids_of_rank, make_weights(ids_of_rank), "route")
+    for _ in range(3):
+        check_of_benchmark(backend, ids_of_rank, make_weights(ids_of_rank))
 
 
 def test_more_blocks_than_chunks():

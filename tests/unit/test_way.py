@@ -25,7 +25,7 @@ def described(cfg, ep_size, num_tokens):
     """What kernels of the default way are told, in one line."""
     way = resolve(cfg, ep_size, num_tokens)
     how = f"down:{way.down_sms} gradient:{'beside' if way.gradient_beside else 'after'}"
-    numbers = " rounds:{},{} leads:{},{}".format(*way.push_rounds, *way.leads)
+    numbers = " rounds:{},{} leads:{},{}".format(*way.push_rounds, *way.leads) + f" waves:{way.waves}" * (way.waves > 1)
     sent = ("copy" if way.copies else way.transfer) if ep_size > 1 else "none"
     return (
         f"{'mega' if way.mega else how} {sent} programs:{way.push_programs}{'' if way.mega else numbers} "
@@ -111,7 +111,7 @@ def test_a_way_explains_itself():
     cfg = config(QWEN)
     many, few = str(resolve(cfg, 4, 8192)), str(resolve(cfg, 4, 100))
     assert "beside gate_up on 32 SMs" in many and "pipelined, T=8192, from 4096 on" in many
-    assert "a peer wants 0.91 of the tokens, copies from 0.7 on" in many
+    assert "a peer wants 0.91 of the tokens, copies from 0.35 on" in many
     assert "results take 2.03 of the down product's time on the wire, pipelined from 1.7 on" in many
     assert "mega_to" in few and "T=100, up to 512" in few and "one each way" in few and "gate_up" not in few
     assert "sums after" in str(resolve(config(QWEN, combine_groups=8), 4, 8192))

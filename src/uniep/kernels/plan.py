@@ -452,7 +452,7 @@ def _shifts(end, wave, WAVES: tl.constexpr):
     return tl.sum(tl.where(is_in, until - count, 0), 0) - begin
 
 
-@triton.jit(do_not_specialize=["rank", "lead", "backward_lead"])
+@triton.jit(do_not_specialize=["rank", "lead", "backward_lead", "waves"])
 def tiles_kernel(
     exchange_ptr,
     counts_ptr,
@@ -464,6 +464,7 @@ def tiles_kernel(
     rank,
     lead,
     backward_lead,
+    waves,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -480,10 +481,10 @@ def tiles_kernel(
 
     totals: [0] padded rows, [1] row tiles.  progress (M,) and cursor, which count tiles of this call: zero.
     Order: segments, which are the tiles of one expert that wait for one source last, go in waves, and inside a wave by
-    expert.  WAVES = 1: the local segments of the first `lead` experts; the segments of all other experts; the remaining
+    expert.  waves = 1: the local segments of the first `lead` experts; the segments of all other experts; the remaining
     ones of the first.  lead = 0 is the natural order; few leading experts hide the dispatch at the least cost in L2, which
-    sees their weights twice.  The backward leads by a number of its own.  WAVES > 1: local segments, then the sources in
-    the order in which their copies arrive, from the rank before this one downwards, about NUM_RANKS / WAVES at a time.
+    sees their weights twice.  The backward leads by a number of its own.  waves > 1: local segments, then the sources in
+    the order in which their copies arrive, from the rank before this one downwards, about NUM_RANKS / waves at a time.
     Each program looks at all segments, then at TILES tiles at once, every one of which finds its segment and its places.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
@@ -544,14 +545,13 @@ def tiles_kernel(
     index = tl.arange(0, SEGMENTS)
     expert = index // NUM_RANKS
     of_source = index % NUM_RANKS
-    if WAVES > 1:
-        arrival = (rank - of_source + NUM_RANKS) % NUM_RANKS
-        shift = _shifts(end, (arrival * WAVES + NUM_RANKS - 1) // NUM_RANKS, 2 * WAVES)
-        backward_shift = shift
-    else:
-        late = tl.where(of_source == rank, 0, 2)
-        shift = _shifts(end, tl.where(expert < lead, late, 1), 4)
-        backward_shift = _shifts(end, tl.where(expert < backward_lead, late, 1), 4)
+    late = tl.where(of_source == rank, 0, 2)
+    arrival = (rank - of_source + NUM_RANKS) % NUM_RANKS
+    by_arrival = (arrival * waves + NUM_RANKS - 1) // NUM_RANKS
+    shift = _shifts(end, tl.where(waves > 1, by_arrival, tl.where(expert < lead, late, 1)), WAVES)
+    backward_shift = shift
+    if waves == 1:
+        backward_shift = _shifts(end, tl.where(expert < backward_lead, late, 1), WAVES)
     num_m = tl.where(fits, total // BLOCK_M, 0)
     for begin in range(program * TILES, num_m, tl.num_programs(0) * TILES):
         tile = begin + tl.arange(0, TILES)

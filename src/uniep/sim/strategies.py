@@ -136,8 +136,8 @@ def _uniep(
 
     def arrange(problem: Problem, machine: Machine) -> Arrangement:
         usual = dataclasses.replace(default_schedule(GPU, problem.cfg, problem.ep), mega_to=0)
-        if transfer is not None:
-            usual = dataclasses.replace(usual, transfer=transfer)
+        if transfer is not None or machine.per_node(problem.ep) < problem.ep:  # copy engines reach their node alone
+            usual = dataclasses.replace(usual, transfer=transfer or "push")
         if pipelined is not None:
             usual = dataclasses.replace(usual, overlap="pipelined" if pipelined else "fused", pipelined_from=0)
         of_gpus = resolve(problem.cfg, problem.ep, problem.tokens, usual)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from uniep.schedule import wave_of
 from uniep.taskflow.operators import Operator, Operators
 from uniep.taskflow.site import Site
 from uniep.taskflow.stretches import STRETCH, positions
+from uniep.way import wave_of
 
 _LAST = 1 << 30
 

@@ -93,6 +93,11 @@ def enough(room: int, needed: int) -> int:
     return max(needed, align_rows((room + needed) // 2))
 
 
+def _num_waves(ranks: int) -> int:
+    """Of row tiles, at most, as a power of two: leading ones, or by arrival (`Way.waves`)."""
+    return min(max(2 * ranks, 4), 16)
+
+
 class Planner(Calls):
     """One rank's calls and plans.  tile_rows: of the tile tables.  sms: multiprocessors to use."""
 
@@ -107,6 +112,8 @@ class Planner(Calls):
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[tuple[int, int], HeadLayout] = {}
         self._histogram = hopper_histogram(cfg, self.num_ranks)
+        elements = power_of_2(self.local) * self.num_ranks * _num_waves(self.num_ranks)
+        self._tiles_warps = min(max(elements // 1024, 4), 32)
         self._constants = [self._plan_constants(dedup) for dedup in (False, True)]
 
     def _plan_constants(self, dedup: bool) -> PlanConstants:
@@ -121,6 +128,7 @@ class Planner(Calls):
             of_rows | {
                 "SLOTS": self.slots, "LOCAL": local, "LOCAL_P": power_of_2(local), "BLOCK_M": self.tile_rows,
                 "ALIGN": ROW_ALIGN, "TILES": TILES_AT_ONCE, "HOST": cfg.max_rows is None, "DEDUP": dedup,
+                "WAVES": _num_waves(ranks),
             },
             {
                 "BINS": max(power_of_2(local), 16), "RECEIVE_BLOCK": cfg.receive_block, "ALIGN": ROW_ALIGN,
@@ -217,10 +225,10 @@ class Planner(Calls):
             min(-(-tiles // TILES_AT_ONCE), 16),
             (
                 exchange, plan.counts_RE, plan.recv_count_R, plan.bundle, self._host_totals, self.call, self.status,
-                self.rank, *leads,
+                self.rank, *leads, waves,
             ),
-            {**constants.tiles, "WAVES": waves},
-            num_warps=4,
+            constants.tiles,
+            num_warps=self._tiles_warps,
         )  # fmt: skip
         launch(
             place_kernel,
