@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from cases import choose_experts, make_case, make_weights, parse_shape
-from played import enter_peers, rank_0
+from played import ALWAYS, enter_peers, rank_0
 from uniep.backends.base import Inputs
 from uniep.backends.hopper.backend import HopperBackend
 from uniep.config import MoEConfig
@@ -113,9 +113,10 @@ class Emulation:
     tokens: int
     copy_rate: float
     return_rate: float
+    device: str = "cuda:0"
 
     def __post_init__(self) -> None:
-        shape, ranks, tokens, device = self.shape, self.ranks, self.tokens, torch.device("cuda")
+        shape, ranks, tokens, device = self.shape, self.ranks, self.tokens, torch.device(self.device)
         weights = make_weights(shape, 0, ranks, torch.bfloat16, device)
         case = make_case(shape, tokens, "balanced", 0, weights)
         generators = [torch.Generator(device).manual_seed(rank) for rank in range(1, ranks)]
@@ -127,7 +128,7 @@ class Emulation:
         self.cfg: MoEConfig = shape.config(ranks, tokens, max_rows=rows + rows // 32)
         usual = default_schedule("hopper", self.cfg, ranks)
         self.schedule = dataclasses.replace(usual, transfer="copy", mega_to=0)
-        backend = rank_0(self.cfg, ranks, self.schedule, Emulated)
+        backend = rank_0(self.cfg, ranks, self.schedule, Emulated, self.device)
         assert isinstance(backend, Emulated)
         self.backend, self.table = backend, Timetable()
         backend.timetable = self.table
@@ -149,12 +150,13 @@ class Emulation:
 
     def call(self, way: Way, *, played: bool = True) -> tuple[dict[str, float], list[Tensor]]:
         """(Milliseconds of each phase, of the call as `ms`; what the call saves).  Not played: nothing waits, as in a
-        first call, since kernels may not be loaded while a stream waits for the host."""
+        first call, since kernels cannot be loaded while a stream, or a kernel, waits for the host."""
         backend, table = self.backend, self.table
         backend.number += 1
         n, stream = backend.number, torch.cuda.current_stream()
         torch.cuda.synchronize()
-        backend.arena.flag_view("returned")[1 : self.ranks] = backend.planner.calls_made  # of the call before
+        for flag in ("finished", "returned"):  # as the call before has left them
+            backend.arena.flag_view(flag)[1 : self.ranks] = backend.planner.calls_made if played else ALWAYS
         backend.phases = []
         if not played:
             table.release()
@@ -164,9 +166,9 @@ class Emulation:
             began.record(stream)
             _, saved = backend.forward(self.inputs, save=True, way=way)
             table.wait(self.returned_stream, RETURNED, n)
-            for rank in range(1, self.ranks):
-                backend.raise_flag("returned", rank, self.returned_stream)
             if played:
+                for rank in range(1, self.ranks):
+                    backend.raise_flag("returned", rank, self.returned_stream)
                 self._play(n)
         finally:
             table.release()
@@ -214,8 +216,12 @@ def result_of(emulation: Emulation, way: Way) -> list[Tensor]:
 
 
 def measure(emulation: Emulation, variants: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Interleaved, after their bits."""
+    """Interleaved, after their bits; with 0 repeats kernels are only compiled."""
     ways = {name: emulation.way(name) for name in variants}
+    if repeats == 0:
+        for way in (emulation.way("overlap=serial"), *ways.values()):
+            emulation.call(way, played=False)
+        return []
     want = result_of(emulation, emulation.way("overlap=serial"))
     found: dict[str, list[dict[str, float]]] = {}
     for name, way in list(ways.items()):
@@ -268,11 +274,13 @@ def main() -> None:
     rows = []
     for name in args.shapes.split(","):
         for ranks in map(int, args.ranks.split(",")):
+            started = time.monotonic()
             emulation = Emulation(parse_shape(name), ranks, args.tokens, args.copy_rate, args.return_rate)
             rows += measure(emulation, args.variants.split(";"), args.repeats)
             emulation.backend.close()
             del emulation
             torch.cuda.empty_cache()
+            print(f"{name} EP {ranks}: {time.monotonic() - started:.1f} s", flush=True)
             if args.json:
                 args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 

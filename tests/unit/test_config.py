@@ -168,7 +168,7 @@ def test_default_schedules_are_valid():
 
 
 def test_default_schedule_of_hopper():
-    """Copies where most tokens are wanted anyway, unless all calls are small; pipelined where results take longer than
+    """Copies where a third of the tokens are wanted, unless all calls are small; pipelined where results take longer than
     what computes them; small calls are one kernel each way; row tiles of an expert share its weights."""
 
     def schedule(ep_size, **changes):
@@ -183,7 +183,8 @@ def test_default_schedule_of_hopper():
     assert default(2, ffn=768, max_tokens_per_rank=512) == ("push", "fused")
     assert default(2, ffn=768) == ("copy", "fused")
     assert default(4, ffn=768) == ("copy", "pipelined")
-    assert default(8, ffn=2048) == ("push", "fused")
+    assert default(8, ffn=2048) == ("copy", "fused")
+    assert default(8, ffn=2048, top_k=2) == ("push", "fused")
     usual, grouped = schedule(2), schedule(2, combine_groups=8)
     cfg = MoEConfig(**GOOD)
     assert [resolve(cfg, 2, tokens, usual).mega for tokens in (0, 512, 513)] == [True, True, False]

@@ -9,7 +9,7 @@ import pytest
 from uniep import MoEConfig, Schedule
 from uniep.schedule import DIMENSIONS, default_schedule
 from uniep.shapes import SHAPES
-from uniep.way import Way, Ways, resolve
+from uniep.way import Way, Ways, resolve, wave_of
 
 PINNED = Path(__file__).with_name("ways.txt")
 MOST = 8192
@@ -77,7 +77,30 @@ def test_local_first_says_whose_tiles():
     assert list(found.values()) == ["leading", "all", "none", "all"]
     natural = dataclasses.replace(default_schedule("hopper", cfg, 4), tile_order="natural")
     assert [resolve(cfg, 4, tokens, natural).local_first for tokens in (1, 8192)] == ["none", "none"]
-    assert resolve(cfg, 4, 8192).leads != (0, 0) == resolve(cfg, 4, 8192, natural).leads
+    assert resolve(cfg, 2, 8192).leads != (0, 0) == resolve(cfg, 2, 8192, natural).leads
+
+
+def test_waves_by_arrival():
+    """Where sources arrive one by one and take longer than a rank's rows of one; for staged copies, local first."""
+
+    def waves(ep, tokens=8192, shape=QWEN, **fields):
+        cfg = config(shape)
+        schedule = dataclasses.replace(default_schedule("hopper", cfg, ep), **fields)
+        way = resolve(cfg, ep, tokens, schedule)
+        assert way.waves == 1 or way.leads == (0, 0)
+        return way.waves
+
+    assert [waves(ep) for ep in (1, 2, 4, 8)] == [1, 1, 4, 8]
+    assert [waves(8, tokens) for tokens in (100, 1024, 2048, 4096)] == [1, 2, 4, 8], "100: one kernel"
+    assert waves(8, shape=SHAPES["mixtral-8x7b"]) == 1, "pushed"
+    assert waves(4, shape=SHAPES["deepseek-v3"]) == 1, "the products take longer"
+    assert [waves(8, arrival_waves=most) for most in (1, 2, 4, 8)] == [1, 2, 4, 8]
+    assert waves(4, arrival_waves=8) == 4 and waves(1, arrival_waves=8) == 1
+    unlike = {"transfer": "push"}, {"tile_order": "natural"}, {"overlap": "mega"}
+    assert [waves(8, arrival_waves=8, **fields) for fields in unlike] == [1, 1, 1]
+    assert [wave_of(arrival, 4, 8) for arrival in range(8)] == [0, 1, 1, 2, 2, 3, 3, 4]
+    explained = str(resolve(config(QWEN), 8, 8192))
+    assert "all, then 8 waves by arrival  tile_order, arrival_waves" in explained
 
 
 def test_where_ways_part():
