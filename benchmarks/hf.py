@@ -42,7 +42,8 @@ def config(args: argparse.Namespace) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=args.vocabulary, hidden_size=hidden, intermediate_size=3 * ffn, moe_intermediate_size=ffn,
         num_experts=experts, num_experts_per_tok=top_k, num_hidden_layers=args.layers, head_dim=hidden // args.heads,
-        num_attention_heads=args.heads, num_key_value_heads=max(args.heads // 4, 1), norm_topk_prob=True, use_cache=False,
+        num_attention_heads=args.heads, num_key_value_heads=max(args.heads // 4, 1), norm_topk_prob=True,
+        use_cache=False,
     )  # fmt: skip
 
 
