@@ -64,6 +64,7 @@ from uniep.kernels.sync import (
     every_rank,
     pass_on,
     record,
+    set_flags,
     wait_for,
 )
 
@@ -158,9 +159,7 @@ def exchange_kernel(
         tl.store(call_ptr + 1, forwards)
         if HAS_IDS:
             tl.store(forward_ptr, call)
-        for peer in range(NUM_RANKS):
-            flags = tl.load(flag_table_ptr + peer).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags + entered_offset + rank, call, sem="release", scope="sys")
+        set_flags(flag_table_ptr, entered_offset + rank, call, NUM_RANKS)
 
 
 @triton.jit

@@ -126,14 +126,19 @@ def failed(status_ptr):
 
 
 @triton.jit
+def set_flags(flag_table, offset, call, NUM_RANKS: tl.constexpr):
+    """Store `call` into flag `offset` of every rank: each by a lane of its own, behind one fence for all."""
+    flags = tl.load(flag_table + tl.arange(0, NUM_RANKS)).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags + offset, tl.full((NUM_RANKS,), 0, tl.int32) + call, sem="release", scope="sys")
+
+
+@triton.jit
 def signal_when_all(wire: Wire, offset, call, counter_ptr, number, total, NUM_RANKS: tl.constexpr):
     """Count `number` tasks of this program as done; who completes `total` signals as in `signal_all`."""
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, number, sem="acq_rel", scope="sys")
     if (before + number == total) & (not failed(wire.status)):
-        for rank in range(NUM_RANKS):
-            flags = tl.load(wire.flag_table + rank).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags + offset, call, sem="release", scope="sys")
+        set_flags(wire.flag_table, offset, call, NUM_RANKS)
 
 
 @triton.jit
@@ -149,6 +154,4 @@ def signal_all(wire: Wire, offset, call, ticket_ptr, num_programs, NUM_RANKS: tl
     if ticket == num_programs - 1:
         tl.store(ticket_ptr, 0)
     if (ticket == num_programs - 1) & (not failed(wire.status)):
-        for rank in range(NUM_RANKS):
-            flags = tl.load(wire.flag_table + rank).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags + offset, call, sem="release", scope="sys")
+        set_flags(wire.flag_table, offset, call, NUM_RANKS)
