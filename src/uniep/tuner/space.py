@@ -66,7 +66,8 @@ SEARCHED = (
     Searched("vector_workers", {"cpu": (1, 2)}),
 )
 """Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
-tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, critical-path on GPUs."""
+tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, critical-path on GPUs,
+arrival_waves."""
 
 
 OF_PEERS = ("transfer", "chunk_tokens", "push_programs", "peer_order")
