@@ -354,7 +354,8 @@ def router_backward(
             pad = (0, 0, 0, -num_tokens % ROWS)
             all_logits, *of_slots = (torch.nn.functional.pad(t, pad) for t in (logits, ids, chosen, d_weights))
             d_square = d_z_loss * cfg.z_loss / tokens.clamp(min=1)
-            d_TE = d_logits(all_logits, *of_slots, d_aux * d_aux_loss, d_square, cfg)
+            all_ids, all_chosen, d_slots = of_slots
+            d_TE = d_logits(all_logits, all_ids, all_chosen, d_slots, d_aux * d_aux_loss, d_square, cfg)
         else:
             d_TE = kernels.d_logits(
                 logits, ids, chosen, d_weights, d_aux, d_aux_loss, d_z_loss, tokens, sigmoid=cfg.score == "sigmoid",
