@@ -23,13 +23,13 @@ NOTHING = tl.constexpr(-(2**63))  # below every key
 def route_kernel(
     logits_ptr, bias_ptr, given_ptr, chosen_ptr, weights_ptr, sums_ptr, tokens, EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr,
-    GROUPS_PER_TOKEN: tl.constexpr, GROUP_TOP: tl.constexpr, LOSSES: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr, GROUP_BLOCK: tl.constexpr, MEMBER_BLOCK: tl.constexpr,
+    GROUPS_PER_TOKEN: tl.constexpr, GROUP_TOP: tl.constexpr, LOSSES: tl.constexpr, COPIES: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, GROUP_BLOCK: tl.constexpr, MEMBER_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """chosen (tokens, TOP_K) int64 and weights (tokens, TOP_K) fp32 of logits (tokens, EXPERTS) fp32.
 
-    Adds to sums (2 EXPERTS + 4) int64, which are zeros before: the slots of each expert, and with LOSSES the other
-    sums over tokens.  bias_ptr: None, or (EXPERTS,) fp32.  given_ptr: None, or a choice (tokens, TOP_K) of integers.
+    Adds to sums (COPIES, 2 EXPERTS + 4) int64, which are zeros before: the slots of each expert, and with LOSSES the
+    other sums over tokens.  A program adds to one of the copies, so that few wait for each other.  bias_ptr: None, or (EXPERTS,) fp32.  given_ptr: None, or a choice (tokens, TOP_K) of integers.
     """
     expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     counts = tl.zeros((BLOCK,), tl.int32)
@@ -75,6 +75,7 @@ def route_kernel(
         place = token.to(tl.int64) * TOP_K + slot
         tl.store(chosen_ptr + place, chosen, mask=slot < TOP_K)
         tl.store(weights_ptr + place, scores * SCALE, mask=slot < TOP_K)
+    sums_ptr += tl.program_id(0) % COPIES * (2 * EXPERTS + 4)
     tl.atomic_add(sums_ptr + expert, counts.to(tl.int64), mask=counts > 0, sem="relaxed")
     if LOSSES:
         of_probabilities = sums_ptr + EXPERTS + expert
