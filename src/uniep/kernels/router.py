@@ -29,7 +29,8 @@ def route_kernel(
     """chosen (tokens, TOP_K) int64 and weights (tokens, TOP_K) fp32 of logits (tokens, EXPERTS) fp32.
 
     Adds to sums (COPIES, 2 EXPERTS + 4) int64, which are zeros before: the slots of each expert, and with LOSSES the
-    other sums over tokens.  A program adds to one of the copies, so that few wait for each other.  bias_ptr: None, or (EXPERTS,) fp32.  given_ptr: None, or a choice (tokens, TOP_K) of integers.
+    other sums over tokens.  A program adds to one of the copies, so that few wait for each other.
+    bias_ptr: None, or (EXPERTS,) fp32.  given_ptr: None, or a choice (tokens, TOP_K) of integers.
     """
     expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     counts = tl.zeros((BLOCK,), tl.int32)
