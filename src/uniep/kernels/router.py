@@ -126,8 +126,11 @@ def d_logits_kernel(
     tokens, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr, AUX: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out (tokens, EXPERTS) fp32: the gradient of the logits.  ids, chosen (tokens, TOP_K) int64: slots after and before
-    a capacity; d_weights (tokens, TOP_K) fp32.  AUX: whether there is an aux loss."""
+    """out (tokens, EXPERTS) fp32: the gradient of the logits.
+
+    ids, chosen (tokens, TOP_K) int64: slots after and before a capacity.  d_weights (tokens, TOP_K) fp32.
+    AUX: whether there is an aux loss.
+    """
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
