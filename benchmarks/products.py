@@ -74,7 +74,7 @@ class Products:
         y_ND, dw13, dw2 = new(num_rows, hidden), new(e, 2 * ffn, hidden), new(e, hidden, ffn)
         address_2N = new(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64)
         addresses = Addresses(*address_2N)
-        x, dy = Tokens(case.x_TD, receive[:-1]), Tokens(case.dy_TD, receive)
+        x, dy = Tokens(case.x_TD, receive), Tokens(case.dy_TD, receive)
         launch.launch_row_addresses(x, dy, tables, backend.num_ranks, sms, addresses)
         in_place = {"slots": backend.slots, "scatter": False}
         how = rows.start_e1, rows.rows_e, planner.status, way.weight_gradient, sms
@@ -119,6 +119,10 @@ class Products:
         }
         self.num_rows = used.num_rows
 
+    def tflop_of(self, name: str) -> float:
+        """Of a product; those of W13 have 2F columns."""
+        return self.tflop * (2 if "H" in name or "W13" in name else 1)
+
     def check(self, name: str) -> None:
         """Raise AssertionError where the two sides differ by more than rounding."""
         own, other, left = self.of[name]
@@ -142,7 +146,7 @@ def timed(products: Products, name: str, args: argparse.Namespace) -> dict[str, 
             windows[side].append(timing.window(call))
     row: dict[str, Any] = {
         "product": name,
-        "tflop": round(products.tflop * (2 if "H" in name or "W13" in name else 1), 4),
+        "tflop": round(products.tflop_of(name), 4),
     }
     for side, call in sides.items():
         row[f"{side}_ms"] = round(statistics.median(windows[side]), 4)

@@ -255,8 +255,6 @@ def gate_up_kernel(
     """
     NUM_N: tl.constexpr = (LAYER.F + TILE.N // 2 - 1) // (TILE.N // 2)
     GATHERED: tl.constexpr = rows_desc is None
-    # The tables of the next tile are read while this one is multiplied, where the lint finds registers left for them.
-    AHEAD: tl.constexpr = GATHERED and (SENDING.CHUNK == 0 or LAYER.WEIGHTED)
     blocks = GateUpBlocks(rows_desc, w13_desc, gate_desc, up_desc, act_desc, b13_ptr)
     program = tl.program_id(0)
     if FUSED and SENDING.CHUNK > 0:
@@ -268,14 +266,9 @@ def gate_up_kernel(
     deadline_ns = deadline(wire.status, timeout_ns)
     alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
     all_here = 0
-    if AHEAD:
-        step = step_of_turn(0, alone, shared, program, push_programs)
+    for turn in tl.range(0, count, flatten=True):
+        step = step_of_turn(turn, alone, shared, program, push_programs)
         m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
-        source = tl.load(rows.source_N + m * TILE.M + tl.arange(0, TILE.M), mask=step < num_steps, other=0)
-    for turn in tl.range(0, count, flatten=not GATHERED):
-        if not AHEAD:
-            step = step_of_turn(turn, alone, shared, program, push_programs)
-            m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
         row = m * TILE.M
         if COUNT_TILES:
             step_before = step_of_turn(turn - 1, alone, shared, program, push_programs)
@@ -289,25 +282,14 @@ def gate_up_kernel(
         else:
             weight = None
         if GATHERED:
-            if not AHEAD:
-                source = tl.load(rows.source_N + row + tl.arange(0, TILE.M))
+            source = tl.load(rows.source_N + row + tl.arange(0, TILE.M))
             if FUSED:
                 all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
             first = row_pointers(source, tokens.local, tokens.received, LAYER.D)
             a_ptrs = first[:, None] + tl.arange(0, TILE.K)[None, :]
         else:
             a_ptrs = None
-        if AHEAD:
-            step = step_of_turn(turn + 1, alone, shared, program, push_programs)
-            next_m, next_expert, next_n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
-            next_rows = next_m * TILE.M + tl.arange(0, TILE.M)
-            next_source = tl.load(rows.source_N + next_rows, mask=step < num_steps, other=0)
         gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, UP_FIRST)
-        if AHEAD:
-            m = next_m
-            expert = next_expert
-            n = next_n
-            source = next_source
     if COUNT_TILES:
         if count > 0:
             last = step_of_turn(count - 1, alone, shared, program, push_programs)
@@ -365,7 +347,7 @@ def gathered_product_kernel(
     deadline_ns = deadline(wire.status, timeout_ns)
     alone, shared, count = turns(num_m * NUM_N, program, push_programs, push_rounds)
     all_here = 0
-    for turn in tl.range(0, count):
+    for turn in tl.range(0, count, flatten=True):
         step = step_of_turn(turn, alone, shared, program, push_programs)
         position, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
         m = tl.load(rows.backward_order_M + position)
