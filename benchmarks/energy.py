@@ -1,16 +1,17 @@
-"""Joules per TFLOP of the grouped products and of one layer on one GPU, uniep's and PyTorch's; L2 and task microbenchmarks.
+"""Energy on one GPU: joules per TFLOP of the grouped products and of a layer, uniep's and PyTorch's; L2 hit rates.
 
     python benchmarks/energy.py --json benchmarks/results/h200_energy.json
-    ncu ... is started by --l2: hit rates of the backward's kernels, with weight gradients last and interleaved
 
-Energy is the GPU's own counter (NVML, whole board).  Calls run back to back; counting begins and ends at a step of the
-counter, after --warm-s.  Joules of a call: mean watts times its mean time.  "above idle" takes the watts of the idle GPU off.
+Energy is the GPU's own counter (NVML, whole board).  Calls run back to back; after --warm-s counting begins and ends at
+a step of the counter.  Joules of a call: mean watts times its mean time.  "above idle": less the watts of the idle GPU.
 
+products: see products.py.
 layer: forward and backward at EP 1.  uniep; uniep in one kernel per direction, weight gradients last and interleaved;
-grouped_mm: a composition of PyTorch's grouped GEMM and fused passes (peers.py), without communication.
-
-vector: SwiGLU, then an addition to its result: two passes, one pass of both tile by tile through memory, so that the second
-reads what lies in L2, and one that keeps it in registers.  tasks: ns of an empty task, dealt out by number or claimed.
+    grouped_mm: PyTorch's grouped GEMM between fused passes (peers.py), which exchange nothing.
+vector: SwiGLU and an addition to its result: two passes; one pass of both, tile by tile through memory, so that the
+    second reads what lies in L2; one that keeps it in registers.
+tasks: ns of a task without work, dealt out by its number or claimed.
+l2: of the first shape, each kernel of these uniep layers, one after the other under ncu.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ class Running:
             self.times.append(start.elapsed_time(end) / self.batch)
 
 
-def energy(meter: Meter, call: Callable[[], object], tflop: float, idle: float, args: argparse.Namespace) -> dict[str, float]:
+def energy(
+    meter: Meter, call: Callable[[], object], tflop: float, idle: float, args: argparse.Namespace
+) -> dict[str, float]:
     running = Running(call)
     until = time.perf_counter() + args.warm_s
     while time.perf_counter() < until:
@@ -291,7 +294,9 @@ def l2_rows(shape: Shape, name: str, args: argparse.Namespace) -> list[dict[str,
 # ------------------------------------------------------------------------------------------------
 
 
-def product_rows(shape: Shape, meter: Meter, idle: float, args: argparse.Namespace, device: torch.device) -> Iterator[Any]:
+def product_rows(
+    shape: Shape, meter: Meter, idle: float, args: argparse.Namespace, device: torch.device
+) -> Iterator[Any]:
     products = Products(shape, args.tokens, device)
     for name, sides in products.of.items():
         products.check(name)
@@ -302,7 +307,9 @@ def product_rows(shape: Shape, meter: Meter, idle: float, args: argparse.Namespa
     products.workspace.close()
 
 
-def layer_rows(shape: Shape, meter: Meter, idle: float, args: argparse.Namespace, device: torch.device) -> Iterator[Any]:
+def layer_rows(
+    shape: Shape, meter: Meter, idle: float, args: argparse.Namespace, device: torch.device
+) -> Iterator[Any]:
     tflop = half_of(shape).tflop(args.tokens, "fwd_bwd")
     for name, layer, case in layers(shape, args.tokens, device):
 

@@ -5,11 +5,14 @@
 Rows and experts are those that one of two ranks has.  PyTorch's operands are contiguous rows; uniep gathers x and dO
 where they lie, and gate_up applies SwiGLU and stores gate and up, too, so that it does more.  Results are compared
 before they are timed.  Median of `window` calls, mean of `sustained` ones; see timing.py.
+
+quack-kernels takes part where it can be imported, on the same rows as PyTorch, tuned by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import statistics
@@ -32,11 +35,22 @@ from moe import commit
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Addresses, Tokens
 
+try:
+    from quack.gemm_interface import gemm as quack_gemm
+except ImportError as missing:
+    quack_gemm = None
+    print(f"without quack-kernels, which cannot be imported ({missing}); pip install quack-kernels", file=sys.stderr)
+
 RANKS = 2
 
 
+def quack(a: Tensor, b: Tensor, start_e1: Tensor) -> Tensor:
+    """quack-kernels' grouped GEMM, of operands as those of `grouped_mm`.  start_e1: int32."""
+    return quack_gemm(a, b, **{"cu_seqlens_m" if b.dim() == 3 else "cu_seqlens_k": start_e1})
+
+
 class Products:
-    """What both sides compute, by name: (uniep's, PyTorch's, what uniep's leaves behind)."""
+    """What the sides compute, by name: (uniep's, PyTorch's, what uniep's leaves behind); quack: quack-kernels'."""
 
     def __init__(self, shape: Shape, tokens: int, device: torch.device) -> None:
         from uniep.launch import staged as launch
@@ -118,21 +132,29 @@ class Products:
             ),
         }
         self.num_rows = used.num_rows
+        self.quack: dict[str, Callable[[], Tensor]] = {}
+        if quack_gemm is not None:
+            start_e1 = used.expert_start_e1.int()
+            operands = (
+                (x_ND, w13.mT), (act_NF, w2.mT), (dy_ND, w2), (dh_NH, w13), (dy_ND.t(), act_NF), (dh_NH.t(), x_ND),
+            )  # fmt: skip
+            for name, (a, b) in zip(self.of, operands, strict=True):
+                self.quack[name] = functools.partial(quack, a, b, start_e1)
 
     def tflop_of(self, name: str) -> float:
         """Of a product; those of W13 have 2F columns."""
         return self.tflop * (2 if "H" in name or "W13" in name else 1)
 
     def check(self, name: str) -> None:
-        """Raise AssertionError where the two sides differ by more than rounding."""
+        """Raise AssertionError where two sides differ by more than rounding."""
         own, other, left = self.of[name]
         own()
-        mine, theirs = left(), other()
-        if mine.shape[0] >= self.num_rows:
-            mine, theirs = mine[: self.num_rows], theirs[: self.num_rows]
-        largest = theirs.abs().max().item()
-        difference = (mine.float() - theirs.float()).abs().max().item()
-        assert difference <= 2**-7 * largest, f"{name}: differs by {difference}, values up to {largest}"
+        mine = left()
+        for theirs in (other(), *(self.quack[name]() for _ in range(name in self.quack))):
+            rows = min(self.num_rows, len(mine))
+            largest = theirs[:rows].abs().max().item()
+            difference = (mine[:rows].float() - theirs[:rows].float()).abs().max().item()
+            assert difference <= 2**-7 * largest, f"{name}: differs by {difference}, values up to {largest}"
 
 
 def timed(products: Products, name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -140,6 +162,8 @@ def timed(products: Products, name: str, args: argparse.Namespace) -> dict[str, 
     products.check(name)
     own, other, _ = products.of[name]
     sides = {"uniep": own, "grouped_mm": other}
+    if name in products.quack:
+        sides["quack"] = products.quack[name]
     windows: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(args.iters):
         for side, call in sides.items():
@@ -165,9 +189,12 @@ def of_shape(shape: Shape, args: argparse.Namespace, device: torch.device) -> It
 def describe(row: dict[str, Any]) -> str:
     parts = []
     for load in ("", "_sustained"):
-        own, other = row[f"uniep{load}_ms"], row[f"grouped_mm{load}_ms"]
-        speed = f"{own:.3f} ms, {row['tflop'] / own * 1e3:3.0f} TFLOP/s"
-        parts.append(f"{speed}, grouped_mm {other:6.3f} ({other / own:.2f}x)")
+        own = row[f"uniep{load}_ms"]
+        part = f"{own:.3f} ms, {row['tflop'] / own * 1e3:3.0f} TFLOP/s"
+        for side in ("grouped_mm", "quack"):
+            if (other := row.get(f"{side}{load}_ms")) is not None:
+                part += f", {side} {other:6.3f} ({other / own:.2f}x)"
+        parts.append(part)
     return f"{row['shape']:13s} {row['product']:16s} window {parts[0]}; sustained {parts[1]}"
 
 

@@ -30,10 +30,6 @@ if INTERPRETED:
         """Allow the next kernel to launch early (programmatic dependent launch); it waits in `after_previous`."""
 
     @triton.jit
-    def all_threads():
-        """A barrier of this program that Triton does not see; where it sees one in a loop it does not pipeline loads."""
-
-    @triton.jit
     def block_stores_complete():
         """Wait until all block stores (TMA) of this program are visible to it."""
 
@@ -128,11 +124,6 @@ else:
     def next_may_come():
         """Allow the next kernel to launch early (programmatic dependent launch); it waits in `after_previous`."""
         _statement("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-
-    @triton.jit
-    def all_threads():
-        """A barrier of this program that Triton does not see; where it sees one in a loop it does not pipeline loads."""
-        _statement("bar.sync 0; mov.u32 $0, 0;")
 
     @triton.jit
     def block_stores_complete():

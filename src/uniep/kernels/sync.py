@@ -22,7 +22,7 @@ from uniep.kernels.header import (
     STATUS,
     host_record,
 )
-from uniep.kernels.ptx import all_threads, load_acquire, nanoseconds
+from uniep.kernels.ptx import load_acquire, nanoseconds
 
 TIMEOUT = tl.constexpr(1)
 BAD_ID = tl.constexpr(2)
@@ -53,7 +53,7 @@ def _tell_host(status_ptr, code, a, b, c, d):
     tl.store(host_ptr + 2, b)
     tl.store(host_ptr + 3, c)
     tl.store(host_ptr + 4, d)
-    all_threads()
+    tl.debug_barrier()
     tl.atomic_xchg(host_ptr, code, sem="release", scope="sys")
 
 
