@@ -58,20 +58,27 @@ L2_METRICS = {
     "dram__bytes_read.sum": "dram_read",
     "dram__bytes_write.sum": "dram_write",
     "gpu__time_duration.sum": "ns",
-}  # all in one pass of ncu
+}
+UNITS = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9}
+"""ncu's, in bytes and ns."""
+
+
+def nvml_joules(device: torch.device) -> Callable[[], float]:
+    """Reads this GPU's counter."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise SystemExit("energy is read through NVML: pip install nvidia-ml-py") from error
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
 
 
 class Meter:
-    """This GPU's energy counter."""
+    """Mean watts, from a counter of joules that moves in steps."""
 
-    def __init__(self, device: torch.device) -> None:
-        try:
-            import pynvml
-        except ImportError as error:
-            raise SystemExit("energy is read through NVML: pip install nvidia-ml-py") from error
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        self.joules: Callable[[], float] = lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+    def __init__(self, joules: Callable[[], float]) -> None:
+        self.joules = joules
 
     def step(self, going_on: Callable[[], object]) -> tuple[float, float]:
         """(s, J) at the next step of the counter.  going_on: called until then."""
@@ -263,31 +270,33 @@ def profiled(shape: Shape, name: str, tokens: int, device: torch.device) -> None
 
 
 def l2_rows(shape: Shape, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Kernels of a forward and backward: L2 reads (GB), the share of them that hit, DRAM traffic (GB), ms."""
+    """What ncu says of a forward and backward of this layer."""
     me = [sys.executable, str(Path(__file__).resolve()), "--shapes", shape.name, "--tokens", str(args.tokens)]
     ncu = ["ncu", "--csv", "--profile-from-start", "off", "--cache-control", "none", "--clock-control", "none"]
-    done = subprocess.run(
-        [*ncu, "--metrics", ",".join(L2_METRICS), *me, "--profiled", name], capture_output=True, text=True, check=False
-    )
-    lines = done.stdout.splitlines()
-    first = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if first is None:
+    metrics = ["--metrics", ",".join(L2_METRICS)]
+    done = subprocess.run([*ncu, *metrics, *me, "--profiled", name], capture_output=True, text=True, check=False)
+    found = of_kernels(done.stdout)
+    if not found:
         print(f"ncu found nothing: {done.stdout[-500:]} {done.stderr[-500:]}", flush=True)
-        return []
+    return [{"shape": shape.name, "layer": name, **row} for row in found]
+
+
+def of_kernels(text: str) -> list[dict[str, Any]]:
+    """ncu's CSV, kernels of 0.05 ms and more: GB read from L2, moved to and from DRAM, the share of L2 hits, ms."""
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     of_kernel: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for record in csv.DictReader(lines[first:]):
-        value, unit = float(record["Metric Value"].replace(",", "")), record["Metric Unit"]
-        scale = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6}
-        key = L2_METRICS[record["Metric Name"]]
-        of_kernel[record["Kernel Name"].partition("(")[0]][key] += value * scale.get(unit, 1)
+        value = float(record["Metric Value"].replace(",", "")) * UNITS.get(record["Metric Unit"], 1)
+        of_kernel[record["Kernel Name"].partition("(")[0]][L2_METRICS[record["Metric Name"]]] += value
     return [
         {
-            "shape": shape.name, "layer": name, "kernel": kernel, "l2_read_gb": round(found["read"] * 32 / 1e9, 3),
+            "kernel": kernel, "l2_read_gb": round(found["read"] * 32 / 1e9, 3),
             "l2_hit": round(found["read_hit"] / max(found["read"], 1), 4),
             "dram_read_gb": round(found["dram_read"] / 1e9, 3), "dram_write_gb": round(found["dram_write"] / 1e9, 3),
             "ms": round(found["ns"] / 1e6, 4),
         }
-        for kernel, found in of_kernel.items() if found["ns"] > 5e4
+        for kernel, found in of_kernel.items() if found["ns"] >= 5e4
     ]  # fmt: skip
 
 
@@ -359,7 +368,7 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(results, indent=1) + "\n")
 
-    parts, meter = args.parts.split(","), Meter(device)
+    parts, meter = args.parts.split(","), Meter(nvml_joules(device))
     timing.synchronize()
     idle = results["meta"]["idle_watts"] = round(meter.watts(lambda: time.sleep(0.005), 1.0), 1)
     print(f"idle: {idle} W", flush=True)
