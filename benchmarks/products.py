@@ -37,9 +37,8 @@ from uniep.kernels.arguments import ALL_HERE, Addresses, Tokens
 
 try:
     from quack.gemm_interface import gemm as quack_gemm
-except ImportError as missing:
+except ImportError:
     quack_gemm = None
-    print(f"without quack-kernels, which cannot be imported ({missing}); pip install quack-kernels", file=sys.stderr)
 
 RANKS = 2
 
@@ -207,6 +206,8 @@ def main() -> None:
     arguments.add_argument("--sustained-s", type=float, default=0.1)
     arguments.add_argument("--commit", help="recorded in the results where there is no git checkout")
     args = arguments.parse_args()
+    if quack_gemm is None:
+        print("without quack-kernels, which cannot be imported; pip install quack-kernels", file=sys.stderr)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
