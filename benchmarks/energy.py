@@ -20,6 +20,7 @@ import argparse
 import csv
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -271,6 +272,8 @@ def profiled(shape: Shape, name: str, tokens: int, device: torch.device) -> None
 
 def l2_rows(shape: Shape, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """What ncu says of a forward and backward of this layer."""
+    if shutil.which("ncu") is None:
+        raise SystemExit("--parts l2 needs ncu (Nsight Compute) on PATH; leave l2 out")
     me = [sys.executable, str(Path(__file__).resolve()), "--shapes", shape.name, "--tokens", str(args.tokens)]
     ncu = ["ncu", "--csv", "--profile-from-start", "off", "--cache-control", "none", "--clock-control", "none"]
     metrics = ["--metrics", ",".join(L2_METRICS)]
