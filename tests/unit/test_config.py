@@ -168,8 +168,8 @@ def test_default_schedules_are_valid():
 
 
 def test_default_schedule_of_hopper():
-    """Copies where a third of the tokens are wanted, unless all calls are small; pipelined where results take longer than
-    what computes them; small calls are one kernel each way; row tiles of an expert share its weights."""
+    """Copies where a third of the tokens are wanted, unless all calls are small; pipelined where results take longer
+    than what computes them; small calls are one kernel each way; row tiles of an expert share its weights."""
 
     def schedule(ep_size, **changes):
         usual = GOOD | {"num_experts": 128, "top_k": 8, "max_tokens_per_rank": 8192}
