@@ -36,7 +36,7 @@ from torch import Tensor
 import timing
 import uniep
 from cases import ROUTINGS, Case, Shape, make_case, make_weights, parse_shape
-from layers import UniEPCompute, UniEPLayer, Workspaces, parse_groups
+from layers import UniEPCheckpoint, UniEPCompute, UniEPLayer, Workspaces, parse_groups
 from peers import DeepEp, DeepEpLayer, Layer, NcclLayer, PeerCompute
 from results import best_peer
 from uniep.reference import composition
@@ -47,6 +47,7 @@ IMPLS = (
     "uniep", "uniep-default", "uniep-serial", "uniep-nccl", "uniep-compute", "uniep-groups",
     "nccl", "deepep", "deepep-nowait", "peer-compute",
 )  # fmt: skip
+BY_NAME = (*IMPLS, "uniep-checkpoint")
 OUTPUTS = ("y", "dx", "dweights", "dw13", "dw2")
 TOLERANCE = 1e-2
 PIECE = 2**26  # elements that are compared at once
@@ -156,7 +157,8 @@ class Bench:
             if impl.startswith("deepep"):
                 assert self.deepep is not None
                 return DeepEpLayer(self.deepep, wait=impl == "deepep")
-            return (UniEPCompute if impl == "uniep-compute" else UniEPLayer)(workspaces.get(impl))
+            kinds = {"uniep-compute": UniEPCompute, "uniep-checkpoint": UniEPCheckpoint}
+            return kinds.get(impl, UniEPLayer)(workspaces.get(impl))
 
         made = {impl: self.attempt(impl, lambda impl=impl: make(impl)) for impl in impls}
         try:
@@ -271,16 +273,23 @@ class Bench:
             layer.phases = None
         return {name: statistics.median(times) for name, times in taken.items()}
 
-    def peak_mib(self, layer: Layer, case: Case, direction: str) -> float | None:
-        """Largest device memory of one call beyond what was there before, this rank's; None on CPU."""
+    def memory(self, layer: Layer, case: Case, direction: str) -> dict[str, float]:
+        """MiB on the device beyond what was there before, this rank's: the most of one call, and what a forward saves
+        for its backward; {} on CPU."""
         if self.device.type != "cuda":
-            return None
+            return {}
         timing.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.call(layer, case, direction)()
         timing.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        found = {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+        if direction == "fwd_bwd":
+            y_TD, saved = layer.forward(case)
+            timing.synchronize()
+            found["saved_mib"] = (torch.cuda.memory_allocated() - before - y_TD.nbytes) / 2**20
+            del y_TD, saved
+        return found
 
     def run_case(self, layers: dict[str, Layer], case: Case, key: dict[str, Any], shape: Shape) -> None:
         """Time one (shape, tokens, routing, load, direction) and record a row per implementation."""
@@ -291,9 +300,10 @@ class Bench:
             row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
             row["tflops"] = round(shape.tflop(key["tokens"], direction) / ms * 1e3, 1)
             layer = layers[impl]
-            peak = self.attempt(f"{impl} peak", lambda layer=layer: self.peak_mib(layer, case, direction))
-            if peak is not None:
-                row["peak_mib"] = round(timing.max_over_ranks([peak])[0], 1)
+            memory = self.attempt(f"{impl} memory", lambda layer=layer: self.memory(layer, case, direction))
+            if memory:
+                most = timing.max_over_ranks(list(memory.values()))
+                row |= {name: round(mib, 1) for name, mib in zip(memory, most, strict=True)}
             if self.args.phases:
                 parts = self.attempt(f"{impl} phases", lambda layer=layer: self.phases(layer, case, direction))
                 if parts:
@@ -464,9 +474,9 @@ def options(argv: list[str] | None) -> argparse.Namespace:
             base, _, fields = name.partition("@")
             if fields and (base == "uniep" or parse_groups(base, 1)):
                 parse_schedule(fields, uniep.Schedule())
-            elif name not in IMPLS and not parse_groups(name, 1):
+            elif name not in BY_NAME and not parse_groups(name, 1):
                 raise ValueError(
-                    f"implementation {name!r} is unknown; use {', '.join(IMPLS)}, uniep-groupsN or uniep@FIELD=VALUE"
+                    f"implementation {name!r} is unknown; use {', '.join(BY_NAME)}, uniep-groupsN or uniep@FIELD=VALUE"
                 )
         for option, known in (
             ("routing", ROUTINGS),

@@ -305,6 +305,7 @@ def _hopper(c: _Call) -> list[_Size]:
     sent = c.tokens if c.way.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
     block = kept_block(cfg, c.ep_size, sent, copying=c.way.transfer == "copy")
     kept = (rows, cfg.hidden) if expanded else kept_shape(cfg, c.ep_size, c.way, block)
+    again = (c.ep_size - 1) * cfg.receive_block, cfg.hidden
     parts = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size))) if c.way.grouped else 0
     tiles = backward_tiles(cfg, c.way, w13=True, w2=True)
     lists = sum(list_words(rows // c.way.gate_up.rows, c.local, tiles, backward=True))
@@ -315,6 +316,7 @@ def _hopper(c: _Call) -> list[_Size]:
         _Size("parts", (parts,), _I32, "which rows combine groups add, and where sums go"),
         _Size("h", (1 + cfg.gated, rows, cfg.ffn), dtype, "gate and up before the activation"),
         _Size("kept", kept, dtype, "every row's input" if expanded else "received tokens, for dW13"),
+        _Size("received_again", again, dtype, "backward: tokens dispatched again, for h and dW13"),
         _Size("act", (rows, cfg.ffn), dtype, "activation; in backward, weighted, for dW2"),
         _Size("raw", (rows, cfg.ffn), _F32, "backward: dO @ W2"),
         _Size("lists", (lists,), _I64, "tasks of the kernel"),

@@ -42,6 +42,7 @@ def variants(count: int, seed: int) -> list[uniep.Schedule]:
                 matrix_workers=pick((1, 2, 3)),
                 vector_workers=pick((1, 2, 3)),
                 received=pick(("saved", "again")),
+                preactivation=pick(("saved", "recomputed")),
             )
         )
     return points

@@ -126,12 +126,12 @@ def test_combine_groups(backend):
 
 
 @pytest.mark.parametrize("groups", [None, 2])
-@pytest.mark.parametrize("received", ["saved", "again"])
+@pytest.mark.parametrize(("received", "preactivation"), [("saved", "saved"), ("again", "saved"), ("saved", "recomputed")])
 @pytest.mark.parametrize("backend", ["cpu", "nccl"])
-def test_the_plan_is_what_the_backend_has(backend, received, groups):
+def test_the_plan_is_what_the_backend_has(backend, received, preactivation, groups):
     """Shared memory and saved tensors, byte for byte.  (hopper: tests/interp/test_plan.py.)"""
     cfg = MoEConfig(hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=100, combine_groups=groups)
-    schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], received=received)
+    schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], received=received, preactivation=preactivation)
     plan = plan_memory(cfg, 1, backend=backend, schedule=schedule, tokens=70)
     ids = torch.arange(140).view(70, 2) % 4
     w13, w2 = torch.zeros(4, 144, 64, dtype=cfg.dtype), torch.zeros(4, 64, 72, dtype=cfg.dtype)
