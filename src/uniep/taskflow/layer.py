@@ -191,8 +191,8 @@ def _recompute(way: Way) -> Operator:
 
 
 def _recomputed(way: Way) -> tuple[Access, ...]:
-    """What the activation's gradient reads besides its product."""
-    return (Access("recompute", rows_of(_rows1)),) * way.recomputes
+    """What the activation's gradient reads besides its product, unless it is made before the tasks begin."""
+    return (Access("recompute", rows_of(_rows1)),) * (way.recomputes and not way.mega)
 
 
 def _down_grad(way: Way) -> Operator:
