@@ -259,7 +259,7 @@ def gate_up_kernel(
     NUM_N: tl.constexpr = (LAYER.F + TILE.N // 2 - 1) // (TILE.N // 2)
     GATHERED: tl.constexpr = rows_desc is None
     # The tables of the next tile are read while this one is multiplied, where the lint finds registers left for them.
-    AHEAD: tl.constexpr = GATHERED and (SENDING.CHUNK == 0 or LAYER.WEIGHTED)
+    AHEAD: tl.constexpr = GATHERED and (SENDING.CHUNK == 0 or LAYER.WEIGHTED or address_ptr is not None)
     blocks = GateUpBlocks(rows_desc, w13_desc, gate_desc, up_desc, act_desc, b13_ptr)
     if address_ptr is None:
         source_ptr = rows.source_N

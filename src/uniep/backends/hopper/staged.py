@@ -384,6 +384,7 @@ class Backward(_Call):
             kept = temporary(len(receive_MD) - 1, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
             link.copy_received(kept, torch.cuda.current_stream(link.device))
             self.x = Tokens(self.x.local, kept)
+            link.join()  # flags that copies carry are the number of this call, and the next entry changes it
 
     def gate_up_wgrad(self, stage: Stage) -> None:
         link, x_N = self.link, self.addresses.x_N
