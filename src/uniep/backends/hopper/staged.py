@@ -273,7 +273,8 @@ class Backward(_Call):
         from uniep.launch import staged as launch
 
         link, experts = self.link, self.inputs.experts
-        self.through, self.h_2NF = launch.activation_memory(self.h_2NF, experts.b2), None
+        self.through = launch.activation_memory(self.h_2NF, experts.b2)
+        del self.h_2NF  # through has it, until it is released
         launch.launch_gathered_down_gradient(
             self.sent, self.planned.bundle, experts, self.peers, link.way.down, stage.sms, self.through.raw_NF,
             link.dispatching(link.way.push_rounds[1]), self.progress_M,
