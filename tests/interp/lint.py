@@ -200,8 +200,8 @@ def compile_router(num_experts: int, groups: int, sigmoid: bool) -> list[tuple[s
         launch_router.losses(every, 0, aux_loss=0.1, z_loss=0.1)
         for z_loss in (0.0, 0.1):
             launch_router.d_logits(
-                logits_TE, slots_TK, slots_TK, torch.empty(64, 8), bias_E, some, some, tokens, **rules,
-                aux=z_loss > 0, z_loss=z_loss,
+                logits_TE, slots_TK, slots_TK, torch.empty(64, 8), bias_E if z_loss else None, some, some, tokens,
+                **rules, z_loss=z_loss,
             )  # fmt: skip
     return launched
 
