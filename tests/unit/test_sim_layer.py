@@ -232,3 +232,15 @@ def test_the_command(tmp_path):
                       (["--ep", "3"], "cannot be split evenly")):  # fmt: skip
         result = invoke(*bad)
         assert result.exit_code == 2 and told in result.output
+
+
+def test_waves_follow_the_copies():
+    """On eight ranks tiles in waves by arrival end sooner; copy engines do not reach other nodes."""
+    problem, machine = Problem(SHAPES["qwen3-30b"], 8, 4096), load_machine("h200-node")
+    usual = STRATEGIES["uniep-copy"].arrange(problem, machine)
+    assert usual.way.waves == 8
+    without = dataclasses.replace(usual, way=dataclasses.replace(usual.way, waves=1))
+    ended = [simulate(problem, machine, arrangement).makespan_ns for arrangement in (usual, without)]
+    assert ended[0] < 0.9 * ended[1]
+    two_nodes = STRATEGIES["uniep"].arrange(Problem(SHAPES["qwen3-30b"], 16, 512), load_machine("h100-cluster"))
+    assert not any(lane.extra for lane in two_nodes.lanes)
