@@ -38,11 +38,11 @@ class SharedArena(link.Arena):
         return made
 
 
-def send_all_first(self, x_TD, send_all=link.Link.send_all):
+def send_first(self, x_TD, first=1, last=None, send=link.Link.send):
     """Copies inside one GPU take multiprocessors, all of which kernels that spin may hold: this rank's end first."""
-    send_all(self, x_TD)
+    send(self, x_TD, first, last)
     self.copies.synchronize()
 
 
 def install() -> None:
-    link.Arena, link.Link.send_all = SharedArena, send_all_first
+    link.Arena, link.Link.send = SharedArena, send_first

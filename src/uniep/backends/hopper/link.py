@@ -152,9 +152,9 @@ class Link:
 
     def send(self, x_TD: Tensor, first: int = 1, last: int | None = None) -> None:
         """Queue copies of all tokens to the ranks `first` to `last` - 1 behind this one (None: to all), each with the
-        peer's `finished` flag behind it, from where the first of this call was queued."""
+        peer's `finished` flag behind it.  The first begins here, all others behind it."""
         num_tokens = x_TD.shape[0]
-        if self.copies not in self._forked:
+        if first == 1:
             self.fork(self.copies)
         for step in range(first, last or self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
