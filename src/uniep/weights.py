@@ -85,6 +85,17 @@ class ExpertWeights:
         """What has gradients, of w13 and of w2: themselves, or their factors."""
         return (self.w13, self.w2) if self.lora is None else (self.lora.w13 or (), self.lora.w2 or ())
 
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The weights that have factors: "w13", "w2"."""
+        lora = self.lora
+        return () if lora is None else ("w13",) * (lora.w13 is not None) + ("w2",) * (lora.w2 is not None)
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """Of lora, w13's first, A before B."""
+        return () if self.lora is None else (*(self.lora.w13 or ()), *(self.lora.w2 or ()))
+
     @classmethod
     def parse(
         cls, w13: Tensor | Sequence[Tensor], w2: Tensor | Sequence[Tensor], cfg: MoEConfig, ep_size: int,

@@ -83,8 +83,15 @@ class Counted(NamedTuple):
     row_tile: Any
 
 
+class LowRank(NamedTuple):
+    """Descriptors of a product's second operands: rows (N, R), and a factor of LoRA; made inside kernels."""
+
+    rows: Any
+    factor: Any
+
+
 class GateUpBlocks(NamedTuple):
-    """Descriptors of `gate_up_kernel`, and b13 (e, 2F or F) or None; made inside kernels."""
+    """Descriptors of `gate_up_kernel`, b13 (e, 2F or F) or None, and `LowRank` or None; made inside kernels."""
 
     rows: Any
     w13: Any
@@ -92,6 +99,7 @@ class GateUpBlocks(NamedTuple):
     up: Any
     act: Any
     b13: Any
+    low: Any = None
 
 
 class Biases(NamedTuple):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from uniep.stages import Direction, Flags, Stage, stages
 if TYPE_CHECKING:
     from uniep.backends.hopper.planner import DevicePlan
     from uniep.launch.driver import Memory
+    from uniep.launch.staged import LowRank
 
 
 class _Call:
@@ -37,6 +38,7 @@ class _Call:
         self.link, self.inputs, self.sent = link, inputs, Tokens(sent_TD, link.arena.views["receive"])
         self.results_ND, self.out_TD = link.arena.views["receive"], sent_TD
         self.peers = link.peers()
+        self.low: dict[str, LowRank] = {}  # of products, by the weight they multiply by
 
     def run(self, flags: Flags) -> None:
         link = self.link
@@ -57,6 +59,28 @@ class _Call:
             a, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, link.way.down, stage.sms,
             self.results_ND, slots=link.slots, scatter=scatter, **how,
         )  # fmt: skip
+
+    def shrink(
+        self, stage: Stage, weight: Literal["w13", "w2"], rows_NX: Tensor | None, *, up: bool, wait: bool = False,
+        save: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """(N, R): rows times a factor beside `weight` and the scale, A if up, else B.  rows_NX: None: of what is sent,
+        gathered.  wait: for that.  save: a backward will use it."""
+        from uniep.launch import staged as launch
+
+        link, lora = self.link, self.inputs.experts.lora
+        assert lora is not None
+        a, b = getattr(lora, weight)
+        make = result if save else temporary
+        shape = self.planned.num_rows, launch.padded_rank(a.shape[1])
+        low_NR = make(*shape, dtype=link.cfg.dtype, device=link.device)
+        dispatch = Dispatch(True, link.way.push_programs) if wait and link.fused else ALL_HERE
+        launch.launch_shrink(
+            self.sent, rows_NX, self.planned.bundle, a if up else b, lora.scale, self.peers, link.way.gate_up.rows,
+            stage.sms, low_NR, dispatch, transposed=up,
+        )  # fmt: skip
+        self.low[weight] = launch.LowRank(low_NR, b if up else a)
+        return low_NR
 
     def _make_results(self, stage: Stage) -> None:
         """With a scatter any memory as wide serves."""
@@ -138,11 +162,14 @@ class Forward(_Call):
         self.h_2NF: Tensor | None = None
         self.x_ND: Tensor | None = None
         self.kept: Tensor | None = None  # received tokens, or, expanded, every row's input
+        self.u13_NR: Tensor | None = None
 
     def made(self) -> tuple[Tensor, list[Tensor]]:
         self.run(Flags(save=self.save))
-        saves = self.h_2NF is not None and self.kept is not None
-        return self.out_TD, [*self.planned.saved(), self.h_2NF, self.kept] if saves else []  # type: ignore[list-item]
+        if self.h_2NF is None or self.kept is None:
+            return self.out_TD, []
+        u13 = [] if self.u13_NR is None else [self.u13_NR]
+        return self.out_TD, [*self.planned.saved(), *u13, self.h_2NF, self.kept]
 
     def enter(self, stage: Stage) -> None:
         inputs, operation = self.inputs, "forward" if self.save else "forward without gradients"
@@ -163,6 +190,12 @@ class Forward(_Call):
         dispatch = Dispatch(link.fused, 2 * link.way.push_programs if link.fused else 0)
         launch_expand(self.sent, rows, self.peers, link.way.gate_up.rows, stage.sms, self.x_ND, dispatch)
 
+    def gate_up_shrink(self, stage: Stage) -> None:
+        self.u13_NR = self.shrink(stage, "w13", self.x_ND, up=True, wait=self.x_ND is None, save=self.save)
+
+    def down_shrink(self, stage: Stage) -> None:
+        self.shrink(stage, "w2", self.act_NF, up=True)
+
     def make_h(self) -> None:
         cfg, rows = self.link.cfg, self.planned.num_rows
         self.act_NF = temporary(rows, cfg.ffn, **self.like)
@@ -174,10 +207,11 @@ class Forward(_Call):
         link, way = self.link, self.link.way
         if self.x_ND is None:
             self.make_h()
-        dispatch = link.dispatching(way.push_rounds[0]) if self.x_ND is None else ALL_HERE
+        gathers = self.x_ND is None and "w13" not in self.low
+        dispatch = link.dispatching(way.push_rounds[0]) if gathers else ALL_HERE
         launch_gate_up(
             self.sent, self.x_ND, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, way.gate_up,
-            stage.sms, self.h_2NF, self.act_NF, dispatch, count_tiles=way.down_sms > 0,
+            stage.sms, self.h_2NF, self.act_NF, dispatch, count_tiles=way.down_sms > 0, low=self.low.get("w13"),
         )  # fmt: skip
 
     def keep(self, stage: Stage) -> None:
@@ -191,7 +225,7 @@ class Forward(_Call):
         beside = None
         if stage.shares_cursor:
             beside = Beside(-(-link.cfg.ffn // (tile.columns // 2)), link.sms * link.way.down.programs_per_sm)
-        self.return_rows(stage, launch_down, self.act_NF, beside=beside)
+        self.return_rows(stage, launch_down, self.act_NF, beside=beside, low=self.low.get("w2"))
 
     def group_sum(self, stage: Stage) -> None:
         self.sum_groups(stage, weighted=self.output_weights is not None)
@@ -211,6 +245,8 @@ class Backward(_Call):
         self.needs, self.main_grads = needs, main_grads
         self.accumulate = main_grads is not None and main_grads.accumulate
         *of_plan, self.h_2NF, kept = saved
+        if "w13" in link.way.lora:
+            *of_plan, self.u13_NR = of_plan
         self.planned = link.planner.restore(dy_TD.shape[0], of_plan)
         self.x = Tokens(inputs.x_TD, self.sent.received[:-1] if link.way.again else kept)
         self.dw13: tuple[Tensor, ...] | None = None
@@ -249,15 +285,19 @@ class Backward(_Call):
         layer = LayerTag(self.inputs.layer.number)
         self.link.planner.enter(None, None, sent_TD.shape[0], operation, layer, self.planned.forward)
 
+    def down_grad_shrink(self, stage: Stage) -> None:
+        self.v2_NR = self.shrink(stage, "w2", None, up=False, wait=True)
+
     def down_grad(self, stage: Stage) -> None:
         """dO back through W2."""
         from uniep.launch import staged as launch
 
         link, experts = self.link, self.inputs.experts
+        dispatch = ALL_HERE if "w2" in self.low else link.dispatching(link.way.push_rounds[1])
         self.through = launch.activation_memory(self.h_2NF, experts.b2)
         launch.launch_gathered_down_gradient(
             self.sent, self.planned.bundle, experts, self.peers, link.way.down, stage.sms, self.through.raw_NF,
-            link.dispatching(link.way.push_rounds[1]), self.progress_M,
+            dispatch, self.progress_M, self.low.get("w2"),
         )  # fmt: skip
 
     def activation_gradient(self, stage: Stage) -> None:
@@ -280,12 +320,19 @@ class Backward(_Call):
         tile, dy_N = self.link.way.down, self.addresses.dy_N
         launch_dweights(self.through, dy_N, self.planned.bundle, self.peers, self.link.cfg, tile, stage.sms)
 
+    @property
+    def dh(self) -> Tensor:
+        """(N, 2F or F)."""
+        return self.through.dh_N2F.view(-1, self.link.cfg.h_columns)
+
+    def gate_up_grad_shrink(self, stage: Stage) -> None:
+        self.v13_NR = self.shrink(stage, "w13", self.dh, up=False)
+
     def gate_up_grad(self, stage: Stage) -> None:
         """Results travel, as d(weight) did, whether this rank needs its own or not: its peers may."""
         from uniep.launch.staged import launch_gate_up_gradient
 
-        self.dh_NH = self.through.dh_N2F.view(-1, self.link.cfg.h_columns)
-        self.return_rows(stage, launch_gate_up_gradient, self.dh_NH)
+        self.return_rows(stage, launch_gate_up_gradient, self.dh, low=self.low.get("w13"))
         self.make_sums()  # on this stream, for another
 
     def make_sums(self) -> None:
@@ -308,7 +355,7 @@ class Backward(_Call):
     def bias_gradient(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_bias_gradients
 
-        memory, dh_NH = self.gradient_memory, self.through.dh_N2F.view(-1, self.link.cfg.h_columns)
+        memory, dh_NH = self.gradient_memory, self.dh
         weight_N = self.planned.rows.weight_N
         if not memory.biases:
             self.biases = tuple(map(result_like, self.inputs.experts.biases))
@@ -325,9 +372,9 @@ class Backward(_Call):
         """Of the gradients of experts, where they are needed: what was given, or new."""
         if self.main_grads is not None:
             return self.main_grads
-        experts, needs = self.inputs.experts, self.needs
-        self.dw13 = tuple(map(result_like, experts.w13)) if needs.w13 else None
-        self.dw2 = tuple(map(result_like, experts.w2)) if needs.w2 else None
+        (first, second), needs = self.inputs.experts.trained, self.needs
+        self.dw13 = tuple(map(result_like, first)) if needs.w13 else None
+        self.dw2 = tuple(map(result_like, second)) if needs.w2 else None
         return MainGrads(self.dw13 or (), self.dw2 or (), accumulate=False)
 
     @functools.cached_property
@@ -349,8 +396,13 @@ class Backward(_Call):
         return rows.addresses_of(tensor(address_N), self.sent.received[-1].data_ptr())
 
     def down_wgrad(self, stage: Stage) -> None:
+        lora = self.link.way.lora
+        u2_NR = self.shrink(stage, "w2", self.through.act_NF, up=True) if lora else None
         for rows, into in self.blocks:
             dy_N, act_NF = self._addresses_of(rows, self.addresses.dy_N), rows.of(self.through.act_NF)
+            if u2_NR is not None:
+                self._factor_gradients(stage, rows, act_NF, self.v2_NR, dy_N, u2_NR, into.w2, into.accumulate)
+                continue
             self._weight_gradient(stage, rows, dy_N, act_NF, 0, into.w2[0], into.accumulate, transposed=False)
 
     def dispatch_again(self, stage: Stage) -> None:
@@ -366,10 +418,25 @@ class Backward(_Call):
         link, x_N = self.link, self.addresses.x_N
         for rows, into in self.blocks:
             of_N = rows.of(self.x.received) if link.way.expanded else self._addresses_of(rows, x_N)
-            dh_NH = rows.of(self.dh_NH)
+            dh_NH = rows.of(self.dh)
+            if link.way.lora:
+                self._factor_gradients(stage, rows, of_N, self.v13_NR, dh_NH, self.u13_NR, into.w13, into.accumulate)
+                continue
             for part, dw in enumerate(into.w13):  # w1 and w3, or both in one
                 dw_eHD, column = dw.view(link.planner.local, -1, link.cfg.hidden), part * link.cfg.ffn
                 self._weight_gradient(stage, rows, of_N, dh_NH, column, dw_eHD, into.accumulate, transposed=True)
+
+    def _factor_gradients(
+        self, stage: Stage, rows: RowBlock, given: Memory, v_NR: Tensor, d_out: Memory, u_NR: Tensor,
+        into: tuple[Tensor, ...], accumulate: bool,
+    ) -> None:  # fmt: skip
+        """v: d_out times B, u: given times A, of the rows of the call."""
+        from uniep.launch.staged import launch_factor_gradients
+
+        launch_factor_gradients(
+            given, rows.of(v_NR), d_out, rows.of(u_NR), into, rows.start_e1, rows.rows_e, self.link.planner.status,
+            stage.sms, accumulate=accumulate,
+        )  # fmt: skip
 
     def _weight_gradient(
         self, stage: Stage, rows: RowBlock, a_N: Memory, b_NX: Tensor, column: int, dw: Tensor, accumulate: bool, *,
