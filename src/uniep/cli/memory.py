@@ -59,6 +59,9 @@ def memory(
     combine_groups: Groups = None,
     gradient_shards: Annotated[int, typer.Option(help="MoEConfig.gradient_shards.", min=1)] = 1,
     copies: Annotated[int, typer.Option(help="EP groups with the same experts, of Workspace(copies=).", min=1)] = 1,
+    lora: Annotated[
+        int | None, typer.Option(help="Rank of low-rank factors, trained instead of whole experts.", min=1)
+    ] = None,
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 8,
     backend: Annotated[BackendName, typer.Option(help="Backend whose buffers to list.")] = BackendName.hopper,
     max_rows: Annotated[
@@ -127,7 +130,7 @@ def memory(
         gradient_shards=gradient_shards,
         max_rows=max_rows,
     )
-    plan = uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value)
+    plan = uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value, lora=lora)
     typer.echo(plan.explain())
     document: dict[str, Any] = {"layer": _as_document(plan)}
     if layers is not None:

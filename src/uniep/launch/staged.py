@@ -127,11 +127,6 @@ class LowRank(NamedTuple):
         return self.rows_NR.shape[1]
 
 
-def padded_rank(r: int) -> int:
-    """Columns of rows that a factor has shrunk."""
-    return max(power_of_2(r), 16)
-
-
 def activation_memory(h_2NF: Tensor, b2: Tensor | None = None) -> Activation:
     """New memory for the activation's gradient of gate and up (2, N, F), or, without a gate, of h (1, N, F); raw_NF
     briefly."""
@@ -394,7 +389,7 @@ def launch_shrink(
         {
             "DEPTH": factor.shape[2 if transposed else 1], "B": "transposed" if transposed else "plain",
             "SCALE": scale, "TILE": TileShape(tile_rows, columns, depth, 1),
-            "SENDING": peers.sending(width, GEMM_PUSH_ROWS), "FUSED": dispatch.fused,
+            "SENDING": peers.sending(width, PUSH_ROWS), "FUSED": dispatch.fused,
         },
         num_warps=4, num_stages=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
 from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
+from uniep.layout import padded_rank
 from uniep.routing import RowBlock, row_block
 from uniep.row_operator import PLACES
 from uniep.stages import Direction, Flags, Stage, stages
@@ -72,7 +73,7 @@ class _Call:
         assert lora is not None
         a, b = getattr(lora, weight)
         make = result if save else temporary
-        shape = self.planned.num_rows, launch.padded_rank(a.shape[1])
+        shape = self.planned.num_rows, padded_rank(a.shape[1])
         low_NR = make(*shape, dtype=link.cfg.dtype, device=link.device)
         dispatch = Dispatch(True, link.way.push_programs) if wait and link.fused else ALL_HERE
         launch.launch_shrink(
