@@ -288,12 +288,13 @@ class PlanShape(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Whether a kernel that gathers rows waits for them, how many of its programs push this rank's tokens meanwhile, and
-    for how many turns of the others."""
+    """Whether a kernel that gathers rows waits for them, how many of its programs push this rank's tokens meanwhile, for
+    how many turns of the others, and whether it counts finished tiles of each row tile."""
 
     fused: bool = False
     push_programs: int = 0
     push_rounds: int = 0
+    count_tiles: bool = False
 
 
 ALL_HERE = Dispatch()

@@ -233,11 +233,11 @@ def launch_expand(
 def launch_gate_up(
     tokens: Tokens, rows_ND: Tensor | None, rows: Bundle[Rows], experts: ExpertWeights, peers: Peers, cfg: MoEConfig,
     tile: Tile, multiprocessors: int, h_2NF: Tensor | None, act_NF: Tensor, dispatch: Dispatch = ALL_HERE, *,
-    count_tiles: bool = False, low: LowRank | None = None,
+    low: LowRank | None = None,
 ) -> None:  # fmt: skip
     """act (N, F) and, unless None, h (2, N, F) of every row; act times its weight where the config says so.
 
-    rows_ND: the rows' inputs; None: gathered where they lie.  count_tiles: in rows.progress_M.  low: with B13.
+    rows_ND: the rows' inputs; None: gathered where they lie.  Tiles are counted in rows.progress_M.  low: with B13.
     """
     half = tile.columns // 2
     w13_desc, up_first = w13_block(experts, 1, 1 + cfg.gated, half, tile.depth)
@@ -254,7 +254,7 @@ def launch_gate_up(
         {
             "LAYER": layer_shape(cfg), "TILE": tile_shape(tile),
             "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS), "FUSED": dispatch.fused, "UP_FIRST": up_first,
-            "COUNT_TILES": count_tiles,
+            "COUNT_TILES": dispatch.count_tiles,
         },
         **options(tile),
     )  # fmt: skip

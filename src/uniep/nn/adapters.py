@@ -39,7 +39,7 @@ def add_lora(
 
     Raises ConfigError for r below 1, or above what leaves a low rank; for names that no parameter has; for parameters
     that are not w13 or w2 of an `Experts`, that have factors already, or that have no memory or are not whole yet;
-    UnsupportedError on the backend hopper.
+    UnsupportedError for r that is not a multiple of 8, or above 128, on the backend hopper.
     """
     if reason := refused_number(r, 1):
         raise ConfigError(f"r is {reason}")

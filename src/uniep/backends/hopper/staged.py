@@ -212,7 +212,8 @@ class Forward(_Call):
         dispatch = link.dispatching(way.push_rounds[0]) if gathers else ALL_HERE
         launch_gate_up(
             self.sent, self.x_ND, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, way.gate_up,
-            stage.sms, self.h_2NF, self.act_NF, dispatch, count_tiles=way.down_sms > 0, low=self.low.get("w13"),
+            stage.sms, self.h_2NF, self.act_NF, dispatch._replace(count_tiles=way.down_sms > 0),
+            low=self.low.get("w13"),
         )  # fmt: skip
 
     def keep(self, stage: Stage) -> None:
