@@ -84,7 +84,8 @@ class Counted(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """Descriptors of a product's second operands: rows (N, R), and a factor of LoRA; made inside kernels."""
+    """What a product adds to its own: rows (N, R) times a factor of LoRA.  On the host tensors; descriptors inside
+    kernels, made there."""
 
     rows: Any
     factor: Any

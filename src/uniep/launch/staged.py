@@ -9,7 +9,7 @@ Suffixes: N padded rows, M row tiles, e local experts, D hidden, F ffn, T tokens
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from uniep.kernels.arguments import (
     Addresses,
     Dispatch,
     Layer,
+    LowRank,
     Product,
     Rows,
     Sending,
@@ -114,17 +115,6 @@ class Beside:
 
     tiles_before: int
     programs: int
-
-
-class LowRank(NamedTuple):
-    """What a product adds to its own: rows (N, R) times a factor of LoRA.  See `shrunk`."""
-
-    rows_NR: Tensor
-    factor: Tensor
-
-    @property
-    def width(self) -> int:
-        return self.rows_NR.shape[1]
 
 
 def activation_memory(h_2NF: Tensor, b2: Tensor | None = None) -> Activation:
@@ -264,9 +254,10 @@ def _low_blocks(low: LowRank | None, tile: Tile, *block: int) -> tuple[Block | N
     """Of rows and factor.  block: of the factor, -1 for the rank; of four dimensions: (e, 2, F, r)."""
     if low is None:
         return None, None
+    width = low.rows.shape[1]
     factor = low.factor.unflatten(1, (block[1], -1)) if len(block) == 4 else low.factor
-    size = tuple(low.width if b < 0 else b for b in block)
-    return rows_block(low.rows_NR, tile.rows, low.width), Block(factor, tuple(factor.shape), factor.stride(), size)
+    sizes = tuple(width if size < 0 else size for size in block)
+    return rows_block(low.rows, tile.rows, width), Block(factor, tuple(factor.shape), factor.stride(), sizes)
 
 
 def h_blocks(h_2NF: Tensor | None, *block: int) -> tuple[Block | None, Block | None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
-from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
+from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, LowRank, Sums, Tokens
 from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
 from uniep.layout import padded_rank
 from uniep.routing import RowBlock, row_block
@@ -24,7 +24,6 @@ from uniep.stages import Direction, Flags, Stage, stages
 if TYPE_CHECKING:
     from uniep.backends.hopper.planner import DevicePlan
     from uniep.launch.driver import Memory
-    from uniep.launch.staged import LowRank
 
 
 class _Call:
@@ -67,7 +66,7 @@ class _Call:
     ) -> Tensor:  # fmt: skip
         """(N, R): rows times a factor beside `weight` and the scale, A if up, else B.  rows_NX: None: of what is sent,
         gathered.  wait: for that.  save: a backward will use it."""
-        from uniep.launch import staged as launch
+        from uniep.launch.staged import launch_shrink
 
         link, lora = self.link, self.inputs.experts.lora
         assert lora is not None
@@ -76,11 +75,11 @@ class _Call:
         shape = self.planned.num_rows, padded_rank(a.shape[1])
         low_NR = make(*shape, dtype=link.cfg.dtype, device=link.device)
         dispatch = Dispatch(True, link.way.push_programs) if wait and link.fused else ALL_HERE
-        launch.launch_shrink(
+        launch_shrink(
             self.sent, rows_NX, self.planned.bundle, a if up else b, lora.scale, self.peers, link.way.gate_up.rows,
             stage.sms, low_NR, dispatch, transposed=up,
         )  # fmt: skip
-        self.low[weight] = launch.LowRank(low_NR, b if up else a)
+        self.low[weight] = LowRank(low_NR, b if up else a)
         return low_NR
 
     def _make_results(self, stage: Stage) -> None:
