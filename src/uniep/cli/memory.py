@@ -110,6 +110,10 @@ def memory(
     """
     check_file(json_file, "--json")
     console = Console(highlight=False)
+    if lora is not None and (layers is not None or config is not None):
+        raise uniep.ConfigError(
+            f"--lora {lora} is of one layer, but a whole model is counted trained whole; leave one out"
+        )
     sizes: dict[str, Any] = layer_sizes(context, shape, ep)
     size = None
     if config is not None:

@@ -168,14 +168,6 @@ def add_low_rank(acc, low: LowRank, m, expert, n, B: tl.constexpr, UP_FIRST: tl.
 
 
 @triton.jit
-def low_operands(low_desc, factor_desc):
-    if low_desc is None:
-        return None
-    else:
-        return LowRank(low_desc, factor_desc)
-
-
-@triton.jit
 def count_before(counted: Counted):
     """Count the tile that this program stored in its turn before: a turn late, so that nobody waits for stores that are
     under way."""
@@ -288,9 +280,11 @@ def gate_up_kernel(
     # The tables of the next tile are read while this one is multiplied, where the lint finds registers left for them.
     AHEAD: tl.constexpr = GATHERED and (SENDING.CHUNK == 0 or LAYER.WEIGHTED)
     FLAT: tl.constexpr = not GATHERED and low_desc is None
-    blocks = GateUpBlocks(
-        rows_desc, w13_desc, gate_desc, up_desc, act_desc, b13_ptr, low_operands(low_desc, factor_desc)
-    )
+    if low_desc is None:
+        low = None
+    else:
+        low = LowRank(low_desc, factor_desc)
+    blocks = GateUpBlocks(rows_desc, w13_desc, gate_desc, up_desc, act_desc, b13_ptr, low)
     program = tl.program_id(0)
     if FUSED and SENDING.CHUNK > 0:
         if program < push_programs:
@@ -391,7 +385,10 @@ def gathered_product_kernel(
     progress (M,): counts finished tiles, as above, for the next kernel, which may run beside this one; or None.
     """
     NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
-    low = low_operands(low_desc, factor_desc)
+    if low_desc is None:
+        low = None
+    else:
+        low = LowRank(low_desc, factor_desc)
     program = tl.program_id(0)
     if progress_ptr is not None:
         next_may_come()
@@ -538,7 +535,10 @@ def product_kernel(
     """
     NUM_N: tl.constexpr = (PRODUCT.WIDTH + TILE.N - 1) // TILE.N
     FLAT: tl.constexpr = low_desc is None
-    low = low_operands(low_desc, factor_desc)
+    if low_desc is None:
+        low = None
+    else:
+        low = LowRank(low_desc, factor_desc)
     num_m = num_row_tiles(rows)
     if PRODUCT.SCATTER:
         num_m = tl.where(failed(wire.status), 0, num_m)  # a late peer may still read what an earlier call returned
