@@ -74,7 +74,7 @@ class _Call:
         make = result if save else temporary
         shape = self.planned.num_rows, padded_rank(a.shape[1])
         low_NR = make(*shape, dtype=link.cfg.dtype, device=link.device)
-        dispatch = Dispatch(True, link.way.push_programs) if wait and link.fused else ALL_HERE
+        dispatch = link.dispatching() if wait else ALL_HERE
         launch_shrink(
             self.sent, rows_NX, self.planned.bundle, a if up else b, lora.scale, self.peers, link.way.gate_up.rows,
             stage.sms, low_NR, dispatch, transposed=up,
