@@ -91,9 +91,9 @@ def halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def weights_step(b_desc, expert, half, n, depth, K: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr):
     """The block (K, TILE.N) of an expert's weights from row `depth` of B on, columns n.
 
-    B: how they lie.  "gate_up": (e, 2, F, D), half of the columns from each half, `half` first; "ungated": (e, 1, F, D), of a tile half
-    as wide.  "transposed": (e, WIDTH, DEPTH).  "plain": (e, DEPTH, WIDTH).  "halves": (e, HALVES, DEPTH, WIDTH), of which
-    `half` is meant.
+    B: how they lie.  "gate_up": (e, 2, F, D), half of the columns from each half, `half` first; "ungated": (e, 1, F, D),
+    of a tile half as wide.  "transposed": (e, WIDTH, DEPTH).  "plain": (e, DEPTH, WIDTH).  "halves": (e, HALVES, DEPTH,
+    WIDTH), of which `half` is meant.
     """
     if B == "gate_up":
         return b_desc.load([expert, half, n * (TILE.N // 2), depth]).reshape(TILE.N, K).T
