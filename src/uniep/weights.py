@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,11 @@ class Lora:
 
     def to(self, dtype: torch.dtype) -> Lora:
         """Differentiable."""
-        w13, w2 = (None if pair is None else (pair[0].to(dtype), pair[1].to(dtype)) for pair in (self.w13, self.w2))
+        return self.each(lambda factor: factor.to(dtype))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Lora:
+        """With every factor changed."""
+        w13, w2 = (None if pair is None else (change(pair[0]), change(pair[1])) for pair in (self.w13, self.w2))
         return Lora(w13, w2, self.scale)
 
     def check(self, cfg: MoEConfig, ep_size: int) -> None:

@@ -276,8 +276,7 @@ def _with_whole_factors(experts: ExpertWeights) -> ExpertWeights:
     """Those of LoRA contiguous and aligned, as block loads need them."""
     if experts.lora is None:
         return experts
-    pairs = [pair and tuple(aligned(t.contiguous()) for t in pair) for pair in (experts.lora.w13, experts.lora.w2)]
-    return dataclasses.replace(experts, lora=dataclasses.replace(experts.lora, w13=pairs[0], w2=pairs[1]))
+    return dataclasses.replace(experts, lora=experts.lora.each(lambda factor: aligned(factor.contiguous())))
 
 
 def _check_experts(experts: ExpertWeights) -> None:
