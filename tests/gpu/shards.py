@@ -86,6 +86,7 @@ LORA_WAYS = {
     "serial": {"schedule": Schedule(overlap="serial", tile_order="natural")},
     "pushed": {"schedule": Schedule(transfer="push", activation_gradient="beside", beside_from=0)},
     "pipelined": {"schedule": Schedule(transfer="copy", overlap="pipelined", pipelined_from=0)},  # takes stages
+    "w3 below w1": {},
     **WAYS,
 }
 
@@ -108,10 +109,13 @@ def check_lora(r):
             _near_the_composition(cfg, joined, factors, want[backend], f"{backend}, r {rank}")
         mine, rows = slice(r.rank * len(data[3]), (r.rank + 1) * len(data[3])), slice(r.rank * 300, (r.rank + 1) * 300)
         for how, options in ways.items():
-            backend = options.get("backend", "hopper")
+            backend, given = options.get("backend", "hopper"), list(data)
+            if how == "w3 below w1":
+                halves = given[3].view(-1, 2, cfg.ffn, cfg.hidden).transpose(0, 1).flip(0).contiguous()
+                given[3] = halves[1], halves[0]
             with Workspace(cfg, r.group, timeout_s=60, **options) as workspace:
                 for repeat in range(4 if how == "copied" else 1):
-                    got = _lora_step(workspace, *data, [f[mine] for f in factors])
+                    got = _lora_step(workspace, *given, [f[mine] for f in factors])
                     of = [t[rows] for t in want[backend][:3]] + [t[mine] for t in want[backend][3:]]
                     wrong = [name for name, a, b in zip(LORA_NAMES, got, of, strict=True) if not torch.equal(a, b)]
                     assert not wrong, (how, rank, repeat, wrong)
