@@ -10,7 +10,7 @@ import triton.language as tl
 from uniep.kernels.arguments import Offsets, Rows, Tokens, Wire
 from uniep.kernels.gemm import product_of_rows
 from uniep.kernels.ptx import narrow
-from uniep.kernels.rows import num_row_tiles, row_pointers, wait_for_rows
+from uniep.kernels.rows import gathered_rows, num_row_tiles, wait_for_rows
 from uniep.kernels.sync import deadline
 from uniep.kernels.transfer import push_tokens
 
@@ -62,8 +62,7 @@ def shrink_kernel(
             source = tl.load(rows.source_N + m * TILE.M + tl.arange(0, TILE.M))
             if FUSED:
                 all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
-            first = row_pointers(source, tokens.local, tokens.received, DEPTH)
-            a_ptrs = first[:, None] + tl.arange(0, TILE.K)[None, :]
+            a_ptrs = gathered_rows(source, tokens, DEPTH, SENDING)
         else:
             a_ptrs = None
         acc = product_of_rows(a_ptrs, a_desc, factor_desc, m, expert, 0, DEPTH, 0, B, False, TILE)
