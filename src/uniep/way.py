@@ -32,6 +32,7 @@ class Wire(NamedTuple):
     transfer: str
     chunk_tokens: int
     again: bool
+    recomputes: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class Way:
         the CPU, of stretches on a device (`taskflow.stretches`).
     rotated: inside an expert, tiles in the order of peers.  interleaved: weight gradients behind their expert's rows.
     expanded: rows of the first GEMM are read from a contiguous copy.  again: backward dispatches tokens again.
+    recomputes: backward makes h again.
     device_tiles: GEMMs are split as GPU kernels do.  separate, separate_gradient: the activation, and its gradient, are
         tiles of their own.
     gate_up, down, weight_gradient: tiles of the products.
@@ -83,6 +85,7 @@ class Way:
     interleaved: bool
     expanded: bool
     again: bool
+    recomputes: bool
     device_tiles: bool
     separate: bool
     separate_gradient: bool
@@ -127,7 +130,7 @@ class Way:
 
     @property
     def wire(self) -> Wire:
-        return Wire(self.transfer, self.chunk_tokens, self.again)
+        return Wire(self.transfer, self.chunk_tokens, self.again, self.recomputes)
 
     @property
     def kernels(self) -> tuple[bool, bool, bool]:
@@ -188,6 +191,7 @@ class Way:
             ),
             *(wired if device else ()),
             Choice("received tokens", s.received, "received", "as set"),
+            Choice("gate and up", s.preactivation, "preactivation", "as set"),
             *(Choice(op.name, f"after {op.after}", "operators", PLACES[op.after].cost) for op in self.operators),
         ]  # fmt: skip
 
@@ -253,8 +257,8 @@ def resolve(
         local_first=local_first, leads=leads, chunk_experts=s.chunk_experts if s.tile_order == "chunk-major" else 0,
         critical_path=s.tile_order == "critical-path", rotated=s.peer_order == "rotated",
         interleaved=s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
-        again=s.received == "again", device_tiles=device, separate=s.activation == "separate",
-        separate_gradient=gradient_apart, gate_up=s.gate_up, down=s.down,
+        again=s.received == "again", recomputes=s.preactivation == "recomputed", device_tiles=device,
+        separate=s.activation == "separate", separate_gradient=gradient_apart, gate_up=s.gate_up, down=s.down,
         weight_gradient=s.weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,
         operators=tuple(operators), lora=lora, given=(s, cfg, measured),
     )  # fmt: skip

@@ -79,6 +79,7 @@ class Case:
     tile_order: str = "local-first"
     own: bool = False  # with operators of one's own
     lora: int | None = None  # the rank of factors
+    preactivation: str = "saved"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -87,6 +88,7 @@ class Case:
         how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
         how += ", operators of one's own" * self.own
         how += f", LoRA of rank {self.lora}" * (self.lora is not None)
+        how += f", h {self.preactivation}" * (self.preactivation != "saved")
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
@@ -123,6 +125,10 @@ CASES = (
     Case("deepseek-v3", ep_size=8, transfer="copy", lora=128),
     Case(GPT_OSS, activation="swiglu_oai", limit=7.0, bias=True, lora=128),
     Case("dsv2-lite", FP16, "activation", layout="split", activation="geglu_tanh", limit=7.0, bias=True, lora=128),
+    # The first product again in the backward; the forward keeps tokens, but not h.
+    Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", bias=True, preactivation="recomputed"),
+    Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", preactivation="recomputed"),
+    Case("qwen3-235b", BF16, "output", 1, operand="expanded", activation="relu2", preactivation="recomputed"),
 )
 FEW = 4  # so many of CASES have every kernel
 
@@ -138,7 +144,8 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
         max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
     )  # fmt: skip
     backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
-    fields = {name: getattr(case, name) for name in ("overlap", "operand", "transfer", "group_sum", "tile_order")}
+    names = "overlap", "operand", "transfer", "group_sum", "tile_order", "preactivation"
+    fields = {name: getattr(case, name) for name in names}
     use(backend, dataclasses.replace(backend.schedule, **fields), operators("triton") if case.own else ())
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
@@ -166,7 +173,7 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
             into = MainGrads(w13, w2, accumulate, biases=of_biases)
             backend.backward(x_TD, inputs, saved, Needs(), into)
         if case.lora is None:
-            run_collective(cfg, case.ep_size, inputs)
+            run_collective(cfg, case.ep_size, inputs, case.preactivation)
     return launched
 
 
@@ -208,8 +215,8 @@ def compile_router(num_experts: int, groups: int, sigmoid: bool) -> list[tuple[s
         launch_router.losses(every, 0, aux_loss=0.1, z_loss=0.1)
         for z_loss in (0.0, 0.1):
             launch_router.d_logits(
-                logits_TE, slots_TK, slots_TK, torch.empty(64, 8), bias_E, some, some, tokens, **rules,
-                aux=z_loss > 0, z_loss=z_loss,
+                logits_TE, slots_TK, slots_TK, torch.empty(64, 8), bias_E if z_loss else None, some, some, tokens,
+                **rules, z_loss=z_loss,
             )  # fmt: skip
     return launched
 
@@ -241,13 +248,13 @@ def compiling(launched: list[tuple[str, object]], wanted: Callable[[str], bool] 
             module.launch = launch
 
 
-def run_collective(cfg: MoEConfig, ep_size: int, inputs: Inputs) -> None:
+def run_collective(cfg: MoEConfig, ep_size: int, inputs: Inputs, preactivation: str) -> None:
     """What the collective backend launches, with few tokens: their number is no constant."""
     x_TD, ids_TK = inputs.x_TD[:64], inputs.ids_TK[:64]
     plan = build_plan([ids_TK, *[ids_TK[:0]] * (ep_size - 1)], 0, cfg)
     local = KernelExperts(cfg, 0, resolve(cfg, 1, 0, backend="nccl"), torch.device("cpu"))
     tokens, routed = Tokens(x_TD, x_TD[:1]), Routed(plan, torch.zeros(plan.num_rows))
-    _, h_NF = local.forward(tokens, routed, inputs.experts, True)
+    _, h_NF = local.forward(tokens, routed, inputs.experts, preactivation == "saved")
     local.backward(tokens, tokens, routed, inputs.experts, h_NF, Needs())
     returns_TKD = x_TD[:, None].expand(-1, cfg.top_k, -1)
     local.combine(returns_TKD, ids_TK, inputs.weights_TK[:64] if cfg.weight_at == "output" else None)

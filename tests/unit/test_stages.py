@@ -70,6 +70,24 @@ def test_rows_are_shrunk_before_their_products():
         assert ("gate_up_wgrad" in names) == ("w13" in lora) and "down_wgrad" in names
 
 
+def test_what_is_recomputed():
+    """Behind the entry, and behind a second dispatch of x, which then comes before that of dO; a launch in front of the
+    one kernel.  The forward of the kernel makes no h."""
+    plain, mega = {"overlap": "fused", "transfer": "copy"}, {"overlap": "mega", "transfer": "push"}
+    names, made = {}, {}
+    for how in ({}, {"received": "again"}, mega):
+        way = resolve(CFG, 2, 70, Schedule(**{**plain, **how, "preactivation": "recomputed"}))
+        names[str(how)] = [s.name for s in stages(CFG, way, "backward")]
+        made[str(how)] = [name for s in stages(CFG, way, "forward") for name, _ in s.buffers]
+    assert not any("h" in found for found in made.values())
+    assert names["{}"][:4] == ["enter", "send", "recompute", "down_grad"]
+    assert names[str({"received": "again"})][:4] == ["dispatch_again", "enter", "send", "recompute"]
+    assert names[str({"received": "again"})].count("dispatch_again") == 1
+    assert names[str(mega)] == ["enter", "recompute", "lists", "backward"]
+    way = resolve(CFG, 2, 70, Schedule(preactivation="recomputed"), backend="cpu")
+    assert "recompute" in [op.name for op in backward_operators(way)]
+
+
 def test_what_is_not_needed_is_not_listed():
     way = resolve(CFG, 2, 70, Schedule(overlap="fused"))
     names = {s.name for s in stages(CFG, way, "backward", Flags(w13=False, w2=False))}

@@ -92,7 +92,8 @@ class LowRank(NamedTuple):
 
 
 class GateUpBlocks(NamedTuple):
-    """Descriptors of `gate_up_kernel`, b13 (e, 2F or F) or None, and `LowRank` or None; made inside kernels."""
+    """Descriptors of `gate_up_kernel`, b13 (e, 2F or F) or None, and `LowRank` or None; made inside kernels.  gate, up,
+    act: None where they are not stored."""
 
     rows: Any
     w13: Any

@@ -159,17 +159,21 @@ class Forward(_Call):
         self.save = save
         self.output_weights = inputs.weights_TK if link.cfg.weight_at == "output" else None
         self.like: dict[str, Any] = {"dtype": link.cfg.dtype, "device": link.device}
-        self.h_2NF: Tensor | None = None
+        self.h_2NF: Tensor | None = None  # unless a backward recomputes it
         self.x_ND: Tensor | None = None
         self.kept: Tensor | None = None  # received tokens, or, expanded, every row's input
         self.u13_NR: Tensor | None = None
 
     def made(self) -> tuple[Tensor, list[Tensor]]:
         self.run(Flags(save=self.save))
-        if self.h_2NF is None or self.kept is None:
+        if not self.save:
             return self.out_TD, []
+        cfg, h_2NF = self.link.cfg, self.h_2NF
+        if h_2NF is None:
+            h_2NF = result(1 + cfg.gated, 0, cfg.ffn, **self.like)
+        assert self.kept is not None
         u13 = [] if self.u13_NR is None else [self.u13_NR]
-        return self.out_TD, [*self.planned.saved(), *u13, self.h_2NF, self.kept]
+        return self.out_TD, [*self.planned.saved(), *u13, h_2NF, self.kept]
 
     def enter(self, stage: Stage) -> None:
         inputs, operation = self.inputs, "forward" if self.save else "forward without gradients"
@@ -199,7 +203,8 @@ class Forward(_Call):
     def make_h(self) -> None:
         cfg, rows = self.link.cfg, self.planned.num_rows
         self.act_NF = temporary(rows, cfg.ffn, **self.like)
-        self.h_2NF = result(1 + cfg.gated, rows, cfg.ffn, **self.like) if self.save else None
+        if self.save and not self.link.way.recomputes:
+            self.h_2NF = result(1 + cfg.gated, rows, cfg.ffn, **self.like)
 
     def gate_up(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_gate_up
@@ -289,6 +294,21 @@ class Backward(_Call):
     def down_grad_shrink(self, stage: Stage) -> None:
         self.v2_NR = self.shrink(stage, "w2", None, up=False, wait=True)
 
+    def recompute(self, stage: Stage) -> None:
+        """h, of the tokens that the forward kept or `dispatch_again` has brought, and of u13, which it kept."""
+        from uniep.launch.staged import launch_gate_up
+
+        link, cfg, rows = self.link, self.link.cfg, self.planned.num_rows
+        like: dict[str, Any] = {"dtype": cfg.dtype, "device": link.device}
+        self.h_2NF = temporary(1 + cfg.gated, rows, cfg.ffn, briefly=not link.way.mega, **like)
+        x_N = self.x.received if link.way.expanded else self.addresses.x_N
+        lora = self.inputs.experts.lora
+        low = LowRank(self.u13_NR, lora.w13[1]) if lora is not None and lora.w13 is not None else None
+        launch_gate_up(
+            self.x, x_N, self.planned.bundle, self.inputs.experts, self.peers, cfg, link.way.gate_up, stage.sms,
+            self.h_2NF, None, low=low,
+        )  # fmt: skip
+
     def down_grad(self, stage: Stage) -> None:
         """dO back through W2."""
         from uniep.launch import staged as launch
@@ -296,6 +316,7 @@ class Backward(_Call):
         link, experts = self.link, self.inputs.experts
         dispatch = ALL_HERE if "w2" in self.low else link.dispatching(link.way.push_rounds[1])
         self.through = launch.activation_memory(self.h_2NF, experts.b2)
+        del self.h_2NF  # through has it, until it is released
         launch.launch_gathered_down_gradient(
             self.sent, self.planned.bundle, experts, self.peers, link.way.down, stage.sms, self.through.raw_NF,
             dispatch, self.progress_M, self.low.get("w2"),
@@ -312,7 +333,7 @@ class Backward(_Call):
             )
         else:
             launch.launch_activation_gradient(self.through, rows, cfg, stage.sms)
-        self.through = self.through._replace(raw_NF=None)
+        self.through = self.through._replace(raw_NF=None, gate_NF=None, up_NF=None)
         release()
 
     def dweight(self, stage: Stage) -> None:
@@ -407,13 +428,18 @@ class Backward(_Call):
             self._weight_gradient(stage, rows, dy_N, act_NF, 0, into.w2[0], into.accumulate, transposed=False)
 
     def dispatch_again(self, stage: Stage) -> None:
-        """When nobody reads dO any more: all tokens, once more."""
-        link = self.link
+        """All tokens, once more: when nobody reads dO any more, or before it comes, and then kept."""
+        link, receive_MD = self.link, self.sent.received
         self._enter_planned("dispatch", self.x.local)
         link.planner.wait_entered(link.copying)
         if link.copying:
             link.send_all(self.x.local)
         link.dispatch(self.x.local, self.planned)
+        if link.way.recomputes:
+            kept = temporary(len(receive_MD) - 1, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
+            link.copy_received(kept, torch.cuda.current_stream(link.device))
+            self.x = Tokens(self.x.local, kept)
+            link.join()  # flags that copies carry are the number of this call, and the next entry changes it
 
     def gate_up_wgrad(self, stage: Stage) -> None:
         link, x_N = self.link, self.addresses.x_N
