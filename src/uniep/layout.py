@@ -182,6 +182,11 @@ def list_words(most: int, local: int, tiles: tuple[int, int, int, int], *, backw
     return most * (first + returning) + local * sum(weights), most * (first + 1) if backward else 1
 
 
+def padded_rank(r: int) -> int:
+    """Columns of rows times a factor of LoRA, as kernels multiply them."""
+    return max(power_of_2(r), 16)
+
+
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

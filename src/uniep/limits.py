@@ -8,6 +8,7 @@ from uniep.config import MoEConfig
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 
 MAX_TOP_K = 128
+MAX_LORA_RANK = 128
 TRITON = (3, 6), (3, 10)  # from, below
 
 
@@ -32,6 +33,16 @@ def group_limit(ep_size: int) -> UniEPError | None:
     """The error that says why groups of this size cannot run the kernels; None if they can."""
     if ep_size & (ep_size - 1):
         return ConfigError(f"the EP group has {ep_size} ranks; the hopper backend needs a power of two")
+    return None
+
+
+def rank_limit(r: int) -> UniEPError | None:
+    """The error that says why factors of rank r cannot run the kernels; None if they can."""
+    if r % 8 or r > MAX_LORA_RANK:
+        return UnsupportedError(
+            f"r is {r}; LoRA on backend 'hopper' takes multiples of 8 up to {MAX_LORA_RANK}; use one of these, or "
+            "backend='nccl'"
+        )
     return None
 
 

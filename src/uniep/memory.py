@@ -31,11 +31,12 @@ from uniep.layout import (
     kept_block,
     kept_shape,
     list_words,
+    padded_rank,
     plan_words,
     steps,
     table_tiles,
 )
-from uniep.limits import group_limit, shape_limit
+from uniep.limits import group_limit, rank_limit, shape_limit
 from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import CALLER, DIRECTIONS, END, SAVED, stages
@@ -149,12 +150,14 @@ def plan_memory(
     schedule: Schedule | None = None,
     tokens: int | None = None,
     operators: Sequence[RowOperator] = (),
+    lora: int | None = None,
 ) -> MemoryPlan:
     """The buffers of one rank: those that peers write into, those saved for backward, and the large ones of a call.
 
     Needs no GPU and no process group.  copies: EP groups with the same experts, of `Workspace(copies=)`.
     backend: "hopper", "cpu" or "nccl".  schedule: default the backend's own.
     operators: of `Workspace(operators=)`; what they allocate themselves is not known.
+    lora: rank r of low-rank factors beside w13 and w2, which get the gradients; None: whole experts are trained.
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
     routing unless cfg.max_rows fixes them (hopper).
     Raises ConfigError if ep_size ranks of this backend, and their copies, cannot run cfg or schedule, tokens exceed the
@@ -173,11 +176,19 @@ def plan_memory(
     if not isinstance(tokens, int) or not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")
     refuse_operators(operators, backend)
-    way = resolve(cfg, ep_size, tokens, schedule, backend=backend, operators=operators)
-    call = _Call(cfg, ep_size, tokens, way, copies)
+    adapted: tuple[str, ...] = ()
+    if lora is not None:
+        if reason := refused_number(lora, 1):
+            raise ConfigError(f"lora is {reason}")
+        if backend == "hopper" and (error := rank_limit(lora)) is not None:
+            raise type(error)(f"lora: {error}")
+        adapted = "w13", "w2"
+    way = resolve(cfg, ep_size, tokens, schedule, backend=backend, operators=operators, lora=adapted)
+    call = _Call(cfg, ep_size, tokens, way, copies, lora)
     title = (
         f"{backend}: {cfg.num_experts} experts over {ep_size} ranks, T={tokens} of {cfg.max_tokens_per_rank}, "
         f"K={cfg.top_k}, D={cfg.hidden}, F={cfg.ffn}, {_dtype(cfg.dtype)}"
+        + (f", LoRA of rank {lora}" if lora is not None else "")
         + (f", {cfg.gradient_shards} gradient shards over {copies} copies" if cfg.gradient_shards > 1 else "")
     )
     sizes, lives = [*_BUFFERS[backend](call), *_gradient_blocks(call, backend), *_results(call)], _lives(cfg, call.way)
@@ -214,6 +225,7 @@ class _Call:
     tokens: int
     way: Way
     copies: int
+    lora: int | None = None
 
     @property
     def local(self) -> int:
@@ -227,6 +239,12 @@ class _Call:
     def received(self) -> int:
         """Tokens of other ranks, each once."""
         return round((self.ep_size - 1) * self.tokens * self.cfg.wanted(self.ep_size))
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what has gradients: weights of experts, or both of their factors as one."""
+        e, d, f, h, r = self.local, self.cfg.hidden, self.cfg.ffn, self.cfg.h_columns, self.lora
+        return {"w13": (e, h, d), "w2": (e, d, f)} if r is None else {"lora13": (e, r, d + h), "lora2": (e, r, f + d)}
 
     @property
     def column_groups(self) -> int:
@@ -326,6 +344,15 @@ def _hopper(c: _Call) -> list[_Size]:
         _Size("address", (2, rows + 2 * ROW_ALIGN), _I64, "of rows of x and dO"),
         _groups(c, rows),
         _Size("results", (rows, cfg.hidden), dtype, _RESULTS),
+        *(
+            _Size(name, (rows, padded_rank(c.lora or 1)), dtype, f"{why}, r padded")
+            for name, why in (
+                ("u13", "s x A13^T, for dB13"),
+                ("u2", "s act A2^T; in backward, weighted, for dB2"),
+                ("v2", "backward: s dO B2, for dA2"),
+                ("v13", "backward: s dh B13, for dA13"),
+            )
+        ),
     ]
 
 
@@ -379,15 +406,15 @@ def _gradient_blocks(c: _Call, backend: str) -> list[_Size]:
     cfg, blocks = c.cfg, c.cfg.gradient_shards // c.copies
     if cfg.gradient_shards == 1:
         return []
-    like = "dw2"
+    like = f"d{[*c.trained][1]}"
     apart = (blocks,) if c.copies > 1 else ()
-    of: dict[str, tuple[int, ...]] = {"w13": (c.local, cfg.h_columns, cfg.hidden), "w2": (c.local, cfg.hidden, cfg.ffn)}
-    if cfg.bias:
+    of = c.trained
+    if cfg.bias and c.lora is None:
         of |= {"b13": (c.local, cfg.h_columns), "b2": (c.local, cfg.hidden)}
     why = f"fp32, {blocks} blocks of ranks apart" if apart else f"fp32, the sum of {blocks} blocks of ranks"
     found = [_Size(f"d{name}_blocks", (*apart, *shape), _F32, why, like) for name, shape in of.items()]
     if apart:
-        at_once = (2 * blocks + 2, min(math.prod(of["w13"]), SUMMED_AT_ONCE))
+        at_once = (2 * blocks + 2, min(max(map(math.prod, of.values())), SUMMED_AT_ONCE))
         found += [
             _Size("dw_copies", at_once, _F32, "sent to copies and received, a part at a time", like),
             *(_Size(f"d{name}_sum", shape, _F32, "fp32, over all blocks", like) for name, shape in of.items()),
@@ -406,11 +433,10 @@ def _results(c: _Call) -> list[_Size]:
     return [
         _Size("y", (c.tokens, cfg.hidden), cfg.dtype, "the result; belongs to the caller"),
         _Size("dx", (c.tokens, cfg.hidden), cfg.dtype, why),
-        _Size("dw13", (c.local, cfg.h_columns, cfg.hidden), cfg.dtype, why),
-        _Size("dw2", (c.local, cfg.hidden, cfg.ffn), cfg.dtype, why),
+        *(_Size(f"d{name}", shape, cfg.dtype, why) for name, shape in c.trained.items()),
         *(
             _Size(name, (c.local, columns), cfg.dtype, why)
             for name, columns in (("db13", cfg.h_columns), ("db2", cfg.hidden))
-            if cfg.bias
+            if cfg.bias and c.lora is None
         ),
     ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from uniep.config import MoEConfig
@@ -204,9 +205,12 @@ class _Call:
         expanded = self.device and way.expanded
         make, how = self.product, {"sms": way.sms - self.beside} if self.device else {}
         made: list[Stage] = []
+        until = SAVED if save else END
         if expanded:
-            kept = (("kept", SAVED if save else END),)
-            made, make = [self.product("expand", "", "expand_kernel", order=None, buffers=kept)], self.make
+            made.append(make("expand", "", "expand_kernel", order=None, buffers=(("kept", until),)))
+            make = self.make
+        if low := self.shrink("gate_up", "w13", ("u13", until), make):
+            made, make = made + low, self.make
         h = (("h", SAVED),) * save if not way.recomputes else (("h", END),) * (way.backend == CPU)
         made.append(make("gate_up", "gate_up", "gate_up_kernel", buffers=(("act", END), *h), **how))
         if way.separate:
@@ -233,7 +237,9 @@ class _Call:
             kernels = "return_order_kernel counted_product_kernel claimed_sum_kernel"
             return [self.make("group_sum", f"{name} group_sum", kernels, **results, **sent)]
         else:
-            made = [self.make(name, name, kernel, **results, **({} if kept else sent))]
+            weight, low = ("w2", ("u2", name)) if name == "down" else ("w13", ("v13", END))
+            made = self.shrink(name, weight, low, self.make)
+            made.append(self.make(name, name, kernel, **results, **({} if kept else sent)))
         made += self.own(name)
         after = (name,) * bool(self.beside)
         if way.grouped:
@@ -243,6 +249,12 @@ class _Call:
             rows = "push_rows" * (not self.device)
             made.append(self.make("push_rows", rows, "push_rows_kernel", after=after, **sent))
         return made
+
+    def shrink(self, product: str, weight: str, low: tuple[str, str], make: Callable[..., Stage]) -> list[Stage]:
+        """On GPUs, of calls with low-rank factors beside `weight`: the rows that the product adds, times one factor."""
+        if not self.device or weight not in self.way.lora:
+            return []
+        return [make(f"{product}_shrink", "", "shrink_kernel", buffers=(low,))]
 
     def combine(self, operators: str, more: str, **fields: Any) -> Stage:
         """The fixed-order sums, once everything has returned."""
@@ -257,7 +269,9 @@ class _Call:
         raw = (("raw", until),) * (apart or way.backend == COLLECTIVE)
         through = (*raw, ("dh", END), ("act", END), ("dweight_groups", END))
         made = [self.recompute(until)] if way.recomputes else []
-        made.append(self.product("down_grad", "down_grad", "gathered_product_kernel", buffers=through))
+        low = self.shrink("down_grad", "w2", ("v2", END), self.product)
+        make = self.make if low else self.product
+        made += [*low, make("down_grad", "down_grad", "gathered_product_kernel", buffers=through)]
         made += self.own("down_grad")
         if apart:
             kernel = "claimed_activation_gradient_kernel" if way.gradient_beside else "activation_gradient_kernel"
@@ -272,13 +286,17 @@ class _Call:
         if self.device and flags.biases and self.cfg.bias:
             biases = ("db13", CALLER), ("db2", CALLER)
             weights.append(self.make("bias_gradient", "", "bias_gradient_kernel", buffers=biases))
-        if flags.w2:
+        if flags.w2 and self.trains("w2"):
             weights.append(self.weight_gradient("down_wgrad", "dw2"))
         if not way.recomputes:
             weights += self.again()
-        if flags.w13:
+        if flags.w13 and self.trains("w13"):
             weights.append(self.weight_gradient("gate_up_wgrad", "dw13"))
         return [*made, sums, *weights] if self.device and not way.mega else [*made, *weights, sums]
+
+    def trains(self, weight: str) -> bool:
+        """Itself, or its factors."""
+        return not self.way.lora or weight in self.way.lora
 
     def again(self) -> list[Stage]:
         """A GPU's second dispatch of x: when nobody reads dO any more, or, kept for the rest of the backward, before dO
@@ -301,10 +319,15 @@ class _Call:
         return self.make("recompute", "recompute" * (not alone), "gate_up_kernel", buffers=buffers, order=order)
 
     def weight_gradient(self, name: str, dw: str) -> Stage:
-        made = ((dw, CALLER),) * (not self.flags.main_grad)
+        """Of W, or of its factors A and B."""
+        lora, kernels = self.way.lora, "weight_gradient_kernel"
+        made = ((dw.replace("w", "lora") if lora else dw, CALLER),) * (not self.flags.main_grad)
+        if lora and self.device:
+            kernels = f"{'shrink_kernel' * (name == 'down_wgrad')} {kernels} {kernels}"
+            made += (("u2", END),) * (name == "down_wgrad")
         if not self.device and self.flags.biases and self.cfg.bias:
             made += ((dw.replace("w", "b"), CALLER),)
-        return self.make(name, name, "weight_gradient_kernel", buffers=made)
+        return self.make(name, name, kernels, buffers=made)
 
     def in_one_kernel(self, name: str, behind: list[Stage]) -> list[Stage]:
         """The lists of its tasks, and the kernel that carries out the operators of all stages; h is recomputed before

@@ -59,6 +59,7 @@ class Way:
     gate_up, down, weight_gradient: tiles of the products.
     sms: multiprocessors that kernels take.  matrix_workers, vector_workers: threads.
     operators: of one's own, in the order in which they run behind a product.
+    lora: weights, "w13" and "w2", beside which the call has low-rank factors.
     given: what it was resolved from, for `explain` and, of measured values, list scheduling.
     """
 
@@ -96,6 +97,7 @@ class Way:
     matrix_workers: int
     vector_workers: int
     operators: tuple[RowOperator, ...] = ()
+    lora: tuple[str, ...] = ()
     given: tuple[Schedule, MoEConfig, Measured] = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -159,11 +161,15 @@ class Way:
             kernels = Choice("kernels", "in stages", "gradient_shards", why)
         if self.operators:
             kernels = Choice("kernels", "in stages", "operators", "one kernel has no place for one's own")
+        if self.lora:
+            kernels = Choice("kernels", "in stages", "lora", "one kernel has no low-rank terms")
         staged = (
             Choice(
                 "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
                 "overlap, pipelined_from", f"{s.overlap}, {tokens}, from {s.pipelined_from} on",
-            ),
+            )
+            if not self.lora
+            else Choice("down product", "behind gate_up", "lora", "rows are shrunk in between"),
             Choice(
                 "activation's gradient", "beside its product" if self.gradient_beside else "behind its product",
                 "activation_gradient, beside_from", f"{s.activation_gradient}, {tokens}, from {s.beside_from} on",
@@ -214,9 +220,10 @@ def resolve(
     backend: str = GPU,
     measured: Measured = MEASURED,
     operators: Sequence[RowOperator] = (),
+    lora: tuple[str, ...] = (),
 ) -> Way:
     """The way of a call of a rank with `num_tokens` of its own.  schedule: default the backend's own.  operators: of
-    one's own; with one, calls run in stages.
+    one's own; lora: weights with low-rank factors; with one of them, calls run in stages.
 
     It does not check whether the schedule can run: see `is_valid`.
     """
@@ -224,17 +231,17 @@ def resolve(
     device, sms, grouped = backend == GPU, measured.sms - s.free_sms, cfg.combine_groups is not None
     gates = s.overlap == "serial"
     wanted = s.overlap == "mega" or (not gates and 0 < s.mega_to >= num_tokens)
-    mega = device and wanted and cfg.gradient_shards == 1 and not operators
+    mega = device and wanted and cfg.gradient_shards == 1 and not operators and not lora
     behind = {op.after for op in operators}
     waits, copies = ep_size > 1 and not gates, ep_size > 1 and s.transfer == "copy"
-    down = down_sms(s, num_tokens, sms) if device and not mega and "gate_up" not in behind else 0
+    down = down_sms(s, num_tokens, sms) if device and not (mega or lora or "gate_up" in behind) else 0
     local_first: Literal["none", "leading", "all"] = "none"
     if s.tile_order in ("local-first", "critical-path"):
         local_first = "all" if mega or not device else "leading" if ep_size > 1 else "none"
     kept = bool(behind & {"down", "gate_up_grad"})
     returns: Literal["epilogue", "pass", "sums after", "sums beside"]
     if grouped:
-        returns = "sums beside" if s.group_sum == "beside" and not kept else "sums after"
+        returns = "sums beside" if s.group_sum == "beside" and not kept and not lora else "sums after"
     else:
         returns = "pass" if kept or (gates and device) else "epilogue"
     pushes = waits and (mega or not copies)
@@ -261,7 +268,7 @@ def resolve(
         again=s.received == "again", recomputes=s.preactivation == "recomputed", device_tiles=device,
         separate=s.activation == "separate", separate_gradient=gradient_apart, gate_up=s.gate_up, down=s.down,
         weight_gradient=s.weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,
-        operators=tuple(operators), given=(s, cfg, measured),
+        operators=tuple(operators), lora=lora, given=(s, cfg, measured),
     )  # fmt: skip
 
 
@@ -338,19 +345,27 @@ class Ways(dict[int, Way]):
 
     def __init__(
         self, cfg: MoEConfig, ep_size: int, schedule: Schedule | None, backend: str, measured: Measured = MEASURED,
-        operators: Sequence[RowOperator] = (),
+        operators: Sequence[RowOperator] = (), lora: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self.cfg, self.ep_size, self.backend, self.measured = cfg, ep_size, backend, measured
         self.schedule = schedule or default_schedule(backend, cfg, ep_size, measured)
-        self.operators = operators
+        self.operators, self.lora = operators, lora
+        self._of_lora: dict[tuple[str, ...], Ways] = {lora: self}
 
     def __missing__(self, num_tokens: int) -> Way:
         if len(self) >= 1000:  # any number of lengths may come
             self.clear()
         how: Any = {"backend": self.backend, "measured": self.measured, "operators": self.operators}
-        way = resolve(self.cfg, self.ep_size, num_tokens, self.schedule, **how)
+        way = resolve(self.cfg, self.ep_size, num_tokens, self.schedule, lora=self.lora, **how)
         self[num_tokens] = way
         return way
+
+    def with_lora(self, lora: tuple[str, ...]) -> Ways:
+        """Those of calls with low-rank factors beside these weights."""
+        if lora not in self._of_lora:
+            of_all = self.cfg, self.ep_size, self.schedule, self.backend, self.measured, self.operators
+            self._of_lora[lora] = Ways(*of_all, lora)
+        return self._of_lora[lora]
 
     def kinds(self) -> list[Way]:
         """One way for each set of kernels that calls may launch."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,11 @@ class Lora:
 
     def to(self, dtype: torch.dtype) -> Lora:
         """Differentiable."""
-        w13, w2 = (None if pair is None else (pair[0].to(dtype), pair[1].to(dtype)) for pair in (self.w13, self.w2))
+        return self.each(lambda factor: factor.to(dtype))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Lora:
+        """With every factor changed."""
+        w13, w2 = (None if pair is None else (change(pair[0]), change(pair[1])) for pair in (self.w13, self.w2))
         return Lora(w13, w2, self.scale)
 
     def check(self, cfg: MoEConfig, ep_size: int) -> None:
@@ -84,6 +88,17 @@ class ExpertWeights:
     def trained(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What has gradients, of w13 and of w2: themselves, or their factors."""
         return (self.w13, self.w2) if self.lora is None else (self.lora.w13 or (), self.lora.w2 or ())
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The weights that have factors: "w13", "w2"."""
+        lora = self.lora
+        return () if lora is None else ("w13",) * (lora.w13 is not None) + ("w2",) * (lora.w2 is not None)
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """Of lora, w13's first, A before B."""
+        return () if self.lora is None else (*(self.lora.w13 or ()), *(self.lora.w2 or ()))
 
     @classmethod
     def parse(

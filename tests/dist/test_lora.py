@@ -248,7 +248,7 @@ def copies(world, cfg):
 
 def test_blocks_of_ranks(pool):
     """Blocks of a source rank each, over copies: as the sum of runs with one rank's tokens."""
-    cfg = config(dtype=torch.bfloat16, gradient_shards=4)
+    cfg = config(gradient_shards=4)
     alone = dataclasses.replace(cfg, gradient_shards=1, max_tokens_per_rank=256)
     four = pool.run(on_ranks, dataclasses.replace(cfg), batch_of(cfg), 4, None, "cpu", 8, EVERY_WEIGHT, ranks=4)
     whole = [torch.cat(ts) for ts in list(zip(*four, strict=True))[3:]]

@@ -81,18 +81,18 @@ def peft(rank, size):
     import test_hf
     import test_peft as cpu
 
-    registration = test_hf.hf.register(backend="nccl")
+    registration = test_hf.hf.register()
     own, folder = saved_qwen3(rank)
     batches = [cpu.batch(r).to(DEVICE) for r in range(size)]
 
     def alone(experts):
         kind = test_hf.transformers.AutoModelForCausalLM
         model = kind.from_pretrained(folder, dtype=HALF, experts_implementation=experts)
-        return cpu.wrapped(model, "Qwen3Moe").to(DEVICE)
+        return cpu.wrapped(model, "Qwen3Moe", r=8).to(DEVICE)
 
     how = test_hf.DistributedConfig(fsdp_size=size, ep_size=size, ep_implementation="uniep")
     model = test_hf.transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=how, dtype=HALF)
-    model = cpu.wrapped(model, "Qwen3Moe")
+    model = cpu.wrapped(model, "Qwen3Moe", r=8)
     cpu.uniep_peft.adapt(model)
     got = cpu.gradients(model, batches[rank])
     state = cpu.uniep_peft.adapter_state(model)

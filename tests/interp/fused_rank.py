@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from uniep.activation import ACTIVATIONS
-from uniep.backends.base import Inputs, MainGrads, Needs
+from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.routing import build_plan
 from uniep.schedule import Schedule, Tile
 from uniep.stages import Flags
 from uniep.taskflow.lower import lower_backward, lower_forward
-from uniep.weights import ExpertWeights
+from uniep.weights import ExpertWeights, Lora
 
 RANKS = 2
 TIMEOUT_S = 400
@@ -45,7 +45,7 @@ BEFORE = 1.0  # in main_grads that are added to
 LATE_S = 0.05
 LATE = (  # kernels that a rank starts late, so that its peer has to wait for what they send
     ("exchange_kernel", "product_kernel", "push_rows_kernel"),
-    ("gate_up_kernel", "expand_kernel", "push_tokens_kernel", "forward_kernel", "backward_kernel"),
+    ("gate_up_kernel", "expand_kernel", "shrink_kernel", "push_tokens_kernel", "forward_kernel", "backward_kernel"),
 )
 
 
@@ -65,6 +65,8 @@ class Case:
     bias: bool = False
     hot: int | None = None  # the only expert that is used
     exact: bool = False  # values are so small that nothing is rounded
+    lora: int | None = None  # rank of factors
+    adapted: tuple[str, ...] = ("w13", "w2")
 
     def config(self, max_tokens: int) -> MoEConfig:
         return MoEConfig(
@@ -129,7 +131,23 @@ OWN_ROUNDS = (
     {"overlap": "mega", "operators": "torch", "transfer": "copy"},
     {"overlap": "pipelined", "pipelined_from": 0, "operators": "returning", "transfer": "copy"},
 )
+# "pipelined" and "mega" run in stages, since rows are shrunk in between.
+LORA_CASES = {
+    "fp16": Case(torch.float16, "output", False, (30, 21), lora=8),
+    "fp32, activation, up first, an idle rank": Case(
+        torch.float32, "activation", True, (24, 0), activation="swiglu_oai", limit=0.75, bias=True, lora=24
+    ),
+    "fp32, no gate, groups, w2 alone": Case(
+        torch.float32, "output", False, (3, 28), activation="relu2", combine_groups=2, lora=16, adapted=("w2",)
+    ),
+}
+LORA_ROUNDS = (
+    ROUNDS[0], ROUNDS[1], ROUNDS[2], (*ROUNDS[8], "beside"), {"overlap": "pipelined", "transfer": "copy"},
+    {"overlap": "mega", "operand": "gathered"}, ROUNDS[7], {"overlap": "fused", "preactivation": "recomputed"},
+)  # fmt: skip
+SCALE = 0.75
 SUITES = {
+    "lora": (LORA_CASES, LORA_ROUNDS),
     "own": (OWN_CASES, OWN_ROUNDS),
     "pairs": (PAIR_CASES, PAIR_ROUNDS),
     "mega": (MEGA_CASES, MEGA_ROUNDS),
@@ -147,7 +165,7 @@ def rounds_of(suite: str, key: str) -> tuple:
 
 def tensors(case: Case) -> dict[str, Tensor]:
     """x, dy (T, D), ids, weights (T, K) of all ranks, w13 (E, 2, F, D), w2 (E, D, F), b13 (E, 2F), b2 (E, D); without a
-    gate w13 (E, 1, F, D), b13 (E, F)."""
+    gate w13 (E, 1, F, D), b13 (E, F).  Of LoRA a13 (E, r, D), f13 (E, 2F or F, r), a2 (E, r, F), f2 (E, D, r)."""
     generator = torch.Generator().manual_seed(sum(case.tokens))
 
     def normal(*shape: int) -> Tensor:
@@ -166,7 +184,7 @@ def tensors(case: Case) -> dict[str, Tensor]:
     ids_TK[: case.tokens[0]] %= e - 1  # rank 0 has no unused slots and leaves the last expert to the others
     if case.hot is not None:
         ids_TK[ids_TK >= 0] = case.hot
-    return {
+    made = {
         "x": normal(total, d).to(case.dtype),
         "dy": normal(total, d).to(case.dtype),
         "ids": ids_TK,
@@ -176,21 +194,34 @@ def tensors(case: Case) -> dict[str, Tensor]:
         "b13": normal(e, halves * f).to(case.dtype),
         "b2": normal(e, d).to(case.dtype),
     }
+    if case.lora is not None:
+        shapes = {"a13": (case.lora, d), "f13": (halves * f, case.lora), "a2": (case.lora, f), "f2": (d, case.lora)}
+        made |= {name: scaled(e, *shape).to(case.dtype) for name, shape in shapes.items()}
+    return made
 
 
 def run(backend, case: Case, rank: int, ranks: int, needs: Needs | None = None) -> dict[str, Tensor | None]:
-    """Forward and backward of one rank's share: y, dx, dweights, dw13 (e, 2, F, D), dw2; with biases db13, db2."""
+    """Forward and backward of one rank's share: y, dx, dweights, dw13 (e, 2, F, D), dw2; with biases db13, db2; with
+    LoRA instead of those the gradients of factors, a13, f13, a2, f2."""
     inputs, dy_TD = share(case, rank, ranks)
     forget(backend)
     y_TD, saved = backend.forward(inputs, save=True)
     forget(backend)
-    grads = backend.backward(dy_TD, inputs, saved, needs or Needs())
+    grads = backend.backward(dy_TD, inputs, saved, needs or Needs(biases=case.lora is None))
+    if case.lora is not None:
+        return {"y": y_TD, "dx": grads.x, "dweights": grads.weights} | factors(grads)
     dw13 = stacked(case, grads.w13) if grads.w13 else None
     dw2 = grads.w2[0] if grads.w2 else None
     found = {"y": y_TD, "dx": grads.x, "dweights": grads.weights, "dw13": dw13, "dw2": dw2}
     biases = dict(zip(("db13", "db2"), grads.biases, strict=True)) if grads.biases else {}
     assert bool(biases) == (case.bias and (needs is None or needs.biases))
     return found | biases
+
+
+def factors(grads: ExpertGradients | MainGrads) -> dict[str, Tensor]:
+    """Their gradients by name."""
+    pairs = zip((("a13", "f13"), ("a2", "f2")), (grads.w13, grads.w2), strict=True)
+    return {name: t for names, pair in pairs if pair for name, t in zip(names, pair, strict=True)}
 
 
 def forget(backend) -> None:
@@ -243,6 +274,21 @@ def run_blocks(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     return found
 
 
+def run_factor_blocks(backend, case: Case, rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    """Gradients of factors in fp32 by source ranks: added to `BEFORE`; then those of each rank, apart."""
+    inputs, dy_TD = share(case, rank, ranks)
+    _, saved = backend.forward(inputs, save=True)
+    found = []
+    for apart in (False, True):
+        shape, fill = ((ranks,), float("nan")) if apart else ((), BEFORE)
+        w13, w2 = (tuple(torch.full((*shape, *t.shape), fill) for t in ts) for ts in inputs.experts.trained)
+        into = MainGrads(w13, w2, not apart, ranks, apart)
+        backend.backward(dy_TD, inputs, saved, Needs(biases=False), into)
+        each = list(into.of_blocks()) if apart else [into]
+        found += map(factors, each)
+    return found
+
+
 def stacked(case: Case, w13: tuple[Tensor, ...]) -> Tensor:
     """(e, 2, F, D) of one tensor or two; without a gate (e, 1, F, D)."""
     return torch.stack(w13, 1) if len(w13) == 2 else w13[0].unflatten(1, (-1, case.ffn))
@@ -260,6 +306,11 @@ def share(case: Case, rank: int, ranks: int) -> tuple[Inputs, Tensor]:
         experts = ExpertWeights((memory[1], memory[0]), (w2.contiguous(),), "split", *more)
     else:
         experts = ExpertWeights((w13.flatten(1, 2).contiguous(),), (w2.contiguous(),), "stacked", *more)
+    if case.lora is not None:
+        a13, f13, a2, f2 = (every[name][rank * local : (rank + 1) * local] for name in ("a13", "f13", "a2", "f2"))
+        pairs = {"w13": (a13, f13), "w2": (a2, f2)}
+        lora = Lora(*(pairs[name] if name in case.adapted else None for name in pairs), SCALE)
+        experts = dataclasses.replace(experts, lora=lora)
     inputs = Inputs(every["x"][mine].clone(), every["ids"][mine], every["weights"][mine], experts)
     return inputs, every["dy"][mine].clone()
 
@@ -318,7 +369,12 @@ def main(rank: int, folder: Path, suite: str) -> None:
             own = own_operators.operators(changes.pop("operators")) if suite == "own" else ()
             hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, **changes), own)
             results.append(run(backend, case, rank, RANKS))
-        if suite in ("grouped", "own", "pairs"):
+        if suite == "lora":
+            part = run(backend, case, rank, RANKS, Needs(rank == 0, rank == 1, rank == 1, rank == 0, False))
+            for name, value in part.items():
+                assert value is None or torch.equal(value, results[0][name]), f"{name}, needed by rank {rank} only"
+            results += run_factor_blocks(backend, case, rank, RANKS)
+        if suite in ("grouped", "own", "pairs", "lora"):
             torch.save(results, folder / f"result-{number}-{rank}")
             continue
         # What one rank needs, another may not.

@@ -42,7 +42,7 @@ from uniep.launch import router as launch_router
 from uniep.launch import staged as launchers
 from uniep.routing import build_plan
 from uniep.way import resolve
-from uniep.weights import ExpertWeights
+from uniep.weights import ExpertWeights, Lora
 
 TOKENS = 8192
 LAUNCHING = launchers, launch_groups, launch_mega, launch_router, planner, hopper_calls, dense
@@ -78,6 +78,7 @@ class Case:
     sync_free: bool = False
     tile_order: str = "local-first"
     own: bool = False  # with operators of one's own
+    lora: int | None = None  # the rank of factors
     preactivation: str = "saved"
 
     def __str__(self) -> str:
@@ -86,6 +87,7 @@ class Case:
         how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}, {self.activation}"
         how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
         how += ", operators of one's own" * self.own
+        how += f", LoRA of rank {self.lora}" * (self.lora is not None)
         how += f", h {self.preactivation}" * (self.preactivation != "saved")
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
@@ -115,6 +117,14 @@ CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", activation="geglu_tanh", limit=7.0, bias=True),
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside", bias=True),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="gelu", bias=True),
+    # LoRA; with the fewest registers left.
+    Case("qwen3-30b", lora=8),
+    Case("qwen3-30b", ep_size=4, transfer="copy", operand="expanded", lora=16),
+    Case("qwen3-30b", overlap="serial", lora=64),
+    Case("deepseek-v3", weight_at="activation", layout="split", lora=64),
+    Case("deepseek-v3", ep_size=8, transfer="copy", lora=128),
+    Case(GPT_OSS, activation="swiglu_oai", limit=7.0, bias=True, lora=128),
+    Case("dsv2-lite", FP16, "activation", layout="split", activation="geglu_tanh", limit=7.0, bias=True, lora=128),
     # The first product again in the backward; the forward keeps tokens, but not h.
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", bias=True, preactivation="recomputed"),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", preactivation="recomputed"),
@@ -145,6 +155,10 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
     biases = [torch.empty(local, n, **like) for n in (cfg.h_columns, cfg.hidden)] if cfg.bias else []
     second = (torch.empty(local, cfg.hidden, cfg.ffn, **like),)
     experts = ExpertWeights(first, second, case.layout, cfg.gated, *biases)
+    if case.lora is not None:
+        shapes = (case.lora, cfg.hidden), (cfg.h_columns, case.lora), (case.lora, cfg.ffn), (cfg.hidden, case.lora)
+        a13, b13, a2, b2 = (torch.empty(local, *shape, **like) for shape in shapes)
+        experts = dataclasses.replace(experts, lora=Lora((a13, b13), (a2, b2), 2.0))
     x_TD = torch.empty(TOKENS, cfg.hidden, **like)
     ids_TK = torch.zeros(TOKENS, cfg.top_k, dtype=torch.int64)
     inputs = Inputs(x_TD, ids_TK, torch.zeros(TOKENS, cfg.top_k), experts)
@@ -153,12 +167,13 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
         backend.forward(inputs, save=False)
         _, saved = backend.forward(inputs, save=True)
         backend.backward(x_TD, inputs, saved, Needs())
-        given = experts.w13, experts.w2, experts.biases
+        given = *experts.trained, experts.biases
         w13, w2, of_biases = (tuple(torch.empty(t.shape) for t in ts) for ts in given)
         for accumulate in (False, True):
             into = MainGrads(w13, w2, accumulate, biases=of_biases)
             backend.backward(x_TD, inputs, saved, Needs(), into)
-        run_collective(cfg, case.ep_size, inputs, case.preactivation)
+        if case.lora is None:
+            run_collective(cfg, case.ep_size, inputs, case.preactivation)
     return launched
 
 

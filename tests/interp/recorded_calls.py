@@ -4,6 +4,7 @@ Prints a line for each schedule and direction: how many steps a recording has, a
 at other addresses and of another layer, launches otherwise.  See test_recorded_calls.py.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -18,7 +19,7 @@ from uniep.backends.hopper import link, planner, staged
 from uniep.launch import driver, records
 from uniep.launch.driver import Block, Varying
 from uniep.stages import Flags, stages
-from uniep.weights import ExpertWeights
+from uniep.weights import ExpertWeights, Lora
 
 STREAMS = tuple(range(3))
 WAYS = {
@@ -40,7 +41,8 @@ WAYS = {
 
 
 SILENT = records.FILL, records.FOLLOW
-BIASED = "serial", "pipelined", "mega, copied", "groups beside"
+BIASED = "serial", "pipelined", "mega, copied", "groups beside", "factors"
+FACTORS = {"factors": Schedule(overlap="mega"), "factors, expanded": Schedule(operand="expanded")}
 
 
 class Stream:
@@ -160,12 +162,16 @@ def listed_by(cfg, way, direction):
     return [this for this, before in zip(made, [None, *made], strict=False) if this != before]
 
 
-def data(cfg, tokens, number):
-    """Of its own addresses."""
+def data(cfg, tokens, number, lora):
+    """Of its own addresses.  lora: with factors."""
     like = {"dtype": torch.bfloat16}
     hold.append([torch.empty(1 << (10 + (number + i) % 9)) for i in range(7)])
     x, dy = torch.zeros(tokens, 512, **like), torch.zeros(tokens, 512, **like)
     experts = ExpertWeights.zeros(cfg, 8, **like)
+    if lora:
+        shapes = (24, 512), (cfg.h_columns, 24), (24, cfg.ffn), (512, 24)
+        a13, b13, a2, b2 = (torch.zeros(8, *shape, **like) for shape in shapes)
+        experts = dataclasses.replace(experts, lora=Lora((a13, b13), (a2, b2), 2.0))
     tag = LayerTag(number, draw=number << 40 | number)
     given = Inputs(x, torch.zeros(tokens, 4, dtype=torch.int64), torch.zeros(tokens, 4), experts, tag)
     hold.append((given, dy))
@@ -184,12 +190,14 @@ def calls(backend, given, dy, watched):
         return record(backend, tensors, call)
 
     x, ids, weights, experts = given.x_TD, given.ids_TK, given.weights_TK, given.experts
-    (y, saved), *found = made((x, ids, weights, *experts.tensors), lambda: backend.forward(given, True))
+    of_experts = *experts.tensors, *experts.factors
+    (y, saved), *found = made((x, ids, weights, *of_experts), lambda: backend.forward(given, True))
     seen = {"forward": found}
-    into = tuple(torch.zeros(t.shape) for t in (*experts.w13, *experts.w2))
-    main_grads = MainGrads(into[:1], into[1:], True)
+    first, second = experts.trained
+    into = tuple(torch.zeros(t.shape) for t in (*first, *second))
+    main_grads = MainGrads(into[: len(first)], into[len(first) :], True)
     backward = functools.partial(backend.backward, dy, given, saved, Needs())
-    used = dy, x, ids, *saved, *experts.tensors
+    used = dy, x, ids, *saved, *of_experts
     got, *seen["backward"] = made(used, backward)
     got_too, *seen["main_grad"] = made((*used, *into), functools.partial(backward, main_grads))
     hold.append((y, saved, got, got_too, into))
@@ -201,6 +209,7 @@ def main():
     ways = {name: (schedule, tokens, None) for name, (schedule, tokens) in WAYS.items()}
     ways |= {how: (Schedule(group_sum=how.split()[1]), 700, 2) for how in ("groups after", "groups beside")}
     ways["groups, pipelined"] = Schedule(overlap="pipelined", transfer="copy", pipelined_from=0), 700, 2
+    ways |= {name: (schedule, 700, None) for name, schedule in FACTORS.items()}
     ways["own operators"] = Schedule(overlap="mega"), 700, None
     for name, (schedule, tokens, groups) in ways.items():
         cfg = MoEConfig(
@@ -213,12 +222,13 @@ def main():
             cfg, 0, 2, lambda size, m=memories: [t[:size] for t in m], schedule, operators=own
         )
         joined_before_entries(backend)
-        _, first, second = (calls(backend, *data(cfg, tokens, number), number > 1) for number in (1, 2, 3))
+        lora = name in FACTORS
+        _, first, second = (calls(backend, *data(cfg, tokens, n, lora), n > 1) for n in (1, 2, 3))
         for direction, (steps, program) in first.items():
             other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]
             patches = sum(patch.place.slot >= 0 for s in program.steps for patch in s.patches[: s.num_patches])
             launches = launched_by(steps, handle(backend.side))
-            listed = listed_by(cfg, backend.way_of(tokens), direction)
+            listed = listed_by(cfg, backend.way, direction)
             said = "launches what its stages list" if launches == listed else f"launches {launches}, not {listed}"
             print(f"{name}, {direction}: {said}", flush=True)
             print(f"{name}, {direction}: {len(steps)} steps, {patches} patches, differing {other}", flush=True)

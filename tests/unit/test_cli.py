@@ -84,6 +84,9 @@ def test_memory_lists_buffers():
     result = run("memory", *SMALL, "--ep", "2")
     assert result.exit_code == 0
     assert "receive" in result.output and "2 ranks" in result.output
+    assert "dlora13" in run("memory", *SMALL, "--ep", "2", "--lora", "8").output
+    refused = run("memory", *SMALL, "--ep", "2", "--lora", "8", "--layers", "2")
+    assert refused.exit_code == 2 and "--lora 8 is of one layer" in refused.output
 
 
 @pytest.mark.parametrize("command", ["memory", "verify", "trace", "lora", "simulate", "tune", "explain"])

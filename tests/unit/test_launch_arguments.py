@@ -53,7 +53,7 @@ def test_bundles_are_flattened_where_they_stand():
     block = Block(c, (2, 2), (2, 1), (1, 2))
     values, kinds, blocks, bits = look(7, Pair(a, Part(b, b.data_ptr() + 4, b.dtype, (3,))), block, 2**40, None)
     assert values == [7, a.data_ptr(), b.data_ptr() + 4, None, 2, 2, 2, 1, 2**40]
-    assert kinds == [False, torch.int32, torch.float32, torch.float16, True, None]
+    assert kinds == [False, torch.int32, torch.float32, (torch.float16, (1, 2)), True, None]
     assert blocks == [(3, block)]
     assert bits & 15 == 4
     assert look(torch.nn.Parameter(b))[:2] == ([b.data_ptr()], [torch.float32])

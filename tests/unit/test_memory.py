@@ -15,7 +15,7 @@ import uniep
 from uniep.backends.cpu import shm
 from uniep.backends.hopper.arena import Arena
 from uniep.config import MoEConfig
-from uniep.errors import CapacityError, ConfigError
+from uniep.errors import CapacityError, ConfigError, UnsupportedError
 from uniep.layout import ALIGN_BYTES, cpu_arrays, hopper_arrays, pack, packed_bytes
 from uniep.meeting import Meeting
 from uniep.memory import check_room, plan_memory
@@ -41,6 +41,26 @@ def test_sizes_by_hand():
     assert sizes["dweight_groups"] == rows * 32 * 4
     assert sizes["kept"] == sizes["receive"] - 7168 * 2  # without the zero row
     assert plan.total_bytes() == sum(plan.total_bytes(kind) for kind in ("shared", "saved", "transient"))
+
+
+def test_low_rank_factors():
+    """Gradients of factors instead of weights; on hopper rows of r columns, padded, of which u13 is saved."""
+    whole, low = (plan_memory(CFG, 2, lora=r) for r in (None, 24))
+    usual, adapted = by_name(whole), by_name(low)
+    assert usual.keys() - adapted.keys() == {"dw13", "dw2"}
+    assert adapted.keys() - usual.keys() == {"u13", "u2", "v2", "v13", "dlora13", "dlora2"}
+    assert adapted["dlora13"].bytes == 32 * 24 * (7168 + 2 * 2048) * 2
+    assert adapted["dlora2"].bytes == 32 * 24 * (2048 + 7168) * 2
+    rows = usual["h"].shape[1]
+    assert all(adapted[name].shape == (rows, 32) for name in ("u13", "u2", "v2", "v13"))
+    assert [b.name for b in low.buffers if b.kind == "saved" and b.name not in usual] == ["u13"]
+    assert adapted["u2"].during[:2] == ("forward: down_shrink", "forward: down")
+    blocks = by_name(plan_memory(dataclasses.replace(CFG, gradient_shards=4), 2, copies=2, backend="nccl", lora=24))
+    assert blocks["dlora13_blocks"].bytes == 2 * 2 * adapted["dlora13"].bytes and "dw13_sum" not in blocks
+    for r, error in ((0, ConfigError), (12, UnsupportedError), (136, UnsupportedError)):
+        with pytest.raises(error, match=f"lora.* is {r}; "):
+            plan_memory(CFG, 2, lora=r)
+    assert "dlora2" in by_name(plan_memory(CFG, 2, backend="cpu", lora=12))
 
 
 def test_gradient_shards():

@@ -55,6 +55,21 @@ def test_pipelined_is_two_launches_that_share_a_cursor():
     assert not [s for s in stages(CFG, plain, "forward") if s.shares_cursor]
 
 
+def test_rows_are_shrunk_before_their_products():
+    """Of those weights that have factors; what gathers rows waits for tokens, once."""
+    weights = {"gate_up": "w13", "down": "w2", "down_grad": "w2", "gate_up_grad": "w13"}
+    for lora in (("w13", "w2"), ("w2",)):
+        way = resolve(CFG, 2, 70, Schedule(overlap="mega"), lora=lora)
+        for direction in ("forward", "backward"):
+            made = stages(CFG, way, direction)
+            names = [s.name for s in made]
+            for at, name in enumerate(names):
+                if name in weights:
+                    assert (names[at - 1] == f"{name}_shrink") == (weights[name] in lora)
+            assert len([s for s in made if "arrived" in s.waits]) == 1
+        assert ("gate_up_wgrad" in names) == ("w13" in lora) and "down_wgrad" in names
+
+
 def test_what_is_recomputed():
     """Behind the entry, and behind a second dispatch of x, which then comes before that of dO; a launch in front of the
     one kernel.  The forward of the kernel makes no h."""

@@ -134,8 +134,13 @@ def whole_tiles(rows_NC: Tensor) -> Tensor:
 
 
 def low_rank(rows_ND: Tensor, down_DR: Tensor, up_RC: Tensor, scale: float) -> Tensor:
-    """scale (cast(rows down) up) (N, C) in fp32; cast: to the rows' dtype."""
-    return matmul(matmul(rows_ND, down_DR).to(rows_ND.dtype), up_RC) * scale
+    """cast(scale (rows down)) up (N, C) in fp32."""
+    return matmul(shrunk(rows_ND, down_DR, scale), up_RC)
+
+
+def shrunk(rows_ND: Tensor, down_DR: Tensor, scale: float) -> Tensor:
+    """cast(scale (rows down)) (N, R), to the rows' dtype."""
+    return (matmul(rows_ND, down_DR) * scale).to(rows_ND.dtype)
 
 
 def _put(target: Tensor, value: Tensor, accumulate: bool) -> None:
@@ -183,12 +188,12 @@ class _Bodies:
         halves = _of_h(self.h_NF, block, self.cfg), experts.halves(block.group), experts.half_biases(block.group)
         inner, lora = None, experts.lora
         if lora is not None and lora.w13 is not None:
-            inner = matmul(x, lora.w13[0][block.group].T).to(self.cfg.dtype)
+            inner = shrunk(x, lora.w13[0][block.group].T, lora.scale)
         for half, (h, weight, bias) in enumerate(zip(*halves, strict=True)):
             product = matmul(x, weight[columns].T)
             if inner is not None and lora is not None and lora.w13 is not None:
                 high = lora.w13[1][block.group].chunk(1 + self.cfg.gated)[half]
-                product += matmul(inner, high[columns].T) * lora.scale
+                product += matmul(inner, high[columns].T)
             h.copy_(product if bias is None else product + bias[columns].float())
 
     def _write(self, block: Block, value: Tensor, name: str) -> None:
@@ -453,15 +458,13 @@ class Backward(_Bodies):
         self, d_out: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], into: tuple[Tensor, ...], accumulate: bool,
         expert: int,
     ) -> None:  # fmt: skip
-        """Gradients of A and B of out = given (W + scale B A)^T from rows of an expert: dA = scale cast(d_out B)^T
-        given, dB = scale d_out^T cast(given A^T)."""
+        """Gradients of A and B of out = given (W + scale B A)^T from rows of an expert: dA = cast(scale (d_out B))^T
+        given, dB = d_out^T cast(scale (given A^T))."""
         assert self.experts.lora is not None
         a, b = (factor[expert] for factor in pair)
-        d_out, given = whole_tiles(d_out), whole_tiles(given)
-        through_b, through_a = (matmul(d_out, b), matmul(given, a.T))
-        for target, left, right in ((into[0], through_b, given), (into[1], d_out, through_a)):
-            out = matmul(left.to(self.cfg.dtype).T, right.to(self.cfg.dtype)) * self.experts.lora.scale
-            _put(target[expert], out, accumulate)
+        d_out, given, scale = whole_tiles(d_out), whole_tiles(given), self.experts.lora.scale
+        _put(into[0][expert], matmul(shrunk(d_out, b, scale).T, given), accumulate)
+        _put(into[1][expert], matmul(d_out.T, shrunk(given, a.T, scale)), accumulate)
 
     def _blocks(self, expert: int) -> Iterator[tuple[slice, MainGrads]]:
         """(rows, where their gradient goes) of each block of source ranks, ascending; also of blocks without rows."""

@@ -68,7 +68,7 @@ def lora(
     """Measure one layer's training: whole experts, and low-rank factors with the experts frozen.
 
     Forward, backward and AdamW on random data. Weights, gradients and optimizer states are those of one rank's
-    experts. Both run on the same backend; on Hopper GPUs that is nccl, since LoRA runs there.
+    experts. All run on the same backend.
     """
     check_file(json_file, "--json")
     ranks = numbers(rank, "--rank")
@@ -84,9 +84,8 @@ def lora(
         group = world.first(ep)
         found: list[Measured] = []
         if world.rank < ep:
-            named = "nccl" if backend == "hopper" else backend
             with (
-                uniep.Workspace(cfg, group, device=world.device, backend=named) as workspace,
+                uniep.Workspace(cfg, group, device=world.device, backend=backend) as workspace,
                 progress(world.console, "measured", 1 + len(ranks)) as done,
             ):
                 for r in (None, *ranks):

@@ -60,6 +60,9 @@ def memory(
     combine_groups: Groups = None,
     gradient_shards: Annotated[int, typer.Option(help="MoEConfig.gradient_shards.", min=1)] = 1,
     copies: Annotated[int, typer.Option(help="EP groups with the same experts, of Workspace(copies=).", min=1)] = 1,
+    lora: Annotated[
+        int | None, typer.Option(help="Rank of low-rank factors, trained instead of whole experts.", min=1)
+    ] = None,
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 8,
     backend: Annotated[BackendName, typer.Option(help="Backend whose buffers to list.")] = BackendName.hopper,
     max_rows: Annotated[
@@ -112,6 +115,10 @@ def memory(
     """
     check_file(json_file, "--json")
     console = Console(highlight=False)
+    if lora is not None and (layers is not None or config is not None):
+        raise uniep.ConfigError(
+            f"--lora {lora} is of one layer, but a whole model is counted trained whole; leave one out"
+        )
     sizes: dict[str, Any] = layer_sizes(context, shape, ep)
     size = None
     if config is not None:
@@ -135,7 +142,7 @@ def memory(
     usual = default_schedule(backend.value, cfg, ep)
     ways = {how: dataclasses.replace(usual, preactivation=how) for how in ("saved", "recomputed")}
     plans = {
-        how: uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value, schedule=schedule)
+        how: uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value, schedule=schedule, lora=lora)
         for how, schedule in ways.items()
     }
     plan = plans["recomputed" if recompute else "saved"]

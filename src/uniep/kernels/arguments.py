@@ -83,9 +83,17 @@ class Counted(NamedTuple):
     row_tile: Any
 
 
+class LowRank(NamedTuple):
+    """What a product adds to its own: rows (N, R) times a factor of LoRA.  On the host tensors; descriptors inside
+    kernels, made there."""
+
+    rows: Any
+    factor: Any
+
+
 class GateUpBlocks(NamedTuple):
-    """Descriptors of `gate_up_kernel`, and b13 (e, 2F or F) or None; made inside kernels.  gate, up, act: None where
-    they are not stored."""
+    """Descriptors of `gate_up_kernel`, b13 (e, 2F or F) or None, and `LowRank` or None; made inside kernels.  gate, up,
+    act: None where they are not stored."""
 
     rows: Any
     w13: Any
@@ -93,6 +101,7 @@ class GateUpBlocks(NamedTuple):
     up: Any
     act: Any
     b13: Any
+    low: Any = None
 
 
 class Biases(NamedTuple):
@@ -281,12 +290,13 @@ class PlanShape(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Whether a kernel that gathers rows waits for them, how many of its programs push this rank's tokens meanwhile, and
-    for how many turns of the others."""
+    """Whether a kernel that gathers rows waits for them, how many of its programs push this rank's tokens meanwhile, for
+    how many turns of the others, and whether it counts finished tiles of each row tile."""
 
     fused: bool = False
     push_programs: int = 0
     push_rounds: int = 0
+    count_tiles: bool = False
 
 
 ALL_HERE = Dispatch()

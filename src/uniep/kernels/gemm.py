@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.activation import activate
-from uniep.kernels.arguments import Counted, GateUpBlocks, Offsets, Rows, Tokens, Wire
+from uniep.kernels.arguments import Counted, GateUpBlocks, LowRank, Offsets, Rows, Tokens, Wire
 from uniep.kernels.biases import add_b2, bias_columns
 from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come
 from uniep.kernels.rows import gathered_rows, load_rows, num_row_tiles, wait_for_rows
@@ -88,24 +88,24 @@ def halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def weights_step(b_desc, expert, half, n, depth, B: tl.constexpr, TILE: tl.constexpr):
-    """The block (TILE.K, TILE.N) of an expert's weights from row `depth` of B on, columns n.
+def weights_step(b_desc, expert, half, n, depth, K: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr):
+    """The block (K, TILE.N) of an expert's weights from row `depth` of B on, columns n.
 
-    B: how they lie.  "gate_up": (e, 2, F, D), half of the columns from each half; "ungated": (e, 1, F, D), of a tile half
-    as wide.  "transposed": (e, WIDTH, DEPTH).  "plain": (e, DEPTH, WIDTH).  "halves": (e, HALVES, DEPTH, WIDTH), of which
-    `half` is meant.
+    B: how they lie.  "gate_up": (e, 2, F, D), half of the columns from each half, `half` first; "ungated": (e, 1, F, D),
+    of a tile half as wide.  "transposed": (e, WIDTH, DEPTH).  "plain": (e, DEPTH, WIDTH).  "halves": (e, HALVES, DEPTH,
+    WIDTH), of which `half` is meant.
     """
     if B == "gate_up":
-        return b_desc.load([expert, 0, n * (TILE.N // 2), depth]).reshape(TILE.N, TILE.K).T
+        return b_desc.load([expert, half, n * (TILE.N // 2), depth]).reshape(TILE.N, K).T
     elif B == "ungated":
-        return b_desc.load([expert, 0, n * (TILE.N // 2), depth]).reshape(TILE.N // 2, TILE.K).T
+        return b_desc.load([expert, 0, n * (TILE.N // 2), depth]).reshape(TILE.N // 2, K).T
     elif B == "transposed":
-        return b_desc.load([expert, n * TILE.N, depth]).reshape(TILE.N, TILE.K).T
+        return b_desc.load([expert, n * TILE.N, depth]).reshape(TILE.N, K).T
     elif B == "plain":
-        return b_desc.load([expert, depth, n * TILE.N]).reshape(TILE.K, TILE.N)
+        return b_desc.load([expert, depth, n * TILE.N]).reshape(K, TILE.N)
     else:
         tl.static_assert(B == "halves")
-        return b_desc.load([expert, half, depth, n * TILE.N]).reshape(TILE.K, TILE.N)
+        return b_desc.load([expert, half, depth, n * TILE.N]).reshape(K, TILE.N)
 
 
 @triton.jit
@@ -145,7 +145,25 @@ def product_of_rows(
                 a = a_desc.load([m * BLOCK_M, k * TILE.K])
             depth = k * TILE.K
             part = 0
-        acc = tl.dot(a, weights_step(b_desc, expert, part, n, depth, B, TILE), acc)
+        acc = tl.dot(a, weights_step(b_desc, expert, part, n, depth, TILE.K, B, TILE), acc)
+    return acc
+
+
+@triton.jit
+def add_low_rank(acc, low: LowRank, m, expert, n, B: tl.constexpr, UP_FIRST: tl.constexpr, TILE: tl.constexpr):
+    """A tile plus row tile m of low.rows @ low.factor, in the same accumulator; without low the tile as it is.
+
+    B: as of `weights_step`, with R for the depth.  UP_FIRST ("gate_up"): the tile's first half is up, though the
+    factor begins with gate: each half is added apart, beside zeros from beyond the factor.
+    """
+    if low is not None:
+        R: tl.constexpr = low.rows.block_shape[1]
+        rows = low.rows.load([m * TILE.M, 0])
+        if UP_FIRST and B == "gate_up":
+            acc = tl.dot(rows, weights_step(low.factor, expert, 1, n, 0, R, B, TILE), acc)
+            acc = tl.dot(rows, weights_step(low.factor, expert, -1, n, 0, R, B, TILE), acc)
+        else:
+            acc = tl.dot(rows, weights_step(low.factor, expert, 0, n, 0, R, B, TILE), acc)
     return acc
 
 
@@ -182,6 +200,7 @@ def gate_up_tile(
     B: tl.constexpr = "gate_up" if LAYER.GATED else "ungated"
     F: tl.constexpr = LAYER.F
     acc = product_of_rows(a_ptrs, blocks.rows, blocks.w13, m, expert, n, LAYER.D, 0, B, False, TILE)
+    acc = add_low_rank(acc, blocks.low, m, expert, n, B, UP_FIRST, TILE)
     if LAYER.GATED:
         gate, up = halves(acc, TILE.M, TILE.N)
         if UP_FIRST:
@@ -236,6 +255,8 @@ def gate_up_kernel(
     up_desc,
     act_desc,
     b13_ptr,
+    low_desc,
+    factor_desc,
     LAYER: tl.constexpr,
     TILE: tl.constexpr,
     SENDING: tl.constexpr,
@@ -253,6 +274,7 @@ def gate_up_kernel(
     w13_desc: (e, 2, F, D); a tile multiplies TILE.N/2 gate columns and the same up columns; without a gate (e, 1, F, D),
     tiles of TILE.N/2 columns, and no up_desc.  b13: (e, 2F or F).  UP_FIRST:
     the descriptor's first half is the up projection (w1 and w3 apart, w3 at the lower address).
+    low_desc (N, R), factor_desc (e, 2, F, r), or (e, 1, F, r): what is added to rows @ W13^T, low @ factor^T; or None.
     gate_desc, up_desc (the halves of h, or None), act_desc (or None): (N, F).  Blocks of one shape leave through the same shared
     memory, which makes room for a fourth stage.
     """
@@ -260,7 +282,12 @@ def gate_up_kernel(
     GATHERED: tl.constexpr = rows_desc is None
     # The tables of the next tile are read while this one is multiplied, where the lint finds registers left for them.
     AHEAD: tl.constexpr = GATHERED and (SENDING.CHUNK == 0 or LAYER.WEIGHTED or address_ptr is not None)
-    blocks = GateUpBlocks(rows_desc, w13_desc, gate_desc, up_desc, act_desc, b13_ptr)
+    FLAT: tl.constexpr = not GATHERED and low_desc is None
+    if low_desc is None:
+        low = None
+    else:
+        low = LowRank(low_desc, factor_desc)
+    blocks = GateUpBlocks(rows_desc, w13_desc, gate_desc, up_desc, act_desc, b13_ptr, low)
     if address_ptr is None:
         source_ptr = rows.source_N
     else:
@@ -279,7 +306,7 @@ def gate_up_kernel(
         step = step_of_turn(0, alone, shared, program, push_programs)
         m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
         source = tl.load(source_ptr + m * TILE.M + tl.arange(0, TILE.M), mask=step < num_steps, other=0)
-    for turn in tl.range(0, count, flatten=not GATHERED):
+    for turn in tl.range(0, count, flatten=FLAT):
         if not AHEAD:
             step = step_of_turn(turn, alone, shared, program, push_programs)
             m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
@@ -325,10 +352,11 @@ def gate_up_kernel(
 
 @triton.jit
 def gathered_product_tile(
-    a_ptrs, b_desc, out_desc, m, expert, n, counted: Counted, D: tl.constexpr, TILE: tl.constexpr
+    a_ptrs, b_desc, low: LowRank, out_desc, m, expert, n, counted: Counted, D: tl.constexpr, TILE: tl.constexpr
 ):
     """One tile of a product of gathered rows, a_ptrs.  counted: as in `gate_up_tile`."""
     acc = product_of_rows(a_ptrs, None, b_desc, m, expert, n, D, 0, "plain", False, TILE)
+    acc = add_low_rank(acc, low, m, expert, n, "plain", False, TILE)
     count_before(counted)
     store_tile(acc, out_desc, m * TILE.M, n * TILE.N, TILE.M, TILE.N)
 
@@ -351,6 +379,8 @@ def gathered_product_kernel(
     push_rounds,
     progress_ptr,
     b_desc,
+    low_desc,
+    factor_desc,
     out_desc,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -360,9 +390,14 @@ def gathered_product_kernel(
 ):
     """out (N, WIDTH) fp32 = rows (N, D) @ B, rows read where they lie.  b_desc: (e, D, WIDTH).  FUSED: as above.
 
+    low_desc (N, R), factor_desc (e, r, WIDTH): low @ factor is added; or None.
     progress (M,): counts finished tiles, as above, for the next kernel, which may run beside this one; or None.
     """
     NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
+    if low_desc is None:
+        low = None
+    else:
+        low = LowRank(low_desc, factor_desc)
     program = tl.program_id(0)
     if progress_ptr is not None:
         next_may_come()
@@ -391,7 +426,7 @@ def gathered_product_kernel(
             counted = Counted(progress_ptr, turn, before)
         else:
             counted = None
-        gathered_product_tile(a_ptrs, b_desc, out_desc, m, expert, n, counted, D, TILE)
+        gathered_product_tile(a_ptrs, b_desc, low, out_desc, m, expert, n, counted, D, TILE)
     if progress_ptr is not None:
         if count > 0:
             last = step_of_turn(count - 1, alone, shared, program, push_programs)
@@ -423,8 +458,8 @@ def store_halves(left, right, out_desc, row, column, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def product_tile(
-    a_desc, b_desc, out_desc, bias_ptr, rows: Rows, wire: Wire, m, n, PRODUCT: tl.constexpr, TILE: tl.constexpr,
-    CHECKED: tl.constexpr
+    a_desc, b_desc, low: LowRank, out_desc, bias_ptr, rows: Rows, wire: Wire, m, n, PRODUCT: tl.constexpr,
+    TILE: tl.constexpr, CHECKED: tl.constexpr
 ):  # fmt: skip
     """One tile of `product_kernel`.  CHECKED (and SCATTER): nothing is stored once this call has failed."""
     BLOCK_M: tl.constexpr = TILE.M
@@ -438,6 +473,7 @@ def product_tile(
     if CHECKED:
         is_lost = tl.load(wire.status, volatile=True) != 0
     acc = product_of_rows(None, a_desc, b_desc, m, expert, n, PRODUCT.DEPTH, PRODUCT.HALVES, B, PRODUCT.UP_FIRST, TILE)
+    acc = add_low_rank(acc, low, m, expert, n, "transposed" if PRODUCT.TRANSPOSED else "plain", False, TILE)
     left, right = biased_halves(acc, bias_ptr, rows, row, expert, n * BLOCK_N, WIDTH, PRODUCT.WEIGHTED, TILE)
     if PRODUCT.SCATTER:
         slot = tl.load(rows.return_N + row + tl.arange(0, BLOCK_M))
@@ -483,6 +519,8 @@ def product_kernel(
     rank,
     a_desc,
     b_desc,
+    low_desc,
+    factor_desc,
     out_desc,
     bias_ptr,
     PRODUCT: tl.constexpr,
@@ -496,6 +534,7 @@ def product_kernel(
     a_desc: (N, HALVES * DEPTH); where TILE.K does not divide DEPTH, a step reads on into the next half and
     meets zeros of B.  b_desc: (e, WIDTH, DEPTH) if TRANSPOSED (W2 in the forward), else (e, HALVES, DEPTH, WIDTH)
     (W13, and W2 with one half, in the backward).  The contraction runs over gate, then up; UP_FIRST as above.
+    low_desc (N, R), factor_desc (e, WIDTH, r) if TRANSPOSED, else (e, r, WIDTH): low @ factor is added; or None.
     out_desc: (N, WIDTH) in the layer's dtype, or fp32 for a product that is not rounded.
     programs: of all launches that share this product.
     TILES_BEFORE: 0, or this product runs beside the one that makes `a`, in one or more launches.  A column of
@@ -503,13 +542,18 @@ def product_kernel(
     TILES_BEFORE finished tiles for each of them.
     """
     NUM_N: tl.constexpr = (PRODUCT.WIDTH + TILE.N - 1) // TILE.N
+    FLAT: tl.constexpr = low_desc is None
+    if low_desc is None:
+        low = None
+    else:
+        low = LowRank(low_desc, factor_desc)
     num_m = num_row_tiles(rows)
     if PRODUCT.SCATTER:
         num_m = tl.where(failed(wire.status), 0, num_m)  # a late peer may still read what an earlier call returned
     if TILES_BEFORE == 0:
-        for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=True):
+        for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
             m, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
-            product_tile(a_desc, b_desc, out_desc, bias_ptr, rows, wire, m, n, PRODUCT, TILE, False)
+            product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, n, PRODUCT, TILE, False)
     else:
         # Twice the time: whoever makes `a` may wait for its peers as long as that.
         deadline_ns = deadline(wire.status, timeout_ns.to(tl.int64) * 2)
@@ -523,7 +567,8 @@ def product_kernel(
             block_loads_follow()
             for i in tl.range(0, height, flatten=True):
                 m = tl.load(rows.order_M + first + i)
-                product_tile(a_desc, b_desc, out_desc, bias_ptr, rows, wire, m, column % NUM_N, PRODUCT, TILE, False)
+                n = column % NUM_N
+                product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, n, PRODUCT, TILE, False)
             column = tl.atomic_add(rows.cursor, 1, sem="relaxed")
     if PRODUCT.SCATTER:
         signal_all(wire, returned_offset, tl.load(wire.call), wire.return_ticket, programs, NUM_RANKS)

@@ -198,7 +198,7 @@ def forward_kernel(
                         )  # fmt: skip
                     block_loads_follow()
                 started_ns = now_if(lists.matrix_records)
-                product_tile(act_desc, w2_desc, made_desc, biases.b2, rows, wire, m, n, DOWN, DOWN_TILE, True)
+                product_tile(act_desc, w2_desc, None, made_desc, biases.b2, rows, wire, m, n, DOWN, DOWN_TILE, True)
                 unsent += 1
                 record_task(lists.matrix_records, place, claimed_ns, started_ns)
             place = claimed(answer, WAY.THREADS)
@@ -366,7 +366,7 @@ def backward_kernel(
                 started_ns = now_if(lists.matrix_records)
                 a_ptrs = gathered_rows(source, tokens, D, SENDING)
                 counted = Counted(progress_ptr, made, stored)
-                gathered_product_tile(a_ptrs, w2_desc, raw_desc, m, expert, n, counted, D, TILE)
+                gathered_product_tile(a_ptrs, w2_desc, None, raw_desc, m, expert, n, counted, D, TILE)
                 stored = m
                 made += 1
             else:
@@ -390,7 +390,7 @@ def backward_kernel(
                 if op == RETURN:
                     m = task_m(word)
                     n = task_n(word)
-                    product_tile(dh_desc, w13_desc, dh_desc, None, rows, wire, m, n, RETURNING, TILE, True)
+                    product_tile(dh_desc, w13_desc, None, dh_desc, None, rows, wire, m, n, RETURNING, TILE, True)
                     unsent += 1
                 else:
                     is_lost = tl.load(wire.status, volatile=True) != 0

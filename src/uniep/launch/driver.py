@@ -175,7 +175,7 @@ def _look(args: Sequence[Argument], values: list[Any], kinds: list[Any], blocks:
             values.append(None)
             values += a.shape  # type: ignore[union-attr]
             values += a.strides  # type: ignore[union-attr]
-            kinds.append(a.base.dtype)  # type: ignore[union-attr]
+            kinds.append((a.base.dtype, a.block))  # type: ignore[union-attr]
         else:  # a bundle, or a subclass of Tensor
             inside = a if isinstance(a, tuple) else (a.as_subclass(Tensor),)  # type: ignore[union-attr]
             bits |= _look(inside, values, kinds, blocks)

@@ -22,6 +22,7 @@ from uniep.kernels.arguments import (
     Addresses,
     Dispatch,
     Layer,
+    LowRank,
     Product,
     Rows,
     Sending,
@@ -37,6 +38,7 @@ from uniep.kernels.gradients import (
     claimed_activation_gradient_kernel,
     weight_gradient_kernel,
 )
+from uniep.kernels.low_rank import shrink_kernel
 from uniep.kernels.own import row_operator_kernel
 from uniep.kernels.transfer import (
     combine_kernel,
@@ -57,6 +59,7 @@ MAX_STRIDE_BYTES = 2**40  # of a Hopper tensor map
 PUSH_ROWS = 16  # tokens that a pushing program moves at once
 GEMM_PUSH_ROWS = 32  # the same in a GEMM, whose first programs push
 EXPAND_WARPS = 24  # of a multiprocessor
+SHRINK_PROGRAMS = 2  # of a multiprocessor
 BESIDE_PROGRAMS = 6  # of a multiprocessor, for what runs beside a product; most come when it ends (docs/log.md)
 
 
@@ -220,12 +223,12 @@ def launch_expand(
 def launch_gate_up(
     tokens: Tokens, given: Memory | None, rows: Bundle[Rows], experts: ExpertWeights, peers: Peers, cfg: MoEConfig,
     tile: Tile, multiprocessors: int, h_2NF: Tensor | None, act_NF: Tensor | None, dispatch: Dispatch = ALL_HERE, *,
-    count_tiles: bool = False,
+    low: LowRank | None = None,
 ) -> None:  # fmt: skip
     """act (N, F) and h (2, N, F) of every row, each unless None; act times its weight where the config says so.
 
-    given: the rows' inputs (N, D), or the int64 address of each; None: gathered among tokens.  count_tiles: in
-    rows.progress_M.
+    given: the rows' inputs (N, D), or the int64 address of each; None: gathered among tokens.  Tiles are counted in
+    rows.progress_M.  low: with B13.
     """
     half = tile.columns // 2
     w13_desc, up_first = w13_block(experts, 1, 1 + cfg.gated, half, tile.depth)
@@ -239,14 +242,25 @@ def launch_gate_up(
         (
             tokens, rows, peers.wire, *peers.waiting, tokens.local.shape[0], dispatch.push_programs,
             dispatch.push_rounds, address_N, rows_desc, w13_desc, gate_desc, up_desc, act_desc, experts.b13,
+            *_low_blocks(low, tile, 1, 1 + cfg.gated, half, -1),
         ),
         {
             "LAYER": layer_shape(cfg), "TILE": tile_shape(tile),
             "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS), "FUSED": dispatch.fused, "UP_FIRST": up_first,
-            "COUNT_TILES": count_tiles,
+            "COUNT_TILES": dispatch.count_tiles,
         },
         **options(tile),
     )  # fmt: skip
+
+
+def _low_blocks(low: LowRank | None, tile: Tile, *block: int) -> tuple[Block | None, Block | None]:
+    """Of rows and factor.  block: of the factor, -1 for the rank; of four dimensions: (e, 2, F, r)."""
+    if low is None:
+        return None, None
+    width = low.rows.shape[1]
+    factor = low.factor.unflatten(1, (block[1], -1)) if len(block) == 4 else low.factor
+    sizes = tuple(width if size < 0 else size for size in block)
+    return rows_block(low.rows, tile.rows, width), Block(factor, tuple(factor.shape), factor.stride(), sizes)
 
 
 def h_blocks(h_2NF: Tensor | None, *block: int) -> tuple[Block | None, Block | None]:
@@ -271,10 +285,13 @@ def gate_up_gradient(cfg: MoEConfig, *, up_first: bool, slots: int, scatter: boo
 def launch_down(
     act_NF: Tensor, rows: Bundle[Rows], experts: ExpertWeights, peers: Peers, cfg: MoEConfig, tile: Tile,
     multiprocessors: int, out_ND: Tensor, *, slots: int, scatter: bool, beside: Beside | None = None,
+    low: LowRank | None = None,
 ) -> None:  # fmt: skip
-    """out (N, D) = act @ W2^T + b2.  scatter: each row into its slot at the source rank; out gives the dtype."""
+    """out (N, D) = act @ W2^T + b2.  scatter: each row into its slot at the source rank; out gives the dtype.  low:
+    with B2."""
     b_desc, product = w2_block(experts, 1, tile.columns, tile.depth), down(cfg, slots=slots, scatter=scatter)
-    _launch_product(act_NF, b_desc, out_ND, product, rows, peers, tile, multiprocessors, beside, experts.b2)
+    blocks = _low_blocks(low, tile, 1, tile.columns, -1)
+    _launch_product(act_NF, b_desc, blocks, out_ND, product, rows, peers, tile, multiprocessors, beside, experts.b2)
 
 
 def launch_down_gradient(
@@ -284,16 +301,16 @@ def launch_down_gradient(
     """raw (N, F) fp32 = dy @ W2."""
     b_desc = w2_block(experts, 1, 1, tile.depth, tile.columns)
     product = Product(dy_ND.shape[1], raw_NF.shape[1], 1, False, False, 1, False)
-    _launch_product(dy_ND, b_desc, raw_NF, product, rows, peers, tile, multiprocessors)
+    _launch_product(dy_ND, b_desc, (None, None), raw_NF, product, rows, peers, tile, multiprocessors)
 
 
 def launch_gathered_down_gradient(
     dy: Tokens, rows: Bundle[Rows], experts: ExpertWeights, peers: Peers, tile: Tile, multiprocessors: int,
-    raw_NF: Tensor, dispatch: Dispatch, progress_M: Memory | None = None,
+    raw_NF: Tensor, dispatch: Dispatch, progress_M: Memory | None = None, low: LowRank | None = None,
 ) -> None:  # fmt: skip
     """The same with dO gathered where it lies.
 
-    progress_M: zero; counts finished tiles for what the next launch runs beside this one.
+    progress_M: zero; counts finished tiles for what the next launch runs beside this one.  low: with A2.
     """
     num_tokens, width = dy.local.shape
     launch(
@@ -301,7 +318,8 @@ def launch_gathered_down_gradient(
         multiprocessors * tile.programs_per_sm,
         (
             dy, rows, peers.wire, *peers.waiting, num_tokens, dispatch.push_programs, dispatch.push_rounds, progress_M,
-            w2_block(experts, 1, tile.depth, tile.columns), rows_block(raw_NF, tile.rows, stored_columns(tile, raw_NF)),
+            w2_block(experts, 1, tile.depth, tile.columns), *_low_blocks(low, tile, 1, -1, tile.columns),
+            rows_block(raw_NF, tile.rows, stored_columns(tile, raw_NF)),
         ),
         {
             "D": width, "WIDTH": raw_NF.shape[1], "TILE": tile_shape(tile),
@@ -313,17 +331,18 @@ def launch_gathered_down_gradient(
 
 def launch_gate_up_gradient(
     dh_NH: Tensor, rows: Bundle[Rows], experts: ExpertWeights, peers: Peers, cfg: MoEConfig, tile: Tile,
-    multiprocessors: int, out_ND: Tensor, *, slots: int, scatter: bool,
+    multiprocessors: int, out_ND: Tensor, *, slots: int, scatter: bool, low: LowRank | None = None,
 ) -> None:  # fmt: skip
-    """out (N, D) = dh (N, 2F) @ W13.  scatter: as for `launch_down`."""
+    """out (N, D) = dh (N, 2F) @ W13.  scatter: as for `launch_down`.  low: with A13."""
     b_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     product = gate_up_gradient(cfg, up_first=up_first, slots=slots, scatter=scatter)
-    _launch_product(dh_NH, b_desc, out_ND, product, rows, peers, tile, multiprocessors)
+    blocks = _low_blocks(low, tile, 1, -1, tile.columns)
+    _launch_product(dh_NH, b_desc, blocks, out_ND, product, rows, peers, tile, multiprocessors)
 
 
 def _launch_product(
-    a: Tensor, b_desc: Block, out: Tensor, product: Product, rows: Bundle[Rows], peers: Peers, tile: Tile,
-    multiprocessors: int, beside: Beside | None = None, bias: Tensor | None = None,
+    a: Tensor, b_desc: Block, low: tuple[Block | None, Block | None], out: Tensor, product: Product, rows: Bundle[Rows],
+    peers: Peers, tile: Tile, multiprocessors: int, beside: Beside | None = None, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     programs = multiprocessors * tile.programs_per_sm
     launch(
@@ -331,7 +350,7 @@ def _launch_product(
         programs,
         (
             rows, peers.wire, peers.returned_offset, beside.programs if beside else programs, peers.timeout_ns,
-            peers.rank, rows_block(a, tile.rows, tile.depth), b_desc,
+            peers.rank, rows_block(a, tile.rows, tile.depth), b_desc, *low,
             rows_block(out, tile.rows, stored_columns(tile, out)), bias,
         ),
         {
@@ -340,6 +359,51 @@ def _launch_product(
         },
         **options(tile),
     )  # fmt: skip
+
+
+def launch_shrink(
+    tokens: Tokens, rows_NX: Tensor | None, rows: Bundle[Rows], factor: Tensor, scale: float, peers: Peers,
+    tile_rows: int, multiprocessors: int, out_NR: Tensor, dispatch: Dispatch = ALL_HERE, *, transposed: bool,
+) -> None:  # fmt: skip
+    """out (N, R) = cast(scale * (rows @ A^T)) for a factor A (e, r, X) if transposed, else of rows @ B, B (e, X, r).
+
+    rows_NX: None: tokens, gathered where they lie.  tile_rows: of the rows' tables.
+    """
+    depth, columns = 64, out_NR.shape[1]
+    block = (1, columns, depth) if transposed else (1, depth, columns)
+    num_tokens, width = tokens.local.shape
+    launch(
+        shrink_kernel,
+        multiprocessors * SHRINK_PROGRAMS,
+        (
+            tokens, rows, peers.wire, *peers.waiting, num_tokens, dispatch.push_programs,
+            None if rows_NX is None else rows_block(rows_NX, tile_rows, depth),
+            Block(factor, tuple(factor.shape), factor.stride(), block), rows_block(out_NR, tile_rows, columns),
+        ),
+        {
+            "DEPTH": factor.shape[2 if transposed else 1], "B": "transposed" if transposed else "plain",
+            "SCALE": scale, "TILE": TileShape(tile_rows, columns, depth, 1),
+            "SENDING": peers.sending(width, PUSH_ROWS), "FUSED": dispatch.fused,
+        },
+        num_warps=4, num_stages=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def launch_factor_gradients(
+    given: Memory, shrunk_dout_NR: Tensor, d_out: Memory, shrunk_NR: Tensor, into: tuple[Tensor, ...], start: Memory,
+    count: Memory, status: Tensor, multiprocessors: int, *, accumulate: bool,
+) -> None:  # fmt: skip
+    """into (dA (e, r, X), dB (e, Y, r)) of out (N, Y) = given (N, X) @ (W + scale B A)^T: dA = shrunk_dout^T given,
+    dB = d_out^T shrunk.
+
+    shrunk_dout: scale * (d_out @ B).  shrunk: scale * (given @ A^T).  given, d_out, start, count: as for
+    `launch_weight_gradient`.
+    """
+    tile = Tile(rows=128, columns=shrunk_NR.shape[1], depth=64, warps=4, stages=4, programs_per_sm=SHRINK_PROGRAMS)
+    for a, b_NR, dw, transposed in ((given, shrunk_dout_NR, into[0], True), (d_out, shrunk_NR, into[1], False)):
+        launch_weight_gradient(
+            a, b_NR, 0, dw, start, count, status, tile, multiprocessors, transposed=transposed, accumulate=accumulate
+        )
 
 
 def launch_activation_gradient(made: Activation, rows: Bundle[Rows], cfg: MoEConfig, multiprocessors: int) -> None:

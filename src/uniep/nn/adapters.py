@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from uniep.config import refused_number
-from uniep.errors import ConfigError, UnsupportedError
+from uniep.errors import ConfigError
+from uniep.limits import rank_limit
 from uniep.nn.initial import LORA, generator, normal
 from uniep.nn.modules import BIASES, Experts, local_part
 
@@ -38,7 +39,7 @@ def add_lora(
 
     Raises ConfigError for r below 1, or above what leaves a low rank; for names that no parameter has; for parameters
     that are not w13 or w2 of an `Experts`, that have factors already, or that have no memory or are not whole yet;
-    UnsupportedError on the backend hopper.
+    UnsupportedError for r that is not a multiple of 8, or above 128, on the backend hopper.
     """
     if reason := refused_number(r, 1):
         raise ConfigError(f"r is {reason}")
@@ -114,11 +115,8 @@ def _targets(model: nn.Module, layers: dict[str, Experts], names: Sequence[str])
 def _check(layer: str, experts: Experts, weights: Sequence[str], r: int) -> None:
     if experts.lora_scale is not None:
         raise ConfigError(f"{layer} has LoRA factors already; merge_lora first, or target all its parameters at once")
-    if experts.workspace.backend.name == "hopper":
-        raise UnsupportedError(
-            f"{layer}: LoRA on experts does not run on backend 'hopper', whose kernels have no low-rank terms; make "
-            "the Workspace with backend='nccl'"
-        )
+    if experts.workspace.backend.name == "hopper" and (error := rank_limit(r)) is not None:
+        raise type(error)(f"{layer}: {error}")
     if type(experts.w13) is not nn.Parameter or not experts._is_whole(experts.w13) or experts.w13.is_meta:
         raise ConfigError(
             f"{layer}.w13 is a {type(experts.w13).__name__}, sharded or without memory; add LoRA before that"

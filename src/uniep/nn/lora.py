@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 
 from uniep.backends.base import Needs
 from uniep.errors import ConfigError, UnsupportedError
+from uniep.limits import rank_limit
 from uniep.nn.ops import enter_backward, enter_forward
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, by_key, told_to_all
@@ -27,11 +28,10 @@ def check_lora(experts: ExpertWeights, workspace: Workspace, main_grad: str | No
     """Raises ConfigError, DTypeError or UnsupportedError if a call with these factors cannot run."""
     assert experts.lora is not None
     experts.lora.check(workspace.cfg, workspace.ep_size)
-    if (name := workspace.backend.name) == "hopper":
-        raise UnsupportedError(
-            f"LoRA on experts does not run on backend {name!r}, whose kernels have no low-rank terms; make the "
-            "Workspace with backend='nccl' (or on CPUs)"
-        )
+    if workspace.backend.name == "hopper":
+        for low in experts.factors[::2]:
+            if (error := rank_limit(low.shape[1])) is not None:
+                raise error
     if main_grad is not None:
         raise UnsupportedError(f"main_grad is {main_grad!r}, but gradients of LoRA factors go to .grad; pass None")
     if any(t.requires_grad for t in experts.tensors):

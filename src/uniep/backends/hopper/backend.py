@@ -10,6 +10,7 @@ picture.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -177,13 +178,13 @@ class HopperBackend(Link):
     @_collective
     def forward(self, inputs: Inputs, save: bool, way: Way | None = None) -> tuple[Tensor, list[Tensor]]:
         """way: None for that of so many tokens."""
-        self.way = way or self.ways[inputs.x_TD.shape[0]]
+        self.way = way or self.ways.with_lora(inputs.experts.adapted)[inputs.x_TD.shape[0]]
         try:
             _check_experts(inputs.experts)
         except UniEPError as error:
             self.refuse(error)
             raise
-        experts, layer = inputs.experts, inputs.layer
+        experts, layer = _with_whole_factors(inputs.experts), inputs.layer
         x_TD, ids_TK, weights_TK = given = tuple(map(aligned, (inputs.x_TD, inputs.ids_TK, inputs.weights_TK)))
         inputs = Inputs(x_TD, ids_TK, weights_TK, experts, layer)
         num_tokens, planner = x_TD.shape[0], self.planner
@@ -196,7 +197,7 @@ class HopperBackend(Link):
             rows = planner.allocate, planner.received
             key = save, num_tokens, rows, ids_TK.dtype, self.stay_local, *layout_of(experts)
             result = (
-                self.recorded.call(key, (*given, *experts.tensors), layer, True, perform)
+                self.recorded.call(key, (*given, *experts.tensors, *experts.factors), layer, True, perform)
                 if way is None and num_tokens and not self.way.computes_in_torch("forward")
                 else perform()
             )
@@ -219,8 +220,8 @@ class HopperBackend(Link):
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None,
         way: Way | None = None,
     ) -> ExpertGradients:  # fmt: skip
-        self.way = way or self.ways[dy_TD.shape[0]]
-        experts, layer, num_tokens = inputs.experts, inputs.layer, dy_TD.shape[0]
+        self.way = way or self.ways.with_lora(inputs.experts.adapted)[dy_TD.shape[0]]
+        experts, layer, num_tokens = _with_whole_factors(inputs.experts), inputs.layer, dy_TD.shape[0]
         dy_TD, x_TD, ids_TK = map(aligned, (dy_TD, inputs.x_TD, inputs.ids_TK))
         inputs = Inputs(x_TD, ids_TK, inputs.weights_TK, experts, layer)
 
@@ -235,13 +236,13 @@ class HopperBackend(Link):
             main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
         )
         key = needs, num_tokens, rows, kept, ids_TK.dtype, len(into), accumulate, self.stay_local, *layout_of(experts)
-        given = dy_TD, x_TD, ids_TK, *saved, *experts.tensors, *into
+        given = dy_TD, x_TD, ids_TK, *saved, *experts.tensors, *experts.factors, *into
         dx_TD, dweights_TK, *of_experts = (
             self.recorded.call(key, given, LayerTag(layer.number), False, perform)
             if way is None and num_tokens and not self.way.again and by_launches
             else perform()
         )
-        split = len(experts.w13) if needs.w13 and main_grads is None else 0
+        split = len(experts.trained[0]) if needs.w13 and main_grads is None else 0
         fresh = needs.biases and (main_grads is None or not main_grads.biases)
         last = len(of_experts) - len(experts.biases) * fresh
         dw13, dw2, biases = tuple(of_experts[:split]), tuple(of_experts[split:last]), tuple(of_experts[last:])
@@ -269,6 +270,13 @@ class HopperBackend(Link):
         """The backward's kernels likewise."""
         with self._without_communication():
             return self.backward(dy_TD, inputs, saved, needs)
+
+
+def _with_whole_factors(experts: ExpertWeights) -> ExpertWeights:
+    """Those of LoRA contiguous and aligned, as block loads need them."""
+    if experts.lora is None:
+        return experts
+    return dataclasses.replace(experts, lora=experts.lora.each(lambda factor: aligned(factor.contiguous())))
 
 
 def _check_experts(experts: ExpertWeights) -> None:

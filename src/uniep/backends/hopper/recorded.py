@@ -90,4 +90,6 @@ def layout_of(experts: ExpertWeights) -> tuple[Hashable, ...]:
     """What launches depend on, but for addresses."""
     w13, w2 = experts.w13, experts.w2
     distance = w13[1].data_ptr() - w13[0].data_ptr() if len(w13) == 2 else 0
-    return experts.layout, distance, *(t.stride() for t in w13), *(t.stride() for t in w2)
+    lora = None if experts.lora is None else (experts.adapted, experts.lora.scale)
+    shapes = (t.shape for t in experts.factors)
+    return experts.layout, distance, *(t.stride() for t in w13), *(t.stride() for t in w2), lora, *shapes

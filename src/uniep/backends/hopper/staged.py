@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
-from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, Sums, Tokens
+from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, LowRank, Sums, Tokens
 from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
+from uniep.layout import padded_rank
 from uniep.routing import RowBlock, row_block
 from uniep.row_operator import PLACES
 from uniep.stages import Direction, Flags, Stage, stages
@@ -37,6 +38,7 @@ class _Call:
         self.link, self.inputs, self.sent = link, inputs, Tokens(sent_TD, link.arena.views["receive"])
         self.results_ND, self.out_TD = link.arena.views["receive"], sent_TD
         self.peers = link.peers()
+        self.low: dict[str, LowRank] = {}  # of products, by the weight they multiply by
 
     def run(self, flags: Flags) -> None:
         link = self.link
@@ -61,6 +63,28 @@ class _Call:
             a, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, link.way.down, stage.sms,
             self.results_ND, slots=link.slots, scatter=scatter, **how,
         )  # fmt: skip
+
+    def shrink(
+        self, stage: Stage, weight: Literal["w13", "w2"], rows_NX: Tensor | None, *, up: bool, wait: bool = False,
+        save: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """(N, R): rows times a factor beside `weight` and the scale, A if up, else B.  rows_NX: None: of what is sent,
+        gathered.  wait: for that.  save: a backward will use it."""
+        from uniep.launch.staged import launch_shrink
+
+        link, lora = self.link, self.inputs.experts.lora
+        assert lora is not None
+        a, b = getattr(lora, weight)
+        make = result if save else temporary
+        shape = self.planned.num_rows, padded_rank(a.shape[1])
+        low_NR = make(*shape, dtype=link.cfg.dtype, device=link.device)
+        dispatch = link.dispatching() if wait else ALL_HERE
+        launch_shrink(
+            self.sent, rows_NX, self.planned.bundle, a if up else b, lora.scale, self.peers, link.way.gate_up.rows,
+            stage.sms, low_NR, dispatch, transposed=up,
+        )  # fmt: skip
+        self.low[weight] = LowRank(low_NR, b if up else a)
+        return low_NR
 
     def _make_results(self, stage: Stage) -> None:
         """With a scatter any memory as wide serves."""
@@ -142,6 +166,7 @@ class Forward(_Call):
         self.h_2NF: Tensor | None = None  # unless a backward recomputes it
         self.x_ND: Tensor | None = None
         self.kept: Tensor | None = None  # received tokens, or, expanded, every row's input
+        self.u13_NR: Tensor | None = None
 
     def made(self) -> tuple[Tensor, list[Tensor]]:
         self.run(Flags(save=self.save))
@@ -151,7 +176,8 @@ class Forward(_Call):
         if h_2NF is None:
             h_2NF = result(1 + cfg.gated, 0, cfg.ffn, **self.like)
         assert self.kept is not None
-        return self.out_TD, [*self.planned.saved(), h_2NF, self.kept]
+        u13 = [] if self.u13_NR is None else [self.u13_NR]
+        return self.out_TD, [*self.planned.saved(), *u13, h_2NF, self.kept]
 
     def enter(self, stage: Stage) -> None:
         inputs, operation = self.inputs, "forward" if self.save else "forward without gradients"
@@ -172,6 +198,12 @@ class Forward(_Call):
         dispatch = Dispatch(link.fused, 2 * link.way.push_programs if link.fused else 0)
         launch_expand(self.sent, rows, self.peers, link.way.gate_up.rows, stage.sms, self.x_ND, dispatch)
 
+    def gate_up_shrink(self, stage: Stage) -> None:
+        self.u13_NR = self.shrink(stage, "w13", self.x_ND, up=True, wait=self.x_ND is None, save=self.save)
+
+    def down_shrink(self, stage: Stage) -> None:
+        self.shrink(stage, "w2", self.act_NF, up=True)
+
     def make_h(self) -> None:
         cfg, rows = self.link.cfg, self.planned.num_rows
         self.act_NF = temporary(rows, cfg.ffn, **self.like)
@@ -184,10 +216,12 @@ class Forward(_Call):
         link, way = self.link, self.link.way
         if self.x_ND is None:
             self.make_h()
-        dispatch = link.dispatching(way.push_rounds[0]) if self.x_ND is None else ALL_HERE
+        gathers = self.x_ND is None and "w13" not in self.low
+        dispatch = link.dispatching(way.push_rounds[0]) if gathers else ALL_HERE
         launch_gate_up(
             self.sent, self.x_ND, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, way.gate_up,
-            stage.sms, self.h_2NF, self.act_NF, dispatch, count_tiles=way.down_sms > 0,
+            stage.sms, self.h_2NF, self.act_NF, dispatch._replace(count_tiles=way.down_sms > 0),
+            low=self.low.get("w13"),
         )  # fmt: skip
 
     def keep(self, stage: Stage) -> None:
@@ -201,7 +235,7 @@ class Forward(_Call):
         beside = None
         if stage.shares_cursor:
             beside = Beside(-(-link.cfg.ffn // (tile.columns // 2)), link.sms * link.way.down.programs_per_sm)
-        self.return_rows(stage, launch_down, self.act_NF, beside=beside)
+        self.return_rows(stage, launch_down, self.act_NF, beside=beside, low=self.low.get("w2"))
 
     def group_sum(self, stage: Stage) -> None:
         self.sum_groups(stage, weighted=self.output_weights is not None)
@@ -221,6 +255,8 @@ class Backward(_Call):
         self.needs, self.main_grads = needs, main_grads
         self.accumulate = main_grads is not None and main_grads.accumulate
         *of_plan, self.h_2NF, kept = saved
+        if "w13" in link.way.lora:
+            *of_plan, self.u13_NR = of_plan
         self.planned = link.planner.restore(dy_TD.shape[0], of_plan)
         self.x = Tokens(inputs.x_TD, self.sent.received[:-1] if link.way.again else kept)
         self.dw13: tuple[Tensor, ...] | None = None
@@ -259,17 +295,22 @@ class Backward(_Call):
         layer = LayerTag(self.inputs.layer.number)
         self.link.planner.enter(None, None, sent_TD.shape[0], operation, layer, self.planned.forward)
 
+    def down_grad_shrink(self, stage: Stage) -> None:
+        self.v2_NR = self.shrink(stage, "w2", None, up=False, wait=True)
+
     def recompute(self, stage: Stage) -> None:
-        """h, of the tokens that the forward kept or `dispatch_again` has brought."""
+        """h, of the tokens that the forward kept or `dispatch_again` has brought, and of u13, which it kept."""
         from uniep.launch.staged import launch_gate_up
 
         link, cfg, rows = self.link, self.link.cfg, self.planned.num_rows
         like: dict[str, Any] = {"dtype": cfg.dtype, "device": link.device}
         self.h_2NF = temporary(1 + cfg.gated, rows, cfg.ffn, briefly=not link.way.mega, **like)
         x_N = self.x.received if link.way.expanded else self.addresses.x_N
+        lora = self.inputs.experts.lora
+        low = LowRank(self.u13_NR, lora.w13[1]) if lora is not None and lora.w13 is not None else None
         launch_gate_up(
             self.x, x_N, self.planned.bundle, self.inputs.experts, self.peers, cfg, link.way.gate_up, stage.sms,
-            self.h_2NF, None,
+            self.h_2NF, None, low=low,
         )  # fmt: skip
 
     def down_grad(self, stage: Stage) -> None:
@@ -277,11 +318,12 @@ class Backward(_Call):
         from uniep.launch import staged as launch
 
         link, experts = self.link, self.inputs.experts
+        dispatch = ALL_HERE if "w2" in self.low else link.dispatching(link.way.push_rounds[1])
         self.through = launch.activation_memory(self.h_2NF, experts.b2)
         del self.h_2NF  # through has it, until it is released
         launch.launch_gathered_down_gradient(
             self.sent, self.planned.bundle, experts, self.peers, link.way.down, stage.sms, self.through.raw_NF,
-            link.dispatching(link.way.push_rounds[1]), self.progress_M,
+            dispatch, self.progress_M, self.low.get("w2"),
         )  # fmt: skip
 
     def activation_gradient(self, stage: Stage) -> None:
@@ -304,12 +346,19 @@ class Backward(_Call):
         tile, dy_N = self.link.way.down, self.addresses.dy_N
         launch_dweights(self.through, dy_N, self.planned.bundle, self.peers, self.link.cfg, tile, stage.sms)
 
+    @property
+    def dh(self) -> Tensor:
+        """(N, 2F or F)."""
+        return self.through.dh_N2F.view(-1, self.link.cfg.h_columns)
+
+    def gate_up_grad_shrink(self, stage: Stage) -> None:
+        self.v13_NR = self.shrink(stage, "w13", self.dh, up=False)
+
     def gate_up_grad(self, stage: Stage) -> None:
         """Results travel, as d(weight) did, whether this rank needs its own or not: its peers may."""
         from uniep.launch.staged import launch_gate_up_gradient
 
-        self.dh_NH = self.through.dh_N2F.view(-1, self.link.cfg.h_columns)
-        self.return_rows(stage, launch_gate_up_gradient, self.dh_NH)
+        self.return_rows(stage, launch_gate_up_gradient, self.dh, low=self.low.get("w13"))
         self.make_sums()  # on this stream, for another
 
     def make_sums(self) -> None:
@@ -332,7 +381,7 @@ class Backward(_Call):
     def bias_gradient(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_bias_gradients
 
-        memory, dh_NH = self.gradient_memory, self.through.dh_N2F.view(-1, self.link.cfg.h_columns)
+        memory, dh_NH = self.gradient_memory, self.dh
         weight_N = self.planned.rows.weight_N
         if not memory.biases:
             self.biases = tuple(map(result_like, self.inputs.experts.biases))
@@ -349,9 +398,9 @@ class Backward(_Call):
         """Of the gradients of experts, where they are needed: what was given, or new."""
         if self.main_grads is not None:
             return self.main_grads
-        experts, needs = self.inputs.experts, self.needs
-        self.dw13 = tuple(map(result_like, experts.w13)) if needs.w13 else None
-        self.dw2 = tuple(map(result_like, experts.w2)) if needs.w2 else None
+        (first, second), needs = self.inputs.experts.trained, self.needs
+        self.dw13 = tuple(map(result_like, first)) if needs.w13 else None
+        self.dw2 = tuple(map(result_like, second)) if needs.w2 else None
         return MainGrads(self.dw13 or (), self.dw2 or (), accumulate=False)
 
     @functools.cached_property
@@ -373,8 +422,13 @@ class Backward(_Call):
         return rows.addresses_of(tensor(address_N), self.sent.received[-1].data_ptr())
 
     def down_wgrad(self, stage: Stage) -> None:
+        lora = self.link.way.lora
+        u2_NR = self.shrink(stage, "w2", self.through.act_NF, up=True) if lora else None
         for rows, into in self.blocks:
             dy_N, act_NF = self._addresses_of(rows, self.addresses.dy_N), rows.of(self.through.act_NF)
+            if u2_NR is not None:
+                self._factor_gradients(stage, rows, act_NF, self.v2_NR, dy_N, u2_NR, into.w2, into.accumulate)
+                continue
             self._weight_gradient(stage, rows, dy_N, act_NF, 0, into.w2[0], into.accumulate, transposed=False)
 
     def dispatch_again(self, stage: Stage) -> None:
@@ -395,10 +449,25 @@ class Backward(_Call):
         link, x_N = self.link, self.addresses.x_N
         for rows, into in self.blocks:
             of_N = rows.of(self.x.received) if link.way.expanded else self._addresses_of(rows, x_N)
-            dh_NH = rows.of(self.dh_NH)
+            dh_NH = rows.of(self.dh)
+            if link.way.lora:
+                self._factor_gradients(stage, rows, of_N, self.v13_NR, dh_NH, self.u13_NR, into.w13, into.accumulate)
+                continue
             for part, dw in enumerate(into.w13):  # w1 and w3, or both in one
                 dw_eHD, column = dw.view(link.planner.local, -1, link.cfg.hidden), part * link.cfg.ffn
                 self._weight_gradient(stage, rows, of_N, dh_NH, column, dw_eHD, into.accumulate, transposed=True)
+
+    def _factor_gradients(
+        self, stage: Stage, rows: RowBlock, given: Memory, v_NR: Tensor, d_out: Memory, u_NR: Tensor,
+        into: tuple[Tensor, ...], accumulate: bool,
+    ) -> None:  # fmt: skip
+        """v: d_out times B, u: given times A, of the rows of the call."""
+        from uniep.launch.staged import launch_factor_gradients
+
+        launch_factor_gradients(
+            given, rows.of(v_NR), d_out, rows.of(u_NR), into, rows.start_e1, rows.rows_e, self.link.planner.status,
+            stage.sms, accumulate=accumulate,
+        )  # fmt: skip
 
     def _weight_gradient(
         self, stage: Stage, rows: RowBlock, a_N: Memory, b_NX: Tensor, column: int, dw: Tensor, accumulate: bool, *,
