@@ -99,6 +99,12 @@ def _whole_chunks(d: Dimension, schedule: Schedule, at: Setting) -> str:
     )
 
 
+def _sends_lists(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    if at.backend != GPU or schedule.send_order == "token" or schedule.transfer != "copy":
+        return ""
+    return "send_order is 'expert', but transfer='copy' sends all tokens in their order; use 'token', 'push' or 'pull'"
+
+
 def _leaves_sms(d: Dimension, schedule: Schedule, at: Setting) -> str:
     sms = at.measured.sms
     if at.backend != GPU or sms - schedule.free_sms >= 2:
@@ -134,6 +140,10 @@ def wire_share(cfg: MoEConfig, ep_size: int, measured: Measured) -> float:
     """Time that results take on the wire, divided by the time of the down product."""
     sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
     return sent_bytes * measured.flop_per_wire_byte / flop
+
+
+def _usual_sum_warps(d: Dimension, at: Setting) -> int:
+    return 4 if at.cfg.hidden > 512 else 2 if at.cfg.hidden > 256 else 1
 
 
 def _usual_overlap(d: Dimension, at: Setting) -> str:
@@ -243,13 +253,22 @@ class Schedule:
         doc='Experts per chunk with tile_order="chunk-major".',
         helps="Fewer return rows earlier, more share weights among tiles for longer.",
     )  # fmt: skip
-    transfer: Literal["push", "copy"] = dimension(
-        "push", backends=(GPU,), scope="wire", source=f"push: {_UNIEP}; copy: {_OWN}",
-        doc="How ranks send tokens. push: programs store the deduplicated tokens. copy: copy engines send every "
+    transfer: Literal["push", "copy", "pull"] = dimension(
+        "push", backends=(GPU,), scope="wire", source=f"push, pull: {_UNIEP}; copy: {_OWN}",
+        doc="How tokens travel. push: programs store the deduplicated tokens. copy: copy engines send every "
         "token to every peer; this takes no programs and does not wait for the plan, but also sends tokens that the "
-        "peer does not need.",
-        helps="copy where a peer needs most tokens anyway (from 0.7 of them on, 2x H200), if calls are not mega.",
-        usual={GPU: _usual_transfer}, shown={"copy": "copy"},
+        "peer does not need. pull: programs of the rank that needs the deduplicated tokens fetch them; x is copied to "
+        "where peers can read it.",
+        helps="copy where a peer needs most tokens anyway (from 0.7 of them on, 2x H200), if calls are not mega; UniEP "
+        "found push faster than pull.",
+        usual={GPU: _usual_transfer}, shown={"copy": "copy", "pull": "pull"},
+    )  # fmt: skip
+    send_order: Literal["token", "expert"] = dimension(
+        "token", backends=(CPU, GPU), scope="wire", source=_UNIEP,
+        doc="Order in which deduplicated tokens travel to a peer. token: ascending. expert: by the lowest expert of the "
+        "token there, then ascending, as products need them.",
+        helps="expert where the first product waits for its first tiles; token lists are a cheaper plan.",
+        condition=_sends_lists, shown={"expert": "by expert"},
     )  # fmt: skip
     peer_order: Literal["natural", "rotated"] = dimension(
         "natural", backends=(CPU, MEGA), source=_UNIEP,
@@ -286,7 +305,7 @@ class Schedule:
     )
     chunk_tokens: int = dimension(
         64, (16, 32, 64, 128), backends=(CPU, GPU), scope="wire", source=f"{_OWN} ({_UNIEP}: one signal a token)",
-        doc="Tokens pushed under one arrival signal; on GPUs a divisor of the receive slots per peer.",
+        doc="Tokens pushed or pulled under one arrival signal; on GPUs a divisor of the receive slots per peer.",
         helps="Fewer let tiles start earlier, more cost fewer signals.", condition=_whole_chunks, usual={GPU: 32},
     )  # fmt: skip
     weight_gradient: Tile = dataclasses.field(
@@ -294,9 +313,29 @@ class Schedule:
     )
     push_programs: int = dimension(
         16, (4, 8, 16, 32, 64), backends=(GPU,), source=_UNIEP,
-        doc="Programs that push tokens before they join the other work.",
+        doc="Programs that push or pull tokens before they join the other work.",
         helps="More push faster and leave fewer to compute meanwhile.",
         condition=_leaves_programs,
+    )  # fmt: skip
+    sum_programs: int = dimension(
+        16, (4, 8, 16, 32), backends=_KERNELS, source=_UNIEP, most=32,
+        doc="Programs of a multiprocessor that add a token's slots (not mega).",
+        helps="As many as hide the latency of memory; more leave nothing for what runs at the same time.",
+    )  # fmt: skip
+    sum_warps: int = dimension(
+        4, (1, 2, 4, 8), backends=_KERNELS, source=_UNIEP, doc="Warps of such a program.",
+        helps="One for 256 columns, of 1024 at most, loads 16 bytes a thread.", condition=in_domain(),
+        usual={GPU: _usual_sum_warps, COLLECTIVE: _usual_sum_warps},
+    )  # fmt: skip
+    pass_programs: int = dimension(
+        1, (1, 2, 4), backends=(GPU,), source=_UNIEP, most=32,
+        doc="Programs of a multiprocessor in passes that dispatch tokens or return rows (serial; returns also behind "
+        "operators of one's own).",
+        helps="More have more stores in flight.",
+    )  # fmt: skip
+    pass_warps: int = dimension(
+        8, (4, 8, 16), backends=(GPU,), source=_UNIEP, doc="Warps of such a program.",
+        helps="More have more stores in flight, with fewer barriers than more programs.", condition=in_domain(),
     )  # fmt: skip
     down_sms: int = dimension(
         32, (16, 24, 32, 48, 64), backends=(GPU,), source=f"{_COMET} (a split of the blocks)",

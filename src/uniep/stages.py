@@ -125,6 +125,8 @@ class _Call:
         self.wired = self.remote and self.flags.wire
         self.copies = self.device and way.copies and self.wired
         self.dispatched = self.device and self.wired and way.gates and not way.mega  # by a stage of its own
+        self.move = "pull" if way.pulls else "push"
+        self.publish = "publish_kernel" * (way.pulls and self.wired)
         self.beside = way.down_sms if self.is_forward else 0
         self.has_mask = False
         self.barrier = "barrier_kernel" * self.remote
@@ -148,7 +150,7 @@ class _Call:
             return [self.make("enter", buffers=name, **both), self.make("push", "push", signals=self.flag("arrived"))]
         plan = (("plan", SAVED), ("rows", SAVED)) if self.is_forward else (("address", END),)
         rows = "row_addresses_kernel" * (not self.is_forward and (flags.w13 or flags.w2 or self.cfg.bias))
-        made = [self.make("enter", "", f"exchange_kernel {rows} {self.barrier}", buffers=plan, **both)]
+        made = [self.make("enter", "", f"{self.publish} exchange_kernel {rows} {self.barrier}", buffers=plan, **both)]
         if self.copies:
             made.append(self.make("send", "push", "copy", stream="copies", sms=0, signals=self.flag("finished")))
         if self.is_forward:
@@ -158,22 +160,23 @@ class _Call:
         if self.dispatched:
             push = "push_tokens_kernel" * (not self.copies)
             made.append(self.make(
-                "dispatch", "push" * (not self.copies), f"{push} {self.barrier}", waits=self.flag("finished"),
+                "dispatch", self.move * (not self.copies), f"{push} {self.barrier}", waits=self.flag("finished"),
                 signals=self.flag("finished", not self.copies),
             ))  # fmt: skip
         return made
 
     def product(self, name: str, operators: str, kernels: str, **fields: Any) -> Stage:
-        """Whose tiles wait for tokens, and whose first programs push this rank's, unless something else has."""
+        """Whose tiles wait for tokens, and whose first programs push this rank's or pull its peers', unless something else
+        has."""
         way = self.way
         pushes = self.device and not self.copies and not self.dispatched
         waits = not self.device or (self.wired and way.waits)
         rules = way.local_first, way.leads[not self.is_forward], way.chunk_experts, way.critical_path, way.rotated
         order = None if way.backend == COLLECTIVE else Order(*rules)
         return self.make(
-            name, f"{'push' * pushes} {operators}", kernels,
+            name, f"{self.move * pushes} {operators}", kernels,
             waits=self.flag("finished" if self.copies else "arrived", waits),
-            signals=self.flag("arrived", pushes and waits), **{"order": order} | fields,
+            signals=self.flag("arrived", pushes and waits and not way.pulls), **{"order": order} | fields,
         )  # fmt: skip
 
     def own(self, product: str) -> list[Stage]:
@@ -261,7 +264,8 @@ class _Call:
         if flags.w2:
             weights.append(self.weight_gradient("down_wgrad", "dw2"))
         if self.device and way.again and self.wired and not way.mega:
-            kernels = f"exchange_kernel {self.barrier} {'copy' if self.copies else 'push_tokens_kernel'} {self.barrier}"
+            send = "copy" if self.copies else "push_tokens_kernel"
+            kernels = f"{self.publish} exchange_kernel {self.barrier} {send} {self.barrier}"
             flag = self.flag("entered") + self.flag("finished")
             weights.append(self.make("dispatch_again", "", kernels, waits=flag, signals=flag, after=("combine",)))
         if flags.w13:
