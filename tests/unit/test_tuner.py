@@ -229,11 +229,11 @@ def test_named_strategies_are_points_or_say_what_is_missing():
 
 def test_bench_takes_named_strategies():
     made, left_out = strategies.implementations("all", "hopper")
-    assert {"uniep-nccl", "uniep"} <= set(made) and len(made) == len(set(made)) == 6
+    assert {"uniep-nccl", "uniep"} <= set(made) and len(made) == len(set(made)) == 7
     for impl in made:
         if "@" in impl:
             assert parse_schedule(impl.partition("@")[2], default_schedule("hopper", CFG, 2))
-    assert len(left_out) == 1 and left_out[0].startswith("mega-ep-relay: no dimension")
+    assert left_out == [] and strategies.implementations("all", "cpu")[1] == ["all-gather: not on cpu"]
     assert strategies.implementations("uniep,taskflow", "cpu")[0][0] == "uniep"
     with pytest.raises(ConfigError, match="'x' is unknown; use one of serial-all-to-all"):
         strategies.implementations("x", "cpu")
