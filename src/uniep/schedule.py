@@ -78,6 +78,47 @@ def _one_table(d: Dimension, schedule: Schedule, at: Setting) -> str:
     return f"gate_up.rows is {first} and down.rows {second}; on GPUs both walk one tile table"
 
 
+MOST_SHARED = 232448
+"""Bytes of shared memory that a program can have on Hopper."""
+
+MOST_VALUES = 128
+"""Values of a tile per thread; with more, products spill registers."""
+
+
+def shared_bytes(tile: Tile, itemsize: int) -> int:
+    """Bytes of shared memory that a product takes at most: loads in flight with a barrier each, and results on their
+    way out: half a tile of 128 rows, or all of one of 64.  itemsize: of the layer's dtype, 2."""
+    loads = tile.stages * (tile.rows + tile.columns) * tile.depth * itemsize
+    return loads + 8 * tile.stages + max(tile.rows, 128) // 2 * tile.columns * itemsize
+
+
+def _of_tile(d: Dimension, schedule: Schedule) -> Tile:
+    tile: Tile = getattr(schedule, d.name.partition(".")[0])
+    return tile
+
+
+def _fits_shared(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    tile = _of_tile(d, schedule)
+    needed = shared_bytes(tile, 2)
+    if at.backend not in _KERNELS or needed <= MOST_SHARED:
+        return ""
+    return (
+        f"{d.name} is {tile.stages}: tiles of {tile.rows} x {tile.columns}, depth {tile.depth}, then take {needed} bytes "
+        f"of shared memory, and a program has {MOST_SHARED}; use fewer stages or smaller tiles"
+    )
+
+
+def _leaves_registers(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    tile = _of_tile(d, schedule)
+    values = tile.rows * tile.columns // (32 * tile.warps)
+    if at.backend not in _KERNELS or values <= MOST_VALUES:
+        return ""
+    return (
+        f"{d.name} is {tile.warps}: each thread then has {values} values of a tile of {tile.rows} x {tile.columns}, and "
+        f"spills registers above {MOST_VALUES}; use more warps or smaller tiles"
+    )
+
+
 def _same_sums(d: Dimension, schedule: Schedule, at: Setting) -> str:
     if schedule.group_sum != "beside" or schedule.overlap == "fused":
         return ""
@@ -199,11 +240,11 @@ class Tile:
         8, (4, 8, 16), backends=_KERNELS, source=_UNIEP,
         doc="Warps of a program; the same for all tiles if calls are one kernel per direction.",
         helps="With more warps, each needs fewer registers for a tile.",
-        condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gate_up.warps)),
+        condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gate_up.warps), _leaves_registers),
     )  # fmt: skip
     stages: int = dimension(
         3, (2, 3, 4, 5), backends=_KERNELS, source=_OWN,
-        doc="Loads in flight.", helps="More hide latency, until shared memory is full.",
+        doc="Loads in flight.", helps="More hide latency, until shared memory is full.", condition=_fits_shared,
     )  # fmt: skip
     programs_per_sm: int = dimension(
         1, (1, 2), backends=_KERNELS, source=_OWN,

@@ -40,6 +40,7 @@ from uniep.launch import groups as launch_groups
 from uniep.launch import mega as launch_mega
 from uniep.launch import staged as launchers
 from uniep.routing import build_plan
+from uniep.schedule import TILES, Schedule, default_schedule, parse_schedule, shared_bytes
 from uniep.way import resolve
 from uniep.weights import ExpertWeights
 
@@ -67,6 +68,7 @@ class Case:
     sync_free: bool = False
     tile_order: str = "local-first"
     own: bool = False  # with operators of one's own
+    more: str = ""  # of the schedule, as text
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -74,12 +76,33 @@ class Case:
         how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}, {self.activation}"
         how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
         how += ", operators of one's own" * self.own
+        how += f", {self.more}" * bool(self.more)
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
+
+    def config(self) -> MoEConfig:
+        shape = parse_shape(self.shape)
+        return MoEConfig(
+            hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
+            max_tokens_per_rank=TOKENS, dtype=self.dtype, weight_at=self.weight_at, combine_groups=self.combine_groups,
+            activation=self.activation, activation_limit=self.limit, bias=self.bias,
+            max_rows=2 * TOKENS * shape.top_k if self.sync_free else None,
+        )  # fmt: skip
+
+    def schedule(self) -> Schedule:
+        fields = {name: getattr(self, name) for name in ("overlap", "operand", "transfer", "group_sum", "tile_order")}
+        usual = default_schedule("hopper", self.config(), self.ep_size)
+        return parse_schedule(self.more, dataclasses.replace(usual, **fields))
+
+    def most_shared(self) -> int:
+        """Shared memory in bytes that a product may take, of this schedule or of the collective backend's."""
+        schedules = self.schedule(), default_schedule("nccl", self.config(), self.ep_size)
+        return max(shared_bytes(getattr(s, name), self.dtype.itemsize) for s in schedules for name in TILES)
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GPT_OSS = "2880x2880x32x4"
+SMALL = ",".join(f"{name}.{change}" for name in TILES for change in ("rows=64", "columns=128", "stages=5"))
 CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push"),
     Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
@@ -102,6 +125,10 @@ CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", activation="geglu_tanh", limit=7.0, bias=True),
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside", bias=True),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="gelu", bias=True),
+    # Tokens are fetched; send lists by expert; other tiles.
+    Case("qwen3-30b", BF16, "output", 8, "fused", transfer="pull", more="send_order=expert,mega_to=0"),
+    Case("dsv2-lite", FP16, "activation", 4, "serial", transfer="pull", more=f"send_order=expert,{SMALL}"),
+    Case("qwen3-30b", BF16, "output", 4, "mega", transfer="pull", more="send_order=expert"),
 )
 FEW = 4  # so many of CASES have every kernel
 
@@ -109,16 +136,10 @@ FEW = 4  # so many of CASES have every kernel
 def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) -> list[tuple[str, object]]:
     """(kernel name, compiled kernel) of every launch of a forward without saving, another one, and its backwards: with
     gradients in the layer's dtype, and in fp32 for main_grad.  wanted: of the kernel's name; others are left out."""
-    shape, launched = parse_shape(case.shape), []
-    cfg = MoEConfig(
-        hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
-        max_tokens_per_rank=TOKENS, dtype=case.dtype, weight_at=case.weight_at, combine_groups=case.combine_groups,
-        activation=case.activation, activation_limit=case.limit, bias=case.bias,
-        max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
-    )  # fmt: skip
-    backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
-    fields = {name: getattr(case, name) for name in ("overlap", "operand", "transfer", "group_sum", "tile_order")}
-    use(backend, dataclasses.replace(backend.schedule, **fields), operators("triton") if case.own else ())
+    cfg, schedule, launched = case.config(), case.schedule(), []
+    memories = lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size  # noqa: E731
+    backend = host_backend(cfg, 0, case.ep_size, memories, schedule)
+    use(backend, schedule, operators("triton") if case.own else ())
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
     w13 = torch.empty(1 + cfg.gated, local, cfg.ffn, cfg.hidden, **like)
@@ -255,6 +276,7 @@ def main() -> None:
                     report = inspect(compiled)
                     row = {"triton": triton.__version__, "kernel": name, "case": str(case)}
                     row |= {**dataclasses.asdict(report), "complaints": report.complaints()}
+                    row["most_shared"] = case.most_shared() if isinstance(case, Case) else None
                     print(json.dumps(row), flush=True)
 
 

@@ -92,7 +92,11 @@ def test_a_point_is_done_with_its_tokens(tokens):
 
 def test_what_is_switched_off_has_one_value():
     made = space.points("hopper", CFG, 2)
-    pushed = made.is_in("transfer", "push") & ~made.is_in("overlap", "serial")
+    listed, late = made.is_in("transfer", "push", "pull"), made.is_in("tile_order", "critical-path")
+    pushed = listed & ~made.is_in("overlap", "serial")
+    assert bool(late.any()) and made.is_in("overlap", "mega")[late].all()
+    assert made.is_in("weight_gradient_order", "last")[late].all()
+    assert made.is_in("send_order", "token")[~listed].all() and not made.is_in("send_order", "token").all()
     assert len(torch.unique(made.column("push_programs")[~pushed])) == 1
     assert len(torch.unique(made.column("push_programs")[pushed])) > 1
     assert len(torch.unique(made.column("down_sms")[~made.is_in("overlap", "pipelined")])) == 1
