@@ -103,8 +103,8 @@ def _fits_shared(d: Dimension, schedule: Schedule, at: Setting) -> str:
     if at.backend not in _KERNELS or needed <= MOST_SHARED:
         return ""
     return (
-        f"{d.name} is {tile.stages}: tiles of {tile.rows} x {tile.columns}, depth {tile.depth}, then take {needed} bytes "
-        f"of shared memory, and a program has {MOST_SHARED}; use fewer stages or smaller tiles"
+        f"{d.name} is {tile.stages}: tiles of {tile.rows} x {tile.columns}, depth {tile.depth}, then take {needed} "
+        f"bytes of shared memory, and a program has {MOST_SHARED}; use fewer stages or smaller tiles"
     )
 
 
@@ -114,8 +114,8 @@ def _leaves_registers(d: Dimension, schedule: Schedule, at: Setting) -> str:
     if at.backend not in _KERNELS or values <= MOST_VALUES:
         return ""
     return (
-        f"{d.name} is {tile.warps}: each thread then has {values} values of a tile of {tile.rows} x {tile.columns}, and "
-        f"spills registers above {MOST_VALUES}; use more warps or smaller tiles"
+        f"{d.name} is {tile.warps}: each thread then has {values} values of a tile of {tile.rows} x {tile.columns}, "
+        f"and spills registers above {MOST_VALUES}; use more warps or smaller tiles"
     )
 
 
@@ -306,8 +306,8 @@ class Schedule:
     )  # fmt: skip
     send_order: Literal["token", "expert"] = dimension(
         "token", backends=(CPU, GPU), scope="wire", source=_UNIEP,
-        doc="Order in which deduplicated tokens travel to a peer. token: ascending. expert: by the lowest expert of the "
-        "token there, then ascending, as products need them.",
+        doc="Order in which deduplicated tokens travel to a peer. token: ascending. expert: by the token's lowest "
+        "expert there, then ascending, as products need them.",
         helps="expert where the first product waits for its first tiles; token lists are a cheaper plan.",
         condition=_sends_lists, shown={"expert": "by expert"},
     )  # fmt: skip

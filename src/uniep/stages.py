@@ -166,8 +166,8 @@ class _Call:
         return made
 
     def product(self, name: str, operators: str, kernels: str, **fields: Any) -> Stage:
-        """Whose tiles wait for tokens, and whose first programs push this rank's or pull its peers', unless something else
-        has."""
+        """Whose tiles wait for tokens, and whose first programs push this rank's or pull its peers', unless something
+        else has."""
         way = self.way
         pushes = self.device and not self.copies and not self.dispatched
         waits = not self.device or (self.wired and way.waits)

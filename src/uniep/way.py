@@ -44,13 +44,13 @@ class Way:
     returns: how results reach their tokens' ranks: from the product's "epilogue", by a "pass" behind it, or as sums of
         combine groups, made "sums after" the product or "sums beside" it.
     gradient_beside: the activation's gradient runs beside the product that feeds it.
-    transfer: how tokens travel.  copies: by copy engines here.  pulls: they are fetched.  waits: kernels wait for tokens
-        on their way.
+    transfer: how tokens travel.  copies: by copy engines here.  pulls: they are fetched.  waits: kernels wait for
+        tokens on their way.
     sends_by_expert: the order of send lists.
     push_programs: programs of those kernels that push, or pull, first.  push_rounds: turns of the tile loop that this
         lasts, in the forward and the backward.
-    sum_programs, sum_warps: programs of a multiprocessor that add slots, and their warps.  pass_programs, pass_warps: of
-        passes that move rows.
+    sum_programs, sum_warps: programs of a multiprocessor that add slots, and their warps.  pass_programs, pass_warps:
+        of passes that move rows.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
     leads: how many these few are, in the forward and the backward.
     chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling, of tiles on
@@ -176,6 +176,7 @@ class Way:
         )  # fmt: skip
         wired = (
             Choice("tokens travel by", s.transfer, "transfer", "as set" if s.transfer != usual.transfer else wanted),
+            Choice("send lists", f"by {s.send_order}", "send_order", "as set"),
             Choice("operand", s.operand, "operand", "as set"),
         )
         device = self.backend == GPU

@@ -81,7 +81,9 @@ def run_ranks(suite: str) -> dict[str, list[dict[str, torch.Tensor]]]:
         joined = {}
         for number, (key, case) in enumerate(cases.items()):
             of_rank = [torch.load(folder / f"result-{number}-{rank}") for rank in range(len(case.tokens))]
-            joined[key] = [{n: torch.cat([of[n] for of in turn]) for n in turn[0]} for turn in zip(*of_rank, strict=True)]
+            joined[key] = [
+                {n: torch.cat([of[n] for of in turn]) for n in turn[0]} for turn in zip(*of_rank, strict=True)
+            ]
         return joined
 
 

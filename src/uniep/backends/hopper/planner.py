@@ -94,8 +94,8 @@ def enough(room: int, needed: int) -> int:
 
 
 class Planner(Calls):
-    """One rank's calls and plans.  tile_rows: of the tile tables.  sms: multiprocessors to use.  pull: plans say what to
-    fetch."""
+    """One rank's calls and plans.  tile_rows: of the tile tables.  sms: multiprocessors to use.  pull: plans list what
+    to fetch."""
 
     def __init__(self, member: Membership, arena: Arena, tile_rows: int, sms: int, pull: bool = False) -> None:
         super().__init__(member, arena)
@@ -140,7 +140,8 @@ class Planner(Calls):
         return DevicePlan(self._layout(num_tokens, rows_3N.shape[1]), head, rows_3N, lines)
 
     def _arrays(self, num_tokens: int | SymInt, tiles: int | SymInt) -> dict[str, Any]:
-        return hopper_plan_arrays(self.cfg, self.num_ranks, tiles, num_tokens, tiles * self.tile_rows if self.pull else 0)
+        fetched = tiles * self.tile_rows if self.pull else 0
+        return hopper_plan_arrays(self.cfg, self.num_ranks, tiles, num_tokens, fetched)
 
     def _layout(self, num_tokens: int, rows: int) -> HeadLayout:
         key = num_tokens, table_tiles(rows, self.tile_rows)
