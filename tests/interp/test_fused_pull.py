@@ -1,4 +1,4 @@
-"""Tokens that are fetched, and send lists by expert, interpreted as two ranks and as four: the bits of serial pushes."""
+"""Tokens that are fetched, and send lists by expert, interpreted on two and four ranks: the bits of serial pushes."""
 
 import pytest
 import torch

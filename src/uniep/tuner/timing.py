@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ class Drawn(NamedTuple):
 def drawn(cfg: MoEConfig, ep_size: int, rank: int, tokens: int, seed: int, device: torch.device) -> Drawn:
     """This rank's inputs, a function of `seed`, `rank` and the kind of device."""
     generator = torch.Generator(device).manual_seed(seed * 1000 + rank)
-    local, made_by = cfg.experts_per_rank(ep_size), {"generator": generator, "device": device}
+    local = cfg.experts_per_rank(ep_size)
+    made_by: dict[str, Any] = {"generator": generator, "device": device}
 
     def normal(*shape: int, fan_in: int = 1) -> Tensor:
         return (torch.randn(*shape, **made_by) * fan_in**-0.5).to(cfg.dtype)
