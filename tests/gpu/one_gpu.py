@@ -38,5 +38,11 @@ class SharedArena(link.Arena):
         return made
 
 
+def send_all_first(self, x_TD, send_all=link.Link.send_all):
+    """Copies inside one GPU take multiprocessors, all of which kernels that spin may hold: this rank's end first."""
+    send_all(self, x_TD)
+    self.copies.synchronize()
+
+
 def install() -> None:
-    link.Arena = SharedArena
+    link.Arena, link.Link.send_all = SharedArena, send_all_first

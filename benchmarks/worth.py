@@ -1,0 +1,241 @@
+"""What tuning is worth: tuned, default, best fixed strategy and best peer; and the search against a whole grid.
+
+    python benchmarks/worth.py --ep 2 --json benchmarks/results/h200x2_worth.json
+    python benchmarks/worth.py --ep 1 --grid --shapes qwen3-30b,qwen3-235b --json benchmarks/results/h200x1_grid.json
+
+Without `--grid`: `uniep.trials.search` looks for the fastest Schedule of each shape for `--budget-s` seconds; then, in
+fresh processes, `moe.py` times the choice beside the default, the named strategies and the peers, both loads.  `tuned`
+is the choice where the search kept one, else the default.
+
+With `--grid`: every point of a declared grid (`GRID`) is proved (bits) and timed in turn with the default.  Written
+with them: how near the best of the first share of points, in the model's order, comes to the best of all; and the cost
+of each dimension's other values at the best point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cases import SPANNING, parse_shape
+from moe import commit, of_run
+from uniep.schedule import Schedule, default_schedule
+from uniep.shapes import Shape
+from uniep.trials.fleet import DroppedError, Fleet
+from uniep.trials.search import Optuna, Record, different, in_order, search
+from uniep.trials.trial import Job, slowest
+from uniep.tuner import tables
+from uniep.tuner.model import Card, Load, load_card, predict
+from uniep.tuner.space import Points, get, points, refusals, replaced, settled
+from uniep.tuner.strategies import STRATEGIES, implementations
+
+GRID: dict[str, tuple[Any, ...]] = {
+    "gate_up.columns": (256, 128),
+    "down.columns": (256, 128),
+    "gate_up.group_rows": (8, 4, 16),
+    "gate_up.stages": (4, 3),
+    "weight_gradient.columns": (256, 128),
+    "weight_gradient.stages": (3, 4),
+    "activation_gradient": ("beside", "after"),
+}
+"""Dimensions that mean something at every EP size; 192 points."""
+TIED = {"gate_up.group_rows": "down.group_rows", "gate_up.stages": "down.stages"}
+SHARE = 0.15
+"""Of the grid's points, that the search may time."""
+PAIRS = 5
+FIRST = 8  # points of the model that optuna begins with
+
+
+def job_of(shape: Shape, tokens: int, args: argparse.Namespace) -> Job:
+    cuda = args.device == "cuda"
+    rows = shape.sync_free_rows(tokens) if cuda else None
+    cfg = shape.config(args.ep, tokens, max_rows=rows, dtype=torch.bfloat16 if cuda else torch.float32)
+    return Job(cfg, args.ep, "hopper" if cuda else "cpu", args.device, tokens)
+
+
+def card_of(args: argparse.Namespace) -> Card | None:
+    name = args.card or tables.card_name(torch.device(args.device))
+    with contextlib.suppress(OSError, ValueError):
+        return load_card(tables.card_file(name))
+    return None
+
+
+# ------------------------------------------------------------------------------------------------- tuned or not
+
+
+def searched(job: Job, args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """The choice, and what it took."""
+    card, load = card_of(args), Load.uniform(job.cfg, job.ep_size, job.tokens)
+    space = points(job.backend, job.cfg, job.ep_size)
+    order, predicted = in_order(space, load, card, "optuna")
+    first = [] if predicted is None else [space.schedule(i) for i in different(order, predicted)[:FIRST]]
+    record = Record(Path(folder) / f"{time.monotonic_ns()}.sqlite", {})
+    try:
+        found = search(job, Optuna(space, job, first), record, args.budget_s, card=card)
+    finally:
+        record.close()
+    changes = tables.as_changes(found.choice, job.cfg, job.ep_size, job.backend)
+    counts = {status: sum(t.status == status for t in found.tried) for status in {t.status for t in found.tried}}
+    return {"changes": changes, "gain": found.gain, "spread": found.spread, "tried": counts}
+
+
+def timed(shape: str, tokens: int, changes: dict[str, Any], args: argparse.Namespace, folder: str) -> list[dict]:
+    """Rows of moe.py: the choice beside all others."""
+    backend = "hopper" if args.device == "cuda" else "cpu"
+    named = {name: impl for name in STRATEGIES for impl in implementations(name, backend)[0] if impl != "uniep"}
+    tuned = "uniep@" + "+".join(f"{name}={value}" for name, value in changes.items()) if changes else "uniep"
+    peers = [*args.peers.split(",")] if args.peers else []
+    impls, file = list(dict.fromkeys(["uniep", tuned, *named.values(), *peers])), Path(folder) / "rows.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ep}",
+        str(Path(__file__).with_name("moe.py")), "--shape", shape, "--tokens", str(tokens), "--impl", ",".join(impls),
+        "--load", "window,sustained", "--iters", str(args.iters), "--device", args.device, "--json", str(file),
+        "--commit", args.commit or commit(), *(["--deepep", args.deepep] if args.deepep else []),
+        *(["--dtype", "fp32"] if args.device == "cpu" else []),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    rows = json.loads(file.read_text())["rows"]
+    made = []
+    for direction, load in itertools.product(("fwd", "fwd_bwd"), ("window", "sustained")):
+        of = {r["impl"]: r["ms"] for r in rows if (r["direction"], r["load"]) == (direction, load)}
+        strategies = {name: of[impl] for name, impl in named.items() if impl in of and impl != tuned}
+        theirs = {name: of[name] for name in peers if name in of}
+        row = {"direction": direction, "load": load, "default": of["uniep"], "tuned": of[tuned]}
+        for name, times in (("strategy", strategies), ("peer", theirs)):
+            best = min(times, key=times.__getitem__, default=None)
+            row |= {name: best, f"{name}_ms": times[best] if best else None}
+        made.append(row)
+    return made
+
+
+def worth(shape: Shape, tokens: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = searched(job_of(shape, tokens, args), args, folder)
+        for row in timed(shape.name, tokens, found["changes"], args, folder):
+            yield {"shape": shape.name, "tokens": tokens, **row, **found}
+
+
+# ------------------------------------------------------------------------------------------------------ a grid
+
+
+def grid(job: Job) -> list[Schedule]:
+    """All points of GRID that can run, the default first."""
+    usual = default_schedule(job.backend, job.cfg, job.ep_size)
+    base = usual if job.backend == "cpu" else replaced(usual, {"beside_from": min(usual.beside_from, job.tokens)})
+    kept = {name: values for name, values in GRID.items() if not refusals_of(name, values, base, job)}
+    made = [usual]
+    for values in itertools.product(*kept.values()):
+        chosen = dict(zip(kept, values, strict=True))
+        chosen |= {TIED[name]: value for name, value in chosen.items() if name in TIED}
+        point = settled(replaced(base, chosen), usual, job.backend, job.tokens)
+        if not refusals(point, job.cfg, job.ep_size, job.backend):
+            made.append(point)
+    return list(dict.fromkeys(made))
+
+
+def refusals_of(name: str, values: Sequence[Any], base: Schedule, job: Job) -> list[str]:
+    """Why a backend does not know a dimension."""
+    other = next(value for value in values if value != get(base, name))
+    return refusals(replaced(base, {name: other}), job.cfg, job.ep_size, job.backend)
+
+
+def whole_grid(shape: Shape, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    job = job_of(shape, tokens, args)
+    every, usual = grid(job), default_schedule(job.backend, job.cfg, job.ep_size)
+    card, load = card_of(args), Load.uniform(job.cfg, job.ep_size, tokens)
+    predicted = predict(load, Points.of(every), card).both.tolist() if card else [0.0] * len(every)
+    rows: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with Fleet(job) as ranks:
+        want = ranks.ask("prove", usual, timeout_s=args.candidate_s)
+        ranks.ask("take", timeout_s=args.candidate_s)
+        for number, (schedule, us) in enumerate(zip(every, predicted, strict=True)):
+            row = {"changes": tables.as_changes(schedule, job.cfg, args.ep, job.backend), "predicted_us": round(us, 1)}
+            try:
+                if not ranks.alive:  # a fault ended them
+                    ranks.ask("prove", usual, timeout_s=args.candidate_s)
+                    ranks.ask("take", timeout_s=args.candidate_s)
+                same = ranks.ask("prove", schedule, timeout_s=args.candidate_s) == want
+                pairs = slowest(ranks.ask("time", PAIRS, timeout_s=args.candidate_s)) if same else []
+                row["status"] = "timed" if same else "other bits"
+            except DroppedError as error:
+                pairs, row["status"] = [], str(error)
+            if pairs:
+                row["us"] = round(statistics.median(b for _, b in pairs), 1)
+                row["score"] = round(statistics.median(b / a for a, b in pairs), 4)
+            rows.append(row)
+            if (number + 1) % 16 == 0 or number + 1 == len(every):
+                print(f"[{time.monotonic() - began:6.1f} s] {shape.name}: {number + 1} of {len(every)}", flush=True)
+    return {"shape": shape.name, "tokens": tokens, "points": rows, **judged(rows)}
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """reached: the best of all over the best of the first SHARE in the model's order.  costs: of each dimension's other
+    values at the best point, as times over its time."""
+    timed_ones = [row for row in rows if "score" in row]
+    best = min(timed_ones, key=lambda row: row["score"])
+    allowed = max(1, int(SHARE * len(rows)))
+    first = sorted(timed_ones, key=lambda row: row["predicted_us"])[:allowed]
+    reached = best["score"] / min(row["score"] for row in first)
+    costs: dict[str, dict[str, float]] = {}
+    for row in timed_ones:
+        names = [n for n in {*row["changes"], *best["changes"]} if row["changes"].get(n) != best["changes"].get(n)]
+        names = [n for n in names if n not in TIED.values()]
+        if len(names) == 1:
+            value = row["changes"].get(names[0], "default")
+            costs.setdefault(names[0], {})[str(value)] = round(row["score"] / best["score"], 4)
+    return {
+        "best": best["changes"], "best_score": best["score"], "timings_allowed": allowed, "reached": round(reached, 4),
+        "costs": dict(sorted(costs.items(), key=lambda item: -max(item[1].values()))),
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shapes", default=",".join(SPANNING), help="names, or DxFxExK (default %(default)s)")
+    made.add_argument("--tokens", default="8192", help="per rank (default %(default)s)")
+    made.add_argument("--ep", type=int, default=1, help="ranks (default %(default)s)")
+    made.add_argument("--grid", action="store_true", help="time every point of the declared grid")
+    made.add_argument("--budget-s", type=float, default=120, help="of each search (default %(default)s)")
+    made.add_argument("--candidate-s", type=float, default=60, help="longest answer of a point (default %(default)s)")
+    made.add_argument("--iters", type=int, default=12, help="window calls of moe.py (default %(default)s)")
+    made.add_argument("--peers", default="", help="implementations of moe.py, such as deepep-nowait,nccl,peer-compute")
+    made.add_argument("--deepep", metavar="DIR", help="folder that holds an importable deep_ep")
+    made.add_argument("--card", help="that the model assumes (default: this machine's)")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--json", metavar="FILE", help="results, rewritten after every shape")
+    made.add_argument("--commit", help="recorded in the file where there is no git checkout")
+    args = made.parse_args(argv)
+    shapes, tokens = [*map(parse_shape, args.shapes.split(","))], [int(text) for text in args.tokens.split(",")]
+    results: dict[str, Any] = {"meta": of_run("worth.py", torch.device(args.device), args.commit, args.ep), "rows": []}
+    for shape, count in itertools.product(shapes, tokens):
+        if args.grid:
+            found = [whole_grid(shape, count, args)]
+            said = {key: found[0][key] for key in ("best", "best_score", "timings_allowed", "reached", "costs")}
+            print(f"{shape.name} T={count}: {json.dumps(said)}", flush=True)
+        else:
+            found = []
+            for row in worth(shape, count, args):
+                found.append(row)
+                print(json.dumps(row), flush=True)
+        results["rows"] += found
+        if args.json:
+            Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
