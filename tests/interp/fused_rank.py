@@ -323,8 +323,8 @@ def main(rank: int, folder: Path, suite: str) -> None:
         return launch(self, *args, **options)
 
     InterpretedFunction.run = late_launch
-    if suite == "mega":
-        hopper_on_host.programs_at_once(3 - rank, slow=rank == 0)
+    if suite in ("mega", "pull"):
+        hopper_on_host.programs_at_once(max(3 - rank, 1), slow=rank == 0)
     for number, (key, case) in enumerate(SUITES[suite][0].items()):
         ranks = len(case.tokens)
         if rank >= ranks:

@@ -555,10 +555,10 @@ def tiles_kernel(
         padded_R = tl.where(source == peer, tl.sum((peer_rows + ALIGN - 1) // ALIGN * ALIGN), padded_R)
     over = padded_R > capacity_R
     fits = (tl.load(status_ptr) == 0) & (tl.max(over.to(tl.int32)) == 0)
+    if HOST:  # before the counts are zeroed
+        sent_R = tl.load(table.recv_count_R + source) if DEDUP else tl.where(source == rank, 0, tl.load(header))
+        most_sent = tl.max(sent_R)
     if program == 0:
-        if HOST:  # before the counts are zeroed
-            sent_R = tl.load(table.recv_count_R + source) if DEDUP else tl.where(source == rank, 0, tl.load(header))
-            most_sent = tl.max(sent_R)
         if not HOST:
             if tl.max(over.to(tl.int32)) != 0:
                 first_over = tl.min(tl.where(over, source, NUM_RANKS))
