@@ -166,12 +166,13 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
 
 
 def compile_plan(max_tokens: int, top_k: int) -> list[tuple[str, object]]:
-    """What a plan of eight ranks launches, for any number of tokens."""
+    """What a plan of eight ranks launches, for any number of tokens, and either order of send lists."""
     launched = []
     cfg = MoEConfig(hidden=64, ffn=64, num_experts=256, top_k=top_k, max_tokens_per_rank=max_tokens)
     planner = host_backend(cfg, 0, 8, lambda size: [torch.empty(size, dtype=torch.uint8)] * 8).planner
     with compiling(launched):
-        planner.plan(torch.zeros(64, top_k, dtype=torch.int64), torch.zeros(64, top_k))
+        for by_expert in (False, True):
+            planner.plan(torch.zeros(64, top_k, dtype=torch.int64), torch.zeros(64, top_k), by_expert=by_expert)
     return launched
 
 
