@@ -5,11 +5,14 @@
 Rows and experts are those that one of two ranks has.  PyTorch's operands are contiguous rows; uniep gathers x and dO
 where they lie, and gate_up applies SwiGLU and stores gate and up, too, so that it does more.  Results are compared
 before they are timed.  Median of `window` calls, mean of `sustained` ones; see timing.py.
+
+quack-kernels takes part where it can be imported, on the same rows as PyTorch, tuned by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import statistics
@@ -32,11 +35,21 @@ from moe import commit
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Addresses, Tokens
 
+try:
+    from quack.gemm_interface import gemm as quack_gemm
+except ImportError:
+    quack_gemm = None
+
 RANKS = 2
 
 
+def quack(a: Tensor, b: Tensor, start_e1: Tensor) -> Tensor:
+    """quack-kernels' grouped GEMM, of operands as those of `grouped_mm`.  start_e1: int32."""
+    return quack_gemm(a, b, **{"cu_seqlens_m" if b.dim() == 3 else "cu_seqlens_k": start_e1})
+
+
 class Products:
-    """What both sides compute, by name: (uniep's, PyTorch's, what uniep's leaves behind)."""
+    """What the sides compute, by name: (uniep's, PyTorch's, what uniep's leaves behind); quack: quack-kernels'."""
 
     def __init__(self, shape: Shape, tokens: int, device: torch.device) -> None:
         from uniep.launch import staged as launch
@@ -74,7 +87,7 @@ class Products:
         y_ND, dw13, dw2 = new(num_rows, hidden), new(e, 2 * ffn, hidden), new(e, hidden, ffn)
         address_2N = new(2, num_rows + 2 * ROW_ALIGN, dtype=torch.int64)
         addresses = Addresses(*address_2N)
-        x, dy = Tokens(case.x_TD, receive[:-1]), Tokens(case.dy_TD, receive)
+        x, dy = Tokens(case.x_TD, receive), Tokens(case.dy_TD, receive)
         launch.launch_row_addresses(x, dy, tables, backend.num_ranks, sms, addresses)
         in_place = {"slots": backend.slots, "scatter": False}
         how = rows.start_e1, rows.rows_e, planner.status, way.weight_gradient, sms
@@ -118,17 +131,29 @@ class Products:
             ),
         }
         self.num_rows = used.num_rows
+        self.quack: dict[str, Callable[[], Tensor]] = {}
+        if quack_gemm is not None:
+            start_e1 = used.expert_start_e1.int()
+            operands = (
+                (x_ND, w13.mT), (act_NF, w2.mT), (dy_ND, w2), (dh_NH, w13), (dy_ND.t(), act_NF), (dh_NH.t(), x_ND),
+            )  # fmt: skip
+            for name, (a, b) in zip(self.of, operands, strict=True):
+                self.quack[name] = functools.partial(quack, a, b, start_e1)
+
+    def tflop_of(self, name: str) -> float:
+        """Of a product; those of W13 have 2F columns."""
+        return self.tflop * (2 if "H" in name or "W13" in name else 1)
 
     def check(self, name: str) -> None:
-        """Raise AssertionError where the two sides differ by more than rounding."""
+        """Raise AssertionError where two sides differ by more than rounding."""
         own, other, left = self.of[name]
         own()
-        mine, theirs = left(), other()
-        if mine.shape[0] >= self.num_rows:
-            mine, theirs = mine[: self.num_rows], theirs[: self.num_rows]
-        largest = theirs.abs().max().item()
-        difference = (mine.float() - theirs.float()).abs().max().item()
-        assert difference <= 2**-7 * largest, f"{name}: differs by {difference}, values up to {largest}"
+        mine = left()
+        for theirs in (other(), *(self.quack[name]() for _ in range(name in self.quack))):
+            rows = min(self.num_rows, len(mine))
+            largest = theirs[:rows].abs().max().item()
+            difference = (mine[:rows].float() - theirs[:rows].float()).abs().max().item()
+            assert difference <= 2**-7 * largest, f"{name}: differs by {difference}, values up to {largest}"
 
 
 def timed(products: Products, name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -136,13 +161,15 @@ def timed(products: Products, name: str, args: argparse.Namespace) -> dict[str, 
     products.check(name)
     own, other, _ = products.of[name]
     sides = {"uniep": own, "grouped_mm": other}
+    if name in products.quack:
+        sides["quack"] = products.quack[name]
     windows: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(args.iters):
         for side, call in sides.items():
             windows[side].append(timing.window(call))
     row: dict[str, Any] = {
         "product": name,
-        "tflop": round(products.tflop * (2 if "H" in name or "W13" in name else 1), 4),
+        "tflop": round(products.tflop_of(name), 4),
     }
     for side, call in sides.items():
         row[f"{side}_ms"] = round(statistics.median(windows[side]), 4)
@@ -161,9 +188,12 @@ def of_shape(shape: Shape, args: argparse.Namespace, device: torch.device) -> It
 def describe(row: dict[str, Any]) -> str:
     parts = []
     for load in ("", "_sustained"):
-        own, other = row[f"uniep{load}_ms"], row[f"grouped_mm{load}_ms"]
-        speed = f"{own:.3f} ms, {row['tflop'] / own * 1e3:3.0f} TFLOP/s"
-        parts.append(f"{speed}, grouped_mm {other:6.3f} ({other / own:.2f}x)")
+        own = row[f"uniep{load}_ms"]
+        part = f"{own:.3f} ms, {row['tflop'] / own * 1e3:3.0f} TFLOP/s"
+        for side in ("grouped_mm", "quack"):
+            if (other := row.get(f"{side}{load}_ms")) is not None:
+                part += f", {side} {other:6.3f} ({other / own:.2f}x)"
+        parts.append(part)
     return f"{row['shape']:13s} {row['product']:16s} window {parts[0]}; sustained {parts[1]}"
 
 
@@ -176,6 +206,8 @@ def main() -> None:
     arguments.add_argument("--sustained-s", type=float, default=0.1)
     arguments.add_argument("--commit", help="recorded in the results where there is no git checkout")
     args = arguments.parse_args()
+    if quack_gemm is None:
+        print("without quack-kernels, which cannot be imported; pip install quack-kernels", file=sys.stderr)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)

@@ -18,6 +18,14 @@ from torch import Tensor
 from uniep.config import COLUMN_GROUP, ROW_ALIGN
 from uniep.errors import UniEPError
 
+PROBABILITY_UNIT = 2.0**-36
+"""A router's sums of probabilities are integers in this unit: 2^27 tokens fit."""
+SQUARE_UNIT = 2.0**-16
+"""Those of z-loss in this one; a token's part is at most SQUARE_LIMIT, so that 2^27 tokens fit."""
+SQUARE_LIMIT = 2.0**20
+LEAST_SUM = 1e-20
+"""Added to what a router's weights are divided by: sigmoid scores may all be 0."""
+
 
 @contextlib.contextmanager
 def fixed_settings() -> Iterator[None]:

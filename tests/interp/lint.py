@@ -38,6 +38,7 @@ from uniep.launch import dense
 from uniep.launch import driver as call
 from uniep.launch import groups as launch_groups
 from uniep.launch import mega as launch_mega
+from uniep.launch import router as launch_router
 from uniep.launch import staged as launchers
 from uniep.routing import build_plan
 from uniep.schedule import TILES, Schedule, default_schedule, parse_schedule, shared_bytes
@@ -45,6 +46,16 @@ from uniep.way import resolve
 from uniep.weights import ExpertWeights
 
 TOKENS = 8192
+LAUNCHING = launchers, launch_groups, launch_mega, launch_router, planner, hopper_calls, dense
+ROUTERS = (
+    (64, 1, False),
+    (128, 8, True),
+    (160, 8, False),
+    (256, 8, True),
+    (384, 1, True),
+    (512, 8, True),
+    (1024, 1, False),
+)
 PLANS = tuple(itertools.product((8192, 2**17, 2**20), (8, 16)))  # most tokens of a rank, top-k
 
 
@@ -188,6 +199,28 @@ def compile_dense() -> list[tuple[str, object]]:
     return launched
 
 
+def compile_router(num_experts: int, groups: int, sigmoid: bool) -> list[tuple[str, object]]:
+    """All that a router's kernels can do: choose, replay, losses, gradients."""
+    launched = []
+    logits_TE, bias_E, some = torch.empty(64, num_experts), torch.empty(num_experts), torch.empty(())
+    slots_TK, tokens = torch.zeros(64, 8, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    every = torch.zeros(8, 2 * num_experts + 4, dtype=torch.int64)
+    rules = {"sigmoid": sigmoid, "renormalize": True, "scale": 2.5}
+    with compiling(launched):
+        for bias, given in ((bias_E, None), (None, None), (None, slots_TK)):
+            launch_router.route(
+                logits_TE, bias, given, 8, **rules, groups=groups, groups_per_token=min(groups, 4), group_top=2,
+                losses=bias is not None,
+            )  # fmt: skip
+        launch_router.losses(every, 0, aux_loss=0.1, z_loss=0.1)
+        for z_loss in (0.0, 0.1):
+            launch_router.d_logits(
+                logits_TE, slots_TK, slots_TK, torch.empty(64, 8), bias_E, some, some, tokens, **rules,
+                aux=z_loss > 0, z_loss=z_loss,
+            )  # fmt: skip
+    return launched
+
+
 @contextlib.contextmanager
 def compiling(launched: list[tuple[str, object]], wanted: Callable[[str], bool] = lambda name: True):
     """Inside, launches compile, and are listed, if their kernel is wanted."""
@@ -205,13 +238,13 @@ def compiling(launched: list[tuple[str, object]], wanted: Callable[[str], bool] 
         launch(kernel, programs, args, constants, **options)
 
     JITFunction.run = compile_only
-    for module in (launchers, launch_groups, launch_mega, planner, hopper_calls, dense):
+    for module in LAUNCHING:
         module.launch = remembered
     try:
         yield
     finally:
         JITFunction.run = run
-        for module in (launchers, launch_groups, launch_mega, planner, hopper_calls, dense):
+        for module in LAUNCHING:
             module.launch = launch
 
 
@@ -270,6 +303,9 @@ def main() -> None:
         if arguments.shape is None and arguments.part != "few":
             chosen += [(f"plan, T {t}, K {k}, EP 8", functools.partial(compile_plan, t, k)) for t, k in PLANS]
             chosen.append(("dense", compile_dense))
+            chosen += [
+                (f"router, {e} experts, {g} groups", functools.partial(compile_router, e, g, s)) for e, g, s in ROUTERS
+            ]
         for case, make in chosen:
             for name, compiled in make():
                 if compiled.hash not in seen:

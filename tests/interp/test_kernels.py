@@ -230,8 +230,11 @@ def gate_up(
 ) -> tuple[Tensor, Tensor]:
     n, dtype, half = p.plan.num_rows, p.cfg.dtype, tile.columns // 2
     h_2NF, act_NF = unwritten(2, n, F, dtype=dtype), unwritten(n, F, dtype=dtype)
+    received_MD = p.receive_MD.clone()
+    received_MD[-1] = float("nan")  # pad rows are zero, not read
     launch(
-        gate_up_kernel, tile, **p.tables, local=p.x_TD, received=p.receive_MD,
+        gate_up_kernel, tile, **p.tables, local=p.x_TD, received=received_MD, NUM_RANKS=2,
+        RECEIVE_BLOCK=len(received_MD) - 1,
         w13_desc=p.w13_desc(up_first, 1, 2, half, tile.depth),
         gate_desc=describe(h_2NF[0], tile.rows, half) if save else None,
         up_desc=describe(h_2NF[1], tile.rows, half) if save else None, act_desc=describe(act_NF, tile.rows, half),

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import cases  # noqa: E402
 import critical  # noqa: E402
+import energy  # noqa: E402
 import kernels  # noqa: E402
 import moe  # noqa: E402
 import peers  # noqa: E402
@@ -91,9 +92,48 @@ def test_costs_of_tasks():
     assert critical.task_costs([])["between_ns"] is None
 
 
+class Board:
+    """A GPU whose counter moves every 0.1 s, and the clock."""
+
+    def __init__(self, watts):
+        self.seconds, self.watts = 0.0, watts
+
+    def joules(self):
+        return 1000 + self.watts * (int(self.seconds * 10 + 1e-9) / 10)
+
+    def work(self):
+        self.seconds += 0.007
+
+
+def test_watts_between_steps_of_the_counter(monkeypatch):
+    """Exact but for the time that passes between two looks; a counter that stands still is an error."""
+    board = Board(300)
+    monkeypatch.setattr(energy.time, "perf_counter", lambda: board.seconds)
+    board.work()
+    assert energy.Meter(board.joules).watts(board.work, 1.0) == pytest.approx(300, rel=0.01)
+    with pytest.raises(SystemExit, match="stood still"):
+        energy.Meter(lambda: 5.0).watts(board.work, 1.0)
+
+
+def test_what_ncu_says_of_kernels():
+    """Launches of a kernel are added, in bytes and ns, whatever unit ncu has chosen; short kernels are left out."""
+    record = '"{}","{}(int)","{}","{}","{}"'
+    metrics = dict(zip(energy.L2_METRICS.values(), energy.L2_METRICS, strict=True))
+    values = (
+        (0, "product", "read", "sector", "1,000,000"), (1, "product", "read", "sector", "1,000,000"),
+        (0, "product", "read_hit", "sector", "1,500,000"), (0, "product", "dram_read", "Mbyte", "12.5"),
+        (0, "product", "dram_write", "Gbyte", "0.25"), (0, "product", "ns", "us", "60"),
+        (1, "product", "ns", "ns", "1,000"), (2, "short", "ns", "us", "49"),
+    )  # fmt: skip
+    lines = [record.format(i, kernel, metrics[key], unit, value) for i, kernel, key, unit, value in values]
+    text = "\n".join(['==PROF== "x"', '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"', *lines])
+    wanted = {"l2_read_gb": 0.064, "l2_hit": 0.75, "dram_read_gb": 0.013, "dram_write_gb": 0.25, "ms": 0.061}
+    assert energy.of_kernels(text) == [{"kernel": "product", **wanted}] and energy.of_kernels("nothing") == []
+
+
 @pytest.mark.slow
 def test_sort_and_deepep_layer_interpreted():
-    """`check_sort` and `check_deepep`, below."""
+    """`check_sort`, `check_deepep` and `check_alone`, below."""
     run_interpreted(__file__)
 
 
@@ -141,11 +181,21 @@ def check_deepep(wait):
     case.ids_TK[2] = -1
     buffer = OneRankBuffer()
     buffer.tokens = 9
-    layer = peers.DeepEpLayer(SimpleNamespace(buffer=buffer, ranks=2, tuned=lambda case: (None, None)), wait)
+    check_layer(peers.DeepEpLayer(SimpleNamespace(buffer=buffer, ranks=2, tuned=lambda case: (None, None)), wait), case)
+
+
+def check_alone():
+    """The layer that exchanges nothing equals the dense reference."""
+    shape = cases.Shape("small", 32, 48, 6, 3)
+    weights = cases.make_weights(shape, 0, 1, torch.float32, torch.device("cpu"))
+    check_layer(energy.GroupedMmLayer(), cases.make_case(shape, 9, "zipf", 0, weights))
+
+
+def check_layer(layer, case):
     layer.prepare(case, backward=True)
     got = layer.forward_backward(case)
 
-    leaves = [t.clone().requires_grad_() for t in (case.x_TD, case.weights_TK, *weights)]
+    leaves = [t.clone().requires_grad_() for t in (case.x_TD, case.weights_TK, case.w13_e2FD, case.w2_eDF)]
     y_TD = composition(leaves[0], case.ids_TK, *leaves[1:])
     wanted = (y_TD, *torch.autograd.grad(y_TD, leaves, case.dy_TD))
     for name, a, b in zip(moe.OUTPUTS, got, wanted, strict=True):
@@ -355,6 +405,7 @@ if __name__ == "__main__":
     check_sort()
     check_deepep(wait=True)
     check_deepep(wait=False)
+    check_alone()
 
 
 def test_groups_by_name():

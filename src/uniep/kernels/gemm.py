@@ -17,7 +17,7 @@ from uniep.kernels.activation import activate
 from uniep.kernels.arguments import Counted, GateUpBlocks, Offsets, Rows, Tokens, Wire
 from uniep.kernels.biases import add_b2, bias_columns
 from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come
-from uniep.kernels.rows import load_rows, num_row_tiles, row_pointers, wait_for_rows
+from uniep.kernels.rows import gathered_rows, load_rows, num_row_tiles, wait_for_rows
 from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
 
@@ -124,7 +124,7 @@ def product_of_rows(
 ):
     """A tile of A @ B in fp32, k ascending: the loop over k of all products of rows.  "ungated": of TILE.N / 2 columns.
 
-    A: (N, DEPTH), gathered (a_ptrs: first step of its rows) or row tile m of a_desc; with HALVES > 0 (N, HALVES * DEPTH).
+    A: (N, DEPTH), gathered (a_ptrs: see `gathered_rows`) or row tile m of a_desc; with HALVES > 0 (N, HALVES * DEPTH).
     UP_FIRST turns the halves of B.  B: see `weights_step`.
     With HALVES = 1 k is divided as with 2, and the row is found inside the loop: code that was timed.
     """
@@ -172,7 +172,7 @@ def gate_up_tile(
     TILE: tl.constexpr,
     UP_FIRST: tl.constexpr,
 ):
-    """One tile of `gate_up_kernel`.  a_ptrs: first step of gathered rows, or None.  weight: of the rows, if WEIGHTED.
+    """One tile of `gate_up_kernel`.  a_ptrs: of gathered rows, or None.  weight: of the rows, if WEIGHTED.
     row: the first of row tile m.
 
     counted: the tile that is counted meanwhile, or None.
@@ -293,8 +293,7 @@ def gate_up_kernel(
                 source = tl.load(rows.source_N + row + tl.arange(0, TILE.M))
             if FUSED:
                 all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
-            first = row_pointers(source, tokens.local, tokens.received, LAYER.D)
-            a_ptrs = first[:, None] + tl.arange(0, TILE.K)[None, :]
+            a_ptrs = gathered_rows(source, tokens, LAYER.D, SENDING)
         else:
             a_ptrs = None
         if AHEAD:
@@ -318,7 +317,7 @@ def gate_up_kernel(
 def gathered_product_tile(
     a_ptrs, b_desc, out_desc, m, expert, n, counted: Counted, D: tl.constexpr, TILE: tl.constexpr
 ):
-    """One tile of a product of gathered rows.  a_ptrs: their first step.  counted: as in `gate_up_tile`."""
+    """One tile of a product of gathered rows, a_ptrs.  counted: as in `gate_up_tile`."""
     acc = product_of_rows(a_ptrs, None, b_desc, m, expert, n, D, 0, "plain", False, TILE)
     count_before(counted)
     store_tile(acc, out_desc, m * TILE.M, n * TILE.N, TILE.M, TILE.N)
@@ -374,8 +373,7 @@ def gathered_product_kernel(
         source = tl.load(rows.source_N + row + tl.arange(0, TILE.M))
         if FUSED:
             all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
-        first = row_pointers(source, tokens.local, tokens.received, D)
-        a_ptrs = first[:, None] + tl.arange(0, TILE.K)[None, :]
+        a_ptrs = gathered_rows(source, tokens, D, SENDING)
         if progress_ptr is not None:
             step_before = step_of_turn(turn - 1, alone, shared, program, push_programs)
             step_before = tl.where(turn > 0, step_before, -1)

@@ -62,7 +62,7 @@ from uniep.kernels.lists import (
     task_tile,
 )
 from uniep.kernels.ptx import block_loads_follow
-from uniep.kernels.rows import num_row_tiles, row_pointers, wait_for_rows
+from uniep.kernels.rows import gathered_rows, num_row_tiles, wait_for_rows
 from uniep.kernels.sync import (
     STAGE_ACTIVATED,
     STAGE_COMBINE,
@@ -181,8 +181,7 @@ def forward_kernel(
                 if WAY.FUSED:
                     all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
                 started_ns = now_if(lists.matrix_records)
-                first_ptrs = row_pointers(source, tokens.local, tokens.received, LAYER.D)
-                a_ptrs = first_ptrs[:, None] + tl.arange(0, TILE.K)[None, :]
+                a_ptrs = gathered_rows(source, tokens, LAYER.D, SENDING)
                 counted = Counted(progress_ptr, made, stored)
                 gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, WAY.UP_FIRST)
                 stored = m
@@ -365,8 +364,7 @@ def backward_kernel(
                 if WAY.FUSED:
                     all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
                 started_ns = now_if(lists.matrix_records)
-                first_ptrs = row_pointers(source, tokens.local, tokens.received, D)
-                a_ptrs = first_ptrs[:, None] + tl.arange(0, TILE.K)[None, :]
+                a_ptrs = gathered_rows(source, tokens, D, SENDING)
                 counted = Counted(progress_ptr, made, stored)
                 gathered_product_tile(a_ptrs, w2_desc, raw_desc, m, expert, n, counted, D, TILE)
                 stored = m

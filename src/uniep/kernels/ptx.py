@@ -1,11 +1,12 @@
-"""All inline assembly of uniep, each piece with the twin that Triton's interpreter runs.
+"""All inline assembly of uniep, and calls of CUDA's library, each with the twin that Triton's interpreter runs.
 
-The interpreter cannot execute assembly; under TRITON_INTERPRET=1 the twins below take its place.  The
+The interpreter cannot execute them; under TRITON_INTERPRET=1 the twins below take its place.  The
 GPU test suite runs twin and assembly against each other (tests/gpu).
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -61,6 +62,16 @@ if INTERPRETED:
         """x P(Z <= x) in fp32."""
         tail, _ = normal_tail(x)
         return tl.maximum(x, 0.0) - tl.abs(x) * tail
+
+    @triton.jit
+    def exp(x):
+        """e^x in fp32."""
+        return tl.exp(x)
+
+    @triton.jit
+    def log(x):
+        """Natural logarithm in fp32."""
+        return tl.log(x)
 
     @triton.jit
     def narrow(x, dtype: tl.constexpr):
@@ -168,6 +179,16 @@ else:
     def gelu(x):
         """x P(Z <= x) in fp32, which is max(x, 0) - |x| P(Z > |x|); see _TAIL."""
         return tl.inline_asm_elementwise(_GELU, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def exp(x):
+        """e^x in fp32, off by at most 2 units in the last place; 0 where it is below 2^-126.  (tl.exp is off by more.)"""
+        return libdevice.exp(x)
+
+    @triton.jit
+    def log(x):
+        """Natural logarithm in fp32, off by at most 1 unit in the last place, of x >= 2^-126."""
+        return libdevice.log(x)
 
     @triton.jit
     def narrow(x, dtype: tl.constexpr):

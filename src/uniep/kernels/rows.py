@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from uniep.kernels.arguments import Rows, Wire
+from uniep.kernels.arguments import Rows, Tokens, Wire
 from uniep.kernels.ptx import load_acquire
 from uniep.kernels.sync import STAGE_DISPATCH, WIDE, every_rank, wait_for
 
@@ -21,6 +21,17 @@ def row_pointers(source, local_ptr, receive_ptr, WIDTH: tl.constexpr):
     base = tl.where(is_local, local_ptr.to(tl.int64), receive_ptr.to(tl.int64))
     address = base + row * (WIDTH * (local_ptr.dtype.element_ty.primitive_bitwidth // 8))
     return tl.multiple_of(address.to(local_ptr.dtype), 16)
+
+
+@triton.jit
+def gathered_rows(source, tokens: Tokens, WIDTH: tl.constexpr, SENDING: tl.constexpr):
+    """As `row_pointers`; null for pad rows.
+
+    They are not read: all of them are the one row of zeros, and many reads of one line are slow (docs/log.md).
+    """
+    is_pad = -source - 1 >= (SENDING.NUM_RANKS - 1) * SENDING.RECEIVE_BLOCK
+    address = row_pointers(source, tokens.local, tokens.received, WIDTH).to(tl.int64)
+    return tl.multiple_of(tl.where(is_pad, 0, address).to(tokens.local.dtype), 16)
 
 
 @triton.jit
@@ -48,10 +59,13 @@ def wait_for_rows(source, all_here, wire: Wire, deadline_ns, rank, ROWS: tl.cons
 
 
 @triton.jit
-def load_rows(ptrs, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One (rows, BLOCK_K) step of gathered rows, in 16-byte copies (multiple_of counts bytes here)."""
-    ptrs = tl.multiple_of(ptrs + k * BLOCK_K, (1, 16))
-    if WIDTH % BLOCK_K == 0:
-        return tl.load(ptrs)
-    else:
-        return tl.load(ptrs, mask=(k * BLOCK_K + tl.arange(0, BLOCK_K) < WIDTH)[None, :], other=0.0)
+def load_rows(first, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """One (rows, BLOCK_K) step of gathered rows, in 16-byte copies (multiple_of counts bytes here).
+
+    first: their first elements; null: a row of zeros.
+    """
+    column = (k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    mask = (first.to(tl.int64) != 0)[:, None]
+    if WIDTH % BLOCK_K != 0:
+        mask &= column < WIDTH
+    return tl.load(tl.multiple_of(first[:, None] + column, (1, 16)), mask=mask, other=0.0)

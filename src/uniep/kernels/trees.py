@@ -5,14 +5,12 @@ import triton.language as tl
 
 
 @triton.jit
-def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, COLUMNS) -> (ROWS, COLUMNS / 64): adjacent pairs, six times."""
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 2, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 4, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 8, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 16, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, COLUMNS // 32, 2)), 2)
-    return tl.sum(tl.reshape(x, (ROWS, COLUMNS // 64, 2)), 2)
+def pair_tree_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr = 64):
+    """(ROWS, COLUMNS) -> (ROWS, COLUMNS / WIDTH): adjacent pairs, until each WIDTH columns, at most 1024, are one."""
+    for level in tl.static_range(1, 11):
+        if (WIDTH >> level) > 0:
+            x = tl.sum(tl.reshape(x, (ROWS, COLUMNS >> level, 2)), 2)
+    return x
 
 
 @triton.jit

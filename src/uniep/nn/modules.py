@@ -22,8 +22,8 @@ from uniep.nn.record import LayerRecord
 from uniep.nn.replay import Tape
 from uniep.nn.router import Router, check_given
 from uniep.nn.router_config import RouterConfig
-from uniep.nn.router_ops import LEAST_SUM
 from uniep.nn.wrappers import RankOfState, is_full_state_taken, whole_tensor
+from uniep.numerics import LEAST_SUM
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, told_to_all
 

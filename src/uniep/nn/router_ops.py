@@ -22,15 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from uniep.errors import CapacityError, PeerTimeoutError, UniEPError
 from uniep.nn.invariant import ROWS, row_products, settings, token_sums
 from uniep.nn.router_config import RouterConfig
-from uniep.numerics import add_ascending, pair_tree_sum
-
-PROBABILITY_UNIT = 2.0**-36
-"""Sums of probabilities are integers in this unit: 2^27 tokens fit."""
-SQUARE_UNIT = 2.0**-16
-"""Sums of z-loss are integers in this unit; a token's part is at most SQUARE_LIMIT, so that 2^27 tokens fit."""
-SQUARE_LIMIT = 2.0**20
-LEAST_SUM = 1e-20
-"""Added to the sum that weights are divided by: sigmoid scores may all be 0."""
+from uniep.numerics import LEAST_SUM, PROBABILITY_UNIT, SQUARE_LIMIT, SQUARE_UNIT, add_ascending, pair_tree_sum
 
 
 def row_sum(x_TE: Tensor) -> Tensor:
@@ -177,11 +169,13 @@ def join_with_error(error: Exception, num_experts: int, group: str, timeout_s: f
     exchange(mine, group, timeout_s, told)
 
 
-def _losses(sums: Tensor, num_experts: int, cfg: RouterConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """(aux loss, z-loss, d(aux loss) / d(probability) of every token (E,)), from the integers of all ranks, in fp64.
+def _losses(every: Tensor, rank: int, cfg: RouterConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(aux loss, z-loss, this rank's counts (E,), d(aux loss) / d(probability) of every token (E,), tokens), from the
+    integers of all ranks (R, 2E + 4), in fp64.
 
     aux: E * sum over e of (share of the slots) * (mean probability), the sum by adjacent pairs.
     """
+    num_experts, sums = (every.shape[1] - 4) // 2, every.sum(0)
     counts, probability = sums[:num_experts], sums[num_experts : 2 * num_experts].double() * PROBABILITY_UNIT
     square, tokens, bad, failed = sums[2 * num_experts :]
     tokens_f = tokens.clamp(min=1).double()
@@ -189,7 +183,8 @@ def _losses(sums: Tensor, num_experts: int, cfg: RouterConfig) -> tuple[Tensor, 
     factor = torch.where(bad + failed > 0, math.nan, 1.0).double()
     aux = row_sum((share * (probability / tokens_f))[None])[0] * (num_experts * cfg.aux_loss) * factor
     z = square.double() * SQUARE_UNIT / tokens_f * cfg.z_loss * factor
-    return aux.float(), z.float(), (share / tokens_f * (num_experts * cfg.aux_loss)).float()
+    d_aux = (share / tokens_f * (num_experts * cfg.aux_loss)).float()
+    return aux.float(), z.float(), every[rank, :num_experts].clone(), d_aux, tokens.clone()
 
 
 def _within_capacity(ids_TK: Tensor, every: Tensor, rank: int, cfg: RouterConfig) -> tuple[Tensor, Tensor]:
@@ -236,6 +231,33 @@ def _inputs_of(x: Tensor, token_ids: Tensor | None, cfg: RouterConfig, seed: int
     return x if token_ids is None else x.float() * jitter(token_ids, x.shape[1], seed, cfg.jitter)
 
 
+def _kernels(x: Tensor, num_experts: int, top_k: int, cfg: RouterConfig) -> Any:
+    """`uniep.launch.router` where it computes this; None: PyTorch does, on the CPU and beyond the kernels' limits."""
+    if x.device.type == "cpu":
+        return None
+    from uniep.launch import router  # needs Triton
+
+    return router if router.fits(num_experts, top_k, cfg.groups) else None
+
+
+def _route(
+    logits_TE: Tensor, num_tokens: int, bias_E: Tensor | None, given_TK: Tensor | None, cfg: RouterConfig, top_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(chosen (T, K) int64, weights (T, K), this rank's integers (2E + 4,)) of the first num_tokens logits."""
+    softmax_TE, log_sum_T = softmax(logits_TE) if cfg.score == "softmax" or cfg.exchanges else (None, None)
+    scores_TE = softmax_TE if cfg.score == "softmax" and softmax_TE is not None else sigmoid(logits_TE)
+    if given_TK is None:
+        chosen_TK = choose(scores_TE[:num_tokens], bias_E, cfg, top_k)
+    else:
+        chosen_TK = given_TK.to(torch.int64, copy=True)
+    counts_E = count_slots(chosen_TK, logits_TE.shape[1])
+    if log_sum_T is not None and cfg.exchanges:
+        mine = _integers(counts_E, probabilities(scores_TE, cfg.score)[:num_tokens], log_sum_T[:num_tokens])
+    else:
+        mine = torch.nn.functional.pad(counts_E, (0, len(counts_E) + 4))
+    return chosen_TK, weigh(scores_TE[:num_tokens], chosen_TK, cfg)[0], mine
+
+
 @torch.library.custom_op("uniep::router", mutates_args=())
 def router_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor | None, given: Tensor | None,
@@ -246,29 +268,31 @@ def router_forward(
     counts: this rank's slots, before the capacity; losses and capacity use the counts of all ranks.
     """
     cfg, num_tokens, num_experts = parse(config), len(x), weight.shape[0]
+    kernels = _kernels(x, num_experts, top_k, cfg)
     with settings(x):
-        logits = row_products(_padded(_inputs_of(x, token_ids, cfg, seed)), weight.T)
-        softmax_TE, log_sum_T = softmax(logits) if cfg.score == "softmax" or cfg.exchanges else (None, None)
-        scores_TE = softmax_TE if cfg.score == "softmax" and softmax_TE is not None else sigmoid(logits)
-        chosen = choose(scores_TE[:num_tokens], bias, cfg, top_k) if given is None else given.long()
-        weights = weigh(scores_TE[:num_tokens], chosen, cfg)[0]
-        counts = count_slots(chosen, num_experts)
-        if log_sum_T is not None and cfg.exchanges:
-            mine = _integers(counts, probabilities(scores_TE, cfg.score)[:num_tokens], log_sum_T[:num_tokens])
+        inputs = _inputs_of(x, token_ids, cfg, seed)
+        if kernels is None:
+            padded = row_products(_padded(inputs), weight.T)
+            chosen, weights, mine = _route(padded, num_tokens, bias, given, cfg, top_k)
+            logits = padded[:num_tokens].clone()
         else:
-            mine = counts.new_zeros(2 * num_experts + 4)
+            logits = row_products(inputs, weight.T)
+            chosen, weights, mine = kernels.route(
+                logits, bias, given, top_k, sigmoid=cfg.score == "sigmoid", renormalize=cfg.renormalize,
+                scale=cfg.scale, groups=cfg.groups, groups_per_token=cfg.groups_per_token,
+                group_top=cfg.highest_of_group(top_k), losses=cfg.exchanges,
+            )  # fmt: skip
     every, rank = exchange(mine, group, timeout_s)
-    sums = every.sum(0)
-    aux, z, d_aux = _losses(sums, num_experts, cfg)
-    ids, dropped = chosen, mine.new_zeros(())
+    if kernels is None:
+        aux, z, counts, d_aux, tokens = _losses(every, rank, cfg)
+    else:
+        aux, z, counts, d_aux, tokens = kernels.losses(every, rank, aux_loss=cfg.aux_loss, z_loss=cfg.z_loss)
     if cfg.capacity_factor is not None and given is None:
         ids, dropped = _within_capacity(chosen, every, rank, cfg)
         weights = torch.where(ids >= 0, weights, 0.0)
-    tokens = sums[2 * num_experts + 1].clone()
-    return [
-        ids.clone(), weights, aux, z, counts.clone(), dropped, logits[:num_tokens].clone(), chosen.clone(),
-        d_aux, tokens,
-    ]  # fmt: skip
+    else:
+        ids, dropped = chosen.clone(), mine.new_zeros(())
+    return [ids, weights, aux, z, counts, dropped, logits, chosen, d_aux, tokens]
 
 
 @router_forward.register_fake
@@ -324,12 +348,19 @@ def router_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dx, dW), empty where not needed."""
     cfg, num_tokens = parse(config), len(x)
-    pad = (0, 0, 0, -num_tokens % ROWS)
+    kernels = _kernels(x, weight.shape[0], ids.shape[1], cfg)
     with settings(x):
-        all_logits, *of_slots = (torch.nn.functional.pad(t, pad) for t in (logits, ids, chosen, d_weights))
-        d_square = d_z_loss * cfg.z_loss / tokens.clamp(min=1)
-        all_ids, all_chosen, d_slots = of_slots
-        d_TE = d_logits(all_logits, all_ids, all_chosen, d_slots, d_aux * d_aux_loss, d_square, cfg)
+        if kernels is None:
+            pad = (0, 0, 0, -num_tokens % ROWS)
+            all_logits, *of_slots = (torch.nn.functional.pad(t, pad) for t in (logits, ids, chosen, d_weights))
+            d_square = d_z_loss * cfg.z_loss / tokens.clamp(min=1)
+            all_ids, all_chosen, d_slots = of_slots
+            d_TE = d_logits(all_logits, all_ids, all_chosen, d_slots, d_aux * d_aux_loss, d_square, cfg)
+        else:
+            d_TE = kernels.d_logits(
+                logits, ids, chosen, d_weights, d_aux, d_aux_loss, d_z_loss, tokens, sigmoid=cfg.score == "sigmoid",
+                renormalize=cfg.renormalize, scale=cfg.scale, aux=cfg.aux_loss > 0, z_loss=cfg.z_loss,
+            )  # fmt: skip
         dx, dw = x.new_empty(0), weight.new_empty(0)
         if needs[0]:
             dx_TD = row_products(d_TE, weight)[:num_tokens]

@@ -1,0 +1,396 @@
+"""Energy on one GPU: joules per TFLOP of the grouped products and of a layer, uniep's and PyTorch's; L2 hit rates.
+
+    python benchmarks/energy.py --json benchmarks/results/h200_energy.json
+
+Energy is the GPU's own counter (NVML, whole board).  Calls run back to back; after --warm-s counting begins and ends at
+a step of the counter.  Joules of a call: mean watts times its mean time.  "above idle": less the watts of the idle GPU.
+
+products: see products.py.
+layer: forward and backward at EP 1.  uniep; uniep in one kernel per direction, weight gradients last and interleaved;
+    grouped_mm: PyTorch's grouped GEMM between fused passes (peers.py), which exchange nothing.
+vector: SwiGLU and an addition to its result: two passes; one pass of both, tile by tile through memory, so that the
+    second reads what lies in L2; one that keeps it in registers.
+tasks: ns of a task without work, dealt out by its number or claimed.
+l2: of the first shape, each kernel of these uniep layers, one after the other under ncu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import timing
+import uniep
+from cases import Case, Shape, make_case, make_weights, parse_shape
+from critical import empty_tasks
+from kernels import collect, sort_by_expert, spread
+from layers import UniEPLayer
+from moe import of_run
+from peers import Layer, PeerLayer
+from products import Products
+from uniep.kernels.activation import activate
+from uniep.schedule import default_schedule, parse_schedule
+
+BATCH_MS = 5.0  # of work between two looks at the counter
+LAYERS = {
+    "uniep": "",
+    "uniep, mega": "overlap=mega+transfer=push+mega_to=0",
+    "uniep, mega, interleaved": "overlap=mega+transfer=push+mega_to=0+weight_gradient_order=interleaved",
+}  # with `default_schedule`
+L2_METRICS = {
+    "lts__t_sectors_op_read.sum": "read",
+    "lts__t_sectors_op_read_lookup_hit.sum": "read_hit",
+    "dram__bytes_read.sum": "dram_read",
+    "dram__bytes_write.sum": "dram_write",
+    "gpu__time_duration.sum": "ns",
+}
+UNITS = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9}
+"""ncu's, in bytes and ns."""
+
+
+def nvml_joules(device: torch.device) -> Callable[[], float]:
+    """Reads this GPU's counter."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise SystemExit("energy is read through NVML: pip install nvidia-ml-py") from error
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+
+
+class Meter:
+    """Mean watts, from a counter of joules that moves in steps."""
+
+    def __init__(self, joules: Callable[[], float]) -> None:
+        self.joules = joules
+
+    def step(self, going_on: Callable[[], object]) -> tuple[float, float]:
+        """(s, J) at the next step of the counter.  going_on: called until then."""
+        before, late = self.joules(), time.perf_counter() + 5
+        while (now := self.joules()) == before:
+            if time.perf_counter() > late:
+                raise SystemExit("the energy counter of this GPU has stood still for 5 s")
+            going_on()
+        return time.perf_counter(), now
+
+    def watts(self, going_on: Callable[[], object], seconds: float) -> float:
+        (start_s, start_j), until = self.step(going_on), time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            going_on()
+        end_s, end_j = self.step(going_on)
+        return (end_j - start_j) / (end_s - start_s)
+
+
+class Running:
+    """Calls back to back, two batches queued."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self.batch = max(1, round(BATCH_MS / max(timing.sustained(call, 0.01), 1e-3)))
+        self.queued: deque[Any] = deque()
+        self.times: list[float] = []
+
+    def __call__(self) -> None:
+        start = timing.record_event()
+        for _ in range(self.batch):
+            self.call()
+        self.queued.append((start, timing.record_event()))
+        if len(self.queued) > 2:
+            start, end = self.queued.popleft()
+            timing.wait_event(end)
+            self.times.append(start.elapsed_time(end) / self.batch)
+
+
+def energy(
+    meter: Meter, call: Callable[[], object], tflop: float, idle: float, args: argparse.Namespace
+) -> dict[str, float]:
+    running = Running(call)
+    until = time.perf_counter() + args.warm_s
+    while time.perf_counter() < until:
+        running()
+    running.times.clear()
+    watts = meter.watts(running, args.seconds)
+    ms = sum(running.times) / len(running.times)
+    timing.synchronize()
+    return {
+        "ms": round(ms, 4), "watts": round(watts, 1), "joules": round(watts * ms / 1e3, 4),
+        "joules_per_tflop": round(watts * ms / 1e3 / tflop, 4),
+        "above_idle_joules_per_tflop": round((watts - idle) * ms / 1e3 / tflop, 4),
+    }  # fmt: skip
+
+
+class GroupedMmLayer(PeerLayer):
+    """The peers' layer on one rank: sort, permute, experts, sum; nothing is exchanged."""
+
+    def forward(self, case: Case) -> tuple[Tensor, Any]:
+        row_TK, _, end_E = sort_by_expert(case.ids_TK, case.num_experts)
+        x_ND, weight_N = spread(case.x_TD, row_TK, row_TK.numel(), case.weights_TK)
+        assert weight_N is not None
+        y_ND, saved = self.experts(x_ND, weight_N, end_E, case)
+        return collect(y_ND, row_TK)[0], (row_TK, saved)
+
+    def backward(self, dy_TD: Tensor, case: Case, saved: Any) -> tuple[Tensor, ...]:
+        row_TK, of_experts = saved
+        dy_ND, _ = spread(dy_TD, row_TK, row_TK.numel())
+        dx_ND, dweight_N, dw13, dw2 = self.experts_backward(dy_ND, of_experts, case)
+        dx_TD, dweights_TK = collect(dx_ND, row_TK, dweight_N)
+        assert dweights_TK is not None
+        return dx_TD, dweights_TK, dw13, dw2
+
+
+def half_of(shape: Shape) -> Shape:
+    """The experts that one of two ranks has, as in products.py."""
+    return dataclasses.replace(shape, num_experts=shape.num_experts // 2)
+
+
+def layers(shape: Shape, tokens: int, device: torch.device) -> Iterator[tuple[str, Layer, Case]]:
+    """Each layer, prepared; bits of uniep's are compared."""
+    local = half_of(shape)
+    case = make_case(local, tokens, "balanced", 0, make_weights(local, 0, 1, torch.bfloat16, device))
+    cfg = local.config(1, tokens, max_rows=local.sync_free_rows(tokens))
+    wanted: tuple[Tensor, ...] = ()
+    for name, change in LAYERS.items():
+        usual = default_schedule("hopper", cfg, 1)
+        workspace = uniep.Workspace(
+            cfg, None, device=device, schedule=parse_schedule(change, usual) if change else usual
+        )
+        layer = UniEPLayer(workspace)
+        layer.prepare(case, True)
+        got = layer.forward_backward(case)
+        wanted = wanted or got
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert torch.equal(mine, theirs), f"{shape.name}: {name} differs from uniep"
+        yield name, layer, case
+        workspace.close()
+    del wanted
+    yield "grouped_mm", GroupedMmLayer(), case
+
+
+# ------------------------------------------------------------------------------------------------ microbenchmarks
+
+
+@triton.jit
+def swiglu_add_kernel(
+    gate_ptr, up_ptr, act_ptr, more_ptr, out_ptr, size, BLOCK: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
+):  # fmt: skip
+    """act = SwiGLU(gate, up) (FIRST), out = act + more (SECOND); both: act through memory, unless act_ptr is None."""
+    for item in tl.range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        at = item.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < size
+        if FIRST:
+            gate, up = tl.load(gate_ptr + at, mask=mask), tl.load(up_ptr + at, mask=mask)
+            act = activate(gate.to(tl.float32), up.to(tl.float32), "swiglu", None).to(out_ptr.dtype.element_ty)
+            if act_ptr is not None:
+                tl.store(act_ptr + at, act, mask=mask)
+                if SECOND:
+                    tl.debug_barrier()
+        if SECOND:
+            if act_ptr is not None:
+                act = tl.load(act_ptr + at, mask=mask)
+            total = act.to(tl.float32) + tl.load(more_ptr + at, mask=mask).to(tl.float32)
+            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def vector_passes(rows: int, columns: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """SwiGLU and an addition of (rows, columns) bf16, three ways."""
+    gate, up, more = (torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(3))
+    act, out = torch.empty_like(gate), torch.empty_like(gate)
+    programs = torch.cuda.get_device_properties(device).multi_processor_count * 8
+
+    def one(first: bool, second: bool, through: Tensor | None = act) -> Tensor:
+        swiglu_add_kernel[(programs,)](
+            gate, up, through, more, out, gate.numel(), BLOCK=4096, FIRST=first, SECOND=second, num_warps=8
+        )
+        return out
+
+    def two_passes() -> Tensor:
+        one(True, False)
+        return one(False, True)
+
+    return {
+        "two passes": two_passes, "tile by tile": lambda: one(True, True),
+        "in registers": lambda: one(True, True, None),
+    }  # fmt: skip
+
+
+@triton.jit
+def dealt_kernel(list_ptr, seen_ptr, total):
+    """As `critical.empty_kernel`, with places dealt out by number."""
+    seen = tl.full((), 0, tl.int64)
+    for place in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        seen += tl.load(list_ptr + place)
+        tl.debug_barrier()
+    tl.store(seen_ptr + tl.program_id(0), seen)
+
+
+def dealt_tasks(device: torch.device, places: int = 100_000, programs: int = 131) -> float:
+    """ns that a program takes for a task without work, dealt out."""
+    words, seen, times = torch.ones(places, dtype=torch.int64, device=device), torch.zeros(0), []
+    for _ in range(5):
+        seen = words.new_zeros(programs)
+        start = timing.record_event()
+        dealt_kernel[(programs,)](words, seen, places, num_warps=8)
+        end = timing.record_event()
+        timing.wait_event(end)
+        times.append(start.elapsed_time(end) * 1e6 * programs / places)
+    assert int(seen.sum()) == places, f"{int(seen.sum())} of {places} tasks were done"
+    return round(sorted(times)[2], 1)
+
+
+# ------------------------------------------------------------------------------------------------ L2
+
+
+def profiled(shape: Shape, name: str, tokens: int, device: torch.device) -> None:
+    """Under ncu: one forward and backward of this layer between profiler marks, after one that compiles."""
+    for found, layer, case in layers(shape, tokens, device):
+        if found == name:
+            layer.forward_backward(case)
+            timing.synchronize()
+            torch.cuda.cudart().cudaProfilerStart()
+            layer.forward_backward(case)
+            timing.synchronize()
+            torch.cuda.cudart().cudaProfilerStop()
+            return
+
+
+def l2_rows(shape: Shape, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What ncu says of a forward and backward of this layer."""
+    if shutil.which("ncu") is None:
+        raise SystemExit("--parts l2 needs ncu (Nsight Compute) on PATH; leave l2 out")
+    me = [sys.executable, str(Path(__file__).resolve()), "--shapes", shape.name, "--tokens", str(args.tokens)]
+    ncu = ["ncu", "--csv", "--profile-from-start", "off", "--cache-control", "none", "--clock-control", "none"]
+    metrics = ["--metrics", ",".join(L2_METRICS)]
+    done = subprocess.run([*ncu, *metrics, *me, "--profiled", name], capture_output=True, text=True, check=False)
+    found = of_kernels(done.stdout)
+    if not found:
+        print(f"ncu found nothing: {done.stdout[-500:]} {done.stderr[-500:]}", flush=True)
+    return [{"shape": shape.name, "layer": name, **row} for row in found]
+
+
+def of_kernels(text: str) -> list[dict[str, Any]]:
+    """ncu's CSV, kernels of 0.05 ms and more: GB read from L2, moved to and from DRAM, the share of L2 hits, ms."""
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    of_kernel: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for record in csv.DictReader(lines[first:]):
+        value = float(record["Metric Value"].replace(",", "")) * UNITS.get(record["Metric Unit"], 1)
+        of_kernel[record["Kernel Name"].partition("(")[0]][L2_METRICS[record["Metric Name"]]] += value
+    return [
+        {
+            "kernel": kernel, "l2_read_gb": round(found["read"] * 32 / 1e9, 3),
+            "l2_hit": round(found["read_hit"] / max(found["read"], 1), 4),
+            "dram_read_gb": round(found["dram_read"] / 1e9, 3), "dram_write_gb": round(found["dram_write"] / 1e9, 3),
+            "ms": round(found["ns"] / 1e6, 4),
+        }
+        for kernel, found in of_kernel.items() if found["ns"] >= 5e4
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def product_rows(
+    shape: Shape, meter: Meter, idle: float, args: argparse.Namespace, device: torch.device
+) -> Iterator[Any]:
+    products = Products(shape, args.tokens, device)
+    for name, sides in products.of.items():
+        products.check(name)
+        tflop = products.tflop_of(name)
+        for side, call in zip(("uniep", "grouped_mm"), sides, strict=False):
+            found = energy(meter, call, tflop, idle, args)
+            yield {"shape": shape.name, "what": name, "side": side, "tflop": round(tflop, 4), **found}
+    products.workspace.close()
+
+
+def layer_rows(
+    shape: Shape, meter: Meter, idle: float, args: argparse.Namespace, device: torch.device
+) -> Iterator[Any]:
+    tflop = half_of(shape).tflop(args.tokens, "fwd_bwd")
+    for name, layer, case in layers(shape, args.tokens, device):
+
+        def call(layer: Layer = layer, case: Case = case) -> None:
+            layer.forward_backward(case)
+
+        found = energy(meter, call, tflop, idle, args)
+        yield {"shape": shape.name, "what": "layer", "side": name, "tflop": round(tflop, 4), **found}
+
+
+def vector_rows(meter: Meter, idle: float, args: argparse.Namespace, device: torch.device) -> Iterator[Any]:
+    rows, columns = 65536, 1536
+    wanted: Tensor | None = None
+    for name, call in vector_passes(rows, columns, device).items():
+        got = call().clone()
+        wanted = got if wanted is None else wanted
+        assert torch.equal(got, wanted), f"SwiGLU and addition {name} differs"
+        found = energy(meter, call, 1.0, idle, args)
+        kept = ("ms", "watts", "joules")
+        yield {"what": f"SwiGLU + addition, {rows} x {columns}", "side": name, **{k: found[k] for k in kept}}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", type=Path, help="results file")
+    arguments.add_argument("--shapes", default="qwen3-30b,qwen3-235b,deepseek-v3")
+    arguments.add_argument("--tokens", type=int, default=8192)
+    arguments.add_argument("--parts", default="products,layer,vector,tasks,l2", help="(default %(default)s)")
+    arguments.add_argument("--seconds", type=float, default=0.8, help="counted, of each (default %(default)s)")
+    arguments.add_argument("--warm-s", type=float, default=0.3, help="before counting (default %(default)s)")
+    arguments.add_argument("--commit", help="recorded in the results where there is no git checkout")
+    arguments.add_argument("--profiled", help=argparse.SUPPRESS)
+    args = arguments.parse_args()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    timing.setup(device, None)
+    shapes = [parse_shape(name) for name in args.shapes.split(",")]
+    if args.profiled:
+        profiled(shapes[0], args.profiled, args.tokens, device)
+        return
+    results: dict[str, Any] = {"meta": of_run("energy.py", device, args.commit) | {"tokens": args.tokens}, "rows": []}
+
+    def keep(row: dict[str, Any], where: str = "rows") -> None:
+        results.setdefault(where, []).append(row)
+        print(row, flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+    parts, meter = args.parts.split(","), Meter(nvml_joules(device))
+    timing.synchronize()
+    idle = results["meta"]["idle_watts"] = round(meter.watts(lambda: time.sleep(0.005), 1.0), 1)
+    print(f"idle: {idle} W", flush=True)
+    of_gpu: tuple[Any, ...] = (meter, idle, args, device)
+    for shape in shapes:
+        for part, rows in (("products", product_rows), ("layer", layer_rows)):
+            for row in rows(shape, *of_gpu) if part in parts else ():
+                keep(row)
+            torch.cuda.empty_cache()
+    for row in vector_rows(*of_gpu) if "vector" in parts else ():
+        keep(row)
+    if "tasks" in parts:
+        keep({"dealt_ns": dealt_tasks(device), "claimed_ns": empty_tasks(device)}, "tasks")
+    if "l2" in parts:
+        for name in LAYERS:
+            for row in l2_rows(shapes[0], name, args):
+                keep(row, "l2")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
