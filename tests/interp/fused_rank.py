@@ -331,7 +331,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
         move = claims.move_chunk
 
         def late_move(*args):
-            time.sleep(LATE_S)
+            time.sleep(10 * LATE_S)
             return move(*args)
 
         claims.move_chunk = late_move
