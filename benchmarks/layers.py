@@ -4,6 +4,7 @@ uniep          sync-free: `max_rows` is set, no host read.
 uniep-default  rows allocated exactly, after one host read per call.
 uniep-serial   sync-free, every stage waits for the one before.
 uniep-nccl     the explicit collective backend.
+uniep-checkpoint  sync-free, inside torch.utils.checkpoint: a backward first makes the whole forward again.
 uniep-compute  own kernels with communication removed; needs a backend that offers it.
 uniep@FIELD=VALUE+FIELD=VALUE  sync-free with these fields of Schedule, e.g. uniep@gate_up.columns=128.
 uniep-groups   sync-free, with combine_groups = the number of ranks (other roundings, fewer rows on the wire);
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import uniep
 from cases import Case
@@ -49,8 +51,8 @@ class Workspaces:
         self.made: dict[str, uniep.Workspace] = {}
 
     def get(self, impl: str) -> uniep.Workspace:
-        """The Workspace of a variant; `uniep` and `uniep-compute` share theirs."""
-        key = "uniep" if impl == "uniep-compute" else impl
+        """The Workspace of a variant; some share that of `uniep`."""
+        key = "uniep" if impl in ("uniep-compute", "uniep-checkpoint") else impl
         if key not in self.made:
             default = impl in ("uniep-default", "uniep-nccl")
             groups = parse_groups(impl, dist.get_world_size(self.group))
@@ -105,6 +107,13 @@ class UniEPLayer(Layer):
         backend: Any = self.workspace.backend
         if hasattr(backend, "phases"):
             backend.phases = value
+
+
+class UniEPCheckpoint(UniEPLayer):
+    """The layer, which saves nothing but its inputs."""
+
+    def forward(self, case: Case) -> tuple[Tensor, Any]:
+        return checkpoint(lambda: super(UniEPCheckpoint, self).forward(case)[0], use_reentrant=False), None
 
 
 class UniEPCompute(UniEPLayer):

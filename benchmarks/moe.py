@@ -36,8 +36,8 @@ from torch import Tensor
 import timing
 import uniep
 from cases import ROUTINGS, Case, Shape, make_case, make_weights, parse_shape
-from layers import UniEPCompute, UniEPLayer, Workspaces, parse_groups
-from peers import DeepEp, DeepEpLayer, Layer, NcclLayer, PeerCompute
+from layers import UniEPCheckpoint, UniEPCompute, UniEPLayer, Workspaces, parse_groups
+from peers import DeepEp, DeepEpLayer, Layer, Liger, LigerLayer, NcclLayer, PeerCompute
 from results import best_peer
 from uniep.reference import composition
 from uniep.schedule import parse_schedule
@@ -45,8 +45,9 @@ from uniep.schedule import parse_schedule
 DEFAULT_SHAPES = "qwen3-30b,dsv2-lite,qwen3-235b,deepseek-v3,mixtral-8x7b"
 IMPLS = (
     "uniep", "uniep-default", "uniep-serial", "uniep-nccl", "uniep-compute", "uniep-groups",
-    "nccl", "deepep", "deepep-nowait", "peer-compute",
+    "nccl", "deepep", "deepep-nowait", "liger-cute", "peer-compute",
 )  # fmt: skip
+BY_NAME = (*IMPLS, "uniep-checkpoint")
 OUTPUTS = ("y", "dx", "dweights", "dw13", "dw2")
 TOLERANCE = 1e-2
 PIECE = 2**26  # elements that are compared at once
@@ -71,6 +72,7 @@ class Bench:
         self.dtype = DTYPES[args.dtype]
         self.backward = "fwd_bwd" in args.directions
         self.deepep: DeepEp | None = None
+        self.liger: Liger | None = None
         self.results: dict[str, Any] = {"meta": self.meta(), "checks": {}, "rows": []}
 
     def meta(self) -> dict[str, Any]:
@@ -156,7 +158,11 @@ class Bench:
             if impl.startswith("deepep"):
                 assert self.deepep is not None
                 return DeepEpLayer(self.deepep, wait=impl == "deepep")
-            return (UniEPCompute if impl == "uniep-compute" else UniEPLayer)(workspaces.get(impl))
+            if impl == "liger-cute":
+                assert self.liger is not None
+                return LigerLayer(self.liger, self.group)
+            kinds = {"uniep-compute": UniEPCompute, "uniep-checkpoint": UniEPCheckpoint}
+            return kinds.get(impl, UniEPLayer)(workspaces.get(impl))
 
         made = {impl: self.attempt(impl, lambda impl=impl: make(impl)) for impl in impls}
         try:
@@ -177,7 +183,7 @@ class Bench:
                 layer.prepare(case, self.backward)
                 got = layer.forward_backward(case) if self.backward else layer.forward(case)[:1]
                 layer.check()
-                return got
+                return layer.joined(got)
 
             got = self.attempt(f"{label} {impl}", outputs)
             if got is None:
@@ -196,14 +202,19 @@ class Bench:
 
     def check_small(self, impls: list[str]) -> list[str]:
         """The implementations that equal plain fp32 on a small case with uneven routing (bounds are not compared)."""
-        cuda = self.device.type == "cuda"
-        shape = Shape("small", 512, 256, 8 * self.ranks, 4) if cuda else Shape("small", 64, 32, 4 * self.ranks, 2)
-        tokens, weights = 203 if cuda else 13, self.weights(shape)
+        shape, tokens = self.small()
+        weights = self.weights(shape)
         case = make_case(shape, tokens, "zipf", self.rank, weights)
         compared = [impl for impl in impls if not impl.endswith("-compute")]
         with self.layers(shape, tokens, self.most_rows(case), compared) as layers:
             self.compare(layers, case, "small", self.fp32(case))
             return [impl for impl in impls if impl in layers or impl not in compared]
+
+    def small(self) -> tuple[Shape, int]:
+        """The shape and the tokens of the small case."""
+        if self.device.type == "cuda":
+            return Shape("small", 512, 256, 8 * self.ranks, 4), 203
+        return Shape("small", 64, 32, 4 * self.ranks, 2), 13
 
     def fp32(self, case: Case) -> tuple[Tensor, ...]:
         """This rank's part of the layer's outputs and gradients, computed in fp32 on the tokens of all ranks."""
@@ -271,16 +282,23 @@ class Bench:
             layer.phases = None
         return {name: statistics.median(times) for name, times in taken.items()}
 
-    def peak_mib(self, layer: Layer, case: Case, direction: str) -> float | None:
-        """Largest device memory of one call beyond what was there before, this rank's; None on CPU."""
+    def memory(self, layer: Layer, case: Case, direction: str) -> dict[str, float]:
+        """MiB on the device beyond what was there before, this rank's: the most of one call, and what a forward saves
+        for its backward; {} on CPU."""
         if self.device.type != "cuda":
-            return None
+            return {}
         timing.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.call(layer, case, direction)()
         timing.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        found = {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+        if direction == "fwd_bwd":
+            y_TD, saved = layer.forward(case)
+            timing.synchronize()
+            found["saved_mib"] = (torch.cuda.memory_allocated() - before - y_TD.nbytes) / 2**20
+            del y_TD, saved
+        return found
 
     def run_case(self, layers: dict[str, Layer], case: Case, key: dict[str, Any], shape: Shape) -> None:
         """Time one (shape, tokens, routing, load, direction) and record a row per implementation."""
@@ -291,9 +309,10 @@ class Bench:
             row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
             row["tflops"] = round(shape.tflop(key["tokens"], direction) / ms * 1e3, 1)
             layer = layers[impl]
-            peak = self.attempt(f"{impl} peak", lambda layer=layer: self.peak_mib(layer, case, direction))
-            if peak is not None:
-                row["peak_mib"] = round(timing.max_over_ranks([peak])[0], 1)
+            memory = self.attempt(f"{impl} memory", lambda layer=layer: self.memory(layer, case, direction))
+            if memory:
+                most = timing.max_over_ranks(list(memory.values()))
+                row |= {name: round(mib, 1) for name, mib in zip(memory, most, strict=True)}
             if self.args.phases:
                 parts = self.attempt(f"{impl} phases", lambda layer=layer: self.phases(layer, case, direction))
                 if parts:
@@ -312,12 +331,19 @@ class Bench:
         args = self.args
         shapes = [parse_shape(name) for name in args.shapes.split(",")]
         impls = [name for name in args.impl.split(",") if args.deepep or not name.startswith("deepep")]
+        impls = [name for name in impls if args.liger or name != "liger-cute"]
         self.say(f"{self.results['meta']}")
         if any(name.startswith("deepep") for name in impls):
             hidden = max(shape.hidden for shape in shapes)
             self.deepep = self.attempt("deepep", lambda: DeepEp(args.deepep, self.group, hidden))
             if self.deepep is None:
                 impls = [name for name in impls if not name.startswith("deepep")]
+        if "liger-cute" in impls:
+            small, few = self.small()
+            tokens = max(few, *(int(text) for text in args.tokens.split(",")))
+            given = args.liger, {"ep": self.group}, self.device, tokens, [small, *shapes]
+            self.liger = self.attempt("liger-cute", lambda: Liger(*given))
+            impls = [name for name in impls if self.liger is not None or name != "liger-cute"]
         if args.check:
             impls = self.check_small(impls)
         for shape in shapes:
@@ -357,8 +383,9 @@ class Bench:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        if self.deepep is not None:
-            self.deepep.close()
+        for peer in (self.deepep, self.liger):
+            if peer is not None:
+                peer.close()
         dist.barrier(self.control)
         dist.destroy_process_group()
 
@@ -437,6 +464,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--deepep", metavar="DIR", help="folder that holds an importable deep_ep; without it DeepEP is left out"
     )
+    made.add_argument(
+        "--liger",
+        metavar="DIR",
+        help="folder that holds an importable liger_cute_kernels; without it liger-cute is left out",
+    )
     made.add_argument("--phases", action="store_true", help="also take every layer's phase breakdown")
     made.add_argument(
         "--max-rows-factor",
@@ -464,9 +496,9 @@ def options(argv: list[str] | None) -> argparse.Namespace:
             base, _, fields = name.partition("@")
             if fields and (base == "uniep" or parse_groups(base, 1)):
                 parse_schedule(fields, uniep.Schedule())
-            elif name not in IMPLS and not parse_groups(name, 1):
+            elif name not in BY_NAME and not parse_groups(name, 1):
                 raise ValueError(
-                    f"implementation {name!r} is unknown; use {', '.join(IMPLS)}, uniep-groupsN or uniep@FIELD=VALUE"
+                    f"implementation {name!r} is unknown; use {', '.join(BY_NAME)}, uniep-groupsN or uniep@FIELD=VALUE"
                 )
         for option, known in (
             ("routing", ROUTINGS),

@@ -4,10 +4,12 @@ nccl            Megatron-style dispatcher: permute, all-to-all, reorder, experts
                 One copy of the split sizes to the host, queued before the permute and waited for after it.
 deepep          DeepEP's intranode dispatch and combine with a tuned Config; the host waits for the receive counts.
 deepep-nowait   The same with `num_worst_tokens`: no host wait, buffers for the worst case.
+liger-cute      liger-cute-kernels 0.8.5: one fused kernel for each direction, on CUTLASS and NVSHMEM.
 peer-compute    Their experts alone, on rows that were received before: the bound that perfect overlap would give.
 
-All share the grouped GEMM and the kernels of kernels.py.  The routing weight acts in the SwiGLU, where it is
-free.  Layers are explicit forward and backward functions without autograd, which favours them.
+All but liger-cute share the grouped GEMM and the kernels of kernels.py.  The routing weight acts in the SwiGLU, where
+it is free (liger-cute applies it, in bf16, in the combine).  Layers are explicit forward and backward functions without
+autograd, which favours them.
 
 Shape suffixes: T tokens, K slots, D hidden, F ffn, E experts, e local experts, N rows.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import timing
-from cases import Case
+from cases import Case, Shape
 from kernels import collect, exchange_layout, grouped_mm, reorder, sort_by_expert, spread, swiglu, swiglu_backward
 
 
@@ -45,8 +48,12 @@ class Layer:
         raise NotImplementedError
 
     def forward_backward(self, case: Case) -> tuple[Tensor, ...]:
-        """(y, dx, dweights, dw13, dw2)."""
+        """(y, dx, dweights, dw13, dw2), as `joined` makes it."""
         raise NotImplementedError
+
+    def joined(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Outputs as all layers have them; not timed."""
+        return outputs
 
     def check(self) -> None:
         """Raise errors that earlier calls deferred."""
@@ -205,6 +212,53 @@ class DeepEpLayer(PeerLayer):
         return dx_TD, dweights_TK, dw13, dw2
 
 
+class LigerLayer(PeerLayer):
+    """liger-cute-kernels below its autograd.  Its gradients of gate and up are two tensors."""
+
+    def __init__(self, liger: Liger, group: dist.ProcessGroup) -> None:
+        self.ffi, self.team = liger.ffi, liger.team(group)
+
+    def prepare(self, case: Case, backward: bool) -> None:
+        """It takes int32 ids, weights in bf16, and contiguous gate and up."""
+        gate, up = case.w13_e2FD.chunk(2, 1)
+        self.ids_TK, self.weights_TK = case.ids_TK.int(), case.weights_TK.to(case.x_TD.dtype)
+        experts = gate.contiguous(), up.contiguous(), case.w2_eDF
+        self.given = self.ids_TK, self.weights_TK, *experts, case.num_experts, case.ids_TK.shape[1], self.team
+
+    def _run(self, case: Case) -> tuple[Tensor, Any]:
+        y_TD, *saved = self.ffi.moe_fused_fwd_bf16(case.x_TD, *self.given)
+        self.mark("forward")
+        return y_TD, saved
+
+    def _release(self) -> None:
+        """What the last forward keeps in symmetric memory, which has room for one."""
+        self.ffi.moe_pop_fwd(self.team)
+
+    def forward(self, case: Case) -> tuple[Tensor, Any]:
+        y_TD, saved = self._run(case)
+        self._release()
+        return y_TD, saved
+
+    def forward_backward(self, case: Case) -> tuple[Tensor, ...]:
+        y_TD, saved = self._run(case)
+        made = self.backward(case.dy_TD, case, saved)
+        self._release()
+        return y_TD, *made
+
+    def backward(self, dy_TD: Tensor, case: Case, saved: Any) -> tuple[Tensor, ...]:
+        x_rows, y_rows, offsets, slots, tiles, tile_rows = saved
+        of_rows = y_rows, x_rows, slots, tiles, offsets
+        dx_TD, dgate, dup, dw2, dweights_TK = self.ffi.moe_fused_bwd_bf16(dy_TD, *of_rows, *self.given, tile_rows)
+        self.mark("backward")
+        return dx_TD, dweights_TK, dgate, dup, dw2
+
+    def joined(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if len(outputs) == 1:
+            return outputs
+        y_TD, dx_TD, dweights_TK, dgate, dup, dw2 = outputs
+        return y_TD, dx_TD, dweights_TK, torch.cat([dgate, dup], 1), dw2
+
+
 class PeerCompute(PeerLayer):
     """The peers' experts on rows that an earlier `nccl` forward received."""
 
@@ -291,3 +345,35 @@ class DeepEp:
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self.buffer.destroy()
+
+
+class Liger:
+    """The NVSHMEM memory of liger-cute-kernels, which cannot grow.
+
+    folder: where the package `liger_cute_kernels` lies, with apache-tvm-ffi and NVSHMEM.  groups: of equal size on all
+    ranks, by name.  tokens: the most of a rank.  shapes: all that will come.
+    """
+
+    def __init__(
+        self, folder: str, groups: Mapping[str, dist.ProcessGroup], device: torch.device, tokens: int,
+        shapes: Sequence[Shape],
+    ) -> None:  # fmt: skip
+        sys.path.insert(0, folder)
+        import liger_cute_kernels
+        from liger_cute_kernels import nvshmem, tvm_ffi
+
+        self.ffi, self.nvshmem = tvm_ffi, nvshmem
+        of_all = (max(getattr(s, name) for s in shapes) for name in ("hidden", "num_experts", "top_k"))
+        most = tokens, *of_all
+        for name, group in groups.items():
+            size = dist.get_world_size(group)
+            room = liger_cute_kernels.MoEConfig(*most, num_hosts=1, gpus_per_host=size, group=name)
+            liger_cute_kernels.configure(process_groups={name: group}, device=device, moe=room)
+
+    def team(self, group: dist.ProcessGroup) -> int:
+        """Its number for a group."""
+        return self.nvshmem.resolve_team(group, create=False)
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.nvshmem.finalize()

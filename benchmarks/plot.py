@@ -30,6 +30,8 @@ LAYERS = {
     "deepep-nowait": ("DeepEP", ORANGE),
 }
 """Implementation -> its name in the picture of memory, colour."""
+SAVING = {"uniep": "all saved", "uniep@preactivation=recomputed": "h recomputed", "uniep-checkpoint": "checkpointed"}
+"""Implementation -> what a backward has of its forward, from most memory to least."""
 
 
 def about(timings: Sequence[Timing]) -> str:
@@ -74,11 +76,17 @@ def speedup(timings: Sequence[Timing], out: Path) -> None:
     plt.close(figure)
 
 
-def memory(rows: Sequence[dict[str, Any]], timings: Sequence[Timing], out: Path) -> None:
-    """Peak of one forward and backward beyond inputs and what is shared, GiB."""
+def memory(
+    rows: Sequence[dict[str, Any]], timings: Sequence[Timing], recomputed: Sequence[dict[str, Any]],
+    of_recomputed: Sequence[Timing], out: Path,
+) -> None:  # fmt: skip
+    """Peak of one forward and backward beyond inputs and what is shared, GiB; below, of `recomputed`, the time of both
+    over what is saved between them."""
     plt = figure_style()
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    figure, axes = plt.subplots(figsize=(WIDTH, 3.8), layout="constrained")
+    panels = list(dict.fromkeys(row["shape"] for row in recomputed))
+    figure, parts = plt.subplot_mosaic([["peak"] * len(panels), panels], figsize=(WIDTH, 7.2), layout="constrained")
+    axes = parts["peak"]
     width = 0.84 / len(LAYERS)
     for number, (impl, (label, color)) in enumerate(LAYERS.items()):
         found = {row["shape"]: row["peak_mib"] / 1024 for row in rows if row["impl"] == impl}
@@ -93,9 +101,28 @@ def memory(rows: Sequence[dict[str, Any]], timings: Sequence[Timing], out: Path)
     axes.tick_params(length=0)
     axes.spines["left"].set_visible(False)
     axes.legend(loc="upper left", ncols=2)
-    title(figure, "Memory of one forward and backward", f"beyond inputs and shared buffers; {about(timings)}")
+    axes.set_title("Peak beyond inputs and shared buffers", loc="left")
+    for shape in panels:
+        _time_over_saved(parts[shape], [row for row in recomputed if row["shape"] == shape])
+    parts[panels[0]].set_ylabel("forward + backward, ms")
+    title(figure, "Memory of one forward and backward", f"{about(timings)}. Below: {about(of_recomputed)}")
     figure.savefig(out)
     plt.close(figure)
+
+
+def _time_over_saved(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """A line through what a forward of one shape may save."""
+    found = {row["impl"]: row for row in rows}
+    points = [(found[impl]["saved_mib"], found[impl]["ms"]) for impl in SAVING]
+    axes.plot(*zip(*points, strict=True), "o-", color=BLUE, zorder=2)
+    for (mib, ms), name in zip(points, SAVING.values(), strict=True):
+        text, most = f"{name}\n{mib:,.0f} MiB, {ms / points[0][1]:.2f}x", points[0][0]
+        side, above = ("right", -26) if mib > most / 2 else ("left", 7)
+        axes.annotate(text, (mib, ms), (0, above), textcoords="offset points", fontsize=9, ha=side)
+    axes.set(xlabel="MiB saved between them", xlim=(-0.05 * points[0][0], None))
+    axes.margins(y=0.35)
+    axes.grid(zorder=0)
+    axes.set_title(rows[0]["shape"], loc="left")
 
 
 def prediction(rows: Sequence[dict[str, Any]], out: Path) -> None:
@@ -131,9 +158,11 @@ def _speedup(args: argparse.Namespace, out: Path) -> None:
 
 
 def _memory(args: argparse.Namespace, out: Path) -> None:
-    path = RESULTS / "h200x2_both.json"
-    rows = json.loads(path.read_text())["rows"]
-    memory([r for r in rows if r["direction"] == "fwd_bwd" and r["load"] == "window"], load([path]), out)
+    found: list[Any] = []
+    for path in (RESULTS / "h200x2_both.json", RESULTS / "h200x1_recompute.json"):
+        rows = json.loads(path.read_text())["rows"]
+        found += [[r for r in rows if r["direction"] == "fwd_bwd" and r["load"] == "window"], load([path])]
+    memory(*found, out)
 
 
 def _prediction(args: argparse.Namespace, out: Path) -> None:

@@ -2,7 +2,8 @@
 
 A file is {"meta": {card, gpus, ep, torch, triton, commit, command, date, ...}, "checks": {...}, "rows": [...]},
 a row {shape, tokens, routing, load, direction, impl, ms, ms_min, ms_max, tflops}, on GPUs with peak_mib (memory of
-one call beyond its inputs, without memory that a Workspace or DeepEP owns), and with phases if they were asked for.
+one call beyond its inputs, without memory that a Workspace or DeepEP owns), of a backward with saved_mib (what its
+forward leaves for it, without y), and with phases if they were asked for.
 """
 
 from __future__ import annotations

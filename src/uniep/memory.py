@@ -83,15 +83,15 @@ class MemoryPlan:
     def explain(self, only: Kind | None = None) -> str:
         """A table: one line per buffer, then the totals.  only: list only buffers of this kind."""
         rows: list[tuple[str, ...]] = [
-            (b.kind, b.name, " x ".join(map(str, b.shape)), _dtype(b.dtype), _size(b.bytes), b.why)
+            (b.kind, b.name, " x ".join(map(str, b.shape)), _dtype(b.dtype), size_text(b.bytes), b.why)
             for b in self.buffers
             if only in (None, b.kind)
         ]
         kinds = {kind: why for kind, why in _KINDS.items() if only in (None, kind)}
-        rows += [("total", kind, "", "", _size(self.total_bytes(kind)), why) for kind, why in kinds.items()]
+        rows += [("total", kind, "", "", size_text(self.total_bytes(kind)), why) for kind, why in kinds.items()]
         if only is None:
             rows.append(
-                ("peak", "call", "", "", _size(self.peak_bytes()), "saved, and transient buffers alive at once")
+                ("peak", "call", "", "", size_text(self.peak_bytes()), "saved, and transient buffers alive at once")
             )
         head = ("kind", "buffer", "shape", "dtype", "size", "why")
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
@@ -116,7 +116,8 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """A number of bytes in the largest unit that fits."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
@@ -197,9 +198,9 @@ def check_room(plan: MemoryPlan, needed: int, free_R: Sequence[int]) -> None:
     """
     short = {rank: free for rank, free in enumerate(free_R) if free < needed}
     if short:
-        which = ", ".join(f"rank {rank}: {_size(free)}" for rank, free in short.items())
+        which = ", ".join(f"rank {rank}: {size_text(free)}" for rank, free in short.items())
         raise CapacityError(
-            f"shared buffers take {_size(needed)} of every rank's GPU, which has less free ({which}); lower "
+            f"shared buffers take {size_text(needed)} of every rank's GPU, which has less free ({which}); lower "
             "max_tokens_per_rank, free other memory, or use backend='nccl' (collectives), which shares none.\n"
             f"{plan.explain('shared')}"
         )
@@ -307,6 +308,7 @@ def _hopper(c: _Call) -> list[_Size]:
     sent = c.tokens if c.way.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
     block = kept_block(cfg, c.ep_size, sent, copying=c.way.transfer == "copy")
     kept = (rows, cfg.hidden) if expanded else kept_shape(cfg, c.ep_size, c.way, block)
+    again = (c.ep_size - 1) * cfg.receive_block, cfg.hidden
     parts = sum(plan_words(hopper_parts_arrays(cfg, c.ep_size))) if c.way.grouped else 0
     tiles = backward_tiles(cfg, c.way, w13=True, w2=True)
     lists = sum(list_words(rows // c.way.gate_up.rows, c.local, tiles, backward=True))
@@ -317,6 +319,7 @@ def _hopper(c: _Call) -> list[_Size]:
         _Size("parts", (parts,), _I32, "which rows combine groups add, and where sums go"),
         _Size("h", (1 + cfg.gated, rows, cfg.ffn), dtype, "gate and up before the activation"),
         _Size("kept", kept, dtype, "every row's input" if expanded else "received tokens, for dW13"),
+        _Size("received_again", again, dtype, "backward: tokens dispatched again, for h and dW13"),
         _Size("act", (rows, cfg.ffn), dtype, "activation; in backward, weighted, for dW2"),
         _Size("raw", (rows, cfg.ffn), _F32, "backward: dO @ W2"),
         _Size("lists", (lists,), _I64, "tasks of the kernel"),

@@ -50,7 +50,8 @@ PLACES = {
 TAKEN = frozenset((
     "enter", "send", "plan", "push", "dispatch", "expand", "gate_up", "activation", "keep", "down", "group_sum",
     "push_rows", "combine", "down_grad", "activation_gradient", "dweight", "gate_up_grad", "bias_gradient",
-    "down_wgrad", "dispatch_again", "gate_up_wgrad", "collect", "lists", "forward", "backward", "return", "gate",
+    "down_wgrad", "dispatch_again", "gate_up_wgrad", "recompute", "collect", "lists", "forward", "backward", "return",
+    "gate",
 ))  # fmt: skip
 """Names of stages and operators of the layer."""
 

@@ -433,6 +433,12 @@ class Schedule:
         "are dispatched again (no memory between forward and backward).",
         helps="again where memory is short.", condition=_mega_needs("saved"),
     )  # fmt: skip
+    preactivation: Literal["saved", "recomputed"] = dimension(
+        "saved", backends=_ANY, scope="wire", source=f"{_OWN} (activation recomputation, as in Megatron-LM)",
+        doc="Where backward has gate and up from, the input of the activation. saved: forward keeps them. recomputed: "
+        "backward runs the first GEMM again, from the tokens that it has for dW13 anyway.",
+        helps="recomputed where memory is short: it saves 2F values a row, and computes one more product of six.",
+    )  # fmt: skip
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ import functools
 from typing import Any, Literal, NamedTuple
 
 from uniep.config import MoEConfig
-from uniep.dimension import COLLECTIVE, GPU
+from uniep.dimension import COLLECTIVE, CPU, GPU
 from uniep.row_operator import RowOperator
 from uniep.way import Way
 
@@ -145,12 +145,15 @@ class _Call:
         """Ranks enter; tokens leave that no product sends; a forward makes the plan."""
         way, flags, entered = self.way, self.flags, self.flag("entered")
         both: Any = {"waits": entered, "signals": entered}
+        again = self.again() if way.recomputes and not self.is_forward else []
         if not self.device:
             name = ((("fingerprint", SAVED),) * self.is_forward) if flags.save else ()
             return [self.make("enter", buffers=name, **both), self.make("push", "push", signals=self.flag("arrived"))]
         plan = (("plan", SAVED), ("rows", SAVED)) if self.is_forward else (("address", END),)
-        rows = "row_addresses_kernel" * (not self.is_forward and (flags.w13 or flags.w2 or self.cfg.bias))
-        made = [self.make("enter", "", f"{self.publish} exchange_kernel {rows} {self.barrier}", buffers=plan, **both)]
+        by_row = way.recomputes or flags.w13 or flags.w2 or self.cfg.bias
+        rows = "row_addresses_kernel" * (not self.is_forward and by_row)
+        kernels = f"{self.publish} exchange_kernel {rows} {self.barrier}"
+        made = [*again, self.make("enter", "", kernels, buffers=plan, **both)]
         if self.copies:
             made.append(self.make("send", "push", "copy", stream="copies", sms=0, signals=self.flag("finished")))
         if self.is_forward:
@@ -171,13 +174,18 @@ class _Call:
         way = self.way
         pushes = self.device and not self.copies and not self.dispatched
         waits = not self.device or (self.wired and way.waits)
-        rules = way.local_first, way.leads[not self.is_forward], way.chunk_experts, way.critical_path, way.rotated
-        order = None if way.backend == COLLECTIVE else Order(*rules)
         return self.make(
             name, f"{self.move * pushes} {operators}", kernels,
             waits=self.flag("finished" if self.copies else "arrived", waits),
-            signals=self.flag("arrived", pushes and waits and not way.pulls), **{"order": order} | fields,
+            signals=self.flag("arrived", pushes and waits and not way.pulls),
+            **{"order": self.order(way.leads[not self.is_forward])} | fields,
         )  # fmt: skip
+
+    def order(self, leads: int) -> Order | None:
+        way = self.way
+        if way.backend == COLLECTIVE:
+            return None
+        return Order(way.local_first, leads, way.chunk_experts, way.critical_path, way.rotated)
 
     def own(self, product: str) -> list[Stage]:
         """Operators of one's own behind a product.  The first torch function of a direction makes the mask of rows."""
@@ -198,8 +206,8 @@ class _Call:
         if expanded:
             kept = (("kept", SAVED if save else END),)
             made, make = [self.product("expand", "", "expand_kernel", order=None, buffers=kept)], self.make
-        h = (("act", END), ("h", SAVED))[: 1 + save]
-        made.append(make("gate_up", "gate_up", "gate_up_kernel", buffers=h, **how))
+        h = (("h", SAVED),) * save if not way.recomputes else (("h", END),) * (way.backend == CPU)
+        made.append(make("gate_up", "gate_up", "gate_up_kernel", buffers=(("act", END), *h), **how))
         if way.separate:
             made.append(self.make("activation", "activation"))
         made += self.own("gate_up")
@@ -244,9 +252,11 @@ class _Call:
         """Weight gradients need nothing from peers: on GPUs the sums are beside them, on another stream."""
         way, flags = self.way, self.flags
         apart = way.separate_gradient
-        raw = (("raw", "activation_gradient" if self.device else END),) * (apart or way.backend == COLLECTIVE)
+        until = "activation_gradient" if self.device else END
+        raw = (("raw", until),) * (apart or way.backend == COLLECTIVE)
         through = (*raw, ("dh", END), ("act", END), ("dweight_groups", END))
-        made = [self.product("down_grad", "down_grad", "gathered_product_kernel", buffers=through)]
+        made = [self.recompute(until)] if way.recomputes else []
+        made.append(self.product("down_grad", "down_grad", "gathered_product_kernel", buffers=through))
         made += self.own("down_grad")
         if apart:
             kernel = "claimed_activation_gradient_kernel" if way.gradient_beside else "activation_gradient_kernel"
@@ -263,14 +273,32 @@ class _Call:
             weights.append(self.make("bias_gradient", "", "bias_gradient_kernel", buffers=biases))
         if flags.w2:
             weights.append(self.weight_gradient("down_wgrad", "dw2"))
-        if self.device and way.again and self.wired and not way.mega:
-            send = "copy" if self.copies else "push_tokens_kernel"
-            kernels = f"{self.publish} exchange_kernel {self.barrier} {send} {self.barrier}"
-            flag = self.flag("entered") + self.flag("finished")
-            weights.append(self.make("dispatch_again", "", kernels, waits=flag, signals=flag, after=("combine",)))
+        if not way.recomputes:
+            weights += self.again()
         if flags.w13:
             weights.append(self.weight_gradient("gate_up_wgrad", "dw13"))
         return [*made, sums, *weights] if self.device and not way.mega else [*made, *weights, sums]
+
+    def again(self) -> list[Stage]:
+        """A GPU's second dispatch of x: when nobody reads dO any more, or, kept for the rest of the backward, before dO
+        comes, where h is recomputed from it."""
+        way = self.way
+        if not (self.device and way.again and self.wired):
+            return []
+        send = "copy" if self.copies else "push_tokens_kernel"
+        kernels = f"{self.publish} exchange_kernel {self.barrier} {send} {self.barrier}"
+        how: dict[str, Any] = {"after": ("combine",)}
+        if way.recomputes:
+            kernels, how = f"{kernels} copy", {"buffers": (("received_again", END),)}
+        flag = self.flag("entered") + self.flag("finished")
+        return [self.make("dispatch_again", "", kernels, waits=flag, signals=flag, **how)]
+
+    def recompute(self, until: str) -> Stage:
+        """h from the forward's tokens, in the forward's order; waits for nobody.  With one kernel each way it is a
+        launch in front of that."""
+        alone, order = self.way.mega, self.order(self.way.leads[0])
+        buffers = (("h", END if alone else until),)
+        return self.make("recompute", "recompute" * (not alone), "gate_up_kernel", buffers=buffers, order=order)
 
     def weight_gradient(self, name: str, dw: str) -> Stage:
         made = ((dw, CALLER),) * (not self.flags.main_grad)
@@ -279,9 +307,10 @@ class _Call:
         return self.make(name, name, "weight_gradient_kernel", buffers=made)
 
     def in_one_kernel(self, name: str, behind: list[Stage]) -> list[Stage]:
-        """The lists of its tasks, and the kernel that carries out the operators of all stages; d(bias) comes behind."""
-        apart = [s for s in behind if s.name == "bias_gradient"]
-        inside = [s for s in behind if s not in apart]
+        """The lists of its tasks, and the kernel that carries out the operators of all stages; h is recomputed before
+        it, d(bias) comes behind."""
+        before, apart = ([s for s in behind if s.name == name] for name in ("recompute", "bias_gradient"))
+        inside = [s for s in behind if s not in (*before, *apart)]
         buffers = {n: u if u in (SAVED, CALLER) else END for s in inside for n, u in s.buffers}
         flags = [tuple(dict.fromkeys(f for s in inside for f in getattr(s, kind))) for kind in ("waits", "signals")]
         kernel = Stage(
@@ -289,7 +318,7 @@ class _Call:
             sms=max(self.way.sms - 1, 1), waits=flags[0], signals=flags[1], buffers=tuple(buffers.items()),
             order=inside[0].order,
         )  # fmt: skip
-        return [self.make("lists", "", "list_kernel", buffers=(("lists", END),)), kernel, *apart]
+        return [*before, self.make("lists", "", "list_kernel", buffers=(("lists", END),)), kernel, *apart]
 
     def collective(self) -> list[Stage]:
         """Each stage begins when the one before has ended; what computes is `backends/collective/local_experts.py`."""

@@ -33,6 +33,7 @@ class Wire(NamedTuple):
     send_order: str
     chunk_tokens: int
     again: bool
+    recomputes: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class Way:
         the CPU, of stretches on a device (`taskflow.stretches`).
     rotated: inside an expert, tiles in the order of peers.  interleaved: weight gradients behind their expert's rows.
     expanded: rows of the first GEMM are read from a contiguous copy.  again: backward dispatches tokens again.
+    recomputes: backward makes h again.
     device_tiles: GEMMs are split as GPU kernels do.  separate, separate_gradient: the activation, and its gradient, are
         tiles of their own.
     gate_up, down, weight_gradient: tiles of the products.
@@ -93,6 +95,7 @@ class Way:
     interleaved: bool
     expanded: bool
     again: bool
+    recomputes: bool
     device_tiles: bool
     separate: bool
     separate_gradient: bool
@@ -136,7 +139,8 @@ class Way:
 
     @property
     def wire(self) -> Wire:
-        return Wire(self.transfer, "expert" if self.sends_by_expert else "token", self.chunk_tokens, self.again)
+        order = "expert" if self.sends_by_expert else "token"
+        return Wire(self.transfer, order, self.chunk_tokens, self.again, self.recomputes)
 
     @property
     def kernels(self) -> tuple[bool, bool, bool]:
@@ -194,6 +198,7 @@ class Way:
             ),
             *(wired if device else ()),
             Choice("received tokens", s.received, "received", "as set"),
+            Choice("gate and up", s.preactivation, "preactivation", "as set"),
             *(Choice(op.name, f"after {op.after}", "operators", PLACES[op.after].cost) for op in self.operators),
         ]  # fmt: skip
 
@@ -260,8 +265,8 @@ def resolve(
         local_first=local_first, leads=leads, chunk_experts=s.chunk_experts if s.tile_order == "chunk-major" else 0,
         critical_path=s.tile_order == "critical-path", rotated=s.peer_order == "rotated",
         interleaved=s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
-        again=s.received == "again", device_tiles=device, separate=s.activation == "separate",
-        separate_gradient=gradient_apart, gate_up=s.gate_up, down=s.down,
+        again=s.received == "again", recomputes=s.preactivation == "recomputed", device_tiles=device,
+        separate=s.activation == "separate", separate_gradient=gradient_apart, gate_up=s.gate_up, down=s.down,
         weight_gradient=s.weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,
         operators=tuple(operators), given=(s, cfg, measured),
     )  # fmt: skip

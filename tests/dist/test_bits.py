@@ -42,6 +42,7 @@ def variants(count: int, seed: int) -> list[uniep.Schedule]:
                 matrix_workers=pick((1, 2, 3)),
                 vector_workers=pick((1, 2, 3)),
                 received=pick(("saved", "again")),
+                preactivation=pick(("saved", "recomputed")),
             )
         )
     return points
@@ -60,6 +61,21 @@ def compare_schedules(pool, cfg, batch, ep_sizes, schedules):
         for schedule, parts in zip(schedules, zip(*ranks, strict=True), strict=True):
             same_bits(case.gather(list(parts)), want, f"EP={ep_size} {schedule}")
     return want
+
+
+@pytest.mark.parametrize(
+    ("weight_at", "more"), [("output", {"combine_groups": 4}), ("activation", {"bias": True, "activation": "geglu"})]
+)
+def test_recomputed(pool, weight_at, more):
+    """h made again in the backward, of tokens that were saved or dispatched again, under every overlap and order."""
+    cfg = config(ffn=200, top_k=3, dtype=torch.bfloat16, weight_at=weight_at, **more)
+    batch = random_batch(cfg, (70, 0, 101, 33), unused=0.1)
+    recomputed = [
+        dataclasses.replace(schedule, received=received, activation=activation, preactivation="recomputed")
+        for schedule in (*case.SCHEDULES, uniep.Schedule(tile_order="critical-path", vector_workers=2))
+        for received, activation in (("saved", "fused"), ("again", "separate"))
+    ]
+    compare_schedules(pool, cfg, batch, (1, 2), recomputed)
 
 
 QUICK = [(torch.float32, "activation"), (torch.bfloat16, "output"), (torch.float16, "output")]

@@ -20,6 +20,7 @@ import uniep
 
 SERIAL = uniep.Schedule(overlap="serial", tile_order="natural")
 AGAIN = dataclasses.replace(SERIAL, received="again")
+RECOMPUTED = [dataclasses.replace(schedule, preactivation="recomputed") for schedule in (SERIAL, AGAIN)]
 SHORT_S = 2.0
 
 
@@ -50,7 +51,7 @@ def compare(pool, cfg, batches, ep_sizes=(1, 2, 4), schedules=(None,)):
 @pytest.mark.parametrize("weight_at", test_bits.BOTH)
 @pytest.mark.parametrize("dtype", test_bits.DTYPES, ids=str)
 def test_bits_of_the_cpu_backend(pool, dtype, weight_at):
-    """y and every gradient at EP 1, 2, 4; T differs per rank and is 0 on one; unused slots; saved or sent again."""
+    """y and every gradient at EP 1, 2, 4; T differs per rank and is 0 on one; unused slots; saved or made again."""
     cfg = config(
         hidden=128,
         ffn=192,
@@ -60,7 +61,7 @@ def test_bits_of_the_cpu_backend(pool, dtype, weight_at):
         weight_at=weight_at,
         activation="geglu" if weight_at == "activation" else "swiglu",
     )
-    compare(pool, cfg, [random_batch(cfg, (70, 0, 101, 33), unused=0.1)], schedules=(None, AGAIN))
+    compare(pool, cfg, [random_batch(cfg, (70, 0, 101, 33), unused=0.1)], schedules=(None, AGAIN, *RECOMPUTED))
 
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(72, 40), (65, 200), (1, 1)], ids=lambda size: str(size))

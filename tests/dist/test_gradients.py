@@ -143,12 +143,14 @@ def backward_twice(world, cfg, batch, ep_size, schedule):
         return first, second, scaled
 
 
-@pytest.mark.parametrize("received", ["saved", "again"])
-def test_55_backward_twice(pool, received):
+@pytest.mark.parametrize(
+    ("received", "preactivation"), [("saved", "saved"), ("again", "saved"), ("saved", "recomputed")]
+)
+def test_55_backward_twice(pool, received, preactivation):
     """55: a second backward, and a second loss over the same forward, are right and not different numbers."""
     cfg = config()
     batch = random_batch(cfg, (9, 5, 4, 7))
-    schedule = dataclasses.replace(case.FUSED, received=received)
+    schedule = dataclasses.replace(case.FUSED, received=received, preactivation=preactivation)
     for first, second, scaled in pool.run(backward_twice, cfg, batch, 2, schedule, ranks=2):
         for name, a, b, c in zip(case.FIELDS[1:], first, second, scaled, strict=True):
             case.equal_bits(b, a, name)

@@ -75,8 +75,11 @@ def test_bits_over_ep_and_schedules(pool, name):
     split = dataclasses.replace(
         case.FUSED, activation="separate", weight_gradient_order="interleaved", received="again"
     )
+    recomputed = dataclasses.replace(split, preactivation="recomputed")
+    collective = uniep.Schedule(overlap="serial", tile_order="natural", preactivation="recomputed")
     for ep, schedule, backend in (
-        (1, case.FUSED, "cpu"), (2, case.FUSED, "cpu"), (2, split, "cpu"), (4, None, "cpu"), (2, None, "nccl"),
+        (1, case.FUSED, "cpu"), (2, case.FUSED, "cpu"), (2, split, "cpu"), (2, recomputed, "cpu"), (4, None, "cpu"),
+        (2, None, "nccl"), (2, collective, "nccl"),
     ):  # fmt: skip
         found = run(pool, dataclasses.replace(cfg, max_tokens_per_rank=256), batch_of(cfg), ep, schedule, backend)
         for what, got, want in zip(NAMES, found, oracle(pool, cfg), strict=True):

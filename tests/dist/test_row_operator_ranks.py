@@ -49,6 +49,7 @@ def test_bits(pool, groups, weight_at):
         (1, {"schedule": Schedule(overlap="serial")}),
         (2, {"schedule": Schedule(tile_order="critical-path", vector_workers=2)}),
         (2, {"schedule": Schedule(tile_order="chunk-major", activation="separate", received="again")}),
+        (2, {"schedule": Schedule(preactivation="recomputed")}),
         (2, {"backend": "nccl"}),
     ]
     made = [

@@ -81,11 +81,18 @@ MEGA = {
         transfer="copy", overlap="mega", tile_order="chunk-major", weight_gradient_order="interleaved", push_programs=1
     ),
 }
-SCHEDULES |= {"gradient beside": FUSED, **MEGA}
+RECOMPUTED = {
+    "recomputed": dataclasses.replace(FUSED, preactivation="recomputed"),
+    "recomputed, expanded": Schedule(transfer="push", operand="expanded", preactivation="recomputed"),
+    "recomputed, mega": Schedule(transfer="push", overlap="mega", preactivation="recomputed"),
+    "recomputed, copied again": Schedule(transfer="copy", received="again", preactivation="recomputed"),
+    "recomputed, pushed again": Schedule(transfer="push", received="again", preactivation="recomputed"),
+}
+SCHEDULES |= {"gradient beside": FUSED, **MEGA, **RECOMPUTED}
 AGAIN = dict(SCHEDULES)
 """Of calls that are made again: one from records does not wait for its copies (one_gpu.py)."""
 if SHARED:
-    del AGAIN["gradient beside"]
+    del AGAIN["gradient beside"], AGAIN["recomputed"]
 SHAPE = {"hidden": 512, "ffn": 264, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 1024}
 
 

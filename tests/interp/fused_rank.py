@@ -36,6 +36,10 @@ ROUNDS = (  # overlap, operand, transfer, received, activation_gradient
     ("pipelined", "expanded", "push", "saved", "after"),
     ("pipelined", "gathered", "push", "again", "beside"),
     ("fused", "gathered", "copy", "again", "after"),
+    {"preactivation": "recomputed", "activation_gradient": "beside"},
+    {"preactivation": "recomputed", "overlap": "serial", "received": "again"},
+    {"preactivation": "recomputed", "operand": "expanded", "transfer": "copy"},
+    {"preactivation": "recomputed", "overlap": "pipelined", "received": "again", "transfer": "copy"},
 )
 BEFORE = 1.0  # in main_grads that are added to
 LATE_S = 0.05
@@ -102,6 +106,7 @@ MEGA_ROUNDS = (
     {"overlap": "mega", "transfer": "copy", "tile_order": "natural", "weight_gradient_order": "interleaved"},
     {"overlap": "mega", "tile_order": "chunk-major", "peer_order": "rotated"},
     {"overlap": "mega", "tile_order": "critical-path"},
+    {"overlap": "mega", "preactivation": "recomputed"},
     {"overlap": "mega", "transfer": "copy", "tile_order": "chunk-major", "weight_gradient_order": "interleaved"},
 )
 # One rank has one token, the other as many as there may be: every two ways that one Schedule may give them.

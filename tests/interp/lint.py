@@ -80,6 +80,7 @@ class Case:
     tile_order: str = "local-first"
     own: bool = False  # with operators of one's own
     more: str = ""  # of the schedule, as text
+    preactivation: str = "saved"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -88,6 +89,7 @@ class Case:
         how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
         how += ", operators of one's own" * self.own
         how += f", {self.more}" * bool(self.more)
+        how += f", h {self.preactivation}" * (self.preactivation != "saved")
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
@@ -101,7 +103,8 @@ class Case:
         )  # fmt: skip
 
     def schedule(self) -> Schedule:
-        fields = {name: getattr(self, name) for name in ("overlap", "operand", "transfer", "group_sum", "tile_order")}
+        names = "overlap", "operand", "transfer", "group_sum", "tile_order", "preactivation"
+        fields = {name: getattr(self, name) for name in names}
         usual = default_schedule("hopper", self.config(), self.ep_size)
         return parse_schedule(self.more, dataclasses.replace(usual, **fields))
 
@@ -140,6 +143,10 @@ CASES = (
     Case("qwen3-30b", BF16, "output", 8, "fused", transfer="pull", more="send_order=expert,mega_to=0"),
     Case("dsv2-lite", FP16, "activation", 4, "serial", transfer="pull", more=f"send_order=expert,{SMALL}"),
     Case("qwen3-30b", BF16, "output", 4, "mega", transfer="pull", more="send_order=expert"),
+    # The first product again in the backward; the forward keeps tokens, but not h.
+    Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", bias=True, preactivation="recomputed"),
+    Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", preactivation="recomputed"),
+    Case("qwen3-235b", BF16, "output", 1, operand="expanded", activation="relu2", preactivation="recomputed"),
 )
 FEW = 4  # so many of CASES have every kernel
 
@@ -172,7 +179,7 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
         for accumulate in (False, True):
             into = MainGrads(w13, w2, accumulate, biases=of_biases)
             backend.backward(x_TD, inputs, saved, Needs(), into)
-        run_collective(cfg, case.ep_size, inputs)
+        run_collective(cfg, case.ep_size, inputs, case.preactivation)
     return launched
 
 
@@ -215,8 +222,8 @@ def compile_router(num_experts: int, groups: int, sigmoid: bool) -> list[tuple[s
         launch_router.losses(every, 0, aux_loss=0.1, z_loss=0.1)
         for z_loss in (0.0, 0.1):
             launch_router.d_logits(
-                logits_TE, slots_TK, slots_TK, torch.empty(64, 8), bias_E, some, some, tokens, **rules,
-                aux=z_loss > 0, z_loss=z_loss,
+                logits_TE, slots_TK, slots_TK, torch.empty(64, 8), bias_E if z_loss else None, some, some, tokens,
+                **rules, z_loss=z_loss,
             )  # fmt: skip
     return launched
 
@@ -248,13 +255,13 @@ def compiling(launched: list[tuple[str, object]], wanted: Callable[[str], bool] 
             module.launch = launch
 
 
-def run_collective(cfg: MoEConfig, ep_size: int, inputs: Inputs) -> None:
+def run_collective(cfg: MoEConfig, ep_size: int, inputs: Inputs, preactivation: str) -> None:
     """What the collective backend launches, with few tokens: their number is no constant."""
     x_TD, ids_TK = inputs.x_TD[:64], inputs.ids_TK[:64]
     plan = build_plan([ids_TK, *[ids_TK[:0]] * (ep_size - 1)], 0, cfg)
     local = KernelExperts(cfg, 0, resolve(cfg, 1, 0, backend="nccl"), torch.device("cpu"))
     tokens, routed = Tokens(x_TD, x_TD[:1]), Routed(plan, torch.zeros(plan.num_rows))
-    _, h_NF = local.forward(tokens, routed, inputs.experts, True)
+    _, h_NF = local.forward(tokens, routed, inputs.experts, preactivation == "saved")
     local.backward(tokens, tokens, routed, inputs.experts, h_NF, Needs())
     returns_TKD = x_TD[:, None].expand(-1, cfg.top_k, -1)
     local.combine(returns_TKD, ids_TK, inputs.weights_TK[:64] if cfg.weight_at == "output" else None)

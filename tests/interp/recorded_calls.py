@@ -29,6 +29,13 @@ WAYS = {
     "pipelined": (Schedule(transfer="copy", overlap="pipelined", pipelined_from=0), 700),
     "expanded": (Schedule(operand="expanded", transfer="push"), 700),
     "mega, copied": (Schedule(overlap="mega", transfer="copy"), 700),
+    "recomputed": (
+        Schedule(transfer="copy", activation_gradient="beside", beside_from=0, preactivation="recomputed"),
+        700,
+    ),
+    "recomputed, mega": (Schedule(overlap="mega", transfer="push", preactivation="recomputed"), 700),
+    "again": (Schedule(transfer="copy", received="again"), 700),
+    "again, recomputed": (Schedule(transfer="copy", received="again", preactivation="recomputed"), 700),
 }
 
 
@@ -129,6 +136,17 @@ def record(backend, given, call):
     return result, [step(note) for note in recording.notes], records.RecordedCall(recording)
 
 
+def joined_before_entries(backend):
+    """Copies carry the number of their call, which the next entry changes: they have ended by then."""
+    enter = backend.planner.enter
+
+    def checked(*arguments):
+        assert not backend._forked, "a call begins while copies of the one before may be under way"
+        enter(*arguments)
+
+    backend.planner.enter = checked
+
+
 def launched_by(steps, side):
     """(kernel or copy, whether on the stream `side`) of launches, without repetitions right behind each other."""
     made = [("copy", False) if s[0] == records.COPY else (s[0], s[-1] == side) for s in steps if s[0] not in SILENT]
@@ -194,6 +212,7 @@ def main():
         backend = hopper_on_host.host_backend(
             cfg, 0, 2, lambda size, m=memories: [t[:size] for t in m], schedule, operators=own
         )
+        joined_before_entries(backend)
         _, first, second = (calls(backend, *data(cfg, tokens, number), number > 1) for number in (1, 2, 3))
         for direction, (steps, program) in first.items():
             other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]

@@ -115,6 +115,7 @@ def launch(kernel, tile: Tile | None = None, **given) -> None:
     usual = {
         "status": torch.zeros(16, dtype=torch.int32), "timeout_ns": 0, "rank": 0, "arrived_offset": 0,
         "finished_offset": 0, "num_tokens": 0, "push_programs": 0, "push_rounds": 0, "programs": PROGRAMS,
+        "address_ptr": None,
         "COUNT_TILES": False, "TILES_BEFORE": 0, "NUM_RANKS": 1, "CHUNK": 1, "RECEIVE_BLOCK": 1, "PUSH_D": 16,
         "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F, "K": K, "ACTIVATION": "swiglu",
         "GATED": True, "LIMIT": None, "b13_ptr": None, "bias_ptr": None, "b2_ptr": None, "dy_ptr": None,
@@ -226,8 +227,9 @@ def assert_within(got: Tensor, exact: Tensor, bound: Tensor) -> None:
 
 
 def gate_up(
-    p: Problem, tile: Tile, *, up_first: bool = False, save: bool = True, gathered: bool = True
-) -> tuple[Tensor, Tensor]:
+    p: Problem, tile: Tile, *, up_first: bool = False, save: bool = True, gathered: bool = True,
+    address_N: Tensor | None = None, act: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     n, dtype, half = p.plan.num_rows, p.cfg.dtype, tile.columns // 2
     h_2NF, act_NF = unwritten(2, n, F, dtype=dtype), unwritten(n, F, dtype=dtype)
     received_MD = p.receive_MD.clone()
@@ -237,7 +239,8 @@ def gate_up(
         RECEIVE_BLOCK=len(received_MD) - 1,
         w13_desc=p.w13_desc(up_first, 1, 2, half, tile.depth),
         gate_desc=describe(h_2NF[0], tile.rows, half) if save else None,
-        up_desc=describe(h_2NF[1], tile.rows, half) if save else None, act_desc=describe(act_NF, tile.rows, half),
+        up_desc=describe(h_2NF[1], tile.rows, half) if save else None,
+        act_desc=describe(act_NF, tile.rows, half) if act else None, address_ptr=address_N,
         WEIGHTED=p.cfg.weight_at == "activation", UP_FIRST=up_first,
         rows_desc=None if gathered else describe(p.x_ND, tile.rows, tile.depth),
     )  # fmt: skip
@@ -260,7 +263,8 @@ def test_gate_up(dtype, data, weight_at, up_first, tile):
 
 @both_weightings
 def test_gate_up_variants(weight_at):
-    """Not saving h and reading expanded rows change no bit; h is not touched where it is not saved."""
+    """Not saving h, reading expanded rows, or rows by their addresses change no bit; what is not saved is not
+    touched."""
     p = problem(torch.float16, "normal", weight_at)
     h_N2F, act_NF = gate_up(p, BIG)
     untouched_N2F, got_NF = gate_up(p, BIG, save=False)
@@ -270,6 +274,12 @@ def test_gate_up_variants(weight_at):
     expanded_N2F, got_NF = gate_up(p, BIG, gathered=False)
     assert torch.equal(expanded_N2F, h_N2F)
     assert torch.equal(got_NF, act_NF)
+    rows = torch.arange(len(p.x_ND) + 2 * ROW_ALIGN) % len(p.x_ND)
+    address_N = p.x_ND.data_ptr() + rows * p.x_ND.stride(0) * p.x_ND.element_size()
+    p.x_TD.fill_(float("nan"))
+    again_N2F, untouched_NF = gate_up(p, BIG, address_N=address_N, act=False)
+    assert torch.equal(again_N2F, h_N2F)
+    assert untouched_NF.isnan().all()
 
 
 class Mailbox:

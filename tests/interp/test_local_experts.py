@@ -74,6 +74,28 @@ def test_bits_of_the_hopper_backend(weight_at, groups, activation):
         assert a.dtype == b.dtype and torch.equal(a, b.view(a.shape)), name
 
 
+@pytest.mark.parametrize("layout", ["stacked", "list"])
+@pytest.mark.parametrize("kind", [TorchExperts, KernelExperts])
+def test_recomputed(kind, layout):
+    """A backward without h has the bits of one with it; with biases, of tokens of another rank, too."""
+    cfg = config(bias=True, activation="geglu" if layout == "list" else "swiglu")
+    ids = [torch.randint(-1, 4, (count, 2), generator=torch.Generator().manual_seed(count)) for count in (70, 33)]
+    plans = [build_plan(ids, r, cfg) for r in (0, 1)]
+    sent = plans[0].send_token_RT[1, : plans[0].send_count_R[1]]
+    x, dy = ([random(len(i), 64, seed=seed + n).half() for n, i in enumerate(ids)] for seed in (10, 20))
+    x, dy = (Tokens(t[1], torch.cat([t[0][sent], torch.zeros(1, 64).half()])) for t in (x, dy))
+    routed = Routed(plans[1], torch.where(plans[1].row_return_N >= 0, 0.5, 0.0))
+    b13, b2 = (random(2, width, seed=width).half() for width in (cfg.h_columns, cfg.hidden))
+    experts = dataclasses.replace(experts_of(cfg, 2, layout), b13=b13, b2=b2)
+    local = kind(cfg, 1, way_of(cfg), *([torch.device("cpu")] if kind is KernelExperts else []))
+    with fixed_settings():
+        h = local.forward(x, routed, experts, True)[1]
+        both = [local.backward(dy, x, routed, experts, given, Needs()) for given in (h, None)]
+    used = plans[1].row_return_N >= 0
+    first, second = ((g.x_ND[used], g.weights_N[used], *g.w13, *g.w2, *g.biases) for g in both)
+    assert all(map(torch.equal, first, second)) and all(t.any() for t in first)
+
+
 def written(local, dy, x, routed, experts, h, accumulate):
     """main_grads, of ones before, after a backward."""
     main_grads = MainGrads(*(tuple(torch.ones(t.shape) for t in ts) for ts in (experts.w13, experts.w2)), accumulate)

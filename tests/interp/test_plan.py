@@ -413,14 +413,18 @@ def test_overflow_is_recorded_everywhere():
         assert planner.member.failures
 
 
-@pytest.mark.parametrize(("operand", "groups"), [("gathered", None), ("expanded", None), ("gathered", 2)])
-def test_plan_memory_is_what_the_backend_has(operand, groups):
+@pytest.mark.parametrize(
+    ("operand", "groups", "preactivation"),
+    [("gathered", None, "saved"), ("expanded", None, "saved"), ("gathered", 2, "recomputed")],
+)
+def test_plan_memory_is_what_the_backend_has(operand, groups, preactivation):
     """Symmetric memory, and what the first forward saves for backward, byte for byte."""
     cfg = MoEConfig(
         hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=70, dtype=torch.float16, combine_groups=groups
     )
     tile = Tile(rows=64, columns=128)
-    schedule = Schedule(operand=operand, chunk_tokens=32, gate_up=tile, down=tile)
+    tiles = {"gate_up": tile, "down": tile}
+    schedule = Schedule(operand=operand, chunk_tokens=32, preactivation=preactivation, **tiles)
     for ranks in (1, 2):
         backend = host_backends(cfg, ranks, schedule)[0]
         plan = plan_memory(cfg, ranks, schedule=schedule)

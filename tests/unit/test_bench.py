@@ -18,6 +18,7 @@ from uniep.schedule import DEFAULT_SCHEDULES, parse_schedule
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import bits  # noqa: E402
 import cases  # noqa: E402
 import critical  # noqa: E402
 import energy  # noqa: E402
@@ -202,6 +203,72 @@ def check_layer(layer, case):
         assert moe.relative_error(a, b.detach()) < 1e-5, name
 
 
+LIGER = {
+    "__init__.py": """
+import dataclasses
+configured = []
+@dataclasses.dataclass
+class MoEConfig:
+    max_tokens: int
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    num_hosts: int
+    gpus_per_host: int
+    group: str
+def configure(**given):
+    configured.append(given)
+""",
+    "nvshmem.py": "resolve_team = lambda group, create: 7",
+    "tvm_ffi.py": """
+import torch
+from uniep.reference import composition
+kept = []
+def moe_fused_fwd_bf16(x, ids, weights, gate, up, down, num_experts, top_k, team):
+    assert not kept and ids.dtype == torch.int32 and weights.dtype == x.dtype and (top_k, team) == (ids.shape[1], 7)
+    leaves = [t.detach().requires_grad_() for t in (x, weights, gate, up, down)]
+    with torch.enable_grad():
+        y = composition(leaves[0], ids.long(), leaves[1].float(), torch.cat(leaves[2:4], 1), leaves[4])
+    kept.append((y, leaves))
+    return y.detach(), "x", "y", "offsets", "slots", "tiles", 64
+def moe_fused_bwd_bf16(dy, y, x, slots, tiles, offsets, ids, weights, gate, up, down, num_experts, top_k, team, rows):
+    assert (y, x, slots, tiles, offsets, rows) == ("y", "x", "slots", "tiles", "offsets", 64)
+    (of_y, leaves), = kept
+    dx, dweights, *of_experts = torch.autograd.grad(of_y, leaves, dy)
+    return dx, *of_experts, dweights
+def moe_pop_fwd(team):
+    kept.pop()
+""",
+}
+"""What of liger-cute-kernels 0.8.5 a peer calls, for one rank: names, order of arguments and of results."""
+
+
+def test_liger_layer(tmp_path, monkeypatch):
+    """Equal to the dense reference; its memory, which has room for one forward, is free after each call."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "liger_cute_kernels").mkdir()
+    for name, text in LIGER.items():
+        (tmp_path / "liger_cute_kernels" / name).write_text(text)
+    monkeypatch.setattr(peers.dist, "get_world_size", lambda group: 2)
+    shapes = [cases.Shape("small", 32, 48, 6, 3), cases.Shape("large", 64, 24, 4, 2)]
+    liger = peers.Liger(str(tmp_path), {"ep": "all", "alone": "one"}, torch.device("cpu"), 9, shapes)
+    made = sys.modules["liger_cute_kernels"].configured
+    assert [tuple(vars(given["moe"]).values()) for given in made] == [(9, 64, 6, 3, 1, 2, n) for n in ("ep", "alone")]
+    assert made[0]["process_groups"] == {"ep": "all"}
+
+    weights = cases.make_weights(shapes[0], 0, 1, torch.float32, torch.device("cpu"))
+    case = cases.make_case(shapes[0], 9, "balanced", 0, weights)
+    layer = peers.LigerLayer(liger, "all")
+    layer.prepare(case, backward=True)
+    y_TD, _ = layer.forward(case)
+    got = layer.joined(layer.forward_backward(case))
+    assert torch.equal(layer.joined((y_TD,))[0], got[0])
+    leaves = [t.clone().requires_grad_() for t in (case.x_TD, case.weights_TK, *weights)]
+    wanted = composition(leaves[0], case.ids_TK, *leaves[1:])
+    for name, a, b in zip(moe.OUTPUTS, got, (wanted, *torch.autograd.grad(wanted, leaves, case.dy_TD)), strict=True):
+        assert moe.relative_error(a, b.detach()) < 1e-5, name
+
+
 def check_sort():
     """The sort is stable over blocks and skips unused slots."""
     ids_TK = torch.randint(-1, 5, (150, 3), generator=torch.Generator().manual_seed(0))
@@ -277,6 +344,68 @@ def test_bad_options_end_before_any_process_starts(arguments, message, capsys):
     with pytest.raises(SystemExit):
         moe.options(arguments)
     assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- bits
+
+
+def test_difference_is_of_bits():
+    """-0.0 is not 0.0, a NaN equals itself; a NaN in the place of a number is the largest difference."""
+    nan = float("nan")
+    wanted = torch.tensor([0.0, 1.0, 2.0, nan, 3.0], dtype=torch.bfloat16)
+    assert bits.difference(wanted.clone(), wanted) == (0, 5, 0.0)
+    got = torch.tensor([-0.0, 1.5, 2.0, nan, 3.0], dtype=torch.bfloat16)
+    assert bits.difference(got, wanted) == (2, 5, 0.5)
+    assert bits.difference(got[1:].view(2, 2).T, wanted[1:].view(2, 2).T) == (1, 4, 0.5)
+    got[4] = nan
+    worst = bits.difference(got, wanted)
+    both = bits.together([bits.Difference(1, 10, 4.0), worst, bits.Difference(0, 10, 0.0)])
+    assert both[:2] == (4, 25) and both.largest != both.largest
+    assert bits.together([bits.Difference(1, 10, 0.25), bits.Difference(2, 10, 0.5)]) == (3, 20, 0.5)
+
+
+def test_table_of_bits():
+    same = dict.fromkeys(bits.OUTPUTS, bits.Difference(0, 4096, 0.0))
+    other = {"impl": "nccl", "compared": "3 repeats", **same, "dW13": bits.Difference(1234, 4096, 0.00123)}
+    lines = bits.table([{"impl": "uniep", "compared": "EP 1 against EP 2", **same}, other]).splitlines()
+    assert lines[0] == "| layer | compared | y | dx | dW13 | dW2 |"
+    assert lines[2] == "| uniep | EP 1 against EP 2 | 0 | 0 | 0 | 0 |"
+    assert lines[3] == "| nccl | 3 repeats | 0 | 0 | 1,234 of 4,096 (1.2e-03) | 0 |"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--impl", "uniep,megablocks"], "implementation 'megablocks' is unknown; use uniep"),
+        (["--repeats", "0"], "--repeats is 0; it must be at least 1"),
+        (["--shape", "gpt5"], "shape 'gpt5' is unknown"),
+    ],
+)
+def test_bad_options_of_bits(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bits.options(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_bits_of_layers_on_two_processes(tmp_path):
+    """The whole program: uniep has no differences, a composition of PyTorch's has some; what is missing is left out."""
+    out = tmp_path / "bits.json"
+    program = [str(ROOT / "benchmarks" / "bits.py"), "--device", "cpu", "--dtype", "fp32", "--json", str(out)]
+    small = ["--shape", "64x32x4x2", "--tokens", "24", "--repeats", "2", "--impl", "uniep,uniep-nccl,torch,nccl,deepep"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    run_interpreted(*launch, *program, *small)
+    found = {(row["impl"], row["compared"]): row for row in json.loads(out.read_text())["rows"]}
+    compared = "2 repeats", "EP 1 against EP 2", "uniep, serial"
+    assert set(found) == {(impl, what) for impl in ("uniep", "uniep-nccl", "torch", "nccl") for what in compared}
+    for what in compared:
+        for impl in ("uniep", "uniep-nccl"):
+            assert all(found[impl, what][name][0] == 0 for name in bits.OUTPUTS), (impl, what)
+    assert found["uniep", "2 repeats"]["y"][1] == 2 * 2 * 24 * 64, "of all ranks and repeats"
+    assert found["uniep", "uniep, serial"]["dW13"][1] == 4 * 64 * 64
+    for impl in ("torch", "nccl"):
+        row = found[impl, "uniep, serial"]
+        assert any(row[name][0] for name in bits.OUTPUTS) and all(row[name][2] < 1e-4 for name in bits.OUTPUTS)
 
 
 # ------------------------------------------------------------------------------------------------- results

@@ -107,6 +107,19 @@ def test_a_named_shape_is_its_four_sizes():
     assert run("memory", "--shape", "dsv2-lite").output != run("memory").output
 
 
+def test_memory_shows_what_recomputing_saves():
+    args = ("memory", "--shape", "qwen3-30b", "--ep", "2")
+    saved, recomputed = run(*args).output, run(*args, "--recompute").output
+    both = saved.split("gate and up   ")[1]
+    assert both == recomputed.split("gate and up   ")[1]
+    lines = [re.split("  +", line) for line in both.splitlines()]
+    assert [line[0] for line in lines[1:]] == ["saved", "recomputed"]
+    h = next(re.split("  +", line) for line in saved.splitlines() if line.startswith("saved      h "))[4]
+    held = [float(line[1].removesuffix(" MiB")) for line in lines[1:]]
+    assert held[0] - held[1] == pytest.approx(float(h.removesuffix(" MiB")), abs=0.02)
+    assert "transient  h " in recomputed
+
+
 def test_memory_of_a_whole_model(tmp_path):
     """Two layers of 4 experts of 3 * 64 * 64, over 2 ranks, beside two routers and 1000 other parameters."""
     out = tmp_path / "memory.json"

@@ -126,12 +126,14 @@ def test_combine_groups(backend):
 
 
 @pytest.mark.parametrize("groups", [None, 2])
-@pytest.mark.parametrize("received", ["saved", "again"])
+@pytest.mark.parametrize(
+    ("received", "preactivation"), [("saved", "saved"), ("again", "saved"), ("saved", "recomputed")]
+)
 @pytest.mark.parametrize("backend", ["cpu", "nccl"])
-def test_the_plan_is_what_the_backend_has(backend, received, groups):
+def test_the_plan_is_what_the_backend_has(backend, received, preactivation, groups):
     """Shared memory and saved tensors, byte for byte.  (hopper: tests/interp/test_plan.py.)"""
     cfg = MoEConfig(hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=100, combine_groups=groups)
-    schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], received=received)
+    schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], received=received, preactivation=preactivation)
     plan = plan_memory(cfg, 1, backend=backend, schedule=schedule, tokens=70)
     ids = torch.arange(140).view(70, 2) % 4
     w13, w2 = torch.zeros(4, 144, 64, dtype=cfg.dtype), torch.zeros(4, 64, 72, dtype=cfg.dtype)
@@ -167,6 +169,29 @@ def test_peak_is_what_meets():
     assert small.peak_bytes() == small.total_bytes("saved") + results + sum(
         of[name] for name in ("act", "dh", "dweight_groups", "address", "y")
     )
+
+
+def test_recomputed():
+    """h is not saved, but made while the backward needs it, beside dO @ W2; with one kernel, to its end.  What is
+    dispatched again is kept in the backward then."""
+    saved, made = (
+        plan_memory(CFG, 2, schedule=Schedule(preactivation=how, received="again", transfer="copy"))
+        for how in ("saved", "recomputed")
+    )
+    h, kept = (by_name(made)[name] for name in ("h", "received_again"))
+    assert saved.total_bytes("saved") - made.total_bytes("saved") == h.bytes == by_name(saved)["h"].bytes
+    assert h.kind == kept.kind == "transient" and kept.shape == (CFG.receive_block, CFG.hidden)
+    assert [moment for moment in h.during if "activation" in moment or "combine" in moment] == [
+        "backward: activation_gradient"
+    ]
+    assert made.peak_bytes() < saved.peak_bytes() + kept.bytes
+    mega = plan_memory(dataclasses.replace(CFG, max_tokens_per_rank=256), 2, schedule=Schedule(
+        overlap="mega", preactivation="recomputed"
+    ))  # fmt: skip
+    assert by_name(mega)["h"].during[-1] == "backward: backward"
+    for backend in ("cpu", "nccl"):
+        plan = plan_memory(CFG, 2, backend=backend, schedule=Schedule(preactivation="recomputed"))
+        assert by_name(plan)["h"].kind == "transient"
 
 
 def test_an_activation_of_its_own_needs_its_input():

@@ -67,7 +67,8 @@ def test_names_of_the_layer_are_taken():
         hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=100, combine_groups=2, bias=True
     )  # fmt: skip
     serial = {"overlap": "serial", "received": "again"}
-    for fields in ({"overlap": "mega", "transfer": "copy"}, serial, {"operand": "expanded", "group_sum": "beside"}):
+    expanded = {"operand": "expanded", "group_sum": "beside", "preactivation": "recomputed"}
+    for fields in ({"overlap": "mega", "transfer": "copy"}, serial, expanded):
         for backend in ("hopper", "cpu", "nccl"):
             for of in (cfg, CFG):
                 way = resolve(of, 2, 70, Schedule(**fields), backend=backend)

@@ -55,6 +55,24 @@ def test_pipelined_is_two_launches_that_share_a_cursor():
     assert not [s for s in stages(CFG, plain, "forward") if s.shares_cursor]
 
 
+def test_what_is_recomputed():
+    """Behind the entry, and behind a second dispatch of x, which then comes before that of dO; a launch in front of the
+    one kernel.  The forward of the kernel makes no h."""
+    plain, mega = {"overlap": "fused", "transfer": "copy"}, {"overlap": "mega", "transfer": "push"}
+    names, made = {}, {}
+    for how in ({}, {"received": "again"}, mega):
+        way = resolve(CFG, 2, 70, Schedule(**{**plain, **how, "preactivation": "recomputed"}))
+        names[str(how)] = [s.name for s in stages(CFG, way, "backward")]
+        made[str(how)] = [name for s in stages(CFG, way, "forward") for name, _ in s.buffers]
+    assert not any("h" in found for found in made.values())
+    assert names["{}"][:4] == ["enter", "send", "recompute", "down_grad"]
+    assert names[str({"received": "again"})][:4] == ["dispatch_again", "enter", "send", "recompute"]
+    assert names[str({"received": "again"})].count("dispatch_again") == 1
+    assert names[str(mega)] == ["enter", "recompute", "lists", "backward"]
+    way = resolve(CFG, 2, 70, Schedule(preactivation="recomputed"), backend="cpu")
+    assert "recompute" in [op.name for op in backward_operators(way)]
+
+
 def test_what_is_not_needed_is_not_listed():
     way = resolve(CFG, 2, 70, Schedule(overlap="fused"))
     names = {s.name for s in stages(CFG, way, "backward", Flags(w13=False, w2=False))}

@@ -153,12 +153,15 @@ def _of_h(h_NF: Tensor, block: Block, cfg: MoEConfig) -> list[Tensor]:
 
 
 class _Bodies:
-    """What forward and backward share: dispatch and the one-sided return of rows or of their sums.
+    """What forward and backward share: dispatch, h, and the one-sided return of rows or of their sums.
 
     weight_results: the sums multiply each row by its routing weight.
     """
 
     weight_results = False
+    experts: ExpertWeights
+    x_rows: Gather
+    h_NF: Tensor
 
     def __init__(self, rows: Rows, shared: list[Shared], send_TD: Tensor, ids_TK: Tensor) -> None:
         self.rows, self.shared, self.send_TD, self.ids_TK = rows, shared, send_TD, ids_TK
@@ -172,6 +175,21 @@ class _Bodies:
         tokens = self.plan.send_token_RT[block.group, block.row0 : block.row1]
         start = recv_base(self.cfg, self.rank, block.group) + block.row0
         self.shared[block.group].receive[start : start + tokens.shape[0]] = self.send_TD[tokens]
+
+    def _make_h(self, block: Block) -> None:
+        """A tile of h = x W13^T + b13."""
+        columns = slice(block.column0, block.column1)
+        x, experts = self.x_rows(slice(block.row0, block.row1)), self.experts
+        halves = _of_h(self.h_NF, block, self.cfg), experts.halves(block.group), experts.half_biases(block.group)
+        inner, lora = None, experts.lora
+        if lora is not None and lora.w13 is not None:
+            inner = matmul(x, lora.w13[0][block.group].T).to(self.cfg.dtype)
+        for half, (h, weight, bias) in enumerate(zip(*halves, strict=True)):
+            product = matmul(x, weight[columns].T)
+            if inner is not None and lora is not None and lora.w13 is not None:
+                high = lora.w13[1][block.group].chunk(1 + self.cfg.gated)[half]
+                product += matmul(inner, high[columns].T) * lora.scale
+            h.copy_(product if bias is None else product + bias[columns].float())
 
     def _write(self, block: Block, value: Tensor, name: str) -> None:
         """Write the rows of `value` into the slots they return to, in array `name` of their token's rank."""
@@ -257,18 +275,7 @@ class Forward(Dispatch):
         self.act_NF = x_TD.new_empty(self.num_rows, self.cfg.ffn)
 
     def gate_up(self, block: Block) -> None:
-        columns = slice(block.column0, block.column1)
-        x, experts = self.x_rows(slice(block.row0, block.row1)), self.experts
-        halves = _of_h(self.h_NF, block, self.cfg), experts.halves(block.group), experts.half_biases(block.group)
-        inner, lora = None, experts.lora
-        if lora is not None and lora.w13 is not None:
-            inner = matmul(x, lora.w13[0][block.group].T).to(self.cfg.dtype)
-        for half, (h, weight, bias) in enumerate(zip(*halves, strict=True)):
-            product = matmul(x, weight[columns].T)
-            if inner is not None and lora is not None and lora.w13 is not None:
-                high = lora.w13[1][block.group].chunk(1 + self.cfg.gated)[half]
-                product += matmul(inner, high[columns].T) * lora.scale
-            h.copy_(product if bias is None else product + bias[columns].float())
+        self._make_h(block)
         if not self.separate:
             self.activation(block)
 
@@ -297,7 +304,8 @@ class Forward(Dispatch):
 
 
 class Backward(_Bodies):
-    """Bodies of `lower_backward`.  x_rows: the forward's inputs by row, for gate_up_wgrad.  separate: as in `Forward`.
+    """Bodies of `lower_backward`.  h: None, if it is recomputed.  x_rows: the forward's inputs by row, for that and for
+    gate_up_wgrad.  separate: as in `Forward`.
 
     gradients: those of the experts, in the layer's dtype, or `main_grads`.  Those of biases (db13, db2) are made with
     those of the weights beside them."""
@@ -309,7 +317,7 @@ class Backward(_Bodies):
         dy_TD: Tensor,
         ids_TK: Tensor,
         experts: ExpertWeights,
-        h_NF: Tensor,
+        h_NF: Tensor | None,
         x_rows: Gather,
         needs: Needs,
         main_grads: MainGrads | None = None,
@@ -317,7 +325,8 @@ class Backward(_Bodies):
     ) -> None:
         super().__init__(rows, shared, dy_TD, ids_TK)
         self.raw_NF = torch.empty(self.num_rows, self.cfg.ffn, dtype=torch.float32) if separate else None
-        self.experts, self.h_NF, self.x_rows, self.needs = experts, h_NF, x_rows, needs
+        self.experts, self.x_rows, self.needs = experts, x_rows, needs
+        self.h_NF = h_NF if h_NF is not None else dy_TD.new_empty(self.num_rows, self.cfg.h_columns)
         self.dy_rows = Gather(dy_TD, shared[self.rank].receive, rows)
         self.ffn_groups = column_groups(self.cfg.ffn)
         groups = self.ffn_groups + (column_groups(self.cfg.hidden) if experts.biases else 0)
@@ -335,6 +344,9 @@ class Backward(_Bodies):
         self.gradients, self.targets = main_grads, list(main_grads.of_blocks())
         self.rows_eB = row_blocks(self.plan, self.rank, main_grads.blocks)
         self.biases = () if main_grads.biases else tuple(torch.zeros_like(b) for b in experts.biases)
+
+    def recompute(self, block: Block) -> None:
+        self._make_h(block)
 
     def down_grad(self, block: Block) -> None:
         """Gradient through the second GEMM, and through the activation unless that is a task of its own."""

@@ -31,7 +31,8 @@ from uniep.cli.options import (
     write_json,
 )
 from uniep.cli.whole_model import Optimizer
-from uniep.memory import MemoryPlan
+from uniep.memory import MemoryPlan, size_text
+from uniep.schedule import default_schedule
 
 
 class BackendName(enum.StrEnum):
@@ -65,6 +66,10 @@ def memory(
         int | None,
         typer.Option(help="Limit of routed rows per rank (no host read); default: allocated as needed.", min=1),
     ] = None,
+    recompute: Annotated[
+        bool,
+        typer.Option("--recompute", help="With Schedule(preactivation='recomputed'): the backward makes gate and up."),
+    ] = False,
     layers: Annotated[
         int | None, typer.Option(help="Number of MoE layers: also show the whole model.", min=1, rich_help_panel=MODEL)
     ] = None,
@@ -103,7 +108,7 @@ def memory(
     """Print the buffers of one rank, with their bytes and what they are for; with --layers or --config a whole model.
 
     Allocates nothing. The number of expert rows assumes balanced routing; on the hopper backend --max-rows sets it.
-    Of a whole model's activations those of the MoE layers are counted, without recomputation, and no others.
+    Of a whole model's activations those of the MoE layers are counted, and no others.
     """
     check_file(json_file, "--json")
     console = Console(highlight=False)
@@ -127,8 +132,17 @@ def memory(
         gradient_shards=gradient_shards,
         max_rows=max_rows,
     )
-    plan = uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value)
+    usual = default_schedule(backend.value, cfg, ep)
+    ways = {how: dataclasses.replace(usual, preactivation=how) for how in ("saved", "recomputed")}
+    plans = {
+        how: uniep.plan_memory(cfg, ep_size=ep, copies=copies, backend=backend.value, schedule=schedule)
+        for how, schedule in ways.items()
+    }
+    plan = plans["recomputed" if recompute else "saved"]
     typer.echo(plan.explain())
+    typer.echo("\ngate and up   saved a call   peak of a call")
+    for how, of in plans.items():
+        typer.echo(f"{how:<11}   {size_text(of.total_bytes('saved')):<12}   {size_text(of.peak_bytes())}")
     document: dict[str, Any] = {"layer": _as_document(plan)}
     if layers is not None:
         size = whole_model.of_layers(cfg, layers, int(dense))

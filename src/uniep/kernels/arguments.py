@@ -90,7 +90,8 @@ class Counted(NamedTuple):
 
 
 class GateUpBlocks(NamedTuple):
-    """Descriptors of `gate_up_kernel`, and b13 (e, 2F or F) or None; made inside kernels."""
+    """Descriptors of `gate_up_kernel`, and b13 (e, 2F or F) or None; made inside kernels.  gate, up, act: None where
+    they are not stored."""
 
     rows: Any
     w13: Any

@@ -177,7 +177,7 @@ def gate_up_tile(
 
     counted: the tile that is counted meanwhile, or None.
     """
-    dtype: tl.constexpr = blocks.act.dtype
+    dtype: tl.constexpr = blocks.w13.dtype
     HALF: tl.constexpr = TILE.N // 2
     B: tl.constexpr = "gate_up" if LAYER.GATED else "ungated"
     F: tl.constexpr = LAYER.F
@@ -201,15 +201,16 @@ def gate_up_tile(
         blocks.gate.store([row, n * HALF], gate_16)
         if LAYER.GATED:
             blocks.up.store([row, n * HALF], up_16)
-    ACTIVATION: tl.constexpr = LAYER.ACTIVATION  # a text reaches a function as a constexpr only (Triton 3.6)
-    LIMIT: tl.constexpr = LAYER.LIMIT
-    if LAYER.GATED:
-        act = activate(gate_16.to(tl.float32), up_16.to(tl.float32), ACTIVATION, LIMIT)
-    else:
-        act = activate(gate_16.to(tl.float32), None, ACTIVATION, LIMIT)
-    if LAYER.WEIGHTED:
-        act = act * weight[:, None]
-    blocks.act.store([row, n * HALF], narrow(act, dtype))
+    if blocks.act is not None:
+        ACTIVATION: tl.constexpr = LAYER.ACTIVATION  # a text reaches a function as a constexpr only (Triton 3.6)
+        LIMIT: tl.constexpr = LAYER.LIMIT
+        if LAYER.GATED:
+            act = activate(gate_16.to(tl.float32), up_16.to(tl.float32), ACTIVATION, LIMIT)
+        else:
+            act = activate(gate_16.to(tl.float32), None, ACTIVATION, LIMIT)
+        if LAYER.WEIGHTED:
+            act = act * weight[:, None]
+        blocks.act.store([row, n * HALF], narrow(act, dtype))
 
 
 @triton.jit(
@@ -228,6 +229,7 @@ def gate_up_kernel(
     num_tokens,
     push_programs,
     push_rounds,
+    address_ptr,
     rows_desc,
     w13_desc,
     gate_desc,
@@ -243,21 +245,26 @@ def gate_up_kernel(
 ):
     """h = rows @ W13^T, plus b13 unless it is None; act = ACTIVATION of h (times the routing weight if WEIGHTED).
 
-    rows_desc: (N, D), or None: rows are read where they lie, local tokens and receive slots.
+    rows_desc: (N, D), or None: rows are read where they lie: at `address` (N,), or, if it is None, among local tokens
+    and receive slots.
     FUSED (and gathered): tiles wait for their tokens; where programs push (CHUNK > 0), the first `push_programs`
     push this rank's before they join.
     COUNT_TILES: progress (M,) counts the finished tiles of each row tile, for a product that runs beside.
     w13_desc: (e, 2, F, D); a tile multiplies TILE.N/2 gate columns and the same up columns; without a gate (e, 1, F, D),
     tiles of TILE.N/2 columns, and no up_desc.  b13: (e, 2F or F).  UP_FIRST:
     the descriptor's first half is the up projection (w1 and w3 apart, w3 at the lower address).
-    gate_desc, up_desc (the halves of h, or None), act_desc: (N, F).  Blocks of one shape leave through the same shared
+    gate_desc, up_desc (the halves of h, or None), act_desc (or None): (N, F).  Blocks of one shape leave through the same shared
     memory, which makes room for a fourth stage.
     """
     NUM_N: tl.constexpr = (LAYER.F + TILE.N // 2 - 1) // (TILE.N // 2)
     GATHERED: tl.constexpr = rows_desc is None
     # The tables of the next tile are read while this one is multiplied, where the lint finds registers left for them.
-    AHEAD: tl.constexpr = GATHERED and (SENDING.CHUNK == 0 or LAYER.WEIGHTED)
+    AHEAD: tl.constexpr = GATHERED and (SENDING.CHUNK == 0 or LAYER.WEIGHTED or address_ptr is not None)
     blocks = GateUpBlocks(rows_desc, w13_desc, gate_desc, up_desc, act_desc, b13_ptr)
+    if address_ptr is None:
+        source_ptr = rows.source_N
+    else:
+        source_ptr = address_ptr
     program = tl.program_id(0)
     if FUSED and SENDING.CHUNK > 0:
         if program < push_programs:
@@ -271,7 +278,7 @@ def gate_up_kernel(
     if AHEAD:
         step = step_of_turn(0, alone, shared, program, push_programs)
         m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
-        source = tl.load(rows.source_N + m * TILE.M + tl.arange(0, TILE.M), mask=step < num_steps, other=0)
+        source = tl.load(source_ptr + m * TILE.M + tl.arange(0, TILE.M), mask=step < num_steps, other=0)
     for turn in tl.range(0, count, flatten=not GATHERED):
         if not AHEAD:
             step = step_of_turn(turn, alone, shared, program, push_programs)
@@ -290,17 +297,20 @@ def gate_up_kernel(
             weight = None
         if GATHERED:
             if not AHEAD:
-                source = tl.load(rows.source_N + row + tl.arange(0, TILE.M))
+                source = tl.load(source_ptr + row + tl.arange(0, TILE.M))
             if FUSED:
                 all_here = wait_for_rows(source, all_here, wire, deadline_ns, rank, TILE.M, SENDING)
-            a_ptrs = gathered_rows(source, tokens, LAYER.D, SENDING)
+            if address_ptr is None:
+                a_ptrs = gathered_rows(source, tokens, LAYER.D, SENDING)
+            else:  # those of pad rows are of a row of zeros
+                a_ptrs = tl.multiple_of(source.to(tokens.local.dtype), 16)
         else:
             a_ptrs = None
         if AHEAD:
             step = step_of_turn(turn + 1, alone, shared, program, push_programs)
             next_m, next_expert, next_n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
             next_rows = next_m * TILE.M + tl.arange(0, TILE.M)
-            next_source = tl.load(rows.source_N + next_rows, mask=step < num_steps, other=0)
+            next_source = tl.load(source_ptr + next_rows, mask=step < num_steps, other=0)
         gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, UP_FIRST)
         if AHEAD:
             m = next_m

@@ -124,12 +124,12 @@ def losses_kernel(
 def d_logits_kernel(
     logits_ptr, ids_ptr, chosen_ptr, d_weights_ptr, d_aux_ptr, d_aux_loss_ptr, d_z_loss_ptr, all_tokens_ptr, out_ptr,
     tokens, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr, AUX: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out (tokens, EXPERTS) fp32: the gradient of the logits.
 
     ids, chosen (tokens, TOP_K) int64: slots after and before a capacity.  d_weights (tokens, TOP_K) fp32.
-    AUX: whether there is an aux loss.
+    d_aux (EXPERTS,) fp32, or None without an aux loss.
     """
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
@@ -161,7 +161,7 @@ def d_logits_kernel(
             if RENORMALIZE:
                 d_score = tl.div_rn(d_score - projected, divisor)
             d_scores += tl.where(expert == tl.minimum(chosen, EXPERTS - 1), d_score, 0.0)
-        if AUX:
+        if d_aux_ptr is not None:
             d_probability = tl.load(d_aux_ptr + expert, mask=inside, other=0.0) * tl.load(d_aux_loss_ptr)
             if SIGMOID:
                 every = _row_sum(scores, BLOCK) + LEAST_SUM

@@ -77,16 +77,17 @@ def losses(
 
 
 def d_logits(
-    logits_TE: Tensor, ids_TK: Tensor, chosen_TK: Tensor, d_weights_TK: Tensor, d_aux_E: Tensor, d_aux_loss: Tensor,
-    d_z_loss: Tensor, tokens: Tensor, *, sigmoid: bool, renormalize: bool, scale: float, aux: bool, z_loss: float,
+    logits_TE: Tensor, ids_TK: Tensor, chosen_TK: Tensor, d_weights_TK: Tensor, d_aux_E: Tensor | None,
+    d_aux_loss: Tensor, d_z_loss: Tensor, tokens: Tensor, *, sigmoid: bool, renormalize: bool, scale: float,
+    z_loss: float,
 ) -> Tensor:  # fmt: skip
-    """(T, E) fp32: `d_logits_kernel`."""
+    """(T, E) fp32: `d_logits_kernel`.  d_aux: None without an aux loss."""
     num_tokens, num_experts = logits_TE.shape
     out_TE = torch.empty_like(logits_TE)
     if num_tokens:
         constants = {
             "EXPERTS": num_experts, "TOP_K": ids_TK.shape[1], "SIGMOID": sigmoid, "RENORMALIZE": renormalize,
-            "SCALE": scale, "AUX": aux, "Z_LOSS": z_loss, "BLOCK": _power(num_experts),
+            "SCALE": scale, "Z_LOSS": z_loss, "BLOCK": _power(num_experts),
         }  # fmt: skip
         args = (
             logits_TE, ids_TK, chosen_TK, d_weights_TK, d_aux_E, d_aux_loss, d_z_loss, tokens, out_TE, num_tokens

@@ -220,25 +220,27 @@ def launch_expand(
 
 
 def launch_gate_up(
-    tokens: Tokens, rows_ND: Tensor | None, rows: Bundle[Rows], experts: ExpertWeights, peers: Peers, cfg: MoEConfig,
-    tile: Tile, multiprocessors: int, h_2NF: Tensor | None, act_NF: Tensor, dispatch: Dispatch = ALL_HERE, *,
+    tokens: Tokens, given: Memory | None, rows: Bundle[Rows], experts: ExpertWeights, peers: Peers, cfg: MoEConfig,
+    tile: Tile, multiprocessors: int, h_2NF: Tensor | None, act_NF: Tensor | None, dispatch: Dispatch = ALL_HERE, *,
     count_tiles: bool = False,
 ) -> None:  # fmt: skip
-    """act (N, F) and, unless None, h (2, N, F) of every row; act times its weight where the config says so.
+    """act (N, F) and h (2, N, F) of every row, each unless None; act times its weight where the config says so.
 
-    rows_ND: the rows' inputs; None: gathered where they lie.  count_tiles: in rows.progress_M.
+    given: the rows' inputs (N, D), or the int64 address of each; None: gathered among tokens.  count_tiles: in
+    rows.progress_M.
     """
     half = tile.columns // 2
     w13_desc, up_first = w13_block(experts, 1, 1 + cfg.gated, half, tile.depth)
     gate_desc, up_desc = h_blocks(h_2NF, tile.rows, half)
-    rows_desc = None if rows_ND is None else rows_block(rows_ND, tile.rows, tile.depth)
+    address_N = given if given is not None and given.dtype == torch.int64 else None
+    rows_desc = None if given is None or address_N is not None else rows_block(given, tile.rows, tile.depth)
+    act_desc = None if act_NF is None else rows_block(act_NF, tile.rows, half)
     launch(
         gate_up_kernel,
         multiprocessors * tile.programs_per_sm,
         (
             tokens, rows, peers.wire, *peers.waiting, tokens.local.shape[0], dispatch.push_programs,
-            dispatch.push_rounds, rows_desc, w13_desc, gate_desc, up_desc, rows_block(act_NF, tile.rows, half),
-            experts.b13,
+            dispatch.push_rounds, address_N, rows_desc, w13_desc, gate_desc, up_desc, act_desc, experts.b13,
         ),
         {
             "LAYER": layer_shape(cfg), "TILE": tile_shape(tile),
@@ -250,7 +252,7 @@ def launch_gate_up(
 
 
 def h_blocks(h_2NF: Tensor | None, *block: int) -> tuple[Block | None, Block | None]:
-    """Of the halves of h, if it is saved; without a gate of h."""
+    """Of the halves of h, if it is stored; without a gate of h."""
     if h_2NF is None:
         return None, None
     gate_NF, *up_NF = unbind(h_2NF)

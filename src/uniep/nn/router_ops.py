@@ -358,8 +358,8 @@ def router_backward(
             d_TE = d_logits(all_logits, all_ids, all_chosen, d_slots, d_aux * d_aux_loss, d_square, cfg)
         else:
             d_TE = kernels.d_logits(
-                logits, ids, chosen, d_weights, d_aux, d_aux_loss, d_z_loss, tokens, sigmoid=cfg.score == "sigmoid",
-                renormalize=cfg.renormalize, scale=cfg.scale, aux=cfg.aux_loss > 0, z_loss=cfg.z_loss,
+                logits, ids, chosen, d_weights, d_aux if cfg.aux_loss else None, d_aux_loss, d_z_loss, tokens,
+                sigmoid=cfg.score == "sigmoid", renormalize=cfg.renormalize, scale=cfg.scale, z_loss=cfg.z_loss,
             )  # fmt: skip
         dx, dw = x.new_empty(0), weight.new_empty(0)
         if needs[0]:

@@ -171,30 +171,50 @@ def _part_work(site: Site, tiles: Tensor) -> Sequence[Tensor | int]:
     return 0, (rows + sums) * size, torch.where(tiles[:, 0] != site.rank, sums * size, 0)
 
 
-def _first(name: str, rows: Callable[[Site], Tensor], separate: bool, halves: bool) -> Operator:
+_ARRIVED = Access("arrived", came)
+
+
+def _first(
+    name: str, rows: Callable[[Site], Tensor], separate: bool, halves: bool, reads: tuple[Access, ...] = (_ARRIVED,)
+) -> Operator:
     """The product that reads tokens.  separate: what follows it element by element is an operator of its own."""
     writes = Access(name, by_tile if separate else rows_of(_rows1))
     return Operator(
-        name, "matrix", rows, lambda s: s.segments(s.cfg.ffn), reads=(Access("arrived", came),), writes=(writes,),
+        name, "matrix", rows, lambda s: s.segments(s.cfg.ffn), reads=reads, writes=(writes,),
         work=_gemm(lambda s: s.cfg.hidden, halves=halves),
     )  # fmt: skip
 
 
+def _gate_up_tiles(site: Site) -> Tensor:
+    return site.row_tiles(site.way.forward_tile, site.cfg.ffn)
+
+
 def _gate_up(way: Way) -> Operator:
-    return _first("gate_up", lambda s: s.row_tiles(s.way.forward_tile, s.cfg.ffn), way.separate, halves=True)
+    return _first("gate_up", _gate_up_tiles, way.separate, halves=True)
+
+
+def _recompute(way: Way) -> Operator:
+    """gate_up again, in a backward, whose tokens are here."""
+    return _first("recompute", _gate_up_tiles, separate=False, halves=True, reads=())
+
+
+def _recomputed(way: Way) -> tuple[Access, ...]:
+    """What the activation's gradient reads besides its product, unless it is made before the tasks begin."""
+    return (Access("recompute", rows_of(_rows1)),) * (way.recomputes and not way.mega)
 
 
 def _down_grad(way: Way) -> Operator:
     rows = lambda s: s.row_tiles(s.way.down_grad_tile, s.cfg.ffn)  # noqa: E731
-    return _first("down_grad", rows, way.separate_gradient and not way.own("down_grad"), halves=False)
+    reads = (_ARRIVED, *(() if way.separate_gradient else _recomputed(way)))
+    return _first("down_grad", rows, way.separate_gradient and not way.own("down_grad"), halves=False, reads=reads)
 
 
-def _elementwise(name: str, of: Operator, way: Way, passes: int) -> Operator:
-    """Tiles of a vector worker for those of a product."""
+def _elementwise(name: str, of: Operator, way: Way, passes: int, reads: tuple[Access, ...] = ()) -> Operator:
+    """Tiles of a vector worker for those of a product.  reads: besides its results."""
     own = of.name == "down_grad" and way.own(of.name)  # in between
     read = Access(_last(way, of.name), rows_of(_rows1)) if own else Access(of.name, by_tile)
     writes = (Access(name, rows_of(_rows1)),)
-    return Operator(name, "vector", of.split, of.covers, reads=(read,), writes=writes, work=_passes(passes))
+    return Operator(name, "vector", of.split, of.covers, reads=(read, *reads), writes=writes, work=_passes(passes))
 
 
 def _last(way: Way, product: str, before: RowOperator | None = None) -> str:
@@ -273,8 +293,11 @@ _OPERATORS: dict[str, Callable[[Way], Operator]] = {
     "activation": lambda way: _elementwise("activation", _gate_up(way), way, 3),
     "down": lambda way: _returning("down", lambda s: s.cfg.ffn, Access(_last(way, "gate_up"), rows_of(_rows1)), way),
     "combine": lambda way: COMBINE,
+    "recompute": _recompute,
     "down_grad": _down_grad,
-    "activation_gradient": lambda way: _elementwise("activation_gradient", _down_grad(way), way, 8),
+    "activation_gradient": lambda way: _elementwise(
+        "activation_gradient", _down_grad(way), way, 8, _recomputed(way)
+    ),
     "dweight": lambda way: Operator(
         "dweight", "vector", lambda s: s.row_tiles(s.way.down, 1), lambda s: s.segments(1), reads=(_made(way),),
         writes=(Access("weights returned", returns),), work=_passes(2, 4, sends=True), lag=1,

@@ -323,10 +323,13 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     )
     tail = tail + sums
     middle = gradient * torch.where(beside, torch.as_tensor(c["beside_share"]), 1.0)
-    products_bwd = down_grad + gate_up_grad + wgrad
+    h = product("gate_up", width, 2 * ffn, gather + stored("gate_up", 0.5))
+    recomputed = is_in("preactivation", "recomputed") * h
+    products_bwd = recomputed + down_grad + gate_up_grad + wgrad
     slow_bwd = _slow(products_bwd, products_fwd, c)
     launches_bwd = torch.where(mega, 1.0, torch.where(serial, 8.0, 6.0))
-    bwd = entry + (fed_product(down_grad, entry) + tail) * slow_bwd + middle + launches_bwd * c["launch_us"]
+    fed = fed_product(down_grad, entry + recomputed) + recomputed
+    bwd = entry + (fed + tail) * slow_bwd + middle + launches_bwd * c["launch_us"]
     # --- the host ---
     behind = torch.as_tensor(c["host_us"]) + plan + wgrad * slow_bwd
     ahead = torch.as_tensor(c["host_call_us"]) - AHEAD_US

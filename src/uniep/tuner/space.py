@@ -77,6 +77,7 @@ SEARCHED = (
     Searched("weight_gradient_order", {"hopper": ("last", "interleaved")}, needs={**_MEGA, "tile_order": _ORDERS[:2]}),
     Searched("activation", {"cpu": ("fused", "separate")}),
     Searched("received", {"cpu": ("saved", "again"), "hopper": ("saved", "again"), "nccl": ("saved", "again")}),
+    Searched("preactivation", dict.fromkeys(("cpu", "hopper", "nccl"), ("saved", "recomputed"))),
     Searched("matrix_workers", {"cpu": (1, 2)}),
     Searched("vector_workers", {"cpu": (1, 2)}),
 )
@@ -87,8 +88,11 @@ tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk
 OF_PEERS = ("transfer", "send_order", "chunk_tokens", "push_programs", "peer_order")
 """Dimensions without effect on one rank."""
 
+OF_MEMORY = ("received", "preactivation")
+"""Dimensions that trade memory for time."""
 
-def dimensions(backend: str, cfg: MoEConfig, ep_size: int, keep: Sequence[str] = ("received",)) -> list[Searched]:
+
+def dimensions(backend: str, cfg: MoEConfig, ep_size: int, keep: Sequence[str] = OF_MEMORY) -> list[Searched]:
     """The searched dimensions of a backend for a configuration.  keep: names that are not searched, such as those that
     trade memory for time."""
     left_out = {*keep, *(OF_PEERS if ep_size == 1 else ()), *(("group_sum",) if cfg.combine_groups is None else ())}
@@ -164,7 +168,7 @@ class Points:
 
 
 def points(
-    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 500_000, keep: Sequence[str] = ("received",)
+    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 500_000, keep: Sequence[str] = OF_MEMORY
 ) -> Points:
     """All points of the space, each once; if there are more than `limit`, a uniform sample, the same every time.  Point
     0 is the backend's default.  Some may still be refused: `refusals` says why."""

@@ -109,8 +109,8 @@ class _Routing(Routed):
 
 
 class CollectiveBackend:
-    """See the module docstring.  schedule: tiles (where kernels run) and `received`; other fields have no effect
-    here."""
+    """See the module docstring.  schedule: tiles (where kernels run), `received` and `preactivation`; other fields have
+    no effect here."""
 
     name = "nccl"
 
@@ -152,13 +152,18 @@ class CollectiveBackend:
                 received_MD = self._dispatch(inputs.x_TD, routing, "dispatch")
                 tokens = Tokens(inputs.x_TD, received_MD)
                 experts = inputs.experts
-                rows_ND, h_NF = self._compute(lambda: self._experts_of(experts).forward(tokens, routing, experts, save))
+                stores = save and not self.way.recomputes
+                rows_ND, h_NF = self._compute(
+                    lambda: self._experts_of(experts).forward(tokens, routing, experts, stores)
+                )
                 weights_TK = inputs.weights_TK if cfg.weight_at == "output" else None
                 y_TD = self._combine(rows_ND, inputs.ids_TK, weights_TK, routing)
-            if h_NF is None:
+            if not save:
                 return y_TD, []
             if self.way.again:
                 received_MD = received_MD.new_empty(0, cfg.hidden)
+            if h_NF is None:
+                h_NF = received_MD.new_empty(0, cfg.h_columns)
             name = torch.tensor([fingerprint])
             return y_TD, [received_MD, h_NF, name, routing.weight_N, *routing.plan.tensors()]
 
@@ -177,13 +182,14 @@ class CollectiveBackend:
             wanted = dataclasses.replace(needs, x=anywhere.x, weights=anywhere.weights)
             with self._or_give_up():
                 routing = _Routing.make(RoutingPlan.from_tensors(plan), weight_N, self.rank, self.cfg, self.way)
-                if self.way.again and anywhere.w13:
+                if self.way.again and (anywhere.w13 or self.way.recomputes):
                     received_MD = self._dispatch(inputs.x_TD, routing, "dispatch of x again")
                 dy = Tokens(dy_TD, self._dispatch(dy_TD, routing, "dispatch of the gradient"))
                 x = Tokens(inputs.x_TD, received_MD)
                 experts = inputs.experts
                 of_layer = self._experts_of(experts)
-                got = self._compute(lambda: of_layer.backward(dy, x, routing, experts, h_NF, wanted, main_grads))
+                h = None if self.way.recomputes else h_NF
+                got = self._compute(lambda: of_layer.backward(dy, x, routing, experts, h, wanted, main_grads))
                 dx_TD = dweights_TK = None
                 if got.x_ND is not None:
                     dx_TD = self._combine(got.x_ND, ids_TK, None, routing)
@@ -211,7 +217,7 @@ class CollectiveBackend:
         plan = ((ranks, cfg.num_experts), (local + 1,), (ranks,), (ranks, num_tokens), (ranks,), (rows,), (rows,))
         return [
             x_TD.new_empty(received, cfg.hidden),
-            x_TD.new_empty(rows, cfg.h_columns),
+            x_TD.new_empty(0 if self.way.recomputes else rows, cfg.h_columns),
             x_TD.new_empty(1, dtype=torch.int64),
             x_TD.new_empty(rows, dtype=torch.float32),
             *(x_TD.new_empty(shape, dtype=torch.int32) for shape in plan),
@@ -247,6 +253,7 @@ class CollectiveBackend:
             "experts": f"{self.experts.name} ({self.because})",
             "overlap": "not active: collectives run between the GEMMs, not beside them",
             "received": "dispatched again in backward" if self.way.again else "kept for backward",
+            "gate and up": f"{self.schedule.preactivation} for backward",
             "rows": "allocated exactly; counts are read by the host in every call",
             "CUDA graphs": "not possible: the host reads counts",
             "main_grad": MAIN_GRAD,

@@ -63,9 +63,11 @@ class LocalExperts(Protocol):
         ...
 
     def backward(
-        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
+        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor | None, needs: Needs,
         main_grads: MainGrads | None = None,
-    ) -> RowGradients: ...  # fmt: skip
+    ) -> RowGradients:  # fmt: skip
+        """h: None, if it is recomputed."""
+        ...
 
     def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
         """(P, D): the rows of each combine group, `Parts.row_PK`, added in ascending k."""
@@ -140,7 +142,7 @@ class TorchExperts:
         return shared[self.rank].returns, bodies.h_NF if save else None
 
     def backward(
-        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
+        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor | None, needs: Needs,
         main_grads: MainGrads | None = None,
     ) -> RowGradients:  # fmt: skip
         cfg, plan = self.cfg, routed.plan
@@ -151,6 +153,9 @@ class TorchExperts:
         bodies = cpu_tiles.Backward(rows, shared, dy.local, no_ids, experts, h_NF, x_rows, needs, main_grads, apart)
         biases = needs.biases and cfg.bias
         bodies.dy_rows = cpu_tiles.Gather(dy.local, dy.received, rows, compact=True)
+        if h_NF is None:
+            for block in _segments(plan, cfg.ffn):
+                bodies.recompute(block)
         for block in _segments(plan, cfg.ffn):
             bodies.down_grad(block)
         if bodies.raw_NF is not None:
@@ -259,7 +264,7 @@ class KernelExperts:
         return out_ND, h_2NF.view(num_rows, cfg.h_columns) if h_2NF is not None else None
 
     def backward(
-        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor, needs: Needs,
+        self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor | None, needs: Needs,
         main_grads: MainGrads | None = None,
     ) -> RowGradients:  # fmt: skip
         cfg, tile, plan, dy_TD = self.cfg, self.way.down, routed.plan, dy.local
@@ -278,7 +283,16 @@ class KernelExperts:
             rows, stacked = self._rows(routed, tile), _stacked(experts)
             dy_ND = self._expand(dy, rows, tile)
             dy_N = _row_addresses(dy_ND)
-            made = self.launch.activation_memory(h_NF.view(1 + cfg.gated, num_rows, cfg.ffn), experts.b2)
+            x_ND = None
+            if h_NF is None:
+                h_NF, x_ND = dy_TD.new_empty(num_rows, cfg.h_columns), self._expand(x, rows, tile)
+            h_2NF = h_NF.view(1 + cfg.gated, num_rows, cfg.ffn)
+            if x_ND is not None:
+                first, of_first = self.way.gate_up, self._rows(routed, self.way.gate_up)
+                self.launch.launch_gate_up(
+                    x, x_ND, of_first, stacked, self.alone, cfg, first, self.sms, h_2NF, None
+                )  # fmt: skip
+            made = self.launch.activation_memory(h_2NF, experts.b2)
             self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, made.raw_NF)
             run_own(self.way, "down_grad", made.raw_NF, plan)
             self.launch.launch_activation_gradient(made, rows, cfg, self.sms)
@@ -302,7 +316,7 @@ class KernelExperts:
                     a_ND, b_NF = block.of(dy_ND), block.of(made.act_NF)
                     self._weight_gradients(a_ND, b_NF, 0, of.w2, block, transposed=False, accumulate=of.accumulate)
             if needs.w13:
-                x_ND = self._expand(x, rows, tile)
+                x_ND = self._expand(x, rows, tile) if x_ND is None else x_ND
                 for block, of in self._blocks(rows, routed, into):
                     a_ND, b_NH = block.of(x_ND), block.of(dh_NH)
                     halves = [(out,) for out in of.w13] if experts.layout == "split" else [of.w13]

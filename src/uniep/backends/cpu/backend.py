@@ -177,7 +177,8 @@ class CpuBackend:
             self._run(call, operation, queues, bodies)
         if not save:
             return bodies.y_TD, []
-        return bodies.y_TD, [bodies.received_MD, bodies.h_NF, torch.tensor([call.fingerprint])]
+        h_NF = bodies.h_NF if not self.way.recomputes else bodies.h_NF.new_empty(0, self.cfg.h_columns)
+        return bodies.y_TD, [bodies.received_MD, h_NF, torch.tensor([call.fingerprint])]
 
     @_collective
     def backward(
@@ -200,8 +201,8 @@ class CpuBackend:
             rows = self._rows(call)
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
             bodies = Backward(
-                rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, h_NF, x_rows, needs, main_grads,
-                separate=self.way.separate_gradient,
+                rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, None if self.way.recomputes else h_NF,
+                x_rows, needs, main_grads, separate=self.way.separate_gradient,
             )  # fmt: skip
             self._run(call, "backward", queues, bodies)
         return ExpertGradients(
@@ -245,7 +246,7 @@ class CpuBackend:
         received = new_size() if not self.way.again and self.ep_size > 1 else 0
         return [
             x_TD.new_empty(received, self.cfg.hidden),
-            x_TD.new_empty(new_size(), self.cfg.h_columns),
+            x_TD.new_empty(0 if self.way.recomputes else new_size(), self.cfg.h_columns),
             x_TD.new_empty(1, dtype=torch.int64),
         ]
 
@@ -274,6 +275,7 @@ class CpuBackend:
             "received": {"saved": "compact copy kept for backward", "again": "dispatched again in backward"}[
                 s.received
             ],
+            "gate and up": f"{s.preactivation} for backward",
             "shared memory": f"{self.peers.bytes} bytes per rank",
             "main_grad": MAIN_GRAD,
             "waits": "measured: entries, and times in which no thread works while one waits for peers",

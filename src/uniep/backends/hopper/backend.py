@@ -145,7 +145,7 @@ class HopperBackend(Link):
             kept = new_size(), self.cfg.hidden
         else:
             kept = self.kept_shape(0)
-        h = 1 + self.cfg.gated, rows, self.cfg.ffn
+        h = 1 + self.cfg.gated, 0 if way.recomputes else rows, self.cfg.ffn
         return [*self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(kept)]
 
     def report(self) -> dict[str, str]:

@@ -140,14 +140,19 @@ class Forward(_Call):
         self.save = save
         self.output_weights = inputs.weights_TK if link.cfg.weight_at == "output" else None
         self.like: dict[str, Any] = {"dtype": link.cfg.dtype, "device": link.device}
-        self.h_2NF: Tensor | None = None
+        self.h_2NF: Tensor | None = None  # unless a backward recomputes it
         self.x_ND: Tensor | None = None
         self.kept: Tensor | None = None  # received tokens, or, expanded, every row's input
 
     def made(self) -> tuple[Tensor, list[Tensor]]:
         self.run(Flags(save=self.save))
-        saves = self.h_2NF is not None and self.kept is not None
-        return self.out_TD, [*self.planned.saved(), self.h_2NF, self.kept] if saves else []  # type: ignore[list-item]
+        if not self.save:
+            return self.out_TD, []
+        cfg, h_2NF = self.link.cfg, self.h_2NF
+        if h_2NF is None:
+            h_2NF = result(1 + cfg.gated, 0, cfg.ffn, **self.like)
+        assert self.kept is not None
+        return self.out_TD, [*self.planned.saved(), h_2NF, self.kept]
 
     def enter(self, stage: Stage) -> None:
         inputs, operation = self.inputs, "forward" if self.save else "forward without gradients"
@@ -173,7 +178,8 @@ class Forward(_Call):
     def make_h(self) -> None:
         cfg, rows = self.link.cfg, self.planned.num_rows
         self.act_NF = temporary(rows, cfg.ffn, **self.like)
-        self.h_2NF = result(1 + cfg.gated, rows, cfg.ffn, **self.like) if self.save else None
+        if self.save and not self.link.way.recomputes:
+            self.h_2NF = result(1 + cfg.gated, rows, cfg.ffn, **self.like)
 
     def gate_up(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_gate_up
@@ -257,12 +263,26 @@ class Backward(_Call):
         layer = LayerTag(self.inputs.layer.number)
         self.link.planner.enter(None, None, sent_TD.shape[0], operation, layer, self.planned.forward)
 
+    def recompute(self, stage: Stage) -> None:
+        """h, of the tokens that the forward kept or `dispatch_again` has brought."""
+        from uniep.launch.staged import launch_gate_up
+
+        link, cfg, rows = self.link, self.link.cfg, self.planned.num_rows
+        like: dict[str, Any] = {"dtype": cfg.dtype, "device": link.device}
+        self.h_2NF = temporary(1 + cfg.gated, rows, cfg.ffn, briefly=not link.way.mega, **like)
+        x_N = self.x.received if link.way.expanded else self.addresses.x_N
+        launch_gate_up(
+            self.x, x_N, self.planned.bundle, self.inputs.experts, self.peers, cfg, link.way.gate_up, stage.sms,
+            self.h_2NF, None,
+        )  # fmt: skip
+
     def down_grad(self, stage: Stage) -> None:
         """dO back through W2."""
         from uniep.launch import staged as launch
 
         link, experts = self.link, self.inputs.experts
         self.through = launch.activation_memory(self.h_2NF, experts.b2)
+        del self.h_2NF  # through has it, until it is released
         launch.launch_gathered_down_gradient(
             self.sent, self.planned.bundle, experts, self.peers, link.way.down, stage.sms, self.through.raw_NF,
             link.dispatching(link.way.push_rounds[1]), self.progress_M,
@@ -279,7 +299,7 @@ class Backward(_Call):
             )
         else:
             launch.launch_activation_gradient(self.through, rows, cfg, stage.sms)
-        self.through = self.through._replace(raw_NF=None)
+        self.through = self.through._replace(raw_NF=None, gate_NF=None, up_NF=None)
         release()
 
     def dweight(self, stage: Stage) -> None:
@@ -362,13 +382,18 @@ class Backward(_Call):
             self._weight_gradient(stage, rows, dy_N, act_NF, 0, into.w2[0], into.accumulate, transposed=False)
 
     def dispatch_again(self, stage: Stage) -> None:
-        """When nobody reads dO any more: all tokens, once more."""
-        link = self.link
+        """All tokens, once more: when nobody reads dO any more, or before it comes, and then kept."""
+        link, receive_MD = self.link, self.sent.received
         self._enter_planned("dispatch", self.x.local)
         link.planner.wait_entered(link.copying)
         if link.copying:
             link.send_all(self.x.local)
         link.dispatch(self.x.local, self.planned)
+        if link.way.recomputes:
+            kept = temporary(len(receive_MD) - 1, link.cfg.hidden, dtype=link.cfg.dtype, device=link.device)
+            link.copy_received(kept, torch.cuda.current_stream(link.device))
+            self.x = Tokens(self.x.local, kept)
+            link.join()  # flags that copies carry are the number of this call, and the next entry changes it
 
     def gate_up_wgrad(self, stage: Stage) -> None:
         link, x_N = self.link, self.addresses.x_N

@@ -112,8 +112,8 @@ def test_losses_and_gradients_have_the_bits_of_the_formulas(name, finite):
     ids = torch.where(torch.rand(chosen.shape, generator=make) < 0.2, -1, chosen)
     d_losses = torch.tensor(0.9), torch.tensor(-1.3)
     ours = launches.d_logits(
-        logits, ids, chosen, d_weights, d_aux, *d_losses, tokens, sigmoid=cfg.score == "sigmoid",
-        renormalize=cfg.renormalize, scale=cfg.scale, aux=cfg.aux_loss > 0, z_loss=cfg.z_loss,
+        logits, ids, chosen, d_weights, d_aux if cfg.aux_loss else None, *d_losses, tokens,
+        sigmoid=cfg.score == "sigmoid", renormalize=cfg.renormalize, scale=cfg.scale, z_loss=cfg.z_loss,
     )  # fmt: skip
     d_square = d_losses[1] * cfg.z_loss / tokens.clamp(min=1)
     equal(ours, router_ops.d_logits(logits, ids, chosen, d_weights, d_aux * d_losses[0], d_square, cfg), "d_logits")
