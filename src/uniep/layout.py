@@ -83,19 +83,21 @@ def cpu_arrays(cfg: MoEConfig, ep_size: int, way: Way) -> Arrays:
 
 
 def hopper_arrays(cfg: MoEConfig, ep_size: int, way: Way) -> Arrays:
-    """Every array that peers of the hopper backend write into.
+    """Every array that peers of the hopper backend write into or, of `tokens`, read from.
 
     exchange: per parity and source rank, EXCHANGE_HEADER words, then ids and weights.  status: this rank's failure,
     then LOST_SLOT words for each rank.  flags: three words for each rank (entered, finished, returned), then one for
-    each chunk of receive slots.
+    each chunk of receive slots.  tokens: of this rank, if peers fetch them.
     """
     slots = cfg.max_tokens_per_rank * cfg.top_k
-    chunks = cfg.receive_slots(ep_size) // way.chunk_tokens if way.transfer == "push" else 0
+    chunks = cfg.receive_slots(ep_size) // way.chunk_tokens if way.transfer != "copy" else 0
+    tokens = ((cfg.max_tokens_per_rank, cfg.hidden), cfg.dtype)
     return {
         **_row_arrays(cfg, ep_size),
         "exchange": ((2, ep_size, EXCHANGE_HEADER + 2 * slots), torch.int32),
         "status": ((STATUS_RECORD + ep_size * LOST_SLOT,), torch.int32),
         "flags": ((3 * flag_step(ep_size) + chunks,), torch.int32),
+        **({"tokens": tokens} if way.transfer == "pull" and ep_size > 1 else {}),
     }
 
 
@@ -110,10 +112,10 @@ def table_tiles(rows: Any, tile_rows: int) -> Any:
 
 
 def hopper_plan_arrays(
-    cfg: MoEConfig, ep_size: int, tiles: int | torch.SymInt, tokens: int | torch.SymInt
+    cfg: MoEConfig, ep_size: int, tiles: int | torch.SymInt, tokens: int | torch.SymInt, fetched: int | torch.SymInt = 0
 ) -> dict[str, Any]:
     """Shapes of a plan's int32 arrays, except those of rows; one allocation, see `plan_words`.  tiles: of
-    `table_tiles`."""
+    `table_tiles`.  fetched: room for the tokens that this rank fetches, of which each has a row."""
     local = cfg.experts_per_rank(ep_size)
     return {
         "counts_RE": (ep_size, cfg.num_experts),
@@ -129,6 +131,7 @@ def hopper_plan_arrays(
         "cursor": (1,),
         "totals": (2,),  # padded rows, row tiles
         "forward": (1,),  # number of the call that this plan belongs to
+        **({"recv_token_N": (fetched,)} if fetched else {}),
     }
 
 
@@ -153,9 +156,10 @@ def plan_blocks(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
     return tokens, min(max(PLAN_CHUNKS // ep_size, 1), power_of_2(blocks))
 
 
-def hopper_histogram(cfg: MoEConfig, ep_size: int) -> tuple[int, int]:
-    """Shape of the int32 array for a plan's counts: (experts and ranks) x (chunks of the tokens of all ranks)."""
-    return cfg.num_experts + 1 + ep_size, ep_size * plan_blocks(cfg, ep_size)[1]
+def hopper_histogram(cfg: MoEConfig, ep_size: int, by_expert: bool = False) -> tuple[int, int]:
+    """Shape of the int32 array for a plan's counts: (experts and ranks) x (chunks of the tokens of all ranks).
+    by_expert: with those that order send lists."""
+    return cfg.num_experts * (1 + by_expert) + 1 + ep_size, ep_size * plan_blocks(cfg, ep_size)[1]
 
 
 def steps(extent: int, step: int) -> int:

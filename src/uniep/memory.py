@@ -138,6 +138,7 @@ _SHARED_WHY = {
     "entered": "the last call that each rank entered",
     "failed": "set, with the reason, by a rank that gave up",
     "flags": "arrival and return signals",
+    "tokens": "this rank's tokens, where peers fetch them; in backward dO",
 }
 
 
@@ -319,7 +320,8 @@ def _hopper(c: _Call) -> list[_Size]:
     rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
     rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
     most = table_tiles(rows, c.way.gate_up.rows)
-    plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens)))
+    fetched = most * c.way.gate_up.rows if c.way.pulls else 0
+    plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens, fetched)))
     expanded = c.way.expanded
     sent = c.tokens if c.way.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
     block = kept_block(cfg, c.ep_size, sent, copying=c.way.transfer == "copy")
@@ -330,7 +332,7 @@ def _hopper(c: _Call) -> list[_Size]:
     lists = sum(list_words(rows // c.way.gate_up.rows, c.local, tiles, backward=True))
     return [
         _Size("plan", (plan,), _I32, "counts, send lists and tile tables"),
-        _Size("histogram", hopper_histogram(cfg, c.ep_size), _I32, "what the plan counts"),
+        _Size("histogram", hopper_histogram(cfg, c.ep_size, c.way.sends_by_expert), _I32, "what the plan counts"),
         _Size("rows", (3, rows), _I32, f"source, return slot and weight of every row; {rows_why}"),
         _Size("parts", (parts,), _I32, "which rows combine groups add, and where sums go"),
         _Size("h", (1 + cfg.gated, rows, cfg.ffn), dtype, "gate and up before the activation"),

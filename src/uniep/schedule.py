@@ -78,6 +78,47 @@ def _one_table(d: Dimension, schedule: Schedule, at: Setting) -> str:
     return f"gate_up.rows is {first} and down.rows {second}; on GPUs both walk one tile table"
 
 
+MOST_SHARED = 232448
+"""Bytes of shared memory that a program can have on Hopper."""
+
+MOST_VALUES = 128
+"""Values of a tile per thread; with more, products spill registers."""
+
+
+def shared_bytes(tile: Tile, itemsize: int) -> int:
+    """Bytes of shared memory that a product takes at most: loads in flight with a barrier each, and results on their
+    way out: half a tile of 128 rows, or all of one of 64.  itemsize: of the layer's dtype, 2."""
+    loads = tile.stages * (tile.rows + tile.columns) * tile.depth * itemsize
+    return loads + 8 * tile.stages + max(tile.rows, 128) // 2 * tile.columns * itemsize
+
+
+def _of_tile(d: Dimension, schedule: Schedule) -> Tile:
+    tile: Tile = getattr(schedule, d.name.partition(".")[0])
+    return tile
+
+
+def _fits_shared(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    tile = _of_tile(d, schedule)
+    needed = shared_bytes(tile, 2)
+    if at.backend not in _KERNELS or needed <= MOST_SHARED:
+        return ""
+    return (
+        f"{d.name} is {tile.stages}: tiles of {tile.rows} x {tile.columns}, depth {tile.depth}, then take {needed} "
+        f"bytes of shared memory, and a program has {MOST_SHARED}; use fewer stages or smaller tiles"
+    )
+
+
+def _leaves_registers(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    tile = _of_tile(d, schedule)
+    values = tile.rows * tile.columns // (32 * tile.warps)
+    if at.backend not in _KERNELS or values <= MOST_VALUES:
+        return ""
+    return (
+        f"{d.name} is {tile.warps}: each thread then has {values} values of a tile of {tile.rows} x {tile.columns}, "
+        f"and spills registers above {MOST_VALUES}; use more warps or smaller tiles"
+    )
+
+
 def _same_sums(d: Dimension, schedule: Schedule, at: Setting) -> str:
     if schedule.group_sum != "beside" or schedule.overlap == "fused":
         return ""
@@ -97,6 +138,12 @@ def _whole_chunks(d: Dimension, schedule: Schedule, at: Setting) -> str:
         f"chunk_tokens is {schedule.chunk_tokens}; on GPUs it must divide {at.cfg.receive_block}, "
         "the receive slots per peer"
     )
+
+
+def _sends_lists(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    if at.backend != GPU or schedule.send_order == "token" or schedule.transfer != "copy":
+        return ""
+    return "send_order is 'expert', but transfer='copy' sends all tokens in their order; use 'token', 'push' or 'pull'"
 
 
 def _leaves_sms(d: Dimension, schedule: Schedule, at: Setting) -> str:
@@ -134,6 +181,10 @@ def wire_share(cfg: MoEConfig, ep_size: int, measured: Measured) -> float:
     """Time that results take on the wire, divided by the time of the down product."""
     sent_bytes, flop = (1 - 1 / ep_size) * cfg.hidden * cfg.dtype.itemsize, 2 * cfg.hidden * cfg.ffn  # of a row
     return sent_bytes * measured.flop_per_wire_byte / flop
+
+
+def _usual_sum_warps(d: Dimension, at: Setting) -> int:
+    return 4 if at.cfg.hidden > 512 else 2 if at.cfg.hidden > 256 else 1
 
 
 def _usual_overlap(d: Dimension, at: Setting) -> str:
@@ -189,11 +240,11 @@ class Tile:
         8, (4, 8, 16), backends=_KERNELS, source=_UNIEP,
         doc="Warps of a program; the same for all tiles if calls are one kernel per direction.",
         helps="With more warps, each needs fewer registers for a tile.",
-        condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gate_up.warps)),
+        condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gate_up.warps), _leaves_registers),
     )  # fmt: skip
     stages: int = dimension(
         3, (2, 3, 4, 5), backends=_KERNELS, source=_OWN,
-        doc="Loads in flight.", helps="More hide latency, until shared memory is full.",
+        doc="Loads in flight.", helps="More hide latency, until shared memory is full.", condition=_fits_shared,
     )  # fmt: skip
     programs_per_sm: int = dimension(
         1, (1, 2), backends=_KERNELS, source=_OWN,
@@ -250,13 +301,22 @@ class Schedule:
         doc='Experts per chunk with tile_order="chunk-major".',
         helps="Fewer return rows earlier, more share weights among tiles for longer.",
     )  # fmt: skip
-    transfer: Literal["push", "copy"] = dimension(
-        "push", backends=(GPU,), scope="wire", source=f"push: {_UNIEP}; copy: {_OWN}",
-        doc="How ranks send tokens. push: programs store the deduplicated tokens. copy: copy engines send every "
+    transfer: Literal["push", "copy", "pull"] = dimension(
+        "push", backends=(GPU,), scope="wire", source=f"push, pull: {_UNIEP}; copy: {_OWN}",
+        doc="How tokens travel. push: programs store the deduplicated tokens. copy: copy engines send every "
         "token to every peer; this takes no programs and does not wait for the plan, but also sends tokens that the "
-        "peer does not need.",
-        helps="copy where a peer needs more than a third of the tokens, if calls are not mega.",
-        usual={GPU: _usual_transfer}, shown={"copy": "copy"},
+        "peer does not need. pull: programs of the rank that needs the deduplicated tokens fetch them; x is copied to "
+        "where peers can read it.",
+        helps="copy where a peer needs more than a third of the tokens, if calls are not mega; UniEP found push faster "
+        "than pull.",
+        usual={GPU: _usual_transfer}, shown={"copy": "copy", "pull": "pull"},
+    )  # fmt: skip
+    send_order: Literal["token", "expert"] = dimension(
+        "token", backends=(CPU, GPU), scope="wire", source=_UNIEP,
+        doc="Order in which deduplicated tokens travel to a peer. token: ascending. expert: by the token's lowest "
+        "expert there, then ascending, as products need them.",
+        helps="expert where the first product waits for its first tiles; token lists are a cheaper plan.",
+        condition=_sends_lists, shown={"expert": "by expert"},
     )  # fmt: skip
     peer_order: Literal["natural", "rotated"] = dimension(
         "natural", backends=(CPU, MEGA), source=_UNIEP,
@@ -293,7 +353,7 @@ class Schedule:
     )
     chunk_tokens: int = dimension(
         64, (16, 32, 64, 128), backends=(CPU, GPU), scope="wire", source=f"{_OWN} ({_UNIEP}: one signal a token)",
-        doc="Tokens pushed under one arrival signal; on GPUs a divisor of the receive slots per peer.",
+        doc="Tokens pushed or pulled under one arrival signal; on GPUs a divisor of the receive slots per peer.",
         helps="Fewer let tiles start earlier, more cost fewer signals.", condition=_whole_chunks, usual={GPU: 32},
     )  # fmt: skip
     weight_gradient: Tile = dataclasses.field(
@@ -301,9 +361,29 @@ class Schedule:
     )
     push_programs: int = dimension(
         16, (4, 8, 16, 32, 64), backends=(GPU,), source=_UNIEP,
-        doc="Programs that push tokens before they join the other work.",
+        doc="Programs that push or pull tokens before they join the other work.",
         helps="More push faster and leave fewer to compute meanwhile.",
         condition=_leaves_programs,
+    )  # fmt: skip
+    sum_programs: int = dimension(
+        16, (4, 8, 16, 32), backends=_KERNELS, source=_UNIEP, most=32,
+        doc="Programs of a multiprocessor that add a token's slots (not mega).",
+        helps="As many as hide the latency of memory; more leave nothing for what runs at the same time.",
+    )  # fmt: skip
+    sum_warps: int = dimension(
+        4, (1, 2, 4, 8), backends=_KERNELS, source=_UNIEP, doc="Warps of such a program.",
+        helps="One for 256 columns, of 1024 at most, loads 16 bytes a thread.", condition=in_domain(),
+        usual={GPU: _usual_sum_warps, COLLECTIVE: _usual_sum_warps},
+    )  # fmt: skip
+    pass_programs: int = dimension(
+        1, (1, 2, 4), backends=(GPU,), source=_UNIEP, most=32,
+        doc="Programs of a multiprocessor in passes that dispatch tokens or return rows (serial; returns also behind "
+        "operators of one's own).",
+        helps="More have more stores in flight.",
+    )  # fmt: skip
+    pass_warps: int = dimension(
+        8, (4, 8, 16), backends=(GPU,), source=_UNIEP, doc="Warps of such a program.",
+        helps="More have more stores in flight, with fewer barriers than more programs.", condition=in_domain(),
     )  # fmt: skip
     down_sms: int = dimension(
         32, (16, 24, 32, 48, 64), backends=(GPU,), source=f"{_COMET} (a split of the blocks)",

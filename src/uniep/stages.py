@@ -128,6 +128,8 @@ class _Call:
         self.wired = self.remote and self.flags.wire
         self.copies = self.device and way.copies and self.wired
         self.dispatched = self.device and self.wired and way.gates and not way.mega  # by a stage of its own
+        self.move = "pull" if way.pulls else "push"
+        self.publish = "publish_kernel" * (way.pulls and self.wired)
         self.beside = way.down_sms if self.is_forward else 0
         self.has_mask = False
         self.barrier = "barrier_kernel" * self.remote
@@ -153,7 +155,8 @@ class _Call:
         plan = (("plan", SAVED), ("rows", SAVED)) if self.is_forward else (("address", END),)
         by_row = way.recomputes or flags.w13 or flags.w2 or self.cfg.bias
         rows = "row_addresses_kernel" * (not self.is_forward and by_row)
-        made = [*again, self.make("enter", "", f"exchange_kernel {rows} {self.barrier}", buffers=plan, **both)]
+        kernels = f"{self.publish} exchange_kernel {rows} {self.barrier}"
+        made = [*again, self.make("enter", "", kernels, buffers=plan, **both)]
         sent: Any = {"stream": "copies", "sms": 0, "signals": self.flag("finished")}
         if self.copies:
             made.append(self.make("send", "push", "copy", **sent))
@@ -166,20 +169,21 @@ class _Call:
         if self.dispatched:
             push = "push_tokens_kernel" * (not self.copies)
             made.append(self.make(
-                "dispatch", "push" * (not self.copies), f"{push} {self.barrier}", waits=self.flag("finished"),
+                "dispatch", self.move * (not self.copies), f"{push} {self.barrier}", waits=self.flag("finished"),
                 signals=self.flag("finished", not self.copies),
             ))  # fmt: skip
         return made
 
     def product(self, name: str, operators: str, kernels: str, **fields: Any) -> Stage:
-        """Whose tiles wait for tokens, and whose first programs push this rank's, unless something else has."""
+        """Whose tiles wait for tokens, and whose first programs push this rank's or pull its peers', unless something
+        else has."""
         way = self.way
         pushes = self.device and not self.copies and not self.dispatched
         waits = not self.device or (self.wired and way.waits)
         return self.make(
-            name, f"{'push' * pushes} {operators}", kernels,
+            name, f"{self.move * pushes} {operators}", kernels,
             waits=self.flag("finished" if self.copies else "arrived", waits),
-            signals=self.flag("arrived", pushes and waits),
+            signals=self.flag("arrived", pushes and waits and not way.pulls),
             **{"order": self.order(way.leads[not self.is_forward])} | fields,
         )  # fmt: skip
 
@@ -304,7 +308,8 @@ class _Call:
         way = self.way
         if not (self.device and way.again and self.wired):
             return []
-        kernels = f"exchange_kernel {self.barrier} {'copy' if self.copies else 'push_tokens_kernel'} {self.barrier}"
+        send = "copy" if self.copies else "push_tokens_kernel"
+        kernels = f"{self.publish} exchange_kernel {self.barrier} {send} {self.barrier}"
         how: dict[str, Any] = {"after": ("combine",)}
         if way.recomputes:
             kernels, how = f"{kernels} copy", {"buffers": (("received_again", END),)}

@@ -30,6 +30,7 @@ class Wire(NamedTuple):
     """The part that is the same on all ranks of a Workspace, whatever their tokens."""
 
     transfer: str
+    send_order: str
     chunk_tokens: int
     again: bool
     recomputes: bool
@@ -44,9 +45,13 @@ class Way:
     returns: how results reach their tokens' ranks: from the product's "epilogue", by a "pass" behind it, or as sums of
         combine groups, made "sums after" the product or "sums beside" it.
     gradient_beside: the activation's gradient runs beside the product that feeds it.
-    transfer: how ranks send tokens.  copies: by copy engines here.  waits: kernels wait for tokens on their way.
-    push_programs: programs of those kernels that push first.  push_rounds: turns of the tile loop that the push lasts,
-        in the forward and the backward.
+    transfer: how tokens travel.  copies: by copy engines here.  pulls: they are fetched.  waits: kernels wait for
+        tokens on their way.
+    sends_by_expert: the order of send lists.
+    push_programs: programs of those kernels that push, or pull, first.  push_rounds: turns of the tile loop that this
+        lasts, in the forward and the backward.
+    sum_programs, sum_warps: programs of a multiprocessor that add slots, and their warps.  pass_programs, pass_warps:
+        of passes that move rows.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
     leads: how many these few are, in the forward and the backward.  waves: of tiles by arrival, which take their place.
     chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling, of tiles on
@@ -71,12 +76,18 @@ class Way:
     down_sms: int
     returns: Literal["epilogue", "pass", "sums after", "sums beside"]
     gradient_beside: bool
-    transfer: Literal["push", "copy"]
+    transfer: Literal["push", "copy", "pull"]
     copies: bool
+    pulls: bool
     waits: bool
+    sends_by_expert: bool
     chunk_tokens: int
     push_programs: int
     push_rounds: tuple[int, int]
+    sum_programs: int
+    sum_warps: int
+    pass_programs: int
+    pass_warps: int
     local_first: Literal["none", "leading", "all"]
     leads: tuple[int, int]
     waves: int
@@ -131,7 +142,8 @@ class Way:
 
     @property
     def wire(self) -> Wire:
-        return Wire(self.transfer, self.chunk_tokens, self.again, self.recomputes)
+        order = "expert" if self.sends_by_expert else "token"
+        return Wire(self.transfer, order, self.chunk_tokens, self.again, self.recomputes)
 
     @property
     def kernels(self) -> tuple[bool, bool, bool]:
@@ -177,6 +189,7 @@ class Way:
         )  # fmt: skip
         wired = (
             Choice("tokens travel by", s.transfer, "transfer", "as set" if s.transfer != usual.transfer else wanted),
+            Choice("send lists", f"by {s.send_order}", "send_order", "as set"),
             Choice("operand", s.operand, "operand", "as set"),
         )
         device = self.backend == GPU
@@ -258,10 +271,11 @@ def resolve(
     gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
-        returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies, waits=waits,
+        returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies,
+        pulls=device and ep_size > 1 and s.transfer == "pull", waits=waits, sends_by_expert=s.send_order == "expert",
         chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
-        push_rounds=(rounds[0], rounds[1]),
-        local_first=local_first, leads=leads, waves=waves,
+        push_rounds=(rounds[0], rounds[1]), sum_programs=s.sum_programs, sum_warps=s.sum_warps,
+        pass_programs=s.pass_programs, pass_warps=s.pass_warps, local_first=local_first, leads=leads, waves=waves,
         chunk_experts=s.chunk_experts if s.tile_order == "chunk-major" else 0,
         critical_path=s.tile_order == "critical-path", rotated=s.peer_order == "rotated",
         interleaved=s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",

@@ -40,6 +40,7 @@ from uniep.launch import records
 from uniep.reference import composition
 from uniep.routing import build_plan
 from uniep.stages import DIRECTIONS
+from uniep.tuner import strategies
 
 pytestmark = pytest.mark.gpu
 HAVE = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -62,6 +63,12 @@ SCHEDULES = {
     "copied again": Schedule(transfer="copy", received="again"),
     "pushed again": Schedule(transfer="push", received="again"),
     "gradient beside, pushed": Schedule(activation_gradient="beside", beside_from=0),
+    "pushed by expert": Schedule(transfer="push", send_order="expert", sum_programs=4, sum_warps=1),
+    "pulled": Schedule(transfer="pull"),
+    "pulled, by expert, serial": Schedule(
+        transfer="pull", send_order="expert", overlap="serial", pass_programs=2, pass_warps=4
+    ),
+    "pulled again": Schedule(transfer="pull", received="again"),
 }
 FUSED = Schedule(transfer="copy", activation_gradient="beside", beside_from=0)
 MEGA = {
@@ -69,6 +76,7 @@ MEGA = {
     "mega, copied": Schedule(
         transfer="copy", overlap="mega", tile_order="natural", weight_gradient_order="interleaved", peer_order="rotated"
     ),
+    "mega, pulled by expert": Schedule(transfer="pull", overlap="mega", send_order="expert"),
     "mega, critical path": Schedule(transfer="push", overlap="mega", tile_order="critical-path"),
     "mega, chunks": Schedule(transfer="push", overlap="mega", tile_order="chunk-major", chunk_experts=2),
     "mega, chunks, copied": Schedule(
@@ -280,6 +288,18 @@ def check_bits(r):
     """Schedules, tiles, programs, chunks, allocation modes and EP=1: the same bits; errors within twice torch's."""
     same_everywhere(r, {})
     same_everywhere(r, {"weight_at": "activation", "dtype": torch.float16})
+
+
+def check_strategies(r):
+    """Every named strategy has the serial bits."""
+    cfg = MoEConfig(**SHAPE)
+    data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
+    want, wrong = r.once(cfg, data, SERIAL), {}
+    for name, strategy in strategies.STRATEGIES.items():
+        for backend in strategy.points.keys() & {"hopper", "nccl"}:
+            schedule = strategies.point(name, backend, cfg, r.size)
+            wrong[f"{name} on {backend}"] = differing(want, r.once(cfg, data, schedule, backend=backend))
+    assert len(wrong) >= len(strategies.STRATEGIES) and not any(wrong.values()), wrong
 
 
 def check_activations(r):

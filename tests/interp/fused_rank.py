@@ -22,7 +22,7 @@ from uniep.stages import Flags
 from uniep.taskflow.lower import lower_backward, lower_forward
 from uniep.weights import ExpertWeights, Lora
 
-RANKS = 2
+RANKS = 2  # of cases that do not name more
 TIMEOUT_S = 400
 SMALL = Tile(rows=64, columns=128, depth=64)
 SCHEDULE = Schedule(gate_up=SMALL, down=SMALL, weight_gradient=SMALL, chunk_tokens=32, beside_from=0)
@@ -146,14 +146,37 @@ LORA_ROUNDS = (
     {"overlap": "mega", "operand": "gathered"}, ROUNDS[7], {"overlap": "fused", "preactivation": "recomputed"},
 )  # fmt: skip
 SCALE = 0.75
+# Fetched tokens, and send lists by expert, on four ranks and on two.
+PULL_CASES = {
+    "fp32, four ranks": Case(torch.float32, "activation", False, (20, 0, 35, 7), 8, 3, hidden=64, ffn=64, bias=True),
+    "fp16": Case(torch.float16, "output", False, (50, 35), hidden=72, ffn=64),
+}
+PULL_ROUNDS = (
+    {"overlap": "serial", "transfer": "push"},
+    {"overlap": "fused", "send_order": "expert", "sum_programs": 4, "sum_warps": 1},
+    {"overlap": "serial"},
+    {"overlap": "mega"},
+    {"overlap": "pipelined", "activation_gradient": "beside"},
+    {"overlap": "serial", "received": "again", "send_order": "expert", "pass_programs": 2, "pass_warps": 4},
+    {"overlap": "fused", "received": "again"},
+    {"overlap": "mega", "transfer": "push", "send_order": "expert"},
+    {"overlap": "fused", "operand": "expanded", "send_order": "expert"},
+    {"overlap": "mega", "send_order": "expert", "tile_order": "critical-path"},
+)
 SUITES = {
     "lora": (LORA_CASES, LORA_ROUNDS),
+    "pull": (PULL_CASES, PULL_ROUNDS),
     "own": (OWN_CASES, OWN_ROUNDS),
     "pairs": (PAIR_CASES, PAIR_ROUNDS),
     "mega": (MEGA_CASES, MEGA_ROUNDS),
     "usual": (CASES, ROUNDS),
     "grouped": (GROUPED_CASES, GROUPED_ROUNDS),
 }
+
+
+def schedule_of(suite: str) -> Schedule:
+    """The one that memory is made for."""
+    return dataclasses.replace(SCHEDULE, transfer="pull") if suite == "pull" else SCHEDULE
 
 
 def rounds_of(suite: str, key: str) -> tuple:
@@ -229,6 +252,8 @@ def forget(backend) -> None:
     views = backend.arena.views
     for part in (views["receive"][:-1], views["returns"], views["dweights"]):  # the last slot is the zero row
         part.fill_(float("nan"))
+    if "tokens" in views:  # which they have read by then
+        views["tokens"].fill_(float("nan"))
 
 
 def run_main_grad(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
@@ -320,7 +345,8 @@ def check_trace(backend, case: Case, rank: int) -> None:
     ranks differ, and times do not show it."""
     assert all(0 <= s.claimed_ns < TIMEOUT_S * 10**9 for s in backend.trace)
     ids = tensors(case)["ids"].split(case.tokens)
-    plans = [build_plan(list(ids), peer, backend.cfg) for peer in range(RANKS)]
+    by_expert = backend.way.sends_by_expert
+    plans = [build_plan(list(ids), peer, backend.cfg, by_expert) for peer in range(len(case.tokens))]
     needs = {"w13": rank == 1, "w2": rank == 0}
     graphs = {
         "forward": lower_forward(plans, case.tokens, backend.cfg, backend.way, keep=True),
@@ -339,12 +365,14 @@ def main(rank: int, folder: Path, suite: str) -> None:
     import own_operators
     from triton.runtime.interpreter import InterpretedFunction
 
+    from uniep.kernels import claims
+
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     hopper_on_host.interpret(ahead_ns=rank * 10**15)
     launch = InterpretedFunction.run
 
     def late_launch(self, *args, **options):
-        if self.fn.__name__ in LATE[rank]:
+        if self.fn.__name__ in LATE[rank % 2]:
             time.sleep(LATE_S)
         if "push_programs" in self.arg_names:  # programs run in turn: one that waits must not hold up another's push
             args = list(args)
@@ -353,44 +381,59 @@ def main(rank: int, folder: Path, suite: str) -> None:
         return launch(self, *args, **options)
 
     InterpretedFunction.run = late_launch
-    if suite == "mega":
-        hopper_on_host.programs_at_once(3 - rank, slow=rank == 0)
-    for number, (key, case) in enumerate(SUITES[suite][0].items()):
+    if suite in ("mega", "pull"):
+        hopper_on_host.programs_at_once(max(3 - rank, 1), slow=rank == 0)
+    if suite == "pull" and rank == 0:  # fetches in one kernel while peers have done so
+        move = claims.move_chunk
 
-        def memories(size: int, number: int = number) -> list[Tensor]:
-            names = [str(folder / f"{number}-{peer}") for peer in range(RANKS)]
+        def late_move(*args):
+            time.sleep(10 * LATE_S)
+            return move(*args)
+
+        claims.move_chunk = late_move
+    for number, (key, case) in enumerate(SUITES[suite][0].items()):
+        ranks = len(case.tokens)
+        if rank >= ranks:
+            continue
+
+        def memories(size: int, number: int = number, ranks: int = ranks) -> list[Tensor]:
+            names = [str(folder / f"{number}-{peer}") for peer in range(ranks)]
             return [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
 
-        backend = hopper_on_host.host_backend(case.config(max(case.tokens)), rank, RANKS, memories, SCHEDULE)
+        schedule = schedule_of(suite)
+        backend = hopper_on_host.host_backend(case.config(max(case.tokens)), rank, ranks, memories, schedule)
         results = []
         for how in rounds_of(suite, key):
             fields = ("overlap", "operand", "transfer", "received", "activation_gradient", "group_sum")
             changes = dict(how) if isinstance(how, dict) else dict(zip(fields, how, strict=False))
             own = own_operators.operators(changes.pop("operators")) if suite == "own" else ()
-            hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, **changes), own)
-            results.append(run(backend, case, rank, RANKS))
+            hopper_on_host.use(backend, dataclasses.replace(schedule, **changes), own)
+            results.append(run(backend, case, rank, ranks))
         if suite == "lora":
-            part = run(backend, case, rank, RANKS, Needs(rank == 0, rank == 1, rank == 1, rank == 0, False))
+            part = run(backend, case, rank, ranks, Needs(rank == 0, rank == 1, rank == 1, rank == 0, False))
             for name, value in part.items():
                 assert value is None or torch.equal(value, results[0][name]), f"{name}, needed by rank {rank} only"
-            results += run_factor_blocks(backend, case, rank, RANKS)
+            results += run_factor_blocks(backend, case, rank, ranks)
         if suite in ("grouped", "own", "pairs", "lora"):
             torch.save(results, folder / f"result-{number}-{rank}")
             continue
         # What one rank needs, another may not.
-        backend.trace = [] if suite == "mega" else None
-        part = run(backend, case, rank, RANKS, Needs(rank == 0, rank == 1, rank == 1, rank == 0, rank == 1))
+        backend.trace = [] if suite in ("mega", "pull") else None
+        part = run(backend, case, rank, ranks, Needs(rank == 0, rank == 1, rank == 1, rank == 0, rank == 1))
         for name, value in part.items():
             assert value is None or torch.equal(value, results[0][name]), f"{name}, needed by rank {rank} only"
         if backend.trace is not None:
             check_trace(backend, case, rank)
             backend.trace = None
-        results.append(run_main_grad(backend, case, rank, RANKS))
+        if suite == "pull":
+            torch.save(results, folder / f"result-{number}-{rank}")
+            continue
+        results.append(run_main_grad(backend, case, rank, ranks))
         entry_ns, data_ns = backend.waited().tolist()
         assert suite == "mega" or (data_ns > LATE_S * 1e9 and entry_ns > LATE_S * 1e9 * rank), (entry_ns, data_ns)
         if suite == "usual" and key in OPERAND_OF_BLOCKS:
             hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, operand=OPERAND_OF_BLOCKS[key]))
-            results[-1] |= run_blocks(backend, case, rank, RANKS)
+            results[-1] |= run_blocks(backend, case, rank, ranks)
         torch.save(results, folder / f"result-{number}-{rank}")
 
 

@@ -41,6 +41,7 @@ from uniep.launch import mega as launch_mega
 from uniep.launch import router as launch_router
 from uniep.launch import staged as launchers
 from uniep.routing import build_plan
+from uniep.schedule import TILES, Schedule, default_schedule, parse_schedule, shared_bytes
 from uniep.way import resolve
 from uniep.weights import ExpertWeights, Lora
 
@@ -79,6 +80,7 @@ class Case:
     tile_order: str = "local-first"
     own: bool = False  # with operators of one's own
     lora: int | None = None  # the rank of factors
+    more: str = ""  # of the schedule, as text
     preactivation: str = "saved"
 
     def __str__(self) -> str:
@@ -88,13 +90,35 @@ class Case:
         how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
         how += ", operators of one's own" * self.own
         how += f", LoRA of rank {self.lora}" * (self.lora is not None)
+        how += f", {self.more}" * bool(self.more)
         how += f", h {self.preactivation}" * (self.preactivation != "saved")
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
+    def config(self) -> MoEConfig:
+        shape = parse_shape(self.shape)
+        return MoEConfig(
+            hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
+            max_tokens_per_rank=TOKENS, dtype=self.dtype, weight_at=self.weight_at, combine_groups=self.combine_groups,
+            activation=self.activation, activation_limit=self.limit, bias=self.bias,
+            max_rows=2 * TOKENS * shape.top_k if self.sync_free else None,
+        )  # fmt: skip
+
+    def schedule(self) -> Schedule:
+        names = "overlap", "operand", "transfer", "group_sum", "tile_order", "preactivation"
+        fields = {name: getattr(self, name) for name in names}
+        usual = default_schedule("hopper", self.config(), self.ep_size)
+        return parse_schedule(self.more, dataclasses.replace(usual, **fields))
+
+    def most_shared(self) -> int:
+        """Shared memory in bytes that a product may take, of this schedule or of the collective backend's."""
+        schedules = self.schedule(), default_schedule("nccl", self.config(), self.ep_size)
+        return max(shared_bytes(getattr(s, name), self.dtype.itemsize) for s in schedules for name in TILES)
+
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GPT_OSS = "2880x2880x32x4"
+SMALL = ",".join(f"{name}.{change}" for name in TILES for change in ("rows=64", "columns=128", "stages=5"))
 CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push"),
     Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
@@ -125,6 +149,10 @@ CASES = (
     Case("deepseek-v3", ep_size=8, transfer="copy", lora=128),
     Case(GPT_OSS, activation="swiglu_oai", limit=7.0, bias=True, lora=128),
     Case("dsv2-lite", FP16, "activation", layout="split", activation="geglu_tanh", limit=7.0, bias=True, lora=128),
+    # Tokens are fetched; send lists by expert; other tiles.
+    Case("qwen3-30b", BF16, "output", 8, "fused", transfer="pull", more="send_order=expert,mega_to=0"),
+    Case("dsv2-lite", FP16, "activation", 4, "serial", transfer="pull", more=f"send_order=expert,{SMALL}"),
+    Case("qwen3-30b", BF16, "output", 4, "mega", transfer="pull", more="send_order=expert"),
     # The first product again in the backward; the forward keeps tokens, but not h.
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", bias=True, preactivation="recomputed"),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", preactivation="recomputed"),
@@ -136,17 +164,10 @@ FEW = 4  # so many of CASES have every kernel
 def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) -> list[tuple[str, object]]:
     """(kernel name, compiled kernel) of every launch of a forward without saving, another one, and its backwards: with
     gradients in the layer's dtype, and in fp32 for main_grad.  wanted: of the kernel's name; others are left out."""
-    shape, launched = parse_shape(case.shape), []
-    cfg = MoEConfig(
-        hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
-        max_tokens_per_rank=TOKENS, dtype=case.dtype, weight_at=case.weight_at, combine_groups=case.combine_groups,
-        activation=case.activation, activation_limit=case.limit, bias=case.bias,
-        max_rows=2 * TOKENS * shape.top_k if case.sync_free else None,
-    )  # fmt: skip
-    backend = host_backend(cfg, 0, case.ep_size, lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size)
-    names = "overlap", "operand", "transfer", "group_sum", "tile_order", "preactivation"
-    fields = {name: getattr(case, name) for name in names}
-    use(backend, dataclasses.replace(backend.schedule, **fields), operators("triton") if case.own else ())
+    cfg, schedule, launched = case.config(), case.schedule(), []
+    memories = lambda size: [torch.empty(size, dtype=torch.uint8)] * case.ep_size  # noqa: E731
+    backend = host_backend(cfg, 0, case.ep_size, memories, schedule)
+    use(backend, schedule, operators("triton") if case.own else ())
     backend.planner.fits = lambda: True  # no kernel runs that could answer
     local, like = cfg.experts_per_rank(case.ep_size), {"dtype": case.dtype}
     w13 = torch.empty(1 + cfg.gated, local, cfg.ffn, cfg.hidden, **like)
@@ -178,12 +199,13 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
 
 
 def compile_plan(max_tokens: int, top_k: int) -> list[tuple[str, object]]:
-    """What a plan of eight ranks launches, for any number of tokens."""
+    """What a plan of eight ranks launches, for any number of tokens, and either order of send lists."""
     launched = []
     cfg = MoEConfig(hidden=64, ffn=64, num_experts=256, top_k=top_k, max_tokens_per_rank=max_tokens)
     planner = host_backend(cfg, 0, 8, lambda size: [torch.empty(size, dtype=torch.uint8)] * 8).planner
     with compiling(launched):
-        planner.plan(torch.zeros(64, top_k, dtype=torch.int64), torch.zeros(64, top_k))
+        for by_expert in (False, True):
+            planner.plan(torch.zeros(64, top_k, dtype=torch.int64), torch.zeros(64, top_k), by_expert=by_expert)
     return launched
 
 
@@ -313,6 +335,7 @@ def main() -> None:
                     report = inspect(compiled)
                     row = {"triton": triton.__version__, "kernel": name, "case": str(case)}
                     row |= {**dataclasses.asdict(report), "complaints": report.complaints()}
+                    row["most_shared"] = case.most_shared() if isinstance(case, Case) else None
                     print(json.dumps(row), flush=True)
 
 

@@ -17,12 +17,12 @@ from fused_rank import (
     BEFORE,
     CASES,
     OPERAND_OF_BLOCKS,
-    RANKS,
     SCHEDULE,
     SUITES,
     TIMEOUT_S,
     rounds_of,
     run,
+    schedule_of,
     share,
     stacked,
     tensors,
@@ -42,12 +42,12 @@ def names_of(case) -> tuple[str, ...]:
     return NAMES + ("db13", "db2") * case.bias
 
 
-def make_memory(folder: Path, number: int, case) -> None:
+def make_memory(folder: Path, number: int, case, schedule) -> None:
     """Zero memory for every rank, NaN where peers will write: a row that is read too early shows."""
-    cfg = case.config(max(case.tokens))
-    layout = pack(hopper_arrays(cfg, RANKS, resolve(cfg, RANKS, 0, SCHEDULE)))
+    cfg, ranks = case.config(max(case.tokens)), len(case.tokens)
+    layout = pack(hopper_arrays(cfg, ranks, resolve(cfg, ranks, 0, schedule)))
     size = packed_bytes(layout)
-    for rank in range(RANKS):
+    for rank in range(ranks):
         memory = torch.from_file(str(folder / f"{number}-{rank}"), shared=True, size=size, dtype=torch.uint8).zero_()
         for name in ("receive", "returns", "dweights"):
             field = layout[name]
@@ -56,19 +56,19 @@ def make_memory(folder: Path, number: int, case) -> None:
 
 
 def run_ranks(suite: str) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """Case -> what both ranks computed in each round, joined: tokens and experts of all ranks; then any main_grads."""
+    """Case -> what all ranks computed in each round, joined: tokens and experts of all ranks; then any main_grads."""
     cases, _ = SUITES[suite]
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="uniep-test-") as name:
         folder = Path(name)
         for number, case in enumerate(cases.values()):
-            make_memory(folder, number, case)
+            make_memory(folder, number, case, schedule_of(suite))
         script = str(Path(__file__).parent / "fused_rank.py")
         started = [
             subprocess.Popen(
                 [sys.executable, script, str(rank), name, suite],
                 env=dict(os.environ), stderr=subprocess.PIPE, text=True,
             )
-            for rank in range(RANKS)
+            for rank in range(max(len(case.tokens) for case in cases.values()))
         ]  # fmt: skip
         try:
             for rank, process in enumerate(started):
@@ -79,11 +79,10 @@ def run_ranks(suite: str) -> dict[str, list[dict[str, torch.Tensor]]]:
                 process.kill()
                 process.wait()
         joined = {}
-        for number, key in enumerate(cases):
-            of_rank = [torch.load(folder / f"result-{number}-{rank}") for rank in range(RANKS)]
+        for number, (key, case) in enumerate(cases.items()):
+            of_rank = [torch.load(folder / f"result-{number}-{rank}") for rank in range(len(case.tokens))]
             joined[key] = [
-                {n: torch.cat([of_rank[rank][turn][n] for rank in range(RANKS)]) for n in of_rank[0][turn]}
-                for turn in range(len(of_rank[0]))
+                {n: torch.cat([of[n] for of in turn]) for n in turn[0]} for turn in zip(*of_rank, strict=True)
             ]
         return joined
 

@@ -57,6 +57,9 @@ def test_kernels_compile_well(name, part):
     if part == "few":
         assert {row["kernel"] for row in rows} >= ALWAYS
     assert all(row["dots"] for row in rows if row["kernel"] in PRODUCTS)
+    products = [row for row in rows if row["kernel"] in PRODUCTS]
+    assert all(row["shared_bytes"] <= row["most_shared"] for row in products)
+    assert any(row["shared_bytes"] == row["most_shared"] for row in products), "the formula has no slack to hide in"
     # Loads are under way while it multiplies: more than one stage of 48 KiB, and 32 KiB for results.
     assert all(row["shared_bytes"] > 150_000 for row in rows if row["kernel"] == "counted_product_kernel")
     bad = [f"{row['kernel']} ({row['case']}): {'; '.join(row['complaints'])}" for row in rows if row["complaints"]]

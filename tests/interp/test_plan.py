@@ -65,7 +65,7 @@ class EnteredError(Exception):
     """Ends a plan behind its first kernel."""
 
 
-def attempt(planners, ids_of_rank, weights_of_rank, lead=0, waves=1):
+def attempt(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=False):
     """One try of a plan on every rank.  All enter first: in one process nobody may wait for a later rank."""
 
     def enter_and_stop(enter):
@@ -79,24 +79,27 @@ def attempt(planners, ids_of_rank, weights_of_rank, lead=0, waves=1):
     for planner, ids, weights in ranks:
         planner.enter = enter_and_stop(planner.enter)
         with pytest.raises(EnteredError):
-            planner.plan(ids, weights, (lead, lead + 1), waves=waves)
+            planner.plan(ids, weights)
         planner.enter = lambda *args: None
-    made = [planner.plan(ids, weights, (lead, lead + 1), waves=waves) for planner, ids, weights in ranks]
+    made = [
+        planner.plan(ids, weights, (lead, lead + 1), waves=waves, by_expert=by_expert)
+        for planner, ids, weights in ranks
+    ]
     for planner in planners:
         del planner.enter
     return made
 
 
-def plans(planners, ids_of_rank, weights_of_rank, lead=0, waves=1):
+def plans(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=False):
     """One call's plan on every rank; made again, as every call is, until the rows fit what was allocated."""
     while True:
-        made = attempt(planners, ids_of_rank, weights_of_rank, lead, waves)
+        made = attempt(planners, ids_of_rank, weights_of_rank, lead, waves, by_expert)
         fits = [planner.fits() for planner in planners]
         assert len(set(fits)) == 1, "ranks disagree on whether the rows fit"
         if fits[0]:
             return made
         for plan in made:
-            assert not tensor(plan.rows.send_count_R).any()
+            assert not tensor(plan.rows.send_count_R).any() and not tensor(plan.rows.recv_count_R).any()
             assert tensor(plan.rows.totals).tolist()[:2] == [0, 0]
 
 
@@ -136,13 +139,16 @@ def order_of_arrival(plan, rank: int, cfg: MoEConfig, rows: int, waves: int) -> 
     return [tile for _, tile in sorted(keys)]
 
 
-def check(planners, ids_of_rank, cfg: MoEConfig, lead: int = 0, waves: int = 1) -> None:
+def check(
+    planners, ids_of_rank, cfg: MoEConfig, lead: int = 0, waves: int = 1, by_expert: bool = False
+) -> None:  # fmt: skip
     weights_of_rank = make_weights(ids_of_rank)
     flat_weights = torch.zeros(len(ids_of_rank), cfg.max_tokens_per_rank * cfg.top_k)
     for source, weights in enumerate(weights_of_rank):
         flat_weights[source, : weights.numel()] = weights.flatten()
-    for rank, got in enumerate(plans(planners, ids_of_rank, weights_of_rank, lead, waves)):
-        want = build_plan(ids_of_rank, rank, cfg)
+    every = [build_plan(ids_of_rank, rank, cfg, by_expert) for rank in range(len(ids_of_rank))]
+    for rank, got in enumerate(plans(planners, ids_of_rank, weights_of_rank, lead, waves, by_expert)):
+        want = every[rank]
         tables, rows = got.rows, want.num_rows
         for name, device_name in PLAN_FIELDS.items():
             value = tensor(getattr(got if hasattr(got, device_name) else tables, device_name))
@@ -151,6 +157,10 @@ def check(planners, ids_of_rank, cfg: MoEConfig, lead: int = 0, waves: int = 1) 
             torch.testing.assert_close(value, getattr(want, name), rtol=0, atol=0, msg=f"rank {rank}: {name}")
         for peer, count in enumerate(want.send_count_R.tolist()):
             assert torch.equal(tensor(got.rows.send_token_RT)[peer, :count], want.send_token_RT[peer, :count])
+        if planners[rank].pull:
+            lists = [every[s].send_token_RT[rank, :n] for s, n in enumerate(want.recv_count_R.tolist())]
+            fetched = torch.cat(lists)
+            assert torch.equal(tensor(got.rows.recv_token_N)[: len(fetched)], fetched)
         weight = torch.where(want.row_return_N >= 0, flat_weights.flatten()[want.row_return_N.clamp(min=0).long()], 0.0)
         assert torch.equal(tensor(tables.weight_N)[:rows], weight)
 
@@ -220,6 +230,27 @@ def test_played_peers():
     played.enter_peers(backend, ids_of_rank, make_weights(ids_of_rank), "route")
     for _ in range(3):
         check_of_benchmark(backend, ids_of_rank, make_weights(ids_of_rank))
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("case", ["ragged, experts no power of two", "several blocks of tokens", "K of 32"])
+def test_lists_to_fetch_and_by_expert(case, by_expert):
+    """Peers' lists, one behind the other; a token may name its lowest expert twice."""
+    num_experts, top_k, most, tokens = CASES[case]
+    cfg = make_config(num_experts, top_k, most)
+    planners = host_planners(cfg, 4, dataclasses.replace(make_schedule(rows=64), transfer="pull"))
+    ids_of_rank = [random_ids(t, top_k, num_experts, s) for s, t in enumerate(tokens)]
+    check(planners, ids_of_rank, cfg, 1, by_expert=by_expert)
+
+
+def test_a_list_by_expert_by_hand():
+    """Rank 0's tokens name experts of rank 1 (2 and 3): 3; none; 3 and 2; 2."""
+    ids = [torch.tensor([[3, 0], [1, 0], [3, 2], [2, -1]]), torch.tensor([[2, 3]])]
+    cfg = make_config(4, 2, 4)
+    assert build_plan(ids, 0, cfg, True).send_token_RT[1].tolist() == [2, 3, 0, -1]
+    planners = roomy_planners(cfg, 2, make_schedule())
+    got = plans(planners, ids, make_weights(ids), by_expert=True)[0]
+    assert tensor(got.rows.send_token_RT)[1, :3].tolist() == [2, 3, 0]
 
 
 def test_more_blocks_than_chunks():

@@ -105,6 +105,26 @@ def test_neighbours(at):
     assert wanted[at.backend] in reached
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gate_up.stages=5", "gate_up.stages is 5: tiles of 128 x 256, depth 64, then take 278568 bytes of shared"),
+        ("down.depth=128", "down.stages is 4: tiles of 128 x 256, depth 128"),
+        ("weight_gradient.warps=4", "weight_gradient.warps is 4: each thread then has 256 values of a tile of 128"),
+        ("transfer=copy,send_order=expert", "send_order is 'expert', but transfer='copy' sends all tokens"),
+    ],
+)
+def test_what_cannot_run_on_a_gpu_is_known_before_it_is_compiled(text, says):
+    cfg = MoEConfig(hidden=512, ffn=256, num_experts=8, top_k=2, max_tokens_per_rank=4096)
+    usual = parse_schedule("mega_to=0", default_schedule("hopper", cfg, 2))
+    schedule = parse_schedule(text, usual)
+    (reason,) = is_valid(schedule, cfg, 2, "hopper")
+    assert reason.startswith(says)
+    fits = {"gate_up.stages=5": "gate_up.columns=64", "weight_gradient.warps=4": "weight_gradient.columns=128"}
+    for changed, more in fits.items():
+        assert is_valid(parse_schedule(f"{changed},{more}", usual), cfg, 2, "hopper") == []
+
+
 def test_the_page_is_up_to_date():
     """`python docs/schedule.py` writes it."""
     path = Path(__file__).parents[2] / "docs" / "schedule.py"

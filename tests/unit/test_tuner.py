@@ -92,7 +92,11 @@ def test_a_point_is_done_with_its_tokens(tokens):
 
 def test_what_is_switched_off_has_one_value():
     made = space.points("hopper", CFG, 2)
-    pushed = made.is_in("transfer", "push") & ~made.is_in("overlap", "serial")
+    listed, late = made.is_in("transfer", "push", "pull"), made.is_in("tile_order", "critical-path")
+    pushed = listed & ~made.is_in("overlap", "serial")
+    assert bool(late.any()) and made.is_in("overlap", "mega")[late].all()
+    assert made.is_in("weight_gradient_order", "last")[late].all()
+    assert made.is_in("send_order", "token")[~listed].all() and not made.is_in("send_order", "token").all()
     assert len(torch.unique(made.column("push_programs")[~pushed])) == 1
     assert len(torch.unique(made.column("push_programs")[pushed])) > 1
     assert len(torch.unique(made.column("down_sms")[~made.is_in("overlap", "pipelined")])) == 1
@@ -229,11 +233,11 @@ def test_named_strategies_are_points_or_say_what_is_missing():
 
 def test_bench_takes_named_strategies():
     made, left_out = strategies.implementations("all", "hopper")
-    assert {"uniep-nccl", "uniep"} <= set(made) and len(made) == len(set(made)) == 6
+    assert {"uniep-nccl", "uniep"} <= set(made) and len(made) == len(set(made)) == 7
     for impl in made:
         if "@" in impl:
             assert parse_schedule(impl.partition("@")[2], default_schedule("hopper", CFG, 2))
-    assert len(left_out) == 1 and left_out[0].startswith("mega-ep-relay: no dimension")
+    assert left_out == [] and strategies.implementations("all", "cpu")[1] == ["all-gather: not on cpu"]
     assert strategies.implementations("uniep,taskflow", "cpu")[0][0] == "uniep"
     with pytest.raises(ConfigError, match="'x' is unknown; use one of serial-all-to-all"):
         strategies.implementations("x", "cpu")

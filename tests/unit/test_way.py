@@ -64,7 +64,9 @@ def test_what_ranks_agree_on_does_not_follow_their_tokens(backend):
         if backend != "hopper":
             assert len({way.kernels for way in ways}) == 1
     wire = [d.name for d in DIMENSIONS if d.scope == "wire"]
-    assert wire == ["transfer", "chunk_tokens", "matrix_workers", "vector_workers", "received", "preactivation"]
+    assert wire == [
+        "transfer", "send_order", "chunk_tokens", "matrix_workers", "vector_workers", "received", "preactivation",
+    ]  # fmt: skip
 
 
 def test_local_first_says_whose_tiles():

@@ -64,6 +64,8 @@ class Kind:
 KINDS = {
     "push": Kind("#e8590c", "push tokens to peers"),
     "push dO": Kind("#e8590c", "push dO to peers"),
+    "pull": Kind("#e8590c", "pull tokens from peers"),
+    "pull dO": Kind("#e8590c", "pull dO from peers"),
     "keep": Kind("#ffc078", "keep received tokens"),
     "gate_up local": Kind("#91c0f5", "gate and up, local rows"),
     "gate_up": Kind("#2f6fde", "gate and up, with rows from peers"),
@@ -87,8 +89,8 @@ _MORE = ("#d6336c", "#868e96", "#a61e4d", "#5c940d")
 
 
 def kind_of(span: Span) -> str:
-    if span.op == "push" and span.phase == "backward":
-        return "push dO"
+    if span.op in ("push", "pull") and span.phase == "backward":
+        return f"{span.op} dO"
     return f"{span.op} local" if span.op in ("gate_up", "down_grad") and not span.remote else span.op
 
 

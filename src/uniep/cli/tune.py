@@ -38,7 +38,9 @@ SAMPLERS = ("auto", "optuna", "model", "random")
 
 def tune(
     shape: ShapeName = "qwen3-30b",
-    ep: Annotated[int, typer.Option(help="Ranks, as processes of this machine.", min=1)] = 2,
+    ep: Annotated[
+        int | None, typer.Option(help="Ranks, as processes of this machine; default: 2, with one GPU 1.", min=1)
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per rank; the result is kept for their bucket.", min=1)] = 4096,
     backend: Annotated[
         str, typer.Option(help="Backend: hopper, nccl or cpu; auto: hopper if there are GPUs.")
@@ -78,6 +80,8 @@ def tune(
     backend = _backend(backend)
     device = torch.device("cuda" if backend == "hopper" or (torch.cuda.is_available() and backend == "nccl") else "cpu")
     name = tables.card_name(device)
+    if ep is None:
+        ep = 1 if device.type == "cuda" and torch.cuda.device_count() == 1 else 2
     if device.type == "cuda" and ep > torch.cuda.device_count():
         raise ConfigError(f"--ep is {ep}, one rank per GPU, and this machine has {torch.cuda.device_count()}; lower it")
     if calibrate:

@@ -30,6 +30,8 @@ class Rows(NamedTuple):
     order_M, backward_order_M: the row tiles as kernels that wait for rows walk them.
     progress_M, cursor: zero; counted up by kernels that run beside each other.
     send_token_RT, send_count_R: what this rank sends to each.  totals: (2 or more,), padded rows and row tiles.
+    recv_count_R: how many tokens come from each.  recv_token_N: which, one source's behind the other's, or None: they
+    are pushed.
     """
 
     source_N: Pointer
@@ -45,12 +47,15 @@ class Rows(NamedTuple):
     send_token_RT: Pointer
     send_count_R: Pointer
     totals: Pointer
+    recv_count_R: Pointer = None
+    recv_token_N: Pointer = None
 
 
 class Wire(NamedTuple):
     """This rank's status, call and flags, and addresses (int64) of arrays at every rank; see kernels/sync.py.
 
-    push_ticket, return_ticket: programs of a kernel that are done with pushing, and with returning.
+    push_ticket, return_ticket: programs of a kernel that are done with pushing, and with returning.  tokens_table: of what
+    peers fetch, or None.
     """
 
     status: Pointer
@@ -64,6 +69,7 @@ class Wire(NamedTuple):
     flag_table: Pointer
     push_ticket: Pointer
     return_ticket: Pointer
+    tokens_table: Pointer = None
 
 
 class Offsets(NamedTuple):
@@ -222,7 +228,8 @@ class Product(NamedTuple):
 
 class Sending(NamedTuple):
     """How rows travel.  CHUNK: tokens under one `arrived` flag; 0: copy engines send, under `finished` alone.
-    RECEIVE_BLOCK: receive slots of a source.  PUSH_ROWS, PUSH_D: what a program moves at once, of rows of WIDTH values."""
+    RECEIVE_BLOCK: receive slots of a source.  PUSH_ROWS, PUSH_D: what a program moves at once, of rows of WIDTH values.
+    PULL: programs fetch the tokens that this rank wants, instead of sending those that peers want."""
 
     NUM_RANKS: int
     CHUNK: int
@@ -230,6 +237,7 @@ class Sending(NamedTuple):
     WIDTH: int
     PUSH_D: int
     PUSH_ROWS: int
+    PULL: bool = False
 
 
 class Direction(NamedTuple):
@@ -273,11 +281,13 @@ class Lines(NamedTuple):
 
 
 class PlanShape(NamedTuple):
-    """A plan: E experts, LOCAL of a rank; K slots of a token, or KP with those that make a power of two; CHUNKS of each
-    rank's tokens, in blocks of BLOCK_T."""
+    """A plan: E experts, LOCAL of a rank, and as many or more, powers of two, EP and BINS; K slots of a token, or KP with
+    those that make a power of two; CHUNKS of each rank's tokens, in blocks of BLOCK_T."""
 
     E: int
+    EP: int
     LOCAL: int
+    BINS: int
     K: int
     KP: int
     SLOTS: int

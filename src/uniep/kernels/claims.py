@@ -7,8 +7,8 @@ from uniep.kernels.arguments import Lists, Offsets, Rows, Wire
 from uniep.kernels.gemm import count_tile
 from uniep.kernels.lists import COUNTERS, MADE, PUSH, PUSHED
 from uniep.kernels.ptx import load_acquire, nanoseconds
-from uniep.kernels.sync import WIDE, every_rank, failed, signal_when_all, wait_for
-from uniep.kernels.transfer import push_chunk
+from uniep.kernels.sync import STAGE_DISPATCH, WIDE, every_rank, failed, signal_when_all, wait_for
+from uniep.kernels.transfer import move_chunk, moved_counts
 
 
 @triton.jit
@@ -38,11 +38,13 @@ def count_made(counters_ptr, stored, made):
 
 
 @triton.jit
-def count_pushes(send_count_ptr, rank, CHUNK: tl.constexpr, NUM_RANKS: tl.constexpr):
-    """Chunks that this rank pushes to all others."""
+def count_pushes(rows: Rows, rank, SENDING: tl.constexpr):
+    """Chunks that this rank pushes to all others, or pulls from them."""
+    NUM_RANKS: tl.constexpr = SENDING.NUM_RANKS
+    counts_ptr = moved_counts(rows, SENDING)
     total = 0
     for step in tl.static_range(1, NUM_RANKS):
-        total += tl.cdiv(tl.load(send_count_ptr + (rank + step) % NUM_RANKS), CHUNK)
+        total += tl.cdiv(tl.load(counts_ptr + (rank + step) % NUM_RANKS), SENDING.CHUNK)
     return total
 
 
@@ -50,16 +52,17 @@ def count_pushes(send_count_ptr, rank, CHUNK: tl.constexpr, NUM_RANKS: tl.conste
 def push(x_ptr, rows: Rows, wire: Wire, arrived_offset, call, num_tokens, rank, place, SENDING: tl.constexpr):
     """The chunk at this place: the next rank's first."""
     NUM_RANKS: tl.constexpr = SENDING.NUM_RANKS
+    counts_ptr = moved_counts(rows, SENDING)
     peer = (rank + 1) % NUM_RANKS
     chunk = place
     for step in tl.static_range(1, NUM_RANKS - 1):
         ahead = (rank + step) % NUM_RANKS
-        chunks = tl.cdiv(tl.load(rows.send_count_R + ahead), SENDING.CHUNK)
+        chunks = tl.cdiv(tl.load(counts_ptr + ahead), SENDING.CHUNK)
         behind = (peer == ahead) & (chunk >= chunks)
         chunk = tl.where(behind, chunk - chunks, chunk)
         peer = tl.where(behind, (rank + step + 1) % NUM_RANKS, peer)
-    count = tl.load(rows.send_count_R + peer)
-    push_chunk(x_ptr, rows, wire, arrived_offset, call, num_tokens, rank, peer, chunk, count, SENDING)
+    count = tl.load(counts_ptr + peer)
+    move_chunk(x_ptr, rows, wire, arrived_offset, call, num_tokens, rank, peer, chunk, count, SENDING)
 
 
 @triton.jit
@@ -94,10 +97,10 @@ def push_first(
     push_programs,
     SENDING: tl.constexpr,
 ):
-    """The programs that have arrived first push chunks until none is left."""
+    """The programs that have arrived first push (or pull) chunks until none is left."""
     call = tl.load(wire.call)
     if arrival < push_programs:
-        num_pushes = count_pushes(rows.send_count_R, rank, SENDING.CHUNK, SENDING.NUM_RANKS)
+        num_pushes = count_pushes(rows, rank, SENDING)
         pushed = (arrival == 0).to(tl.int32)
         skips = failed(wire.status)
         place = tl.atomic_add(lists.counters + PUSH, 1, sem="relaxed")
@@ -115,15 +118,21 @@ def push_first(
 
 
 @triton.jit
-def wait_for_peers(
-    flags_ptr, wire: Wire, rank, deadline_ns, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr, OWN: tl.constexpr
-):
-    """Wait for the flag of every other rank, and of this one if OWN."""
+def wait_for_peers(flags_ptr, wire: Wire, deadline_ns, NUM_RANKS: tl.constexpr, STAGE: tl.constexpr):
+    """Wait for the flag of every rank."""
     ranks = every_rank(NUM_RANKS)
-    flags = flags_ptr + ranks
-    if not OWN:
-        flags = flags_ptr + tl.where(ranks == rank, (rank + 1) % NUM_RANKS, ranks)
-    wait_for(flags, ranks, tl.load(wire.call), deadline_ns, wire.status, STAGE)
+    wait_for(flags_ptr + ranks, ranks, tl.load(wire.call), deadline_ns, wire.status, STAGE)
+
+
+@triton.jit
+def wait_for_tokens(wire: Wire, rank, deadline_ns, SENDING: tl.constexpr):
+    """Wait until all tokens of the other ranks are here, by the flags of those who move them."""
+    ranks = every_rank(SENDING.NUM_RANKS)
+    if SENDING.PULL:
+        movers = tl.zeros_like(ranks) + rank
+    else:
+        movers = tl.where(ranks == rank, (rank + 1) % SENDING.NUM_RANKS, ranks)
+    wait_for(wire.finished + movers, movers, tl.load(wire.call), deadline_ns, wire.status, STAGE_DISPATCH)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ from uniep.kernels.claims import (
     push_first,
     record_task,
     wait_for_peers,
+    wait_for_tokens,
 )
 from uniep.kernels.gemm import gate_up_tile, gathered_product_tile, product_tile
 from uniep.kernels.gradients import activation_gradient_item, put_tile, weight_gradient_tile
@@ -65,7 +66,6 @@ from uniep.kernels.rows import gathered_rows, num_row_tiles, wait_for_rows
 from uniep.kernels.sync import (
     STAGE_ACTIVATED,
     STAGE_COMBINE,
-    STAGE_DISPATCH,
     STAGE_RAW,
     STAGE_ROWS,
     WIDE,
@@ -146,7 +146,7 @@ def forward_kernel(
     if PUSHES:
         push_first(tokens.local, rows, wire, offsets, lists, num_tokens, rank, arrival, push_programs, SENDING)
         if lists.vector_records is not None:
-            num_pushes = count_pushes(rows.send_count_R, rank, SENDING.CHUNK, NUM_RANKS)
+            num_pushes = count_pushes(rows, rank, SENDING)
     before_sums = num_kept
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
     progress_ptr = lists.counters + COUNTERS
@@ -220,7 +220,7 @@ def forward_kernel(
                 if SAVE and NUM_RANKS > 1:
                     if WAY.FUSED:
                         if all_here == 0:
-                            wait_for_peers(wire.finished, wire, rank, deadline_ns, NUM_RANKS, STAGE_DISPATCH, False)
+                            wait_for_tokens(wire, rank, deadline_ns, SENDING)
                             all_here = 1
                     started_ns = now_if(lists.matrix_records)
                     keep(
@@ -229,7 +229,7 @@ def forward_kernel(
                     )  # fmt: skip
             else:
                 if back == 0:
-                    wait_for_peers(wire.returned, wire, rank, deadline_ns + timeout_ns, NUM_RANKS, STAGE_COMBINE, True)
+                    wait_for_peers(wire.returned, wire, deadline_ns + timeout_ns, NUM_RANKS, STAGE_COMBINE)
                     back = tl.where(failed(wire.status), 2, 1)
                     if back == 2:
                         pass_on(wire.status)
@@ -316,7 +316,7 @@ def backward_kernel(
     if PUSHES:
         push_first(tokens.local, rows, wire, offsets, lists, num_tokens, rank, arrival, push_programs, SENDING)
         if lists.vector_records is not None:
-            num_pushes = count_pushes(rows.send_count_R, rank, SENDING.CHUNK, NUM_RANKS)
+            num_pushes = count_pushes(rows, rank, SENDING)
     before_sums = num_m * (NUM_F + 1)
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
     num_returns = num_m * (NUM_D + 1) + 1  # rows, d(weight), and one
@@ -481,7 +481,7 @@ def backward_kernel(
                     unsent += 1
             else:
                 if back == 0:
-                    wait_for_peers(wire.returned, wire, rank, deadline_ns + timeout_ns, NUM_RANKS, STAGE_COMBINE, True)
+                    wait_for_peers(wire.returned, wire, deadline_ns + timeout_ns, NUM_RANKS, STAGE_COMBINE)
                     back = tl.where(failed(wire.status), 2, 1)
                     if back == 2:
                         pass_on(wire.status)

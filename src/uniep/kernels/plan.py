@@ -308,6 +308,24 @@ def _wanted_by(ids, LOCAL: tl.constexpr, NUM_RANKS: tl.constexpr):
 
 
 @triton.jit
+def _is_first(ids, LOCAL: tl.constexpr):
+    """(BLOCK_T, KP): whether a slot's expert is the lowest of its token's on that rank; of equal ones the first slot."""
+    slot = tl.arange(0, ids.shape[1])
+    a = ids[:, :, None]
+    b = ids[:, None, :]
+    before = (b < a) | ((b == a) & (slot[None, None, :] < slot[None, :, None]))
+    before &= (b >= 0) & (b // LOCAL == a // LOCAL)
+    return (ids >= 0) & (tl.max(before.to(tl.int32), 2) == 0)
+
+
+@triton.jit
+def _count_of(ids, BINS: tl.constexpr):
+    """How many of `ids` (flat, -1 for none) name each expert below BINS."""
+    unused = tl.sum((ids < 0).to(tl.int32))
+    return tl.histogram(tl.maximum(ids, 0), BINS) - tl.where(tl.arange(0, BINS) == 0, unused, 0)
+
+
+@triton.jit
 def _count_chunk(
     exchange_ptr,
     histogram_ptr,
@@ -315,11 +333,12 @@ def _count_chunk(
     status_ptr,
     rank,
     item,
-    EP: tl.constexpr,
     PLAN: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
 ):
     """One column of the histogram."""
     E: tl.constexpr = PLAN.E
+    EP: tl.constexpr = PLAN.EP
     LOCAL: tl.constexpr = PLAN.LOCAL
     K: tl.constexpr = PLAN.K
     KP: tl.constexpr = PLAN.KP
@@ -335,6 +354,7 @@ def _count_chunk(
     expert = tl.arange(0, EP)
     peer = tl.arange(0, NUM_RANKS)
     counts = tl.zeros((EP,), tl.int32)
+    firsts = tl.zeros((EP,), tl.int32)
     sent = tl.zeros((NUM_RANKS,), tl.int32)
     received = tl.zeros_like(item)
     for first in range(begin, end, BLOCK_T):
@@ -344,9 +364,9 @@ def _count_chunk(
             entry = (first + tl.arange(0, BLOCK_T))[:, None] * K + tl.arange(0, KP)[None, :]
             record(status_ptr, BAD_ID, source, tl.min(tl.where(bad, entry, 2147483647)), 0, 0)
             ids = tl.where(bad, -1, ids)
-        flat = tl.reshape(ids, (BLOCK_T * KP,))
-        unused = tl.sum((flat < 0).to(tl.int32))
-        counts += tl.histogram(tl.maximum(flat, 0), EP) - tl.where(expert == 0, unused, 0)
+        counts += _count_of(tl.reshape(ids, (BLOCK_T * KP,)), EP)
+        if BY_EXPERT:
+            firsts += _count_of(tl.reshape(tl.where(_is_first(ids, LOCAL), ids, -1), (BLOCK_T * KP,)), EP)
         if source == rank:
             sent += tl.sum(_wanted_by(ids, LOCAL, NUM_RANKS), 0)
         else:
@@ -356,6 +376,8 @@ def _count_chunk(
     tl.store(histogram_ptr + E * TOTAL + item, received)
     if source == rank:
         tl.store(histogram_ptr + (E + 1 + peer) * TOTAL + item, tl.where(peer == rank, 0, sent))
+    if BY_EXPERT:
+        tl.store(histogram_ptr + (E + 1 + NUM_RANKS + expert) * TOTAL + item, firsts, mask=expert < E)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -365,16 +387,18 @@ def histogram_kernel(
     call_ptr,
     status_ptr,
     rank,
-    EP: tl.constexpr,
     PLAN: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
 ):
     """histogram (E + 1 + R, C): rows 0..E-1 slots per expert; row E tokens that this rank receives;
-    row E+1+d tokens that this rank sends to d (chunks of this rank only)."""
+    row E+1+d tokens that this rank sends to d (chunks of this rank only).
+
+    BY_EXPERT: E more rows, tokens per expert that is the lowest of theirs on its rank."""
     after_previous()
     next_may_come()
     call = tl.load(call_ptr)
     for item in range(tl.program_id(0), PLAN.NUM_RANKS * PLAN.CHUNKS, tl.num_programs(0)):
-        _count_chunk(exchange_ptr, histogram_ptr, call, status_ptr, rank, item, EP, PLAN)
+        _count_chunk(exchange_ptr, histogram_ptr, call, status_ptr, rank, item, PLAN, BY_EXPERT)
 
 
 @triton.jit
@@ -383,6 +407,7 @@ def _scan_row(
     counts_ptr,
     send_count_ptr,
     recv_count_ptr,
+    first_ptr,
     rank,
     row,
     E: tl.constexpr,
@@ -394,7 +419,8 @@ def _scan_row(
     chunk = tl.arange(0, CHUNKS)
     at = histogram_ptr + row * (NUM_RANKS * CHUNKS) + source[:, None] * CHUNKS + chunk[None, :]
     # Rows of sends hold this rank's chunks only.
-    mask = tl.broadcast_to(((row <= E) | (source == rank))[:, None], (NUM_RANKS, CHUNKS))
+    has_all = (row <= E) | (row > E + NUM_RANKS)
+    mask = tl.broadcast_to((has_all | (source == rank))[:, None], (NUM_RANKS, CHUNKS))
     counts = tl.load(at, mask=mask, other=0)
     before = tl.cumsum(counts, 1) - counts
     total = tl.sum(counts, 1)
@@ -403,8 +429,11 @@ def _scan_row(
         tl.store(counts_ptr + source * E + row, total)
     elif row == E:
         tl.store(recv_count_ptr + source, total)
-    else:
+    elif row <= E + NUM_RANKS:
         tl.store(send_count_ptr + row - E - 1, tl.sum(total))
+    else:
+        if first_ptr is not None:
+            tl.store(first_ptr + source * E + row - E - 1 - NUM_RANKS, total)
     tl.store(at, before, mask=mask)
 
 
@@ -414,16 +443,22 @@ def scan_kernel(
     counts_ptr,
     send_count_ptr,
     recv_count_ptr,
+    first_ptr,
     rank,
     E: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """`_scan_row` of all rows."""
+    """`_scan_row` of all rows.  first (R, E): totals of the last E rows, if the histogram has them; or None."""
     after_previous()
     next_may_come()
-    for row in range(tl.program_id(0), E + 1 + NUM_RANKS, tl.num_programs(0)):
-        _scan_row(histogram_ptr, counts_ptr, send_count_ptr, recv_count_ptr, rank, row, E, NUM_RANKS, CHUNKS)
+    num_rows = E + 1 + NUM_RANKS
+    if first_ptr is not None:
+        num_rows += E
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        _scan_row(
+            histogram_ptr, counts_ptr, send_count_ptr, recv_count_ptr, first_ptr, rank, row, E, NUM_RANKS, CHUNKS
+        )  # fmt: skip
 
 
 @triton.jit
@@ -455,7 +490,6 @@ def _shifts(end, wave, WAVES: tl.constexpr):
 def tiles_kernel(
     exchange_ptr,
     counts_ptr,
-    recv_count_ptr,
     table: Rows,
     host_ptr,
     call_ptr,
@@ -514,6 +548,9 @@ def tiles_kernel(
         padded_R = tl.where(source == peer, tl.sum((peer_rows + ALIGN - 1) // ALIGN * ALIGN), padded_R)
     over = padded_R > capacity_R
     fits = (tl.load(status_ptr) == 0) & (tl.max(over.to(tl.int32)) == 0)
+    if HOST:  # before the counts are zeroed
+        sent_R = tl.load(table.recv_count_R + source) if DEDUP else tl.where(source == rank, 0, tl.load(header))
+        most_sent = tl.max(sent_R)
     if program == 0:
         if not HOST:
             if tl.max(over.to(tl.int32)) != 0:
@@ -523,6 +560,7 @@ def tiles_kernel(
                 record(status_ptr, TOO_MANY_ROWS, first_over, 0, needed, available)
         if not fits:
             tl.store(table.send_count_R + source, tl.zeros((NUM_RANKS,), tl.int32))
+            tl.store(table.recv_count_R + source, tl.zeros((NUM_RANKS,), tl.int32))
         tl.store(table.start_e1 + local, tl.where(fits, start, 0), mask=local < LOCAL)
         tl.store(table.rows_e + local, tl.where(fits, rows, 0), mask=local < LOCAL)
         tl.store(table.start_e1 + LOCAL, tl.where(fits, total, 0))
@@ -562,10 +600,9 @@ def tiles_kernel(
         tl.store(table.backward_order_M + tl.gather(backward_shift, segment, 0) + tile, tile, mask=exists)
     if HOST:
         if program == 0:
-            sent_R = tl.load(recv_count_ptr + source) if DEDUP else tl.where(source == rank, 0, tl.load(header))
             tl.store(host_ptr + 1, total)
             tl.store(host_ptr + 2, fits.to(tl.int32))
-            tl.store(host_ptr + 3, tl.max(sent_R))
+            tl.store(host_ptr + 3, most_sent)
             tl.debug_barrier()
             tl.atomic_xchg(host_ptr, call, sem="release", scope="sys")
 
@@ -590,19 +627,21 @@ def _slots_before(local, BINS: tl.constexpr):
 def _place_chunk(
     exchange_ptr,
     histogram_ptr,
+    first_ptr,
     table: Rows,
     call,
     rank,
     num_tokens,
     have_rows,
     item,
-    BINS: tl.constexpr,
     RECEIVE_BLOCK: tl.constexpr,
     DEDUP: tl.constexpr,
     PLAN: tl.constexpr,
 ):
     """Rows of the slots of one chunk, and, of this rank's own, its part of the send lists."""
     E: tl.constexpr = PLAN.E
+    EP: tl.constexpr = PLAN.EP
+    BINS: tl.constexpr = PLAN.BINS
     LOCAL: tl.constexpr = PLAN.LOCAL
     K: tl.constexpr = PLAN.K
     KP: tl.constexpr = PLAN.KP
@@ -622,24 +661,48 @@ def _place_chunk(
     free += tl.load(histogram_ptr + (rank * LOCAL + expert) * TOTAL + item, mask=expert < LOCAL, other=0)
     listed = tl.load(histogram_ptr + E * TOTAL + item)
     sent = tl.load(histogram_ptr + (E + 1 + peer) * TOTAL + item)
+    if first_ptr is not None:  # the next place of each expert in the list of its rank
+        every = tl.arange(0, EP)
+        firsts = tl.load(first_ptr + source * E + every, mask=every < E, other=0)
+        before = tl.cumsum(firsts, 0) - firsts
+        place = before - tl.gather(before, every // LOCAL * LOCAL, 0)
+        place += tl.load(histogram_ptr + (E + 1 + NUM_RANKS + every) * TOTAL + item, mask=every < E, other=0)
+    if table.recv_token_N is not None:
+        fetched_ptr = table.recv_token_N + tl.sum(tl.load(table.recv_count_R + peer, mask=peer < source, other=0))
     for first in range(begin, end, BLOCK_T):
         ids = _block_ids(base, first, end, K, KP, BLOCK_T)
         ids = tl.where(ids >= E, -1, ids)
         here = (ids >= rank * LOCAL) & (ids < (rank + 1) * LOCAL)
         any_here = tl.max(here.to(tl.int32), 1)
         token = first + tl.arange(0, BLOCK_T)
+        if first_ptr is not None:
+            chosen = tl.reshape(tl.where(_is_first(ids, LOCAL), ids, -1), (ENTRIES,))
+            listed_at = tl.gather(place, tl.maximum(chosen, 0), 0) + _slots_before(chosen, EP)
+            place += _count_of(chosen, EP)
         if source == rank:
             value = token
-            wanted = tl.where((peer == rank)[None, :], 0, _wanted_by(ids, LOCAL, NUM_RANKS))
-            at = sent[None, :] + tl.cumsum(wanted, 0) - wanted
-            list_ptr = table.send_token_RT + peer.to(tl.int64) * num_tokens
-            tl.store(list_ptr[None, :] + at, tl.broadcast_to(token[:, None], at.shape), mask=wanted != 0)
-            sent += tl.sum(wanted, 0)
+            if first_ptr is not None:
+                owner = tl.maximum(chosen, 0) // LOCAL
+                list_ptr = table.send_token_RT + owner.to(tl.int64) * num_tokens
+                tokens = tl.reshape(tl.broadcast_to(token[:, None], (BLOCK_T, KP)), (ENTRIES,))
+                tl.store(list_ptr + listed_at, tokens, mask=(chosen >= 0) & (owner != rank))
+            else:
+                wanted = tl.where((peer == rank)[None, :], 0, _wanted_by(ids, LOCAL, NUM_RANKS))
+                at = sent[None, :] + tl.cumsum(wanted, 0) - wanted
+                list_ptr = table.send_token_RT + peer.to(tl.int64) * num_tokens
+                tl.store(list_ptr[None, :] + at, tl.broadcast_to(token[:, None], at.shape), mask=wanted != 0)
+                sent += tl.sum(wanted, 0)
         else:
             slot = token
             if DEDUP:
-                slot = listed + tl.cumsum(any_here, 0) - any_here
-                listed += tl.sum(any_here)
+                if first_ptr is not None:
+                    is_here = (chosen >= rank * LOCAL) & (chosen < (rank + 1) * LOCAL)
+                    slot = tl.sum(tl.reshape(tl.where(is_here, listed_at, 0), (BLOCK_T, KP)), 1)
+                else:
+                    slot = listed + tl.cumsum(any_here, 0) - any_here
+                    listed += tl.sum(any_here)
+                if table.recv_token_N is not None:
+                    tl.store(fetched_ptr + slot, token, mask=(any_here != 0) & have_rows)
             value = -((source - (source > rank)) * RECEIVE_BLOCK + slot) - 1
         if (tl.max(any_here) != 0) & have_rows:
             local = tl.reshape(tl.where(here, ids - rank * LOCAL, -1), (ENTRIES,))
@@ -652,8 +715,7 @@ def _place_chunk(
             tl.store(table.source_N + row, where, mask=is_row)
             tl.store(table.return_N + row, source * SLOTS + entry, mask=is_row)
             tl.store(table.weight_N + row, weight, mask=is_row)
-            unused = tl.sum((local < 0).to(tl.int32))
-            free += tl.histogram(tl.maximum(local, 0), BINS) - tl.where(expert == 0, unused, 0)
+            free += _count_of(local, BINS)
 
 
 @triton.jit
@@ -671,11 +733,11 @@ def _pad_segment(table: Rows, expert, ZERO_ROW: tl.constexpr, ALIGN: tl.constexp
 def place_kernel(
     exchange_ptr,
     histogram_ptr,
+    first_ptr,
     table: Rows,
     call_ptr,
     rank,
     num_tokens,
-    BINS: tl.constexpr,
     RECEIVE_BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
     DEDUP: tl.constexpr,
@@ -684,7 +746,8 @@ def place_kernel(
     """Rows and send lists: items 0..C-1 place the slots of a chunk; C..C+e-1 fill pad rows.
 
     DEDUP: a source sends its list, so that a token's receive slot is its place in the list; else it sends all its
-    tokens, and the slot is the token.
+    tokens, and the slot is the token.  first (R, E), as `scan_kernel` leaves it: lists have tokens in the order of their
+    lowest expert on the other rank, then ascending; None: ascending.
     """
     after_previous()
     next_may_come()
@@ -696,13 +759,13 @@ def place_kernel(
             _place_chunk(
                 exchange_ptr,
                 histogram_ptr,
+                first_ptr,
                 table,
                 call,
                 rank,
                 num_tokens,
                 have_rows,
                 item,
-                BINS,
                 RECEIVE_BLOCK,
                 DEDUP,
                 PLAN,

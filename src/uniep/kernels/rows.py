@@ -44,7 +44,7 @@ def wait_for_rows(source, all_here, wire: Wire, deadline_ns, rank, ROWS: tl.cons
         if tl.max(remote.to(tl.int32)) != 0:
             call = tl.load(wire.call)
             ranks = every_rank(SENDING.NUM_RANKS)
-            missing = (load_acquire(wire.finished + ranks) - call < 0) & (ranks != rank)
+            missing = (load_acquire(wire.finished + ranks) - call < 0) & ((ranks == rank) == SENDING.PULL)
             if tl.max(missing.to(tl.int32)) == 0:
                 all_here = 1
             else:

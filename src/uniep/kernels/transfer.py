@@ -1,4 +1,4 @@
-"""Kernels that move rows: the deduplicated push, the push of finished rows, and the fixed-order slot sum."""
+"""Kernels that move rows: the deduplicated push or pull, the push of finished rows, and the fixed-order slot sum."""
 
 import triton
 import triton.language as tl
@@ -10,25 +10,61 @@ from uniep.kernels.rows import num_row_tiles, row_pointers, wait_for_rows
 from uniep.kernels.sync import deadline, failed, pass_on, signal_all
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def publish_kernel(x_ptr, out_ptr, status_ptr, num_tokens, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    """out = x (T, D), where peers fetch tokens; not after a failure, when a late peer may still fetch those of an earlier
+    call."""
+    for first in range(tl.program_id(0) * ROWS, tl.where(failed(status_ptr), 0, num_tokens), tl.num_programs(0) * ROWS):
+        token = first + tl.arange(0, ROWS)
+        at = token.to(tl.int64)[:, None] * D
+        for d in range(0, D, BLOCK_D):
+            column = (d + tl.arange(0, BLOCK_D))[None, :]
+            mask = (token < num_tokens)[:, None] & (column < D)
+            tl.store(out_ptr + at + column, tl.load(x_ptr + at + column, mask=mask), mask=mask)
+
+
 @triton.jit
-def push_chunk(
+def moved_counts(rows: Rows, SENDING: tl.constexpr):
+    """How many tokens this rank's programs move to each peer, or, with PULL, from each."""
+    if SENDING.PULL:
+        return rows.recv_count_R
+    else:
+        return rows.send_count_R
+
+
+@triton.jit
+def move_chunk(
     x_ptr, rows: Rows, wire: Wire, arrived_offset, call, num_tokens, rank, peer, chunk, count, SENDING: tl.constexpr
 ):
-    """Store one chunk of the `count` tokens that a peer wants into its receive buffer, then raise the chunk's flag."""
-    block = (rank - (rank > peer)) * SENDING.RECEIVE_BLOCK
-    receive = tl.multiple_of(tl.load(wire.receive_table + peer).to(x_ptr.dtype), 16)
+    """Store one chunk of the `count` tokens that a peer wants into its receive buffer, then raise the chunk's flag.
+
+    PULL: of the tokens that this rank wants of the peer, into its own.
+    """
+    if SENDING.PULL:
+        source = peer
+        target = rank
+        tokens = tl.multiple_of(tl.load(wire.tokens_table + peer).to(x_ptr.dtype), 16)
+        other = tl.arange(0, SENDING.NUM_RANKS)
+        list_ptr = rows.recv_token_N + tl.sum(tl.load(rows.recv_count_R + other, mask=other < peer, other=0))
+    else:
+        source = rank
+        target = peer
+        tokens = x_ptr
+        list_ptr = rows.send_token_RT + peer.to(tl.int64) * num_tokens
+    block = (source - (source > target)) * SENDING.RECEIVE_BLOCK
+    receive = tl.multiple_of(tl.load(wire.receive_table + target).to(x_ptr.dtype), 16)
     for first in range(0, SENDING.CHUNK, SENDING.PUSH_ROWS):
         index = chunk * SENDING.CHUNK + first + tl.arange(0, SENDING.PUSH_ROWS)
         used = index < count
-        token = tl.load(rows.send_token_RT + peer.to(tl.int64) * num_tokens + index, mask=used, other=0).to(tl.int64)
+        token = tl.load(list_ptr + index, mask=used, other=0).to(tl.int64)
         slot = (block + index).to(tl.int64)
         for d in range(0, SENDING.WIDTH, SENDING.PUSH_D):
             column = d + tl.arange(0, SENDING.PUSH_D)
             mask = used[:, None] & (column < SENDING.WIDTH)[None, :]
-            value = tl.load(x_ptr + token[:, None] * SENDING.WIDTH + column[None, :], mask=mask)
+            value = tl.load(tokens + token[:, None] * SENDING.WIDTH + column[None, :], mask=mask)
             tl.store(receive + slot[:, None] * SENDING.WIDTH + column[None, :], value, mask=mask)
     tl.debug_barrier()
-    flags = tl.load(wire.flag_table + peer).to(tl.pointer_type(tl.int32))
+    flags = tl.load(wire.flag_table + target).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(flags + arrived_offset + block // SENDING.CHUNK + chunk, call, sem="release", scope="sys")
 
 
@@ -36,20 +72,26 @@ def push_chunk(
 def push_tokens(
     x_ptr, rows: Rows, wire: Wire, offsets: Offsets, num_tokens, rank, program, num_programs, SENDING: tl.constexpr
 ):
-    """Store each peer's tokens, in list order, into its receive buffer; one release per CHUNK tokens.
+    """Store each peer's tokens, in list order, into its receive buffer; one release per CHUNK tokens.  PULL: fetch those
+    of each peer.
 
     Chunks are dealt out peer by peer, starting behind this rank, so that ranks do not all write to one
-    peer.  The last program sets this rank's `finished` flags.
+    peer.  The last program sets this rank's `finished` flags, also its own: with PULL that one says that all is here, and
+    the others that peers' tokens may change.
     """
     OTHERS: tl.constexpr = SENDING.NUM_RANKS - 1
     call = tl.load(wire.call)
-    num_chunks = tl.where(failed(wire.status), 0, tl.cdiv(num_tokens, SENDING.CHUNK))
+    counts_ptr = moved_counts(rows, SENDING)
+    most = num_tokens
+    if SENDING.PULL:
+        most = tl.max(tl.load(counts_ptr + tl.arange(0, SENDING.NUM_RANKS)))
+    num_chunks = tl.where(failed(wire.status), 0, tl.cdiv(most, SENDING.CHUNK))
     for item in range(program, num_chunks * OTHERS, num_programs):
         chunk = item // OTHERS
         peer = (rank + 1 + item % OTHERS) % SENDING.NUM_RANKS
-        count = tl.load(rows.send_count_R + peer)
+        count = tl.load(counts_ptr + peer)
         if chunk * SENDING.CHUNK < count:
-            push_chunk(x_ptr, rows, wire, offsets.arrived, call, num_tokens, rank, peer, chunk, count, SENDING)
+            move_chunk(x_ptr, rows, wire, offsets.arrived, call, num_tokens, rank, peer, chunk, count, SENDING)
     finished_offset = offsets.finished + rank
     signal_all(wire, finished_offset, call, wire.push_ticket, num_programs, SENDING.NUM_RANKS)
 

@@ -44,6 +44,7 @@ from uniep.kernels.transfer import (
     combine_kernel,
     dweights_kernel,
     expand_kernel,
+    publish_kernel,
     push_rows_kernel,
     push_tokens_kernel,
     row_addresses_kernel,
@@ -67,7 +68,7 @@ BESIDE_PROGRAMS = 6  # of a multiprocessor, for what runs beside a product; most
 class Peers:
     """What kernels need of the other ranks: see `Wire`, kernels/sync.py and kernels/transfer.py.
 
-    *_offset: of this rank's flags at its peers.  chunk: 0 where copy engines send, see `Sending`.
+    *_offset: of this rank's flags at its peers.  chunk: 0 where copy engines send; pull: see `Sending`.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class Peers:
     returned_offset: int
     chunk: int
     receive_block: int
+    pull: bool = False
     _sending: dict[tuple[int, int], Sending] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -101,7 +103,7 @@ class Peers:
         known = self._sending.get((width, rows))
         if known is None:
             columns = min(power_of_2(width), 1024)
-            known = Sending(self.num_ranks, self.chunk, self.receive_block, width, columns, rows)
+            known = Sending(self.num_ranks, self.chunk, self.receive_block, width, columns, rows, self.pull)
             self._sending[width, rows] = known
         return known
 
@@ -550,17 +552,28 @@ def launch_weight_gradient(
     )  # fmt: skip
 
 
-def launch_combine(sums: Sums, peers: Peers, multiprocessors: int) -> None:
+def launch_combine(sums: Sums, peers: Peers, programs: int, warps: int) -> None:
     """The fixed-order sum of the return slots."""
     (num_tokens, width), top_k = sums.out_TD.shape, sums.ids_TK.shape[1]
-    block = min(power_of_2(width), 1024)
     launch(
         combine_kernel,
-        multiprocessors * 16,  # all warps that fit, for 1024 columns
+        programs,
         (sums, peers.wire, num_tokens),
-        {"D": width, "K": top_k, "BLOCK_D": block},
-        num_warps=max(block // 256, 1), enable_fp_fusion=False,
+        {"D": width, "K": top_k, "BLOCK_D": min(power_of_2(width), 1024)},
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def launch_publish(x_TD: Tensor, out_TD: Tensor, status: Tensor, multiprocessors: int) -> None:
+    """out[:T] = x, for peers to fetch."""
+    num_tokens, width = x_TD.shape
+    launch(
+        publish_kernel,
+        multiprocessors * 4,  # 32 warps: memory-bound
+        (x_TD, out_TD, status, num_tokens),
+        {"D": width, "BLOCK_D": min(power_of_2(width), 1024), "ROWS": 8},
+        num_warps=8,
+    )
 
 
 def launch_row_operator(body: Any, values_NX: Tensor, rows: Bundle[Rows], multiprocessors: int) -> None:
@@ -576,28 +589,30 @@ def launch_row_operator(body: Any, values_NX: Tensor, rows: Bundle[Rows], multip
     )  # fmt: skip
 
 
-def launch_push_tokens(x_TD: Tensor, rows: Bundle[Rows], peers: Peers, multiprocessors: int) -> None:
-    """All tokens into the receive buffers of their peers: the dispatch of the serial schedule."""
+def launch_push_tokens(x_TD: Tensor, rows: Bundle[Rows], peers: Peers, programs: int, warps: int) -> None:
+    """All tokens into the receive buffers of their peers, or this rank's: the dispatch of the serial schedule."""
     num_tokens, width = x_TD.shape
     launch(
         push_tokens_kernel,
-        multiprocessors,
+        programs,
         (x_TD, rows, peers.wire, peers.arrived_offset, peers.finished_offset, num_tokens, peers.rank),
         {"SENDING": peers.sending(width, PUSH_ROWS)},
-        num_warps=8,
+        num_warps=warps,
     )
 
 
-def launch_push_rows(out_ND: Tensor, rows: Bundle[Rows], peers: Peers, slots: int, multiprocessors: int) -> None:
+def launch_push_rows(
+    out_ND: Tensor, rows: Bundle[Rows], peers: Peers, slots: int, programs: int, warps: int
+) -> None:  # fmt: skip
     """Finished rows into their return slots: the combine of the serial schedule."""
     width = out_ND.shape[1]
     launch(
         push_rows_kernel,
-        multiprocessors,
+        programs,
         (out_ND, rows, peers.wire, peers.returned_offset),
         {
             "SLOTS": slots, "WIDTH": width, "BLOCK_D": min(power_of_2(width), 1024), "ROWS": 8,
             "NUM_RANKS": peers.num_ranks,
         },
-        num_warps=8,
+        num_warps=warps,
     )  # fmt: skip

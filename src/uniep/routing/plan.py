@@ -30,7 +30,8 @@ class RoutingPlan:
     counts_RE: (R, E), routed slots per source rank and expert (unused slots not counted).
     expert_start_e1: (e+1,), first row of each local expert's segment, multiples of ROW_ALIGN; last = N.
     send_count_R: (R,), tokens this rank sends to each rank; 0 for itself.
-    send_token_RT: (R, T), indices of these tokens, ascending, each once; -1 after the count.
+    send_token_RT: (R, T), indices of these tokens, each once; -1 after the count.  Ascending, or, with
+        Schedule(send_order="expert"), by the token's lowest expert on that rank, then ascending.
     recv_count_R: (R,), tokens this rank receives from each rank; 0 for itself.
     row_source_N: (N,), where a row's input lies: v >= 0 is local token v, v < 0 is receive slot -v-1.
         Pad rows name the zero row, the last slot of the receive buffer.
@@ -74,10 +75,11 @@ def find_bad_id(ids_TK: Tensor, num_experts: int) -> tuple[int, int, int] | None
     return token, slot, int(ids_TK[token, slot])
 
 
-def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig) -> RoutingPlan:
+def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig, by_expert: bool = False) -> RoutingPlan:
     """The plan of `rank` from the ids of all ranks.
 
     ids_of_rank: R tensors (T_s, K), any integer dtype, values -1 .. E-1 (checked by the caller).
+    by_expert: the order of send lists, see `RoutingPlan`; receive slots follow it, rows do not.
     Returns tensors on the ids' device.  **Order**: (source rank, token, slot) inside each expert.
     """
     num_ranks = len(ids_of_rank)
@@ -92,8 +94,14 @@ def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig) -> Rout
 
     def sent(source: int, target: int) -> Tensor:
         ids = ids_of_rank[source]
-        here = ((ids >= target * local) & (ids < (target + 1) * local)).any(1)
-        return torch.nonzero(here).flatten() if source != target else here.new_zeros(0, dtype=i64)
+        here_TK = (ids >= target * local) & (ids < (target + 1) * local)
+        if source == target:
+            return ids.new_zeros(0)
+        token = torch.nonzero(here_TK.any(1)).flatten()
+        if by_expert and token.numel():
+            lowest = torch.where(here_TK, ids, cfg.num_experts)[token].amin(1)
+            token = token[torch.argsort(lowest, stable=True)]
+        return token
 
     send_token_RT = torch.full((num_ranks, tokens[rank]), -1, dtype=i64, device=device)
     send_count_R = torch.zeros(num_ranks, dtype=i64, device=device)

@@ -21,6 +21,7 @@ from uniep.taskflow.operators import (
     by_tile,
     came,
     came_from,
+    fetched,
     parts_return,
     returned,
     returns,
@@ -43,8 +44,11 @@ def _rows2(way: Way) -> int:
 
 def _send_chunks(site: Site) -> Tensor:
     """Send lists in chunks, starting with the next rank's, so that ranks do not all send to the same peer first."""
+    return _chunks(site, site.plan.send_count_R.tolist())
+
+
+def _chunks(site: Site, counts: list[int]) -> Tensor:
     tiles = []
-    counts = site.plan.send_count_R.tolist()
     for step in range(1, site.ep_size):
         peer = (site.rank + step) % site.ep_size
         first, last = steps(counts[peer], site.way.chunk_tokens)
@@ -136,6 +140,10 @@ def _slots_read(size: Callable[[Site], int]) -> Work:
 PUSH = Operator(
     "push", "vector", _send_chunks, lambda s: s.lists(s.plan.send_count_R),
     writes=(Access("arrived", sent),), work=_passes(2, sends=True), where="first",
+)  # fmt: skip
+PULL = Operator(
+    "pull", "vector", lambda s: _chunks(s, s.plan.recv_count_R.tolist()), lambda s: s.lists(s.plan.recv_count_R),
+    writes=(Access("arrived", fetched),), work=_passes(2, sends=True), where="first",
 )  # fmt: skip
 KEEP = Operator(
     "keep", "vector", _peers, lambda s: s.lists(s.plan.recv_count_R),
@@ -279,6 +287,7 @@ def _wgrad(
 
 _OPERATORS: dict[str, Callable[[Way], Operator]] = {
     "push": lambda way: PUSH,
+    "pull": lambda way: PULL,
     "keep": lambda way: KEEP,
     "gate_up": _gate_up,
     "activation": lambda way: _elementwise("activation", _gate_up(way), way, 3),

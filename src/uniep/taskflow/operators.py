@@ -88,6 +88,11 @@ def sent(site: Site, tiles: Tensor) -> Pairs:
     return Pairs(count(tiles), count(tiles), tiles[:, 0], number)
 
 
+def fetched(site: Site, tiles: Tensor) -> Pairs:
+    """Arrival here of a chunk of the list of the tile's group, which this rank fetches."""
+    return _here(site, count(tiles), count(tiles), tiles[:, 0] * site.chunks + tiles[:, 1] // site.way.chunk_tokens)
+
+
 def came(site: Site, tiles: Tensor) -> Pairs:
     """Arrival of the chunks that contain the tokens of the tile's rows."""
     return _here(site, *site.keys(tiles, site.arrival_of_row))

@@ -158,8 +158,9 @@ class Optuna:
         self.trial = self.study.ask(self.distributions)
         values: dict[str, Any] = {}
         for d in self.dimensions:  # one without effect keeps its usual value, so that a point has one name
-            means = all(values.get(n, get(self.usual, n)) in allowed for n, allowed in d.needs.items())
-            values[d.name] = self.trial.params[d.name] if means else get(self.usual, d.name)
+            value = self.trial.params[d.name]
+            means = d.allowed(value, lambda name: values.get(name, get(self.usual, name)))
+            values[d.name] = value if means else get(self.usual, d.name)
         also = {name: values[d.name] for d in self.dimensions for name in d.also}
         return settled(replaced(self.usual, {**values, **also}), self.usual, self.backend, self.tokens)
 

@@ -233,6 +233,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     cache = machine.l2_gbps * 1e3 / machine.matrix_workers
     link = machine.link_gbps * c["link_efficiency"] * 1e3 / load.wire
     p = c["together"]
+    peers = load.ep_size - 1
 
     serial, pipelined = is_in("overlap", "serial"), is_in("overlap", "pipelined")
     mega = is_in("overlap", "mega") | (~serial & (column("mega_to") > 0) & (column("mega_to") >= load.tokens))
@@ -266,7 +267,6 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         return (a**p + b**p) ** (1 / p)
 
     gather = torch.where(expanded, 0.0, torch.as_tensor(c["gather_us"]))
-    peers = load.ep_size - 1
     # --- the wire ---
     everything = load.tokens * peers * width * size
     wanted = torch.maximum(torch.as_tensor(load.sent), torch.as_tensor(load.received)) * width * size
@@ -293,7 +293,9 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     slots = load.tokens * load.slots * width * size
     combine = (slots + load.tokens * width * size) / memory
     sums = torch.where(grouped, (load.rows + load.lines) * width * size / memory, 0.0)
-    plan = torch.as_tensor(c["plan_us"])
+    fetched = is_in("transfer", "pull") & (torch.as_tensor(peers) > 0)
+    published = torch.where(fetched, 2 * load.tokens * width * size / memory, 0.0)
+    plan = c["plan_us"] + published
     first = fed_product(gate_up, plan)
     groups_beside = is_in("group_sum", "beside") & grouped
     slower = torch.where(groups_beside, torch.as_tensor(c["pipelined_work"]), 1.0)
@@ -309,7 +311,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     slow_fwd = _slow(products_fwd, 0.0, c)
     fwd = plan + both_products * slow_fwd + combine + launches_fwd * c["launch_us"]
     # --- backward ---
-    entry = torch.as_tensor(c["entry_us"])
+    entry = c["entry_us"] + published
     down_grad = product("down", width, ffn, gather + stored("down", 1.0))
     gradient = load.rows * ffn * (4 + 5 * size) / memory
     gate_up_grad = product("down", 2 * ffn, width, 0.0)

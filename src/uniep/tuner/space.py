@@ -11,7 +11,7 @@ Column suffix: N points.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,30 +20,42 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.dimension import Measured
 from uniep.schedule import DIMENSION, DIMENSIONS, Schedule, default_schedule, is_valid
-from uniep.taskflow.graph import ranges
 
 PIPELINED_FROM = Measured().pipelined_from
+
+
+Needs = Mapping[str, tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Searched:
     """name: of the dimension; `also`: dimensions that take the same value.  values: the values to try, by backend; a
     backend that is not listed has no choice.  needs: {dimension: values}: this dimension has an effect only if one of
-    them holds."""
+    them holds.  only: {value: needs}: the same of a single value."""
 
     name: str
     values: Mapping[str, tuple[Any, ...]]
     also: tuple[str, ...] = ()
-    needs: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    needs: Needs = dataclasses.field(default_factory=dict)
+    only: Mapping[Any, Needs] = dataclasses.field(default_factory=dict)
+
+    def allowed(self, value: Any, other: Callable[[str], Any]) -> bool:
+        """Whether `value` has an effect beside the values that `other` gives of other dimensions."""
+        needs = *self.needs.items(), *self.only.get(value, {}).items()
+        return all(other(name) in values for name, values in needs)
 
 
 _MEGA, _NOT_SERIAL = {"overlap": ("mega",)}, {"overlap": ("fused", "pipelined", "mega")}
-_CPU_ORDER = ("local-first", "natural", "critical-path")
+_STAGED = {"overlap": ("fused", "serial", "pipelined")}
+_ORDERS, _LISTS = ("local-first", "natural", "critical-path"), {"transfer": ("push", "pull")}
 SEARCHED = (
     Searched("overlap", {"cpu": ("fused", "serial"), "hopper": ("fused", "serial", "pipelined", "mega")}),
-    Searched("transfer", {"hopper": ("push", "copy")}),
-    Searched("tile_order", {"cpu": _CPU_ORDER, "hopper": ("local-first", "natural")}),
-    Searched("operand", {"hopper": ("gathered", "expanded")}, needs={"overlap": ("fused", "serial", "pipelined")}),
+    Searched("transfer", {"hopper": ("push", "copy", "pull")}),
+    Searched("send_order", {"cpu": ("token", "expert")}),
+    Searched("send_order", {"hopper": ("token", "expert")}, needs=_LISTS),
+    Searched("tile_order", {"cpu": _ORDERS}),
+    Searched("tile_order", {"hopper": _ORDERS}, only={"critical-path": _MEGA}),
+    Searched("operand", {"hopper": ("gathered", "expanded")}, needs=_STAGED),
     Searched("gate_up.rows", {"cpu": (128, 64), "hopper": (128, 64)}, also=("down.rows",)),
     Searched("gate_up.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
     Searched("down.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
@@ -51,15 +63,18 @@ SEARCHED = (
     Searched("gate_up.stages", {"hopper": (4, 3)}, also=("down.stages",)),
     Searched("weight_gradient.columns", {"hopper": (256, 128), "nccl": (256, 128)}),
     Searched("weight_gradient.stages", {"hopper": (3, 4), "nccl": (3, 4)}),
-    Searched("chunk_tokens", {"cpu": (64, 32, 128), "hopper": (32, 64, 128)}),
-    Searched("push_programs", {"hopper": (4, 8, 16, 32, 64)}, needs={"transfer": ("push",), **_NOT_SERIAL}),
-    Searched("down_sms", {"hopper": (16, 24, 32, 48, 64)}, needs={"overlap": ("pipelined",)}),
+    Searched("chunk_tokens", {"cpu": (64, 32, 128)}),
+    Searched("chunk_tokens", {"hopper": (32, 128)}, needs=_LISTS),
+    Searched("push_programs", {"hopper": (8, 16, 32)}, needs={**_LISTS, **_NOT_SERIAL}),
+    Searched("sum_programs", {"hopper": (16, 8)}, needs=_STAGED),
+    Searched("pass_programs", {"hopper": (1, 2)}, needs={"overlap": ("serial",)}),
+    Searched("down_sms", {"hopper": (16, 32, 48)}, needs={"overlap": ("pipelined",)}),
     Searched("activation_gradient", {"hopper": ("after", "beside")}, needs={"overlap": ("fused", "pipelined")}),
     Searched("group_sum", {"hopper": ("after", "beside")}, needs={"overlap": ("fused",)}),
     Searched("peer_order", {"cpu": ("natural", "rotated")}, needs={"overlap": ("fused",)}),
     Searched("peer_order", {"hopper": ("natural", "rotated")}, needs=_MEGA),
     Searched("weight_gradient_order", {"cpu": ("last", "interleaved")}, needs={"overlap": ("fused",)}),
-    Searched("weight_gradient_order", {"hopper": ("last", "interleaved")}, needs=_MEGA),
+    Searched("weight_gradient_order", {"hopper": ("last", "interleaved")}, needs={**_MEGA, "tile_order": _ORDERS[:2]}),
     Searched("activation", {"cpu": ("fused", "separate")}),
     Searched("received", {"cpu": ("saved", "again"), "hopper": ("saved", "again"), "nccl": ("saved", "again")}),
     Searched("preactivation", dict.fromkeys(("cpu", "hopper", "nccl"), ("saved", "recomputed"))),
@@ -67,11 +82,11 @@ SEARCHED = (
     Searched("vector_workers", {"cpu": (1, 2)}),
 )
 """Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
-tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, critical-path on GPUs,
+tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes,
 arrival_waves."""
 
 
-OF_PEERS = ("transfer", "chunk_tokens", "push_programs", "peer_order")
+OF_PEERS = ("transfer", "send_order", "chunk_tokens", "push_programs", "peer_order")
 """Dimensions without effect on one rank."""
 
 OF_MEMORY = ("received", "preactivation")
@@ -154,7 +169,7 @@ class Points:
 
 
 def points(
-    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 300_000, keep: Sequence[str] = OF_MEMORY
+    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 500_000, keep: Sequence[str] = OF_MEMORY
 ) -> Points:
     """All points of the space, each once; if there are more than `limit`, a uniform sample, the same every time.  Point
     0 is the backend's default.  Some may still be refused: `refusals` says why."""
@@ -164,15 +179,17 @@ def points(
     at = {d.name: i for i, d in enumerate(chosen)}
     place_ND = torch.zeros(1, len(chosen), dtype=torch.int64)
     for i, dimension in enumerate(chosen):
-        means_N = torch.ones(len(place_ND), dtype=torch.bool)
-        for needed, allowed in dimension.needs.items():
-            if needed in at:
-                means_N &= torch.tensor([value in allowed for value in values[at[needed]]])[place_ND[:, at[needed]]]
-            else:
-                means_N &= get(usual, needed) in allowed
-        copies_N = torch.where(means_N, len(values[i]), 1)
-        place_ND = place_ND.repeat_interleave(copies_N, 0)
-        place_ND[:, i] = ranges(torch.zeros_like(copies_N), copies_N)
+        means_NV = torch.ones(len(place_ND), len(values[i]), dtype=torch.bool)
+        for place, value in list(enumerate(values[i]))[1:]:  # the usual one, where none has an effect
+            for needed, allowed in (*dimension.needs.items(), *dimension.only.get(value, {}).items()):
+                if needed in at:
+                    fits = torch.tensor([other in allowed for other in values[at[needed]]])
+                    means_NV[:, place] &= fits[place_ND[:, at[needed]]]
+                else:
+                    means_NV[:, place] &= get(usual, needed) in allowed
+        point_N, place_N = means_NV.nonzero(as_tuple=True)
+        place_ND = place_ND[point_N]
+        place_ND[:, i] = place_N
     if len(place_ND) > limit:
         drawn = torch.randperm(len(place_ND) - 1, generator=torch.Generator().manual_seed(0))[: limit - 1] + 1
         place_ND = place_ND[torch.cat([torch.zeros(1, dtype=torch.int64), drawn.sort().values])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,17 @@ class Drawn(NamedTuple):
 
 
 def drawn(cfg: MoEConfig, ep_size: int, rank: int, tokens: int, seed: int, device: torch.device) -> Drawn:
-    """This rank's inputs, a function of `seed` and `rank`."""
-    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    """This rank's inputs, a function of `seed`, `rank` and the kind of device."""
+    generator = torch.Generator(device).manual_seed(seed * 1000 + rank)
     local = cfg.experts_per_rank(ep_size)
+    made_by: dict[str, Any] = {"generator": generator, "device": device}
 
     def normal(*shape: int, fan_in: int = 1) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * fan_in**-0.5).to(device, cfg.dtype)
+        return (torch.randn(*shape, **made_by) * fan_in**-0.5).to(cfg.dtype)
 
-    score_TE = torch.rand(tokens, cfg.num_experts, generator=generator)
-    ids_TK = score_TE.topk(cfg.top_k, dim=1).indices.to(device)
-    share_TK = torch.rand(tokens, cfg.top_k, generator=generator).add(0.1).to(device)
+    score_TE = torch.rand(tokens, cfg.num_experts, **made_by)
+    ids_TK = score_TE.topk(cfg.top_k, dim=1).indices
+    share_TK = torch.rand(tokens, cfg.top_k, **made_by).add(0.1)
     dy_TD, x_TD = normal(tokens, cfg.hidden), normal(tokens, cfg.hidden)
     w13 = normal(local, cfg.h_columns, cfg.hidden, fan_in=cfg.hidden)
     w2 = normal(local, cfg.hidden, cfg.ffn, fan_in=cfg.ffn)

@@ -380,7 +380,8 @@ class KernelExperts:
 
     def combine(self, returns_TKD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
         out_TD = torch.empty_like(returns_TKD[:, 0], memory_format=torch.contiguous_format)
-        self.launch.launch_combine(Sums(returns_TKD, ids_TK, weights_TK, out_TD), self.alone, self.sms)
+        sums, programs = Sums(returns_TKD, ids_TK, weights_TK, out_TD), self.sms * self.way.sum_programs
+        self.launch.launch_combine(sums, self.alone, programs, self.way.sum_warps)
         return out_TD
 
 

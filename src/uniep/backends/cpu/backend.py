@@ -110,7 +110,7 @@ class _Routing:
 
     def __init__(self, ids: list[Tensor], cfg: MoEConfig, way: Way) -> None:
         self.tokens = [t.shape[0] for t in ids]
-        self.plans = [build_plan(ids, rank, cfg) for rank in range(len(ids))]
+        self.plans = [build_plan(ids, rank, cfg, way.sends_by_expert) for rank in range(len(ids))]
         self.cfg, self.way = cfg, way
         self.part_slots = [return_slots(site.parts, ids, cfg) for site in self.sites if site.parts is not None]
         self._queues: dict[Any, CheckedQueues] = {}

@@ -92,7 +92,8 @@ class HopperBackend(Link):
     def route(self, ids_TK: Tensor) -> RoutingPlan:
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=ids_TK.device)
         while True:
-            plan = self.planner.plan(ids_TK, weights_TK, operation="route")
+            by_expert = self.way.sends_by_expert
+            plan = self.planner.plan(ids_TK, weights_TK, operation="route", by_expert=by_expert)
             if self.planner.fits():
                 return self.planner.routing_plan(plan, ids_TK.shape[0])
 

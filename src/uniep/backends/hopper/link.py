@@ -54,7 +54,7 @@ class Link:
         describe = functools.partial(plan_memory, cfg, self.num_ranks, copies=member.copies, schedule=self.schedule)
         self.arena = Arena(layout, member, describe)
         self.sms = self.way.sms
-        self.planner = Planner(member, self.arena, self.way.gate_up.rows, self.sms)
+        self.planner = Planner(member, self.arena, self.way.gate_up.rows, self.sms, self.way.pulls)
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
         self._lasting = [  # memory of the stream that is current now
             self.arena.memories[self.rank], *self.arena.tables.values(), self.planner.call, self.planner.ticket,
@@ -70,7 +70,7 @@ class Link:
         self.traced_ids: list[Tensor] = []
         self.traced_from: Tensor | None = None
         self.stay_local = False
-        self._known_peers: dict[tuple[bool, int], Peers] = {}
+        self._known_peers: dict[tuple[bool, int, bool], Peers] = {}
         self.orders: dict[tuple[bool, int], Tensor] = {}
 
     def lasting(self) -> list[Tensor]:
@@ -113,8 +113,9 @@ class Link:
 
     def peers(self) -> Peers:
         """What kernels need of the other ranks."""
-        chunk = self.way.chunk_tokens if self.way.transfer == "push" else 0
-        if (known := self._known_peers.get((self.stay_local, chunk))) is not None:
+        chunk = self.way.chunk_tokens if self.way.transfer != "copy" else 0
+        key = self.stay_local, chunk, self.way.pulls
+        if (known := self._known_peers.get(key)) is not None:
             return known
         from uniep.launch.staged import Peers
 
@@ -131,8 +132,9 @@ class Link:
             flag_table=arena.tables["flags"],
             push_ticket=self.push_ticket,
             return_ticket=self.return_ticket,
+            tokens_table=arena.tables.get("tokens"),
         )
-        made = self._known_peers[self.stay_local, chunk] = Peers(
+        made = self._known_peers[key] = Peers(
             rank=self.rank,
             num_ranks=self.num_ranks,
             wire=Bundle(wire),
@@ -142,6 +144,7 @@ class Link:
             returned_offset=arena.flag_offset("returned") + self.rank,
             chunk=chunk,
             receive_block=self.cfg.receive_block,
+            pull=self.way.pulls,
         )
         return made
 
@@ -149,6 +152,13 @@ class Link:
         """Addresses of an array at every rank; of this rank's own when measuring without communication."""
         table = self.arena.tables[name]
         return table[self.rank].repeat(self.num_ranks) if self.stay_local else table
+
+    def publish(self, x_TD: Tensor) -> None:
+        """Copy tokens to where peers fetch them, if they do; before this rank enters the call."""
+        if self.way.pulls and not self.stay_local:
+            from uniep.launch.staged import launch_publish
+
+            launch_publish(x_TD, self.arena.views["tokens"], self.planner.status, self.sms)
 
     def send(self, x_TD: Tensor, first: int = 1, last: int | None = None) -> None:
         """Queue copies of all tokens to the ranks `first` to `last` - 1 behind this one (None: to all), each with the
@@ -210,15 +220,16 @@ class Link:
         return self.orders[key]
 
     def dispatching(self, push_rounds: int = 0) -> Dispatch:
-        """What a kernel is told that gathers rows: whether to wait for them, and how this rank's are pushed."""
+        """What a kernel is told that gathers rows: whether to wait for them, and how they are pushed or pulled."""
         return Dispatch(True, self.way.push_programs, push_rounds) if self.fused else ALL_HERE
 
     def dispatch(self, x_TD: Tensor, plan: DevicePlan) -> None:
-        """Push the tokens of the send lists, unless copies are under way, and wait until all have arrived."""
+        """Push the tokens of the send lists, or pull, unless copies are under way, and wait until all have arrived."""
         from uniep.launch.staged import launch_push_tokens
 
+        way = self.way
         if not self.copying:
-            launch_push_tokens(x_TD, plan.bundle, self.peers(), self.sms)
+            launch_push_tokens(x_TD, plan.bundle, self.peers(), self.sms * way.pass_programs, way.pass_warps)
         self.planner.wait("finished")
 
     def kept_shape(self, num_tokens: int) -> tuple[int, int]:

@@ -70,7 +70,7 @@ class DevicePlan:
         self.head, self.rows_3N, self.lines = head, rows_3N, lines
         first, int32 = head.data_ptr(), torch.int32
         part = {name: Part(head, first + offset, int32, shape) for name, (offset, shape) in layout.arrays.items()}
-        self.counts_RE, self.recv_count_R = part.pop("counts_RE"), part.pop("recv_count_R")
+        self.counts_RE, self.recv_count_R = part.pop("counts_RE"), part["recv_count_R"]
         self.forward: Memory = part.pop("forward")
         source_N, return_N, weight_N = unbind(rows_3N)
         self.rows = Rows(source_N, return_N, weight_N._replace(dtype=torch.float32), **part)
@@ -99,11 +99,12 @@ def _num_waves(ranks: int) -> int:
 
 
 class Planner(Calls):
-    """One rank's calls and plans.  tile_rows: of the tile tables.  sms: multiprocessors to use."""
+    """One rank's calls and plans.  tile_rows: of the tile tables.  sms: multiprocessors to use.  pull: plans list what
+    to fetch."""
 
-    def __init__(self, member: Membership, arena: Arena, tile_rows: int, sms: int) -> None:
+    def __init__(self, member: Membership, arena: Arena, tile_rows: int, sms: int, pull: bool = False) -> None:
         super().__init__(member, arena)
-        cfg, self.tile_rows = self.cfg, tile_rows
+        cfg, self.tile_rows, self.pull = self.cfg, tile_rows, pull
         self.local = cfg.experts_per_rank(self.num_ranks)
         tokens = min(cfg.max_tokens_per_rank, FIRST_TOKENS)
         self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, tokens)
@@ -111,29 +112,33 @@ class Planner(Calls):
         self.sms = sms
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[tuple[int, int], HeadLayout] = {}
-        self._histogram = hopper_histogram(cfg, self.num_ranks)
         elements = power_of_2(self.local) * self.num_ranks * _num_waves(self.num_ranks)
         self._tiles_warps = min(max(elements // 1024, 4), 32)
-        self._constants = [self._plan_constants(dedup) for dedup in (False, True)]
+        self._constants = {
+            (dedup, by_expert): self._plan_constants(dedup, by_expert)
+            for dedup in (False, True)
+            for by_expert in (False, True)
+        }
 
-    def _plan_constants(self, dedup: bool) -> PlanConstants:
-        """dedup: the tokens of the send lists are sent, not all."""
+    def _plan_constants(self, dedup: bool, by_expert: bool) -> PlanConstants:
+        """dedup: the tokens of the send lists are sent, not all.  by_expert: the order of these lists."""
         cfg, ranks, local = self.cfg, self.num_ranks, self.local
         block_t, chunks = plan_blocks(cfg, ranks)
         of_rows: dict[str, Any] = {"E": cfg.num_experts, "NUM_RANKS": ranks}
-        shape = PlanShape(cfg.num_experts, local, cfg.top_k, power_of_2(cfg.top_k), self.slots, ranks, chunks, block_t)
+        bins = (max(power_of_2(number), 16) for number in (cfg.num_experts, local))
+        shape = PlanShape(
+            cfg.num_experts, next(bins), local, next(bins), cfg.top_k, power_of_2(cfg.top_k), self.slots, ranks, chunks,
+            block_t,
+        )  # fmt: skip
         return PlanConstants(
-            {"EP": max(power_of_2(cfg.num_experts), 16), "PLAN": shape},
+            {"PLAN": shape, "BY_EXPERT": by_expert},
             of_rows | {"CHUNKS": chunks},
             of_rows | {
                 "SLOTS": self.slots, "LOCAL": local, "LOCAL_P": power_of_2(local), "BLOCK_M": self.tile_rows,
                 "ALIGN": ROW_ALIGN, "TILES": TILES_AT_ONCE, "HOST": cfg.max_rows is None, "DEDUP": dedup,
                 "WAVES": _num_waves(ranks),
             },
-            {
-                "BINS": max(power_of_2(local), 16), "RECEIVE_BLOCK": cfg.receive_block, "ALIGN": ROW_ALIGN,
-                "DEDUP": dedup, "PLAN": shape,
-            },
+            {"RECEIVE_BLOCK": cfg.receive_block, "ALIGN": ROW_ALIGN, "DEDUP": dedup, "PLAN": shape},
         )  # fmt: skip
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
@@ -143,7 +148,8 @@ class Planner(Calls):
         return DevicePlan(self._layout(num_tokens, rows_3N.shape[1]), head, rows_3N, lines)
 
     def _arrays(self, num_tokens: int | SymInt, tiles: int | SymInt) -> dict[str, Any]:
-        return hopper_plan_arrays(self.cfg, self.num_ranks, tiles, num_tokens)
+        fetched = tiles * self.tile_rows if self.pull else 0
+        return hopper_plan_arrays(self.cfg, self.num_ranks, tiles, num_tokens, fetched)
 
     def _layout(self, num_tokens: int, rows: int) -> HeadLayout:
         key = num_tokens, table_tiles(rows, self.tile_rows)
@@ -167,11 +173,11 @@ class Planner(Calls):
 
     def plan(
         self, ids_TK: Tensor, weights_TK: Tensor, leads: tuple[int, int] = (0, 0), operation: str = "forward",
-        waves: int = 1,
+        waves: int = 1, by_expert: bool = False,
     ) -> DevicePlan:  # fmt: skip
-        """Enter a call and plan it; the tokens of the send lists are sent.  leads, waves: as in `make`."""
+        """Enter a call and plan it; the tokens of the send lists are sent.  leads, waves, by_expert: as in `make`."""
         plan = self.enter_new(ids_TK, weights_TK, operation)
-        self.make(plan, ids_TK.shape[0], leads, waves)
+        self.make(plan, ids_TK.shape[0], leads, waves, by_expert=by_expert)
         return plan
 
     def enter_new(
@@ -193,30 +199,34 @@ class Planner(Calls):
         launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
 
     def make(
-        self, plan: DevicePlan, num_tokens: int, leads: tuple[int, int] = (0, 0), waves: int = 1, copies: bool = False
-    ) -> None:
+        self, plan: DevicePlan, num_tokens: int, leads: tuple[int, int] = (0, 0), waves: int = 1, copies: bool = False,
+        by_expert: bool = False,
+    ) -> None:  # fmt: skip
         """leads: experts whose local tiles run first, in the forward and the backward.  waves: of tiles by arrival; 1:
-        none.  copies: all tokens are sent, whatever their ids; else those of the send lists."""
+        none.  copies: all tokens are sent, whatever their ids; else those of the send lists.  by_expert: the order of
+        these lists, else ascending."""
         from uniep.kernels.plan import histogram_kernel, place_kernel, scan_kernel, tiles_kernel
 
         cfg, ranks = self.cfg, self.num_ranks
-        constants, (lines_of_counts, columns) = self._constants[not copies], self._histogram
+        constants = self._constants[not copies, by_expert]
+        lines_of_counts, columns = shape = hopper_histogram(cfg, ranks, by_expert)
         tiles = table_tiles(plan.num_rows, self.tile_rows)
         most_programs = 8 * self.sms
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        histogram = temporary(*self._histogram, **int32)
+        histogram = temporary(*shape, **int32)
+        first_RE = temporary(ranks, cfg.num_experts, **int32) if by_expert else None
         rows, exchange = plan.rows, self.arena.views["exchange"]
         launch(
             histogram_kernel,
             min(columns, most_programs),
             (exchange, histogram, self.call, self.status, self.rank),
             constants.histogram,
-            num_warps=4,
-        )
+            num_warps=4, **({"maxnreg": 96} if by_expert else {}),  # left to itself, ptxas spills to use fewer
+        )  # fmt: skip
         launch(
             scan_kernel,
             min(lines_of_counts, most_programs),
-            (histogram, plan.counts_RE, rows.send_count_R, plan.recv_count_R, self.rank),
+            (histogram, plan.counts_RE, rows.send_count_R, plan.recv_count_R, first_RE, self.rank),
             constants.scan,
             num_warps=4,
         )
@@ -224,8 +234,8 @@ class Planner(Calls):
             tiles_kernel,
             min(-(-tiles // TILES_AT_ONCE), 16),
             (
-                exchange, plan.counts_RE, plan.recv_count_R, plan.bundle, self._host_totals, self.call, self.status,
-                self.rank, *leads, waves,
+                exchange, plan.counts_RE, plan.bundle, self._host_totals, self.call, self.status, self.rank, *leads,
+                waves,
             ),
             constants.tiles,
             num_warps=self._tiles_warps,
@@ -233,7 +243,7 @@ class Planner(Calls):
         launch(
             place_kernel,
             min(columns + self.local, most_programs),
-            (exchange, histogram, plan.bundle, self.call, self.rank, num_tokens),
+            (exchange, histogram, first_RE, plan.bundle, self.call, self.rank, num_tokens),
             constants.place,
             num_warps=4, maxnreg=96,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip

@@ -114,7 +114,11 @@ class _Call:
     def push_rows(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_push_rows
 
-        launch_push_rows(self.results_ND, self.planned.bundle, self.peers, self.link.slots, stage.sms)
+        way = self.link.way
+        programs = stage.sms * way.pass_programs
+        launch_push_rows(
+            self.results_ND, self.planned.bundle, self.peers, self.link.slots, programs, way.pass_warps
+        )  # fmt: skip
 
     def sum_groups(self, stage: Stage, *, weighted: bool) -> None:
         """What combine groups add, behind the product, or beside it as its tiles are done.  weighted: rows by their
@@ -150,7 +154,8 @@ class _Call:
         if self.planned.lines is not None:
             ids_TK, weights_TK = self.planned.lines.used_TW[: self.out_TD.shape[0]], None
         self.link.planner.wait("returned", exposed=stage.stream == "call")
-        launch_combine(Sums(self.link.arena.views["returns"], ids_TK, weights_TK, self.out_TD), self.peers, stage.sms)
+        way, sums = self.link.way, Sums(self.link.arena.views["returns"], ids_TK, weights_TK, self.out_TD)
+        launch_combine(sums, self.peers, stage.sms * way.sum_programs, way.sum_warps)
 
 
 class Forward(_Call):
@@ -181,12 +186,15 @@ class Forward(_Call):
 
     def enter(self, stage: Stage) -> None:
         inputs, operation = self.inputs, "forward" if self.save else "forward without gradients"
+        self.link.publish(inputs.x_TD)
         enter = self.link.planner.enter_new
         self.planned = enter(inputs.ids_TK, inputs.weights_TK, operation, inputs.layer, self.link.copying)
 
     def plan(self, stage: Stage) -> None:
         link = self.link
-        link.planner.make(self.planned, self.out_TD.shape[0], link.way.leads, link.way.waves, link.copying)
+        way = link.way
+        tokens = self.out_TD.shape[0]
+        link.planner.make(self.planned, tokens, way.leads, way.waves, link.copying, way.sends_by_expert)
 
     def expand(self, stage: Stage) -> None:
         """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
@@ -292,6 +300,7 @@ class Backward(_Call):
 
     def _enter_planned(self, operation: str, sent_TD: Tensor) -> None:
         """Enter a call that knows its plan."""
+        self.link.publish(sent_TD)
         layer = LayerTag(self.inputs.layer.number)
         self.link.planner.enter(None, None, sent_TD.shape[0], operation, layer, self.planned.forward)
 

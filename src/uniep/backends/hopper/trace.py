@@ -80,7 +80,7 @@ def spans(
     if link.device.type == "cuda":
         torch.cuda.synchronize(link.device)
     cfg, rank, way = link.cfg, link.rank, link.way
-    plans = [build_plan(list(ids), r, cfg) for r in range(link.num_ranks)]
+    plans = [build_plan(list(ids), r, cfg, way.sends_by_expert) for r in range(link.num_ranks)]
     tokens = [t.shape[0] for t in ids]
     if int(tensor(plan.rows.totals)[0]) != plans[rank].num_rows:
         return []
@@ -93,18 +93,18 @@ def spans(
         for rows in (matrix, vector):
             rows[:, 2:] -= link.traced_from.cpu()
     chosen = graph.indices(rank, "vector")
-    pushes = 0 if link.copying else _count(graph, chosen, "push")
+    moved = _count(graph, chosen, "pull" if way.pulls else "push")
+    pushes = 0 if link.copying else moved
     if needs is None:
         sent = tokens if link.copying else plans[rank].recv_count_R.tolist()
         kept = [s for s, n in enumerate(sent) if s != rank for _ in range(-(-n // way.chunk_tokens))] if keep else []
     else:
         kept = []
     listed = 0 if needs is None else _count(graph, chosen, "activation_gradient") + _count(graph, chosen, "dweight")
-    first_listed = _count(graph, chosen, "push")
     task_of = [
         *range(pushes),
         *(_task(graph, chosen, "keep", group=source) for source in kept),
-        *range(first_listed, first_listed + listed),
+        *range(moved, moved + listed),
         *(_task(graph, chosen, "combine", row=t) for t in range(0, tokens[rank], sum_tokens)),
     ]
     vector[:, 0] = torch.tensor(task_of, dtype=torch.int64)[vector[:, 0]]
