@@ -131,7 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.broadcast_object_list(folder)
         if rank == 0:
             torch.manual_seed(0)
-            Qwen3MoeForCausalLM(config(args)).to(DTYPES[args.dtype]).save_pretrained(own)
+            with device:  # a processor draws 2.5e9 numbers for a minute
+                made_here = Qwen3MoeForCausalLM(config(args)).to(DTYPES[args.dtype])
+            made_here.save_pretrained(own)
+            del made_here
         dist.barrier()
         runs = trained(args, device, folder[0])
         dist.barrier()

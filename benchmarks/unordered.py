@@ -97,7 +97,8 @@ class Layer:
                 scatter=True,
             )
             returns = backend.arena.views["returns"]
-            staged.launch_combine(Sums(returns, case.ids_TK, case.weights_TK, out_TD), peers, sms)
+            sums, way = Sums(returns, case.ids_TK, case.weights_TK, out_TD), backend.way
+            staged.launch_combine(sums, peers, sms * way.sum_programs, way.sum_warps)
             return out_TD
 
         def unordered(into: Tensor) -> None:
