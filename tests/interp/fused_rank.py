@@ -146,13 +146,13 @@ LORA_ROUNDS = (
     {"overlap": "mega", "operand": "gathered"}, ROUNDS[7], {"overlap": "fused", "preactivation": "recomputed"},
 )  # fmt: skip
 SCALE = 0.75
-# Fetched tokens, and send lists by expert, on four ranks and on two.  Exact: of four ranks' few rows the interpreter's
-# BLAS adds tiles of one width in another order than tiles of another.
+# Fetched tokens, and send lists by expert, on four ranks and on two.  Exact: the interpreter's BLAS adds tiles of one
+# width in another order than those of another.
 PULL_CASES = {
     "exact, four ranks": Case(
         torch.float32, "output", False, (20, 0, 35, 7), 8, 3, hidden=64, ffn=64, activation="relu2", exact=True
     ),
-    "fp16": Case(torch.float16, "activation", False, (50, 35), bias=True),
+    "exact": Case(torch.float32, "activation", False, (50, 35), hidden=72, ffn=64, activation="relu2", exact=True),
 }
 PULL_ROUNDS = (
     {"overlap": "serial", "transfer": "push"},
