@@ -23,7 +23,7 @@ from torch import Tensor
 import uniep
 from cases import ROUTINGS, Case, make_case, parse_shape
 from layers import UniEPLayer, Workspaces
-from moe import DTYPES, Bench, Parser, of_run
+from moe import DTYPES, Bench, Parser, everyone, of_run
 from peers import DeepEp, DeepEpLayer, Layer, Liger, LigerLayer, NcclLayer
 from uniep.reference import composition
 
@@ -86,13 +86,6 @@ class TorchLayer(Layer):
         for part in parts:
             dist.all_reduce(part, group=self.group)
         return *(part.chunk(self.ranks)[self.rank] for part in parts), *of_experts
-
-
-def everyone(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks, one after the other."""
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.cat(parts)
 
 
 class Bits(Bench):

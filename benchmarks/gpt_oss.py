@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 import timing
 import uniep
 from cases import Case, make_case, make_weights
-from moe import DTYPES, of_run, relative_error
+from moe import DTYPES, add_run_options, of_run, relative_error
 from uniep.shapes import Shape, parse_shape
 
 LIMIT = 7.0
@@ -97,16 +96,14 @@ def compare(ours: Layer, theirs: Layer) -> dict[str, float]:
 def measured(layers: dict[str, Layer], direction: str, load: str, args: argparse.Namespace) -> dict[str, float]:
     """ms of each."""
     calls = {name: layer.forward if direction == "fwd" else layer.forward_backward for name, layer in layers.items()}
-    taken: dict[str, list[float]] = defaultdict(list)
     for call in calls.values():
         for _ in range(3):
             call()
-    for turn in range(args.samples if load == "window" else 2):
-        for name in list(calls) if turn % 2 == 0 else reversed(calls):
-            once = timing.window(calls[name]) if load == "window" else timing.sustained(calls[name], args.sustained_s)
-            taken[name].append(once)
-    of = statistics.median if load == "window" else statistics.mean
-    return {name: round(of(timing.max_over_ranks(times)), 4) for name, times in taken.items()}
+    if load == "window":
+        return {name: round(statistics.median(ms), 4) for name, ms in timing.in_turn(calls, args.samples).items()}
+    names = [*calls, *reversed(calls)]
+    times = timing.max_over_ranks([timing.sustained(calls[name], args.sustained_s) for name in names])
+    return {name: round((first + last) / 2, 4) for name, first, last in zip(calls, times, times[::-1], strict=False)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -115,10 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--tokens", default="2048,8192", help="per rank (default %(default)s)")
     made.add_argument("--samples", type=int, default=11, help="window calls of each (default %(default)s)")
     made.add_argument("--sustained-s", type=float, default=0.2, help="of one round (default %(default)s)")
-    made.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--commit", help="recorded in the file where there is no git checkout")
+    add_run_options(made)
     args = made.parse_args(argv)
     device, _ = timing.start_ranks(args.device, 600)
     rank, ranks, shape = dist.get_rank(), dist.get_world_size(), parse_shape(args.shape)

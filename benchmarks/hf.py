@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.distributed import DistributedConfig
 
 import timing
-from moe import DTYPES, of_run
+from moe import DTYPES, add_run_options, of_run
 from uniep.integrations import hf
 
 NOISE = 0.1  # share of tokens that are drawn anew
@@ -116,10 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--steps", type=int, default=200, help="(default %(default)s)")
     made.add_argument("--turn", type=int, default=20, help="steps of a run before the other's (default %(default)s)")
     made.add_argument("--warm-up", type=int, default=10, help="steps that are not timed (default %(default)s)")
-    made.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--commit", help="recorded in the file where there is no git checkout")
+    add_run_options(made)
     args = made.parse_args(argv)
     if args.steps <= args.warm_up:
         made.error(f"--steps {args.steps} leaves none to time; more than --warm-up {args.warm_up} are needed")

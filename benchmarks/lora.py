@@ -124,10 +124,7 @@ def main() -> None:
             for call in calls.values():
                 for _ in range(4):
                     call()
-            times: dict[str, list[float]] = {variant: [] for variant in calls}
-            for _ in range(args.rounds):
-                for variant, call in calls.items():
-                    times[variant] += timing.max_over_ranks([timing.window(call)])
+            times = timing.in_turn(calls, args.rounds)
             for variant, call in calls.items():
                 ms = times[variant]
                 row = {

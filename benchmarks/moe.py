@@ -218,18 +218,11 @@ class Bench:
 
     def fp32(self, case: Case) -> tuple[Tensor, ...]:
         """This rank's part of the layer's outputs and gradients, computed in fp32 on the tokens of all ranks."""
-
-        def everyone(tensor: Tensor) -> Tensor:
-            parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
-            dist.all_gather(parts, tensor.contiguous())
-            return torch.cat(parts)
-
-        leaves = [
-            everyone(t).float().requires_grad_() for t in (case.x_TD, case.weights_TK, case.w13_e2FD, case.w2_eDF)
-        ]
+        wanted = (case.x_TD, case.weights_TK, case.w13_e2FD, case.w2_eDF)
+        leaves = [everyone(t, self.group).float().requires_grad_() for t in wanted]
         x_TD, weights_TK, w13, w2 = leaves
-        y_TD = composition(x_TD, everyone(case.ids_TK), weights_TK, w13, w2)
-        grads = torch.autograd.grad(y_TD, leaves, everyone(case.dy_TD).float())
+        y_TD = composition(x_TD, everyone(case.ids_TK, self.group), weights_TK, w13, w2)
+        grads = torch.autograd.grad(y_TD, leaves, everyone(case.dy_TD, self.group).float())
         return tuple(t.detach().chunk(self.ranks)[self.rank] for t in (y_TD, *grads))
 
     # ------------------------------------------------------------------------------------------ timing
@@ -411,6 +404,21 @@ def describe(key: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if "uniep" in ms and "uniep-compute" in ms:
         line += f", {ms['uniep'] / ms['uniep-compute']:.3f} of own compute"
     return line
+
+
+def everyone(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks, one after the other."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def add_run_options(made: argparse.ArgumentParser) -> None:
+    """What most benchmarks of layers take: --dtype, --device, --json, --commit."""
+    made.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--json", metavar="FILE")
+    made.add_argument("--commit", help="recorded in the file where there is no git checkout")
 
 
 def of_run(script: str, device: torch.device, told: str | None, ranks: int | None = None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 import timing
 import uniep
 from cases import parse_shape
-from moe import DTYPES, of_run
+from moe import DTYPES, add_run_options, of_run
 
 
 def layers(cfg: uniep.MoEConfig, workspace: uniep.Workspace, ffn: int) -> dict[str, torch.nn.Module]:
@@ -54,27 +53,13 @@ def compare(after: list[Tensor], beside: list[Tensor], label: str) -> None:
     assert not timing.any_rank(not same), f"{label}: beside differs from after"
 
 
-def measured(calls: dict[str, Callable[[], object]], samples: int) -> dict[str, float]:
-    """ms of each."""
-    taken: dict[str, list[float]] = defaultdict(list)
-    names = list(calls)
-    for turn in range(samples):
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
-            taken[name].append(timing.window(calls[name]))
-    return {name: statistics.median(timing.max_over_ranks(times)) for name, times in taken.items()}
-
-
 def main(argv: list[str] | None = None) -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--shape", default="deepseek-v3", help="a name, or DxFxExK (default %(default)s)")
     made.add_argument("--shared-ffn", type=int, default=2048, help="width of the shared experts (default %(default)s)")
     made.add_argument("--tokens", default="1024,4096,8192", help="per rank (default %(default)s)")
     made.add_argument("--samples", type=int, default=11, help="calls of each (default %(default)s)")
-    made.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--commit", help="recorded in the file where there is no git checkout")
+    add_run_options(made)
     args = made.parse_args(argv)
     device, _ = timing.start_ranks(args.device, 600)
     rank, ranks, shape = dist.get_rank(), dist.get_world_size(), parse_shape(args.shape)
@@ -92,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
                 calls = {name: call_of(layer, x_TD, dy_TD, backward) for name, layer in every.items()}
                 for _ in range(3):
                     compare(calls["after"](), calls["beside"](), f"T={count} {direction}")
-                ms = measured(calls, args.samples)
+                ms = {name: statistics.median(times) for name, times in timing.in_turn(calls, args.samples).items()}
                 hidden = ms["after"] - ms["beside"]
                 row = {"shape": shape.name, "shared_ffn": args.shared_ffn, "tokens": count, "direction": direction}
                 rows.append(row | {f"{name}_ms": round(value, 4) for name, value in ms.items()})

@@ -13,7 +13,7 @@ import datetime
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,6 +100,17 @@ def window(call: Callable[[], object]) -> float:
     end = record_event()
     wait_event(end)
     return start.elapsed_time(end)
+
+
+def in_turn(calls: Mapping[str, Callable[[], object]], samples: int) -> dict[str, list[float]]:
+    """Milliseconds of `samples` windows of each call, the slowest rank's; in turn, from another one on each time."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(samples):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            taken[name].append(window(calls[name]))
+    return {name: max_over_ranks(times) for name, times in taken.items()}
 
 
 def sustained(call: Callable[[], object], seconds: float) -> float:

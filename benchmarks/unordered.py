@@ -126,10 +126,7 @@ def of_shape(name: str, args: argparse.Namespace, device: torch.device) -> list[
     layer = Layer(parse_shape(name), args.tokens, device)
     made = layer.ways()
     want = made["fixed order"]().clone()
-    taken: dict[str, list[float]] = {way: [] for way in made}
-    for turn in range(args.iters):
-        for way in list(made) if turn % 2 == 0 else reversed(made):
-            taken[way].append(timing.window(made[way]))
+    taken = timing.in_turn(made, args.iters)
     rows = []
     for way, call in made.items():
         one, two = call().clone(), call().clone()

@@ -15,7 +15,6 @@ of each dimension's other values at the best point.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -35,28 +34,22 @@ from moe import commit, of_run
 from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import Shape
 from uniep.trials.fleet import DroppedError, Fleet
-from uniep.trials.search import Optuna, Record, different, in_order, search
+from uniep.trials.search import Record, sampler_of, search
 from uniep.trials.trial import Job, slowest
 from uniep.tuner import tables
-from uniep.tuner.model import Card, Load, load_card, predict
-from uniep.tuner.space import Points, get, points, refusals, replaced, settled
+from uniep.tuner.model import Card, Load, find_card, predict
+from uniep.tuner.space import SEARCHED, Points, points, refusals
 from uniep.tuner.strategies import STRATEGIES, implementations
 
-GRID: dict[str, tuple[Any, ...]] = {
-    "gate_up.columns": (256, 128),
-    "down.columns": (256, 128),
-    "gate_up.group_rows": (8, 4, 16),
-    "gate_up.stages": (4, 3),
-    "weight_gradient.columns": (256, 128),
-    "weight_gradient.stages": (3, 4),
-    "activation_gradient": ("beside", "after"),
-}
-"""Dimensions that mean something at every EP size; 192 points."""
-TIED = {"gate_up.group_rows": "down.group_rows", "gate_up.stages": "down.stages"}
+GRID = (
+    "gate_up.columns", "down.columns", "gate_up.group_rows", "gate_up.stages", "weight_gradient.columns",
+    "weight_gradient.stages", "activation_gradient",
+)  # fmt: skip
+"""Dimensions that mean something at every EP size, with the values that the search tries; 192 points on GPUs."""
+TIED = {name for d in SEARCHED for name in d.also}
 SHARE = 0.15
 """Of the grid's points, that the search may time."""
 PAIRS = 5
-FIRST = 8  # points of the model that optuna begins with
 
 
 def job_of(shape: Shape, tokens: int, args: argparse.Namespace) -> Job:
@@ -67,10 +60,7 @@ def job_of(shape: Shape, tokens: int, args: argparse.Namespace) -> Job:
 
 
 def card_of(args: argparse.Namespace) -> Card | None:
-    name = args.card or tables.card_name(torch.device(args.device))
-    with contextlib.suppress(OSError, ValueError):
-        return load_card(tables.card_file(name))
-    return None
+    return find_card(args.card, tables.card_name(torch.device(args.device)))
 
 
 # ------------------------------------------------------------------------------------------------- tuned or not
@@ -78,13 +68,10 @@ def card_of(args: argparse.Namespace) -> Card | None:
 
 def searched(job: Job, args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """The choice, and what it took."""
-    card, load = card_of(args), Load.uniform(job.cfg, job.ep_size, job.tokens)
-    space = points(job.backend, job.cfg, job.ep_size)
-    order, predicted = in_order(space, load, card, "optuna")
-    first = [] if predicted is None else [space.schedule(i) for i in different(order, predicted)[:FIRST]]
+    card = card_of(args)
     record = Record(Path(folder) / f"{time.monotonic_ns()}.sqlite", {})
     try:
-        found = search(job, Optuna(space, job, first), record, args.budget_s, card=card)
+        found = search(job, sampler_of("optuna", job, card), record, args.budget_s, card=card)
     finally:
         record.close()
     changes = tables.as_changes(found.choice, job.cfg, job.ep_size, job.backend)
@@ -133,23 +120,9 @@ def worth(shape: Shape, tokens: int, args: argparse.Namespace) -> Iterator[dict[
 
 def grid(job: Job) -> list[Schedule]:
     """All points of GRID that can run, the default first."""
-    usual = default_schedule(job.backend, job.cfg, job.ep_size)
-    base = usual if job.backend == "cpu" else replaced(usual, {"beside_from": min(usual.beside_from, job.tokens)})
-    kept = {name: values for name, values in GRID.items() if not refusals_of(name, values, base, job)}
-    made = [usual]
-    for values in itertools.product(*kept.values()):
-        chosen = dict(zip(kept, values, strict=True))
-        chosen |= {TIED[name]: value for name, value in chosen.items() if name in TIED}
-        point = settled(replaced(base, chosen), usual, job.backend, job.tokens)
-        if not refusals(point, job.cfg, job.ep_size, job.backend):
-            made.append(point)
-    return list(dict.fromkeys(made))
-
-
-def refusals_of(name: str, values: Sequence[Any], base: Schedule, job: Job) -> list[str]:
-    """Why a backend does not know a dimension."""
-    other = next(value for value in values if value != get(base, name))
-    return refusals(replaced(base, {name: other}), job.cfg, job.ep_size, job.backend)
+    space = points(job.backend, job.cfg, job.ep_size, keep=[d.name for d in SEARCHED if d.name not in GRID])
+    every = map(space.schedule, range(len(space)))
+    return [point for point in every if not refusals(point, job.cfg, job.ep_size, job.backend)]
 
 
 def whole_grid(shape: Shape, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -193,7 +166,7 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     costs: dict[str, dict[str, float]] = {}
     for row in timed_ones:
         names = [n for n in {*row["changes"], *best["changes"]} if row["changes"].get(n) != best["changes"].get(n)]
-        names = [n for n in names if n not in TIED.values()]
+        names = [n for n in names if n not in TIED]
         if len(names) == 1:
             value = row["changes"].get(names[0], "default")
             costs.setdefault(names[0], {})[str(value)] = round(row["score"] / best["score"], 4)

@@ -24,14 +24,10 @@ from uniep.errors import ConfigError, UnsupportedError
 from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
-from uniep.trials.search import EARLY, Listed, Optuna, Record, Result, Sampler, different, in_order, search
+from uniep.trials.search import EARLY, Record, Result, sampler_of, search
 from uniep.trials.trial import Job
 from uniep.tuner import tables
-from uniep.tuner.model import Card, Load, card_text, cards, load_card
-from uniep.tuner.space import points
-
-FIRST = 8
-"""Number of the model's best points that optuna starts with."""
+from uniep.tuner.model import Card, card_text, find_card
 
 SAMPLERS = ("auto", "optuna", "model", "random")
 
@@ -95,7 +91,7 @@ def tune(
     cfg.check_group(ep)
     key = tables.Key.of(cfg, ep, backend, name)
     path, trials = tables.folder() / key.file, tables.folder() / "trials" / f"{Path(key.file).stem}-{key.place}.sqlite"
-    job, known = Job(cfg, ep, backend, device.type, tokens), _card(card, name)
+    job, known = Job(cfg, ep, backend, device.type, tokens), find_card(card, name)
     with tables.held(trials):
         versions = {"kernels": tables.kernels(backend), "uniep": uniep.__version__, "torch": torch.__version__}
         record = Record(trials, {**versions, "tokens": tokens})
@@ -103,7 +99,7 @@ def tune(
             if sampler == "auto":
                 sampler, why = _first(known, name)
                 console.print(f"sampler: {sampler} ({why})")
-            which = _sampler(sampler, job, known)
+            which = sampler_of(sampler, job, known)
             with _bar(console, budget_s) as progress:
                 result = search(
                     job, which, record, budget_s, card=known, candidate_s=candidate_s, progress=progress
@@ -123,13 +119,6 @@ def _backend(given: str) -> str:
     if given == "hopper" and not torch.cuda.is_available():
         raise UnsupportedError("--backend hopper: no CUDA device is usable here; --backend cpu tunes CPU ranks")
     return given
-
-
-def _card(given: str | None, name: str) -> Card | None:
-    if given is not None:
-        return load_card(tables.card_file(given))
-    file = tables.card_file(name)
-    return load_card(file) if file != name or name in cards() else None
 
 
 def _first(card: Card | None, name: str) -> tuple[str, str]:
@@ -152,15 +141,6 @@ def _keep(path: Path, key: tables.Key, entry: dict[str, object]) -> bool:
             return False
     tables.store(path, key, entry)
     return True
-
-
-def _sampler(name: str, job: Job, card: Card | None) -> Sampler:
-    space = points(job.backend, job.cfg, job.ep_size)
-    order, predicted = in_order(space, Load.uniform(job.cfg, job.ep_size, job.tokens), card, name)
-    if name != "optuna":
-        return Listed(space, order)
-    first = [] if predicted is None else [space.schedule(i) for i in different(order, predicted)[:FIRST]]
-    return Optuna(space, job, first)
 
 
 @contextmanager

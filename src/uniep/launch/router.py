@@ -9,6 +9,7 @@ from torch import Tensor
 
 from uniep.kernels.router import d_logits_kernel, losses_kernel, route_kernel
 from uniep.launch.driver import launch
+from uniep.layout import power_of_2
 
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
 PROGRAMS = 2048
@@ -17,14 +18,9 @@ COPIES = 16
 """Of sums that programs add to: with one, the atomics on 512 addresses took as long as the rest of the kernel."""
 
 
-def _power(count: int) -> int:
-    """The least power of two that is not smaller."""
-    return 1 << (count - 1).bit_length()
-
-
 def _padded(num_experts: int, groups: int) -> int:
     """Experts that a program holds: all, or groups and the experts of each, padded to powers of two."""
-    return max(_power(num_experts), _power(groups) * _power(num_experts // groups))
+    return max(power_of_2(num_experts), power_of_2(groups) * power_of_2(num_experts // groups))
 
 
 def _options(padded: int) -> dict[str, Any]:
@@ -53,8 +49,8 @@ def route(
         constants = {
             "EXPERTS": num_experts, "TOP_K": top_k, "SIGMOID": sigmoid, "RENORMALIZE": renormalize, "SCALE": scale,
             "GROUPS": groups, "GROUPS_PER_TOKEN": groups_per_token, "GROUP_TOP": group_top, "LOSSES": losses,
-            "COPIES": copies, "BLOCK": _power(num_experts), "SLOTS": _power(top_k), "GROUP_BLOCK": _power(groups),
-            "MEMBER_BLOCK": _power(num_experts // groups),
+            "COPIES": copies, "BLOCK": power_of_2(num_experts), "SLOTS": power_of_2(top_k),
+            "GROUP_BLOCK": power_of_2(groups), "MEMBER_BLOCK": power_of_2(num_experts // groups),
         }  # fmt: skip
         args = logits_TE, bias_E, given_TK, chosen_TK, weights_TK, sums, num_tokens
         options = _options(_padded(num_experts, groups))
@@ -70,7 +66,7 @@ def losses(
     num_experts = (every.shape[1] - 4) // 2
     aux, z, d_aux_E = (every.new_empty(shape, dtype=torch.float32) for shape in ((), (), num_experts))
     counts_E, tokens = every.new_empty(num_experts), every.new_empty(())
-    constants = {"EXPERTS": num_experts, "AUX_LOSS": aux_loss, "Z_LOSS": z_loss, "BLOCK": _power(num_experts)}
+    constants = {"EXPERTS": num_experts, "AUX_LOSS": aux_loss, "Z_LOSS": z_loss, "BLOCK": power_of_2(num_experts)}
     args = every, aux, z, counts_E, d_aux_E, tokens, len(every), rank
     launch(losses_kernel, 1, args, constants, num_warps=4, enable_fp_fusion=False)
     return aux, z, counts_E, d_aux_E, tokens
@@ -87,10 +83,10 @@ def d_logits(
     if num_tokens:
         constants = {
             "EXPERTS": num_experts, "TOP_K": ids_TK.shape[1], "SIGMOID": sigmoid, "RENORMALIZE": renormalize,
-            "SCALE": scale, "Z_LOSS": z_loss, "BLOCK": _power(num_experts),
+            "SCALE": scale, "Z_LOSS": z_loss, "BLOCK": power_of_2(num_experts),
         }  # fmt: skip
         args = (
             logits_TE, ids_TK, chosen_TK, d_weights_TK, d_aux_E, d_aux_loss, d_z_loss, tokens, out_TE, num_tokens
         )  # fmt: skip
-        launch(d_logits_kernel, min(num_tokens, PROGRAMS), args, constants, **_options(_power(num_experts)))
+        launch(d_logits_kernel, min(num_tokens, PROGRAMS), args, constants, **_options(power_of_2(num_experts)))
     return out_TE

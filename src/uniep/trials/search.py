@@ -30,7 +30,7 @@ from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.trial import Job, slowest
 from uniep.tuner import tables
 from uniep.tuner.model import Card, Load, predict
-from uniep.tuner.space import Points, dimensions, get, refusals, replaced, settled
+from uniep.tuner.space import Points, dimensions, get, points, refusals, replaced, settled
 
 log = logging.getLogger("uniep")
 
@@ -191,6 +191,20 @@ def different(order: torch.Tensor, predicted: torch.Tensor) -> list[int]:
     ties_N = torch.zeros(len(us_N), dtype=torch.bool)
     ties_N[1:] = (us_N[1:] / us_N[:-1] - 1).abs() < 1e-6
     return order[~ties_N].tolist()
+
+
+FIRST = 8
+"""Number of the model's best points that optuna starts with."""
+
+
+def sampler_of(name: str, job: Job, card: Card | None) -> Sampler:
+    """The sampler "optuna", "model" or "random" over the whole space.  card: None: nothing is predicted."""
+    space = points(job.backend, job.cfg, job.ep_size)
+    order, predicted = in_order(space, Load.uniform(job.cfg, job.ep_size, job.tokens), card, name)
+    if name != "optuna":
+        return Listed(space, order)
+    first = [] if predicted is None else [space.schedule(i) for i in different(order, predicted)[:FIRST]]
+    return Optuna(space, job, first)
 
 
 @dataclasses.dataclass(frozen=True)

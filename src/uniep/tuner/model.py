@@ -23,6 +23,7 @@ from uniep.config import ROW_ALIGN, MoEConfig
 from uniep.errors import ConfigError
 from uniep.sim.machine import Machine, load_machine
 from uniep.tuner.space import Points
+from uniep.tuner.tables import card_file
 
 
 class Constant(NamedTuple):
@@ -103,6 +104,17 @@ def load_card(name: str) -> Card:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"card {name}: not TOML: {error}") from None
     return checked(name, values)
+
+
+def find_card(given: str | None, card: str) -> Card | None:
+    """The card file `given`, else that of the GPU model `card`; None if that has none.
+
+    Raises ConfigError for a bad one.
+    """
+    if given is not None:
+        return load_card(card_file(given))
+    file = card_file(card)
+    return load_card(file) if file != card or card in cards() else None
 
 
 def card_text(card: Card, about: str, machine: str = "") -> str:

@@ -51,8 +51,9 @@ class HeadLayout(NamedTuple):
 
 
 class PlanConstants(NamedTuple):
-    """Of the plan's kernels."""
+    """Of the plan's kernels.  counts: shape of the histogram."""
 
+    counts: tuple[int, int]
     histogram: dict[str, Any]
     scan: dict[str, Any]
     tiles: dict[str, Any]
@@ -131,6 +132,7 @@ class Planner(Calls):
             block_t,
         )  # fmt: skip
         return PlanConstants(
+            hopper_histogram(cfg, ranks, by_expert),
             {"PLAN": shape, "BY_EXPERT": by_expert},
             of_rows | {"CHUNKS": chunks},
             of_rows | {
@@ -209,11 +211,11 @@ class Planner(Calls):
 
         cfg, ranks = self.cfg, self.num_ranks
         constants = self._constants[not copies, by_expert]
-        lines_of_counts, columns = shape = hopper_histogram(cfg, ranks, by_expert)
+        lines_of_counts, columns = constants.counts
         tiles = table_tiles(plan.num_rows, self.tile_rows)
         most_programs = 8 * self.sms
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        histogram = temporary(*shape, **int32)
+        histogram = temporary(*constants.counts, **int32)
         first_RE = temporary(ranks, cfg.num_experts, **int32) if by_expert else None
         rows, exchange = plan.rows, self.arena.views["exchange"]
         launch(

@@ -191,9 +191,7 @@ class Forward(_Call):
         self.planned = enter(inputs.ids_TK, inputs.weights_TK, operation, inputs.layer, self.link.copying)
 
     def plan(self, stage: Stage) -> None:
-        link = self.link
-        way = link.way
-        tokens = self.out_TD.shape[0]
+        link, way, tokens = self.link, self.link.way, self.out_TD.shape[0]
         link.planner.make(self.planned, tokens, way.leads, way.waves, link.copying, way.sends_by_expert)
 
     def expand(self, stage: Stage) -> None:
