@@ -36,7 +36,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-START_TIMEOUT_S = 120.0
+TIMEOUT_S = 200.0
+"""Of a start and of a call: no machine is so slow that a rank at work needs longer."""
+
 GRACE_S = 15.0
 """How long the others may go on after a rank's death."""
 
@@ -103,10 +105,10 @@ class Pool:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-        self._collect(range(self.size), START_TIMEOUT_S, "start")
+        self._collect(range(self.size), TIMEOUT_S, "start")
 
     def run(
-        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60.0
+        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = TIMEOUT_S
     ) -> list[Any]:
         """`function(world, *args)` on ranks 0 .. ranks-1 (default: all); the values in rank order."""
         chosen = range(self.size if ranks is None else ranks)
@@ -186,9 +188,8 @@ def _worker(rank: int, size: int, folder: str, pipe: Connection, environment: di
     os.environ.update(environment)  # not that of the test in which the server was started
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
-    )
+    store, timeout = f"file://{folder}/store", datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
     groups = {}
     for ep_size in (2**power for power in range(size.bit_length())):
         for first in range(0, size - ep_size + 1, ep_size):

@@ -57,7 +57,7 @@ def compare_schedules(pool, cfg, batch, ep_sizes, schedules):
     assert len(schedules) > 4
     want = case.oracle(pool, cfg, batch)
     for ep_size in ep_sizes:
-        ranks = pool.run(each_schedule, cfg, batch, ep_size, schedules, ranks=ep_size, timeout=120)
+        ranks = pool.run(each_schedule, cfg, batch, ep_size, schedules, ranks=ep_size)
         for schedule, parts in zip(schedules, zip(*ranks, strict=True), strict=True):
             same_bits(case.gather(list(parts)), want, f"EP={ep_size} {schedule}")
     return want
@@ -186,7 +186,7 @@ def each_problem(world, problems, ep_size):
 def test_random_problems(pool, ep_size):
     """Random shapes, routings and schedules have the bits of the reference."""
     problems = [random_problem(100 * ep_size + n) for n in range(16)]
-    ranks = pool.run(each_problem, problems, ep_size, ranks=ep_size, timeout=120)
+    ranks = pool.run(each_problem, problems, ep_size, ranks=ep_size)
     for (cfg, batch, schedule), parts in zip(problems, zip(*ranks, strict=True), strict=True):
         same_bits(case.gather(list(parts)), by_reference(cfg, batch), f"{cfg} {batch.shard_tokens} {schedule}")
 
@@ -323,6 +323,6 @@ def steps_from_call(world, cfg, batch, backend, start):
 def test_calls_past_2_to_the_31(pool, backend):
     cfg = config(hidden=16, ffn=24)
     batch = random_batch(cfg, (5, 9))
-    ranks = pool.run(steps_from_call, cfg, batch, backend, 2**31 - 2, ranks=2, timeout=120)
+    ranks = pool.run(steps_from_call, cfg, batch, backend, 2**31 - 2, ranks=2)
     for parts in zip(*ranks, strict=True):
         same_bits(case.gather(list(parts)), case.oracle(pool, cfg, batch))

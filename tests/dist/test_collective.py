@@ -43,7 +43,7 @@ def compare(pool, cfg, batches, ep_sizes=(1, 2, 4), schedules=(None,)):
     """Every batch at every EP size and schedule has the bits of the cpu backend."""
     want = [case.oracle(pool, cfg, batch) for batch in batches] * len(schedules)
     for ep_size in ep_sizes:
-        ranks = pool.run(steps_of_rank, cfg, batches, ep_size, schedules, ranks=ep_size, timeout=120)
+        ranks = pool.run(steps_of_rank, cfg, batches, ep_size, schedules, ranks=ep_size)
         for number, parts in enumerate(zip(*ranks, strict=True)):
             same_bits(case.gather(list(parts)), want[number], f"EP={ep_size}, number {number}")
 
@@ -95,7 +95,7 @@ def test_edges_of_routing(pool):
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_random_problems(pool, ep_size):
     problems = [test_bits.random_problem(1000 * ep_size + n)[:2] for n in range(8)]
-    ranks = pool.run(each_problem, problems, ep_size, ranks=ep_size, timeout=120)
+    ranks = pool.run(each_problem, problems, ep_size, ranks=ep_size)
     for (cfg, batch), parts in zip(problems, zip(*ranks, strict=True), strict=True):
         same_bits(case.gather(list(parts)), test_bits.by_reference(cfg, batch), f"{cfg} {batch.shard_tokens}")
 

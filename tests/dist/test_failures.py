@@ -262,7 +262,7 @@ def build_and_drop(world, cfg, batch, rounds):
 def test_67_twenty_lifetimes(pool):
     """67: 20 rounds of build, step, drop at different times, destroy the group: no hang, nothing left over."""
     cfg = config()
-    for early, late in pool.run(build_and_drop, cfg, random_batch(cfg, (5, 5, 5, 5)), 20, timeout=150):
+    for early, late in pool.run(build_and_drop, cfg, random_batch(cfg, (5, 5, 5, 5)), 20):
         assert late[0] <= early[0] and late[1] <= early[1] + 2 and late[2] <= early[2], (early, late)
 
 

@@ -205,7 +205,7 @@ def wrapped(world, backend):
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("nccl", marks=pytest.mark.slow)])
 def test_92_wrappers(pool, backend):
     """92: DDP, FSDP1, FSDP2 and HSDP over ranks with other experts are refused by the first call, on every rank."""
-    for heard in pool.run(wrapped, backend, timeout=100):
+    for heard in pool.run(wrapped, backend):
         assert [name for name, error in heard.items() if error is None] == GOOD
         for name, error in heard.items():
             if name not in GOOD:

@@ -103,7 +103,7 @@ def test_accumulated_and_overwritten(pool, dtype, backend):
     ids = torch.randint(0, 3, (64, 2), generator=torch.Generator().manual_seed(0)) * 2  # experts 1, 3, 5, 6, 7 are idle
     batches = [random_batch(cfg, TOKENS[0], ids=ids), random_batch(cfg, TOKENS[1], seed=1)]
     batches[1] = dataclasses.replace(batches[1], w13=batches[0].w13, w2=batches[0].w2)
-    assert all(pool.run(each_layout, cfg, batches, 2, backend, ranks=2, timeout=120))
+    assert all(pool.run(each_layout, cfg, batches, 2, backend, ranks=2))
 
 
 def micro_batches(world, cfg, batches, backend, main_grad):
@@ -245,7 +245,7 @@ def test_compiled(pool, backend):
     """One set of parameters in two layers of one graph, several token counts: as without torch.compile."""
     cfg = config(dtype=torch.bfloat16)
     batches = [random_batch(cfg, tokens, seed=n) for n, tokens in enumerate([(8, 8, 8, 8), (12, 3, 9, 1)])]
-    assert all(pool.run(compiled, cfg, batches, backend, ranks=2, timeout=200))
+    assert all(pool.run(compiled, cfg, batches, backend, ranks=2))
 
 
 def module_step(world, cfg, batch):

@@ -122,7 +122,7 @@ def test_05_nothing_routed_at_all(pool, mode, poisoned):
     if mode == "eager":
         got = steps(pool, cfg, [unused, nothing], 2, poisoned=poisoned)
     else:
-        ranks = pool.run(compiled_steps, cfg, [unused, nothing], 2, poisoned, ranks=2, timeout=150)
+        ranks = pool.run(compiled_steps, cfg, [unused, nothing], 2, poisoned, ranks=2)
         got = [case.gather(list(parts)) for parts in zip(*ranks, strict=True)]
     for one, tokens in zip(got, (32, 0), strict=True):
         assert one.y.shape == one.dx.shape == (tokens, cfg.hidden) and one.dweights.shape == (tokens, 2)
@@ -136,7 +136,7 @@ def test_05_compiled_bits_equal_eager(pool):
         random_batch(cfg, tokens, seed=n) for n, tokens in enumerate([(8, 8, 8, 8), (12, 3, 9, 1), (5, 0, 0, 0)])
     ]
     doubled = [dataclasses.replace(b, x=2 * b.x, dy=0.5 * b.dy) for b in batches]
-    ranks = pool.run(compiled_steps, cfg, batches, 2, False, ranks=2, timeout=150)
+    ranks = pool.run(compiled_steps, cfg, batches, 2, False, ranks=2)
     for parts, want in zip(zip(*ranks, strict=True), steps(pool, cfg, doubled, 2), strict=True):
         got = case.gather(list(parts))
         same_bits(got, dataclasses.replace(want, y=0.5 * want.y, dx=2 * want.dx))

@@ -164,7 +164,7 @@ def odd_ranks(world, backend, batch):
 @BACKENDS
 def test_whatever_one_rank_raises_reaches_the_others(pool, backend):
     """Refused on every rank before a call, told inside of one; the Workspace goes on after refusals."""
-    found = pool.run(odd_ranks, backend, random_batch(config(), (5, 5)), ranks=2, timeout=200)
+    found = pool.run(odd_ranks, backend, random_batch(config(), (5, 5)), ranks=2)
     for name, (_, kind, text) in ODD.items():
         (other, other_s), (own, own_s) = found[0][name], found[1][name]
         assert other is not None and other[0] == kind, (name, other)

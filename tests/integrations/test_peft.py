@@ -154,7 +154,7 @@ def on_two(world, folder, kind, adapter, target):
 def test_expert_parallel(kind, pair, saved, registration, tmp_path):  # noqa: F811
     """Gradients of PEFT's dense model on one device; what EP 2 has written has EP 1's bits, and the other way round."""
     folder, first, second = saved(kind), str(tmp_path / "first"), str(tmp_path / "second")
-    ranks = pair.run(on_two, folder, kind, None, first, timeout=120)
+    ranks = pair.run(on_two, folder, kind, None, first)
     theirs, truth = dense(kind, batch(0), batch(1))
     norm = torch.stack([truth[name].norm() for name in truth if "lora" in name]).norm()
     for rank, (got, trained, _) in enumerate(ranks):
@@ -168,7 +168,7 @@ def test_expert_parallel(kind, pair, saved, registration, tmp_path):  # noqa: F8
             uniep_peft.adapt(one)
             with torch.no_grad():
                 equal_bits(one(batch(rank)).logits, logits, adapter)
-    again = pair.run(on_two, folder, kind, f"{first}/trained", second, timeout=120)
+    again = pair.run(on_two, folder, kind, f"{first}/trained", second)
     for (_, trained, _), (got, _, _) in zip(ranks, again, strict=True):
         equal_bits(got["logits"], trained, "loaded at EP 2")
     one = wrapped(build(kind, experts_implementation="uniep"), kind)
@@ -212,7 +212,7 @@ def in_layout(world, folder, sizes, refused):
 @pytest.mark.parametrize("sizes", [{"fsdp_size": 4, "ep_size": 2}, {"fsdp_size": 4}], ids=["copies", "no EP"])
 def test_layouts(sizes, pool, saved):  # noqa: F811
     """Experts in two copies, and whole on every rank: means over all ranks."""
-    ranks = pool.run(in_layout, saved("Qwen3Moe"), sizes, None, timeout=120)
+    ranks = pool.run(in_layout, saved("Qwen3Moe"), sizes, None)
     theirs, truth = dense("Qwen3Moe", *map(batch, range(4)))
     for rank, got in enumerate(ranks):
         own_theirs, own = dense("Qwen3Moe", batch(rank))

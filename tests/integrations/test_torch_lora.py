@@ -47,7 +47,7 @@ def adapted(world, how, folder):
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_lora_with_wrappers_and_checkpoints(pool, how, tmp_path):
     """Against the same steps on one rank with all tokens."""
-    (saved, resumed), *others = pool.run(adapted, how, str(tmp_path), timeout=120)
+    (saved, resumed), *others = pool.run(adapted, how, str(tmp_path))
     for theirs in others:
         for name, value in theirs[1].items():
             equal_bits(value, resumed[name], name)

@@ -51,7 +51,7 @@ def steps(world, how, ep, num_experts):
 
 @functools.cache
 def of_ranks(pool, how, ep, num_experts=8):
-    every = pool.run(steps, how, ep, num_experts, timeout=120)
+    every = pool.run(steps, how, ep, num_experts)
     same(*every, what=f"{how}, EP {ep}, ranks")
     return every[0]
 
@@ -92,7 +92,7 @@ def test_right(pool):
 
 def test_ddp_leaves_complete_experts(pool):
     want = of_ranks(pool, "plain", 4)
-    found = pool.run(steps, "ddp", 2, 8, timeout=120)
+    found = pool.run(steps, "ddp", 2, 8)
     torch.testing.assert_close(torch.stack(found[0][1]), torch.stack(want[1]))
     for rank in found:
         for name, grad in rank[2][0].items():

@@ -113,9 +113,7 @@ def saved_and_loaded(world, folder, kind, build, hows, asynchronous=False):
 )
 def test_106_every_state_comes_back(pool, tmp_path, kind, build, hows, asynchronous):
     """Bit for bit and by name, into a new optimizer with gradients present; what had no state has none."""
-    for (values, groups), *loaded in pool.run(
-        saved_and_loaded, str(tmp_path), kind, build, hows, asynchronous, timeout=100
-    ):
+    for (values, groups), *loaded in pool.run(saved_and_loaded, str(tmp_path), kind, build, hows, asynchronous):
         assert len(values) > 18
         for (how, ep), (other, other_groups) in zip(hows[1:], loaded, strict=True):
             assert other.keys() == values.keys(), other.keys() ^ values.keys()
@@ -233,7 +231,7 @@ def test_states_without_an_owner(pool, tmp_path):
         "dtype": "is torch.float32 in the checkpoint and torch.float64 here",
         "top_k": "was saved with {'top_k': 2.* and has {'top_k': 3",
     }
-    for attempts in pool.run(refused, str(tmp_path), timeout=100):
+    for attempts in pool.run(refused, str(tmp_path)):
         assert attempts.pop("load: fine") is None
         for name, error in attempts.items():
             assert error is not None, name

@@ -107,6 +107,8 @@ class Case:
     def schedule(self) -> Schedule:
         names = "overlap", "operand", "transfer", "group_sum", "tile_order", "preactivation"
         fields = {name: getattr(self, name) for name in names}
+        if self.operand == "expanded":
+            fields["mega_to"] = 0  # one kernel knows gathered rows alone
         usual = default_schedule("hopper", self.config(), self.ep_size)
         return parse_schedule(self.more, dataclasses.replace(usual, **fields))
 
