@@ -209,9 +209,9 @@ def gate_up_tile(
         gate = acc
     if blocks.b13 is not None:
         COLUMNS: tl.constexpr = (1 + LAYER.GATED) * F
-        gate += bias_columns(blocks.b13, expert, 0, n * HALF, F, COLUMNS, HALF)
         if LAYER.GATED:
             up += bias_columns(blocks.b13, expert, F, n * HALF, F, COLUMNS, HALF)
+        gate += bias_columns(blocks.b13, expert, 0, n * HALF, F, COLUMNS, HALF)
     gate_16 = narrow(gate, dtype)
     if LAYER.GATED:
         up_16 = narrow(up, dtype)
@@ -474,7 +474,8 @@ def product_tile(
         is_lost = tl.load(wire.status, volatile=True) != 0
     acc = product_of_rows(None, a_desc, b_desc, m, expert, n, PRODUCT.DEPTH, PRODUCT.HALVES, B, PRODUCT.UP_FIRST, TILE)
     acc = add_low_rank(acc, low, m, expert, n, "transposed" if PRODUCT.TRANSPOSED else "plain", False, TILE)
-    left, right = biased_halves(acc, bias_ptr, rows, row, expert, n * BLOCK_N, WIDTH, PRODUCT.WEIGHTED, TILE)
+    left, right = halves(acc, BLOCK_M, BLOCK_N)
+    left = biased(left, bias_ptr, rows, row, expert, n * BLOCK_N, WIDTH, PRODUCT.WEIGHTED, TILE)
     if PRODUCT.SCATTER:
         slot = tl.load(rows.return_N + row + tl.arange(0, BLOCK_M))
         if CHECKED:
@@ -483,30 +484,30 @@ def product_tile(
         address = base + (tl.maximum(slot, 0) % PRODUCT.SLOTS).to(tl.int64) * (WIDTH * (dtype.primitive_bitwidth // 8))
         ptrs = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
         column = n * BLOCK_N + tl.arange(0, HALF)
-        used = (slot >= 0)[:, None]
-        if WIDTH % BLOCK_N == 0:
-            tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used)
-            tl.store(ptrs[:, None] + (column + HALF)[None, :], narrow(right, dtype), mask=used)
+        mask = (slot >= 0)[:, None]
+        if WIDTH % BLOCK_N != 0:
+            right_mask = mask & (column + HALF < WIDTH)[None, :]
+            mask &= (column < WIDTH)[None, :]
         else:
-            tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=used & (column < WIDTH)[None, :])
-            column += HALF
-            tl.store(ptrs[:, None] + column[None, :], narrow(right, dtype), mask=used & (column < WIDTH)[None, :])
+            right_mask = mask
+        tl.store(ptrs[:, None] + column[None, :], narrow(left, dtype), mask=mask)
+        # Behind a store: the biases of a whole tile take too many registers.
+        right = biased(right, bias_ptr, rows, row, expert, n * BLOCK_N + HALF, WIDTH, PRODUCT.WEIGHTED, TILE)
+        tl.store(ptrs[:, None] + (column + HALF)[None, :], narrow(right, dtype), mask=right_mask)
     else:
+        right = biased(right, bias_ptr, rows, row, expert, n * BLOCK_N + HALF, WIDTH, PRODUCT.WEIGHTED, TILE)
         store_halves(left, right, out_desc, row, n * BLOCK_N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def biased_halves(
-    acc, b2_ptr, rows: Rows, row, expert, column, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, TILE: tl.constexpr
+def biased(
+    half, b2_ptr, rows: Rows, row, expert, column, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, TILE: tl.constexpr
 ):
-    """The halves of a tile from `row` and `column` on, plus b2, or plus w * b2 if WEIGHTED; None: without."""
-    HALF: tl.constexpr = TILE.N // 2
-    left, right = halves(acc, TILE.M, TILE.N)
-    if b2_ptr is not None:  # half by half: the biases of a whole tile take too many registers
+    """Half of a tile from `row` and `column` on, plus b2, or plus w * b2 if WEIGHTED; without b2 as it is."""
+    if b2_ptr is not None:
         weight = tl.load(rows.weight_N + row + tl.arange(0, TILE.M)) if WEIGHTED else None
-        left = add_b2(left, b2_ptr, weight, expert, column, WIDTH, HALF)
-        right = add_b2(right, b2_ptr, weight, expert, column + HALF, WIDTH, HALF)
-    return left, right
+        half = add_b2(half, b2_ptr, weight, expert, column, WIDTH, TILE.N // 2)
+    return half
 
 
 @triton.jit(do_not_specialize=["returned_offset", "programs", "rank", "timeout_ns"])

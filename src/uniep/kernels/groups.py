@@ -12,8 +12,9 @@ import triton.language as tl
 
 from uniep.kernels.arguments import GroupRows, Rows, Wire
 from uniep.kernels.gemm import (
-    biased_halves,
+    biased,
     count_tile,
+    halves,
     product_of_rows,
     row_tile_of_step,
     store_halves,
@@ -267,7 +268,9 @@ def counted_product_kernel(
         if step > program:
             before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, NUM_N, TILE.GROUP_M)
             count_tile(rows.progress_M, before)
-        left, right = biased_halves(acc, bias_ptr, rows, m * TILE.M, expert, n * TILE.N, WIDTH, WEIGHTED, TILE)
+        left, right = halves(acc, TILE.M, TILE.N)
+        left = biased(left, bias_ptr, rows, m * TILE.M, expert, n * TILE.N, WIDTH, WEIGHTED, TILE)
+        right = biased(right, bias_ptr, rows, m * TILE.M, expert, n * TILE.N + TILE.N // 2, WIDTH, WEIGHTED, TILE)
         store_halves(left, right, out_desc, m * TILE.M, n * TILE.N, TILE.M, TILE.N)
     if program < num_steps:
         last = program + (num_steps - 1 - program) // tl.num_programs(0) * tl.num_programs(0)
