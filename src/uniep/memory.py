@@ -320,7 +320,7 @@ def _hopper(c: _Call) -> list[_Size]:
     rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
     rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
     most = table_tiles(rows, c.way.gate_up.rows)
-    fetched = most * c.way.gate_up.rows if c.way.pulls else 0
+    fetched = most * c.way.gate_up.rows if c.way.pulls else None
     plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens, fetched)))
     expanded = c.way.expanded
     sent = c.tokens if c.way.transfer == "copy" else c.received // max(c.ep_size - 1, 1)

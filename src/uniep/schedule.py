@@ -199,7 +199,7 @@ def _usual_pipelined_from(d: Dimension, at: Setting) -> int:
 
 
 def _usual_mega_to(d: Dimension, at: Setting) -> int:
-    return at.measured.mega_to if at.cfg.combine_groups is None else 0
+    return at.measured.mega_to if at.cfg.combine_groups is None and at.cfg.gradient_shards == 1 else 0
 
 
 def _usual_group_rows(d: Dimension, at: Setting) -> int:

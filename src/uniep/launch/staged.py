@@ -364,12 +364,13 @@ def _launch_product(
 
 
 def launch_shrink(
-    tokens: Tokens, rows_NX: Tensor | None, rows: Bundle[Rows], factor: Tensor, scale: float, peers: Peers,
-    tile_rows: int, multiprocessors: int, out_NR: Tensor, dispatch: Dispatch = ALL_HERE, *, transposed: bool,
+    tokens: Tokens, rows_NX: Tensor | None, rows: Bundle[Rows], order: Memory, factor: Tensor, scale: float,
+    peers: Peers, tile_rows: int, multiprocessors: int, out_NR: Tensor, dispatch: Dispatch = ALL_HERE, *,
+    transposed: bool,
 ) -> None:  # fmt: skip
     """out (N, R) = cast(scale * (rows @ A^T)) for a factor A (e, r, X) if transposed, else of rows @ B, B (e, X, r).
 
-    rows_NX: None: tokens, gathered where they lie.  tile_rows: of the rows' tables.
+    rows_NX: None: tokens, gathered where they lie.  order: of row tiles.  tile_rows: of the rows' tables.
     """
     depth, columns = 64, out_NR.shape[1]
     block = (1, columns, depth) if transposed else (1, depth, columns)
@@ -378,7 +379,7 @@ def launch_shrink(
         shrink_kernel,
         multiprocessors * SHRINK_PROGRAMS,
         (
-            tokens, rows, peers.wire, *peers.waiting, num_tokens, dispatch.push_programs,
+            tokens, rows, peers.wire, *peers.waiting, num_tokens, dispatch.push_programs, order,
             None if rows_NX is None else rows_block(rows_NX, tile_rows, depth),
             Block(factor, tuple(factor.shape), factor.stride(), block), rows_block(out_NR, tile_rows, columns),
         ),

@@ -78,10 +78,11 @@ class _Call:
         make = result if save else temporary
         shape = self.planned.num_rows, padded_rank(a.shape[1])
         low_NR = make(*shape, dtype=link.cfg.dtype, device=link.device)
-        dispatch = link.dispatching() if wait else ALL_HERE
+        dispatch, rows = link.dispatching() if wait else ALL_HERE, self.planned.rows
+        order = rows.order_M if up else rows.backward_order_M
         launch_shrink(
-            self.sent, rows_NX, self.planned.bundle, a if up else b, lora.scale, self.peers, link.way.gate_up.rows,
-            stage.sms, low_NR, dispatch, transposed=up,
+            self.sent, rows_NX, self.planned.bundle, order, a if up else b, lora.scale, self.peers,
+            link.way.gate_up.rows, stage.sms, low_NR, dispatch, transposed=up,
         )  # fmt: skip
         self.low[weight] = LowRank(low_NR, b if up else a)
         return low_NR
