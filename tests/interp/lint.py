@@ -143,6 +143,10 @@ CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", activation="geglu_tanh", limit=7.0, bias=True),
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside", bias=True),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="gelu", bias=True),
+    Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", bias=True),
+    # Pushed, with h saved; few experts.
+    Case("qwen3-30b", BF16, "output", 2, transfer="push"),
+    Case("mixtral-8x7b", BF16, "output", 4, transfer="copy"),
     # LoRA; with the fewest registers left.
     Case("qwen3-30b", lora=8),
     Case("qwen3-30b", ep_size=4, transfer="copy", operand="expanded", lora=16),

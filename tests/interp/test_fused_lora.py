@@ -105,4 +105,4 @@ def test_ways():
         fields = how if isinstance(how, dict) else dict(zip(("overlap", "operand", "transfer"), how, strict=False))
         way = resolve(cfg, RANKS, 64, Schedule(**fields), lora=("w13", "w2"))
         assert not way.mega and way.down_sms == 0
-        assert "one kernel has no low-rank terms" in str(way) and "rows are shrunk in between" in str(way)
+        assert "one kernel has no low-rank terms" in str(way) and "rows are shrunk for w2 in between" in str(way)

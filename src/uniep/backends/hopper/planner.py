@@ -223,7 +223,7 @@ class Planner(Calls):
             min(columns, most_programs),
             (exchange, histogram, self.call, self.status, self.rank),
             constants.histogram,
-            num_warps=4, **({"maxnreg": 96} if by_expert else {}),  # left to itself, ptxas spills to use fewer
+            num_warps=4, maxnreg=96 if by_expert else 64,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
         launch(
             scan_kernel,
