@@ -22,7 +22,7 @@ import uniep
 from cases import parse_shape
 from played import enter_peers, rank_0
 from uniep.backends.hopper.backend import HopperBackend
-from uniep.kernels.plan import clock_kernel
+from uniep.kernels.entry import clock_kernel
 from uniep.launch.driver import launch
 from uniep.routing import build_plan
 from uniep.schedule import default_schedule, parse_schedule

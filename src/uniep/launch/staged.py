@@ -434,7 +434,7 @@ def launch_claimed_activation_gradient(
         multiprocessors * BESIDE_PROGRAMS,
         (made, rows, progress_M, cursor, peers.wire.fields.status, peers.timeout_ns, peers.rank),
         {
-            "F": cfg.ffn, "ROWS": 8 if cfg.activation_limit is None else 4,  # what is clamped takes registers
+            "F": cfg.ffn, "ROWS": 4 if is_crowded(cfg) else 8,
             "COLUMNS": 256, "ACTIVATION": cfg.activation, "LIMIT": cfg.activation_limit,
             "WEIGHTED": cfg.weight_at == "activation", "BLOCK_M": tile.rows, "ITEM_ROWS": 32,
             "TILES": -(-cfg.ffn // tile.columns),

@@ -196,7 +196,7 @@ class Planner(Calls):
 
     def clock(self, entered_ns: Tensor) -> None:
         """entered (1,): takes the device's time at this moment."""
-        from uniep.kernels.plan import clock_kernel
+        from uniep.kernels.entry import clock_kernel
 
         launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
 
