@@ -28,12 +28,13 @@ from uniep.kernels.arguments import (
 )
 from uniep.kernels.lists import COUNTERS, list_kernel
 from uniep.launch.driver import Block, Bundle, Memory, launch, temporary
-from uniep.launch.staged import (
+from uniep.launch.operands import (
     GEMM_PUSH_ROWS,
     Peers,
     down,
     gate_up_gradient,
     h_blocks,
+    is_crowded,
     layer_shape,
     options,
     rows_block,

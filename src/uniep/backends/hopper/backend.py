@@ -282,7 +282,7 @@ def _with_whole_factors(experts: ExpertWeights) -> ExpertWeights:
 
 def _check_experts(experts: ExpertWeights) -> None:
     """Raise UnsupportedError for weights that block loads cannot read."""
-    from uniep.launch.staged import w13_block
+    from uniep.launch.operands import w13_block
 
     if experts.layout == "list" or experts.w2[0].dim() != 3:
         raise UnsupportedError(
