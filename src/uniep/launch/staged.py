@@ -443,7 +443,8 @@ def launch_row_operator(body: Any, values_NX: Tensor, rows: Bundle[Rows], multip
 
 
 def launch_push_tokens(x_TD: Tensor, rows: Bundle[Rows], peers: Peers, programs: int, warps: int) -> None:
-    """All tokens into the receive buffers of their peers, or this rank's: the dispatch of the serial schedule."""
+    """All tokens into the receive buffers of their peers, or this rank's: the dispatch of the serial schedule, and
+    x's second one in a backward."""
     num_tokens, width = x_TD.shape
     launch(
         push_tokens_kernel,
@@ -457,7 +458,8 @@ def launch_push_tokens(x_TD: Tensor, rows: Bundle[Rows], peers: Peers, programs:
 def launch_push_rows(
     out_ND: Tensor, rows: Bundle[Rows], peers: Peers, slots: int, programs: int, warps: int
 ) -> None:  # fmt: skip
-    """Finished rows into their return slots: the combine of the serial schedule."""
+    """Finished rows into their return slots: the combine of the serial schedule, and of rows behind operators of one's
+    own."""
     width = out_ND.shape[1]
     launch(
         push_rows_kernel,
