@@ -41,6 +41,7 @@ from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import CALLER, DIRECTIONS, END, SAVED, stages
 from uniep.way import Way, resolve
+from uniep.weights import ADAPTABLE
 
 Kind = Literal["shared", "saved", "transient"]
 
@@ -183,7 +184,7 @@ def plan_memory(
             raise ConfigError(f"lora is {reason}")
         if backend == "hopper" and (error := rank_limit(lora)) is not None:
             raise type(error)(f"lora: {error}")
-        adapted = "w13", "w2"
+        adapted = ADAPTABLE
     way = resolve(cfg, ep_size, tokens, schedule, backend=backend, operators=operators, lora=adapted)
     call = _Call(cfg, ep_size, tokens, way, copies, lora)
     title = (
