@@ -139,7 +139,7 @@ _SHARED_WHY = {
     "entered": "the last call that each rank entered",
     "failed": "set, with the reason, by a rank that gave up",
     "flags": "arrival and return signals",
-    "tokens": "this rank's tokens, where peers fetch them; in backward dO",
+    "tokens": "this rank's tokens, from where peers fetch them; in a backward its rows of dO",
 }
 
 
@@ -163,7 +163,7 @@ def plan_memory(
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
     routing unless cfg.max_rows fixes them (hopper).
     Raises ConfigError if ep_size ranks of this backend, and their copies, cannot run cfg or schedule, tokens exceed the
-    maximum, or the backend is unknown.
+    maximum, or the backend is unknown; UnsupportedError if it cannot run factors of rank `lora`.
     """
     if backend not in _BUFFERS:
         raise ConfigError(f"backend is {backend!r}; plan_memory knows {', '.join(map(repr, _BUFFERS))}")

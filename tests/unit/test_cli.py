@@ -123,6 +123,16 @@ def test_memory_shows_what_recomputing_saves():
     assert "transient  h " in recomputed
 
 
+def test_memory_writes_what_recomputing_saves(tmp_path):
+    out = tmp_path / "memory.json"
+    assert run("memory", *SMALL, "--ep", "2", "--json", str(out)).exit_code == 0
+    document = json.loads(out.read_text())
+    assert document["gate and up"]["saved"]["peak_bytes"] == document["layer"]["peak_bytes"]
+    kept = [document["gate and up"][how]["kept_bytes"] for how in ("saved", "recomputed")]
+    (h,) = (b["bytes"] for b in document["layer"]["buffers"] if b["name"] == "h")
+    assert kept[0] - kept[1] == h
+
+
 def test_memory_of_a_whole_model(tmp_path):
     """Two layers of 4 experts of 3 * 64 * 64, over 2 ranks, beside two routers and 1000 other parameters."""
     out = tmp_path / "memory.json"
