@@ -183,9 +183,10 @@ class Way:
                 "activation_gradient, beside_from", f"{s.activation_gradient}, {tokens}, from {s.beside_from} on",
             ),
         )  # fmt: skip
+        sent = self.ep_size > 1 and s.transfer != "copy"  # copy engines send every token
         wired = (
             Choice("tokens travel by", s.transfer, "transfer", travel),
-            Choice("send lists", f"by {s.send_order}", "send_order", "as set"),
+            *((Choice("send lists", f"by {s.send_order}", "send_order", "as set"),) if sent else ()),
             Choice("operand", s.operand, "operand", "as set"),
         )
         device = self.backend == GPU

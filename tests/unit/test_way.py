@@ -195,6 +195,11 @@ def test_a_way_explains_itself():
     assert "sums after" in str(resolve(config(QWEN, combine_groups=8), 4, 8192))
     serial = str(resolve(cfg, 4, 100, Schedule(overlap="serial")))
     assert "one after the other" in serial and "one each way" not in serial and "behind gate_up" in serial
+    sent = {
+        (ep, transfer): str(resolve(cfg, ep, 8192, Schedule(transfer=transfer)))
+        for ep, transfer in ((4, "push"), (4, "copy"), (1, "push"))
+    }
+    assert ["send lists" in text for text in sent.values()] == [True, False, False]
     cpu = str(resolve(cfg, 4, 100, backend="cpu"))
     assert "local-first, stages of cpu" in cpu and "mega_to" not in cpu and "transfer" not in cpu
 
