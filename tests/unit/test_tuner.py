@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from typer.testing import CliRunner
 
 import uniep
@@ -24,7 +26,7 @@ from uniep.schedule import DIMENSION, Schedule, Tile, default_schedule, parse_sc
 from uniep.shapes import SHAPES
 from uniep.sim import Problem, load_machine
 from uniep.trials import calibrate
-from uniep.tuner import choose, space, strategies, tables
+from uniep.tuner import choose, space, strategies, tables, timing
 from uniep.tuner.explain import explain
 from uniep.tuner.model import CONSTANTS, Load, card_text, cards, checked, load_card, predict, uncalibrated
 from uniep.way import resolve
@@ -458,6 +460,26 @@ def test_online_times_layers_without_gates_and_with_biases(other):
     stored(tried=[{"changes": {"chunk_tokens": n}, "status": "timed", "score": 0.9} for n in (32, 128)])
     with uniep.Workspace(dataclasses.replace(SMALL, **other), device="cpu", tune="online") as workspace:
         assert workspace.backend.schedule.chunk_tokens in (32, 128)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator returns."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.nbytes = max([self.nbytes, *(of.nbytes for of in tree_flatten(out)[0] if isinstance(of, torch.Tensor))])
+        return out
+
+
+def test_inputs_of_trials_are_drawn_without_a_copy_in_fp32():
+    cfg = dataclasses.replace(SMALL, dtype=torch.bfloat16, hidden=256)
+    with Largest() as largest:
+        given = timing.drawn(cfg, 1, 0, 16, 0, CPU)
+    assert largest.nbytes == given.w13.nbytes
+    assert given.w13.float().std() == pytest.approx(cfg.hidden**-0.5, rel=0.05)
+    assert given.w2.float().std() == pytest.approx(cfg.ffn**-0.5, rel=0.05)
 
 
 def test_40_calls_of_any_tokens_tune_nothing(monkeypatch):
