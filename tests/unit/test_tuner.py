@@ -180,6 +180,39 @@ def test_the_model_knows_what_helps():
     assert us(card=slow) > 1.5 * us()
 
 
+def predicted(ep_size, **constants):
+    """Of the default, with h recomputed, with x received again, and with both: the forwards, and the backwards."""
+    usual, changes = default_schedule("hopper", CFG, ep_size), ({}, RECOMPUTED, AGAIN, RECOMPUTED | AGAIN)
+    card = load_card("h200").replaced({"boost_ms": 1e6, **constants})
+    every = space.Points.of([dataclasses.replace(usual, mega_to=0, **change) for change in changes])
+    made = predict(Load.uniform(CFG, ep_size), every, card)
+    return made.fwd, made.bwd
+
+
+RECOMPUTED, AGAIN = {"preactivation": "recomputed"}, {"received": "again"}
+
+
+def test_the_model_charges_what_recomputing_stores():
+    """gate_up stores 2F values of h and F of act; act alone if h is recomputed, and then h alone; one launch more."""
+    slow, fast = (predicted(1, store_gbps=gbps) for gbps in (1.0, 1e5))
+    fwd, bwd = (a - b for a, b in zip(slow, fast, strict=True))
+    h_us = float(fwd[0] - fwd[1])
+    assert float(fwd[1]) == pytest.approx(0, abs=1e-6 * h_us)
+    assert float(bwd[1] - bwd[0]) == pytest.approx(h_us / 2, rel=1e-4)
+    more = predicted(1, launch_us=100.0)[1] - predicted(1, launch_us=0.0)[1]
+    assert float(more[1] - more[0]) == pytest.approx(100.0)
+
+
+def test_the_model_hides_no_second_dispatch_before_recomputed_h():
+    """Copies of 8192 tokens to one peer; without recomputed h they come beside rows that return and gradients."""
+    card = load_card("h200")
+    link = card.machine.link_gbps * card.constants["link_efficiency"] * 1e3
+    _, bwd = predicted(2)
+    assert default_schedule("hopper", CFG, 2).transfer == "copy"
+    assert float(bwd[3] - bwd[1]) == pytest.approx(8192 * CFG.hidden * 2 / link, rel=1e-3)
+    assert float(bwd[2] - bwd[0]) < 0.7 * float(bwd[3] - bwd[1])
+
+
 def test_a_load_is_that_of_its_ids():
     problem = Problem(SHAPES["qwen3-30b"], 2, 1024, "uniform")
     exact, even = Load.of_ids(problem.cfg, [problem.ids(r) for r in range(2)]), Load.uniform(problem.cfg, 2)
