@@ -115,7 +115,7 @@ class Planner(Calls):
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[tuple[int, int], HeadLayout] = {}
         elements = power_of_2(self.local) * self.num_ranks * _num_waves(self.num_ranks)
-        self._tiles_warps = min(max(elements // 512, 4), 32)
+        self._tiles_warps = min(max(elements // 512, 4), 16)
         self._constants = {
             (dedup, by_expert): self._plan_constants(dedup, by_expert)
             for dedup, by_expert in ((False, False), (True, False), (True, True))
