@@ -150,7 +150,7 @@ class Way:
         unused = ""
         if device and s.arrival_waves > 1 and self.waves == 1:
             unused = (
-                f"; arrival_waves={s.arrival_waves} is for copies that arrive while local tiles of stages run first"
+                f"; arrival_waves={s.arrival_waves} is for copies that arrive while local tiles run first, in stages"
             )
         kind = "one kernel" if self.mega else "one after the other" if self.gates else "stages"
         kernels = Choice(

@@ -154,7 +154,7 @@ def test_reasons_are_those_that_decided():
     many = str(resolve(config(QWEN), 2, 8192))
     assert "a peer wants 1.00 of the tokens, copies from" in many and "pipelined from" in many
     pushed = str(resolve(config(QWEN), 8, 8192, Schedule(transfer="push", arrival_waves=4)))
-    assert "arrival_waves=4 is for copies that arrive while local tiles of stages run first" in pushed
+    assert "arrival_waves=4 is for copies that arrive while local tiles run first, in stages" in pushed
     scale = RowOperator(name="scale", after="down", rows=lambda values, valid: values)
     choices = {c.what: c for c in resolve(config(QWEN), 2, 8192, operators=[scale]).choices()}
     assert choices["results return"][1:] == ("pass", "operators", "behind 'scale'")

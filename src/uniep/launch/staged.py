@@ -281,6 +281,8 @@ def launch_claimed_activation_gradient(
     progress_M: Memory, cursor: Memory,
 ) -> None:  # fmt: skip
     """The same, beside the `launch_gathered_down_gradient` right before it.  cursor: zero."""
+    timed = cfg.activation == "swiglu" and cfg.activation_limit is None
+    registers = {} if timed else {"maxnreg": 96}  # left to itself, ptxas spills to use fewer
     launch(
         claimed_activation_gradient_kernel,
         multiprocessors * BESIDE_PROGRAMS,
@@ -292,6 +294,7 @@ def launch_claimed_activation_gradient(
             "TILES": -(-cfg.ffn // tile.columns),
         },
         num_warps=4, enable_fp_fusion=False,
+        **registers,
     )  # fmt: skip
 
 
