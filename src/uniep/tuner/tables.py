@@ -219,10 +219,10 @@ def read(path: Path, backend: str) -> dict[str, Any]:
     for name, wanted in (("card", path.name.rsplit(f"-{backend}-ep", 1)[0]), ("backend", backend)):
         if document.get(name) != wanted:
             raise ConfigError(f"table {path} is of {name} {document.get(name)!r}, not {wanted!r}; {remedy}")
-    for name, here in timed_with(backend).items():
-        if document.get(name) != here:
-            what = {"kernels": "other kernels", "triton": "another Triton"}[name]
-            raise ConfigError(f"table {path} was timed with {what} ({document.get(name)}, here {here}); {remedy}")
+    here = timed_with(backend)
+    for name, why in (("kernels", "was timed with other kernels"), ("triton", "was timed with another Triton")):
+        if document.get(name) != here.get(name):
+            raise ConfigError(f"table {path} {why} ({document.get(name)}, here {here.get(name)}); {remedy}")
     return document
 
 
