@@ -52,14 +52,8 @@ _SOURCES = {
     "hopper": (*_CHOICES, "stages.py", "taskflow", "kernels", "launch", "backends/hopper"),
     "nccl": (*_CHOICES, *_TORCH, "taskflow/graph.py", "kernels", "launch", "backends/collective"),
 }
-"""Sources that decide how fast a Schedule is, by backend, relative to the package: all that the backend imports but
-`ALIKE`."""
-
-ALIKE = (
-    "__init__.py", "backends/__init__.py", "backends/base.py", "backends/protocol.py", "config.py", "errors.py",
-    "limits.py", "meeting.py", "memory.py", "row_operator.py", "version.py", "waiting.py", "weights.py",
-)  # fmt: skip
-"""Sources that backends import, too, and that cost every Schedule the same: checks, messages, starting and ending."""
+"""Sources that decide how fast a Schedule is, by backend, relative to the package: all that the backend imports, but
+what costs every Schedule the same (checks, messages, starting and ending)."""
 
 
 def sources(backend: str) -> dict[str, Traversable]:
