@@ -27,7 +27,7 @@ import uniep
 from cases import make_case, make_weights, parse_shape
 from layers import UniEPLayer
 from moe import add_file_options, of_run
-from uniep.kernels.plan import clock_kernel
+from uniep.kernels.entry import clock_kernel
 from uniep.launch import driver
 
 CALLS = 40

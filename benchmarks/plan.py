@@ -21,7 +21,7 @@ from cases import parse_shape
 from moe import add_file_options, of_run
 from played import enter_peers, rank_0
 from uniep.backends.hopper.backend import HopperBackend
-from uniep.kernels.plan import clock_kernel
+from uniep.kernels.entry import clock_kernel
 from uniep.launch.driver import launch
 from uniep.routing import build_plan
 from uniep.schedule import default_schedule, parse_schedule

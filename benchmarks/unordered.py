@@ -31,7 +31,7 @@ from moe import add_file_options, of_run, relative_error
 from uniep.kernels.arguments import Rows, Sums
 from uniep.kernels.gemm import halves, product_of_rows, tile_coordinates
 from uniep.kernels.rows import num_row_tiles
-from uniep.launch import staged
+from uniep.launch import operands, staged
 from uniep.launch.driver import launch
 from uniep.weights import ExpertWeights
 
@@ -102,11 +102,11 @@ class Layer:
 
         def unordered(into: Tensor) -> None:
             blocks = (
-                staged.rows_block(self.act_NF, tile.rows, tile.depth),
-                staged.w2_block(self.experts, 1, tile.columns, tile.depth),
+                operands.rows_block(self.act_NF, tile.rows, tile.depth),
+                operands.w2_block(self.experts, 1, tile.columns, tile.depth),
             )
-            constants = {"DEPTH": self.act_NF.shape[1], "WIDTH": into.shape[1], "TILE": staged.tile_shape(tile)}
-            launch(unordered_kernel, sms, (rows, *blocks, into), constants, **staged.options(fewer))
+            constants = {"DEPTH": self.act_NF.shape[1], "WIDTH": into.shape[1], "TILE": operands.tile_shape(tile)}
+            launch(unordered_kernel, sms, (rows, *blocks, into), constants, **operands.options(fewer))
 
         def in_fp32() -> Tensor:
             sums_TD.zero_()

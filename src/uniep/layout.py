@@ -112,10 +112,12 @@ def table_tiles(rows: Any, tile_rows: int) -> Any:
 
 
 def hopper_plan_arrays(
-    cfg: MoEConfig, ep_size: int, tiles: int | torch.SymInt, tokens: int | torch.SymInt, fetched: int | torch.SymInt = 0
-) -> dict[str, Any]:
+    cfg: MoEConfig, ep_size: int, tiles: int | torch.SymInt, tokens: int | torch.SymInt,
+    fetched: int | torch.SymInt | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Shapes of a plan's int32 arrays, except those of rows; one allocation, see `plan_words`.  tiles: of
-    `table_tiles`.  fetched: room for the tokens that this rank fetches, of which each has a row."""
+    `table_tiles`.  fetched: room for the tokens that this rank fetches, of which each has a row; None: it
+    fetches none."""
     local = cfg.experts_per_rank(ep_size)
     return {
         "counts_RE": (ep_size, cfg.num_experts),
@@ -131,7 +133,7 @@ def hopper_plan_arrays(
         "cursor": (1,),
         "totals": (2,),  # padded rows, row tiles
         "forward": (1,),  # number of the call that this plan belongs to
-        **({"recv_token_N": (fetched,)} if fetched else {}),
+        **({"recv_token_N": (fetched,)} if fetched is not None else {}),
     }
 
 

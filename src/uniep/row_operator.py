@@ -48,10 +48,10 @@ PLACES = {
     ),
 }  # fmt: skip
 TAKEN = frozenset((
-    "enter", "send", "plan", "push", "dispatch", "expand", "gate_up", "activation", "keep", "down", "group_sum",
-    "push_rows", "combine", "down_grad", "activation_gradient", "dweight", "gate_up_grad", "bias_gradient",
-    "down_wgrad", "dispatch_again", "gate_up_wgrad", "recompute", "collect", "lists", "forward", "backward", "return",
-    "gate",
+    "enter", "send", "plan", "send_others", "push", "pull", "dispatch", "expand", "gate_up_shrink", "gate_up",
+    "activation", "keep", "down_shrink", "down", "group_sum", "push_rows", "combine", "dispatch_again", "recompute",
+    "down_grad_shrink", "down_grad", "activation_gradient", "dweight", "gate_up_grad_shrink", "gate_up_grad",
+    "bias_gradient", "down_wgrad", "gate_up_wgrad", "collect", "lists", "forward", "backward", "return", "gate",
 ))  # fmt: skip
 """Names of stages and operators of the layer."""
 

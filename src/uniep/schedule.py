@@ -154,7 +154,7 @@ def _leaves_sms(d: Dimension, schedule: Schedule, at: Setting) -> str:
 
 
 def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
-    """Leave at least one program to compute while tokens are pushed."""
+    """Leave at least one program to compute while tokens are pushed or pulled."""
     if at.backend != GPU or at.ep_size == 1 or schedule.transfer == "copy" or _leaves_sms(d, schedule, at):
         return ""
     sms = at.measured.sms - schedule.free_sms
@@ -162,7 +162,10 @@ def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
     programs = (sms - down) * min(schedule.gate_up.programs_per_sm, schedule.down.programs_per_sm)
     if schedule.push_programs < programs:
         return ""
-    return f"push_programs is {schedule.push_programs}, but kernels that push have {programs} programs here; lower it"
+    return (
+        f"push_programs is {schedule.push_programs}, but kernels that push or pull have {programs} programs here; "
+        "lower it"
+    )
 
 
 def down_sms(schedule: Schedule, num_tokens: int, sms: int) -> int:
@@ -199,7 +202,7 @@ def _usual_pipelined_from(d: Dimension, at: Setting) -> int:
 
 
 def _usual_mega_to(d: Dimension, at: Setting) -> int:
-    return at.measured.mega_to if at.cfg.combine_groups is None else 0
+    return at.measured.mega_to if at.cfg.combine_groups is None and at.cfg.gradient_shards == 1 else 0
 
 
 def _usual_group_rows(d: Dimension, at: Setting) -> int:
@@ -377,8 +380,8 @@ class Schedule:
     )  # fmt: skip
     pass_programs: int = dimension(
         1, (1, 2, 4), backends=(GPU,), source=_UNIEP, most=32,
-        doc="Programs of a multiprocessor in passes that dispatch tokens or return rows (serial; returns also behind "
-        "operators of one's own).",
+        doc="Programs of a multiprocessor in passes that dispatch tokens or return rows (serial; dispatches also for "
+        "received=again, returns also behind operators of one's own).",
         helps="More have more stores in flight.",
     )  # fmt: skip
     pass_warps: int = dimension(

@@ -1,7 +1,8 @@
 """Way: how the calls of one rank with a given number of tokens run under a Schedule.  Every choice is made here, once.
 
 Code that launches, measures, traces or simulates a call reads its Way and never its Schedule.  What ranks have to agree
-on (`Way.wire`) depends only on the Schedule.  The rest may depend on the tokens of this rank, which peers do not know.
+on (dimensions of scope "wire") depends only on the Schedule.  The rest may depend on the tokens of this rank, which
+peers do not know.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from uniep.config import MoEConfig
-from uniep.dimension import COLLECTIVE, GPU, MEASURED, Measured
+from uniep.dimension import COLLECTIVE, GPU, MEASURED, Measured, listed
 from uniep.row_operator import PLACES, RowOperator
 from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_share
+
+_BEHIND_RESULTS = {"down", "gate_up_grad"}  # products whose rows return
 
 
 class Choice(NamedTuple):
@@ -24,16 +27,6 @@ class Choice(NamedTuple):
     value: str
     rule: str
     why: str
-
-
-class Wire(NamedTuple):
-    """The part that is the same on all ranks of a Workspace, whatever their tokens."""
-
-    transfer: str
-    send_order: str
-    chunk_tokens: int
-    again: bool
-    recomputes: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,11 +134,6 @@ class Way:
         return self.down if self.device_tiles else self.gate_up
 
     @property
-    def wire(self) -> Wire:
-        order = "expert" if self.sends_by_expert else "token"
-        return Wire(self.transfer, order, self.chunk_tokens, self.again, self.recomputes)
-
-    @property
     def kernels(self) -> tuple[bool, bool, bool]:
         """Equal for ways of one Schedule that launch the same kernels."""
         return self.mega, self.down_sms > 0, self.gradient_beside
@@ -153,20 +141,34 @@ class Way:
     def choices(self) -> list[Choice]:
         """Which rule chose what, and why."""
         s, cfg, measured = self.given
+        device = self.backend == GPU
         usual = default_schedule(self.backend, cfg, self.ep_size, measured)
         tokens, by_tokens = f"T={self.num_tokens}", s.overlap not in ("serial", "mega")
         leading = f"leading {self.leads}" if self.local_first == "leading" else self.local_first
         if self.waves > 1:
             leading = f"all, then {self.waves} waves by arrival"
-        kind = "one kernel" if self.mega else "stages"
+        unused = ""
+        if device and s.arrival_waves > 1 and self.waves == 1:
+            unused = (
+                f"; arrival_waves={s.arrival_waves} is for copies that arrive while local tiles of stages run first"
+            )
+        kind = "one kernel" if self.mega else "one after the other" if self.gates else "stages"
         kernels = Choice(
             "kernels", "one each way" if self.mega else "in stages", "mega_to" if by_tokens else "overlap",
             f"{tokens}, up to {s.mega_to}" if by_tokens else s.overlap,
         )  # fmt: skip
         wanted = f"a peer wants {cfg.wanted(self.ep_size):.2f} of the tokens, copies from {measured.worth_copying} on"
+        travel = wanted
+        if s.transfer != usual.transfer:
+            travel = "as set"
+        elif self.ep_size == 1:
+            travel = "there is one rank"
+        elif cfg.max_tokens_per_rank <= s.mega_to:
+            travel = f"calls have up to {cfg.max_tokens_per_rank} tokens, in one kernel"
         share = f"results take {wire_share(cfg, self.ep_size, measured):.2f} of the down product's time on the wire"
         overlap: str = s.overlap
-        if self.backend == GPU and s.overlap == usual.overlap:
+        small = cfg.max_tokens_per_rank <= s.mega_to  # for which one kernel is usual: nothing was weighed
+        if self.backend == GPU and s.overlap == usual.overlap and not small and cfg.combine_groups is None:
             overlap += f"; {share}, pipelined from {measured.worth_pipelining} on"
         if cfg.gradient_shards > 1:
             why = f"{cfg.gradient_shards}: one kernel would sum an expert's rows in one chain"
@@ -180,30 +182,35 @@ class Way:
                 "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
                 "overlap, pipelined_from", f"{s.overlap}, {tokens}, from {s.pipelined_from} on",
             )
-            if not self.lora
-            else Choice("down product", "behind gate_up", "lora", "rows are shrunk in between"),
+            if "w2" not in self.lora
+            else Choice("down product", "behind gate_up", "lora", "rows are shrunk for w2 in between"),
             Choice(
                 "activation's gradient", "beside its product" if self.gradient_beside else "behind its product",
                 "activation_gradient, beside_from", f"{s.activation_gradient}, {tokens}, from {s.beside_from} on",
             ),
         )  # fmt: skip
+        sent = self.ep_size > 1 and s.transfer != "copy"  # copy engines send every token
         wired = (
-            Choice("tokens travel by", s.transfer, "transfer", "as set" if s.transfer != usual.transfer else wanted),
-            Choice("send lists", f"by {s.send_order}", "send_order", "as set"),
+            Choice("tokens travel by", s.transfer, "transfer", travel),
+            *((Choice("send lists", f"by {s.send_order}", "send_order", "as set"),) if sent else ()),
             Choice("operand", s.operand, "operand", "as set"),
         )
-        device = self.backend == GPU
+        back = Choice(
+            "results return", self.returns, "combine_groups, group_sum, overlap",
+            f"{cfg.combine_groups}, {s.group_sum}, {s.overlap}",
+        )  # fmt: skip
+        if keeping := [op.name for op in self.operators if op.after in _BEHIND_RESULTS]:
+            back = Choice("results return", self.returns, "operators", f"behind {listed(tuple(keeping), 'and')}")
+        elif "w2" in self.lora and s.group_sum == "beside" and self.grouped:
+            back = Choice("results return", self.returns, "lora", "rows are shrunk for w2 in between")
         return [
             *((kernels,) if device else ()),
             Choice("stages", "one after the other" if self.gates else "beside each other", "overlap", overlap),
             *(staged if device and not self.mega else ()),
-            Choice(
-                "results return", self.returns, "combine_groups, group_sum, overlap",
-                f"{cfg.combine_groups}, {s.group_sum}, {s.overlap}",
-            ),
+            back,
             Choice(
                 "local tiles first", leading, "tile_order, arrival_waves" if self.waves > 1 else "tile_order",
-                f"{s.tile_order}, {kind} of {self.backend}, {self.ep_size} ranks",
+                f"{s.tile_order}, {kind} of {self.backend}, {self.ep_size} ranks{unused}",
             ),
             *(wired if device else ()),
             Choice("received tokens", s.received, "received", "as set"),
@@ -247,22 +254,22 @@ def resolve(
     mega = device and wanted and cfg.gradient_shards == 1 and not operators and not lora
     behind = {op.after for op in operators}
     waits, copies = ep_size > 1 and not gates, ep_size > 1 and s.transfer == "copy"
-    down = down_sms(s, num_tokens, sms) if device and not (mega or lora or "gate_up" in behind) else 0
+    down = down_sms(s, num_tokens, sms) if device and not (mega or "w2" in lora or "gate_up" in behind) else 0
     local_first: Literal["none", "leading", "all"] = "none"
     if s.tile_order in ("local-first", "critical-path"):
-        local_first = "all" if mega or not device else "leading" if ep_size > 1 else "none"
-    kept = bool(behind & {"down", "gate_up_grad"})
+        local_first = "all" if mega or not device else "leading" if waits else "none"
+    kept = bool(behind & _BEHIND_RESULTS)
     returns: Literal["epilogue", "pass", "sums after", "sums beside"]
     if grouped:
-        returns = "sums beside" if s.group_sum == "beside" and not kept and not lora else "sums after"
+        returns = "sums beside" if s.group_sum == "beside" and not kept and "w2" not in lora else "sums after"
     else:
         returns = "pass" if kept or (gates and device) else "epilogue"
-    pushes = waits and (mega or not copies)
+    pushes = waits and not copies
     push_us = _push_us(cfg, ep_size, num_tokens, measured)
     rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gate_up, s.down)]
-    leading = local_first == "leading"
+    leading, listed_tiles = local_first == "leading", mega or not device  # staged kernels know leads and waves alone
     waves = 1
-    if leading and copies:
+    if leading and copies and not (s.operand == "expanded" or lora):  # else the first product finds all tokens here
         waves = min(s.arrival_waves or _waves(cfg, ep_size, num_tokens, sms, measured), ep_size)
     leads = _leads(cfg, ep_size, num_tokens, copies, sms, measured) if leading and waves == 1 else (0, 0)
     staged = device and not mega and not gates
@@ -276,9 +283,10 @@ def resolve(
         chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
         push_rounds=(rounds[0], rounds[1]), sum_programs=s.sum_programs, sum_warps=s.sum_warps,
         pass_programs=s.pass_programs, pass_warps=s.pass_warps, local_first=local_first, leads=leads, waves=waves,
-        chunk_experts=s.chunk_experts if s.tile_order == "chunk-major" else 0,
-        critical_path=s.tile_order == "critical-path", rotated=s.peer_order == "rotated",
-        interleaved=s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
+        chunk_experts=s.chunk_experts if listed_tiles and s.tile_order == "chunk-major" else 0,
+        critical_path=listed_tiles and s.tile_order == "critical-path",
+        rotated=listed_tiles and s.peer_order == "rotated",
+        interleaved=listed_tiles and s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
         again=s.received == "again", recomputes=s.preactivation == "recomputed", device_tiles=device,
         separate=s.activation == "separate", separate_gradient=gradient_apart, gate_up=s.gate_up, down=s.down,
         weight_gradient=s.weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,

@@ -730,7 +730,7 @@ def test_example(tmp_path):
     for ranks, arguments in ((2, ["--steps", "20", "--save"]), (1, ["--steps", "0", "--load"])):
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
         command = [*run, "--layers", "1", *arguments, folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
         assert done.returncode == 0, done.stderr
         assert f"uniep, expert parallel over {ranks} ranks" in done.stdout
         losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]

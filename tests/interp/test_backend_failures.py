@@ -152,7 +152,7 @@ def test_inputs_and_gradients_at_odd_addresses(overlap):
 def test_programs_that_would_all_push_are_refused():
     cfg, schedule = MoEConfig(**SHAPE), dataclasses.replace(SCHEDULE, push_programs=MEASURED.sms)
     (reason,) = is_valid(schedule, cfg, 2, "hopper")
-    assert f"push_programs is {MEASURED.sms}, but kernels that push have {MEASURED.sms} programs here" in reason
+    assert f"push_programs is {MEASURED.sms}, but kernels that push or pull have {MEASURED.sms} programs here" in reason
     copied = dataclasses.replace(schedule, transfer="copy")
     assert is_valid(schedule, cfg, 1, "hopper") == is_valid(copied, cfg, 2, "hopper") == []
 
@@ -202,12 +202,13 @@ def test_who_gives_up_at_the_entry_tells_first():
         first.check()
 
 
-@pytest.mark.parametrize("stage", ["ROWS", "SUM", "RAW", "ACTIVATED"])
-def test_a_wait_for_own_tiles_names_no_peer(stage):
+@pytest.mark.parametrize("stage", ["ROWS", "SUM", "RAW", "ACTIVATED", "DISPATCH", "COMBINE"])
+def test_a_wait_for_own_programs_names_no_peer(stage):
     backend = host_backends(MoEConfig(**SHAPE), 2, SCHEDULE)[1]
     planner = backend.planner
     planner.calls_made = 3
     planner._words[:5] = [sync.TIMEOUT.value, getattr(sync, f"STAGE_{stage}").value, 1, 8, 5]
-    said = r"^rank 1, call 3: its own rows of .* were not there within 60 s \(Workspace \d+; expected 8 .*, seen 5\)"
+    said = r"^rank 1, call 3: its own (rows of|pulls of|results for) .* were not there within 60 s "
+    said += r"\(Workspace \d+; expected (8 tiles|signal 8).*, seen 5\)"
     with pytest.raises(PeerTimeoutError, match=said):
         backend.check()

@@ -21,7 +21,7 @@ def test_ranks_that_go_different_ways(results, key):
     for turn, how in enumerate(PAIR_ROUNDS[1:], 1):
         schedule = dataclasses.replace(SCHEDULE, **how)
         ways = [resolve(case.config(max(case.tokens)), RANKS, tokens, schedule) for tokens in case.tokens]
-        assert ways[0].wire == ways[1].wire and ways[0].kernels != ways[1].kernels
+        assert ways[0].kernels != ways[1].kernels
         met.add((how["transfer"], frozenset((way.mega, way.down_sms > 0) for way in ways)))
         for name in names_of(case):
             assert torch.equal(results[key][turn][name], results[key][0][name]), f"round {turn}, {how}: {name}"

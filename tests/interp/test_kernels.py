@@ -34,7 +34,7 @@ from uniep.kernels.biases import bias_gradient_kernel
 from uniep.kernels.gemm import gate_up_kernel, product_kernel
 from uniep.kernels.gradients import activation_gradient_kernel, weight_gradient_kernel
 from uniep.kernels.header import STATUS_HOST
-from uniep.kernels.sync import STAGE_ENTRY, TIMEOUT, every_rank, wait_for
+from uniep.kernels.sync import STAGE_DISPATCH, STAGE_ENTRY, TIMEOUT, every_rank, wait_for
 from uniep.kernels.transfer import (
     combine_kernel,
     dweights_kernel,
@@ -44,7 +44,8 @@ from uniep.kernels.transfer import (
     row_addresses_kernel,
 )
 from uniep.launch.driver import Bundle
-from uniep.launch.staged import Peers, launch_claimed_activation_gradient
+from uniep.launch.operands import Peers
+from uniep.launch.staged import launch_claimed_activation_gradient
 from uniep.numerics import (
     add_ascending,
     bias_groups,
@@ -676,6 +677,14 @@ def test_push_tokens(ranks):
         assert flags[rank].tolist() == [call] * ranks + arrived
 
 
+def status_record():
+    """(host, status): the host's record, and a rank's own that points to it."""
+    host, status = torch.zeros(8, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    at = STATUS_HOST.value
+    status[at : at + 2] = torch.tensor([host.data_ptr()]).view(torch.int32)
+    return host, status
+
+
 @triton.jit
 def waiting_kernel(flags_ptr, needed, status_ptr):
     ranks = every_rank(4)
@@ -686,9 +695,25 @@ def waiting_kernel(flags_ptr, needed, status_ptr):
 def test_a_timeout_names_a_late_peer_with_its_own_flag(call):
     """Of two late ones the last; also where the number of the call has just turned negative."""
     seen = [(call - behind + 2**31) % 2**32 - 2**31 for behind in (5, 0, 3, 0)]
-    host, status = torch.zeros(8, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
-    at = STATUS_HOST.value
-    status[at : at + 2] = torch.tensor([host.data_ptr()]).view(torch.int32)
+    host, status = status_record()
     waiting_kernel[(1,)](torch.tensor(seen, dtype=torch.int32), call, status)
     assert status[0] == TIMEOUT.value
     assert host[:5].tolist() == [TIMEOUT.value, STAGE_ENTRY.value, 2, call, seen[2]]
+
+
+@pytest.mark.parametrize("pull", [False, True], ids=["pushed", "pulled"])
+def test_a_timeout_of_tokens_names_who_moves_them(pull):
+    """Rank 1 of three waits for tokens of rank 2: pushed, rank 2 is late; pulled, its own programs are."""
+    host, status = status_record()
+    tables = {
+        "totals": torch.tensor([16, 1], dtype=torch.int32), "order_M": torch.zeros(1, dtype=torch.int32),
+        "source_N": torch.full((16,), -5, dtype=torch.int32),  # the fifth slot, of those behind rank 0's four
+    }  # fmt: skip
+    launch(
+        expand_kernel, **tables, status=status, rank=1, NUM_RANKS=3, RECEIVE_BLOCK=4, CHUNK=2, PULL=pull, FUSED=True,
+        call=torch.tensor([6], dtype=torch.int32), finished=torch.tensor([6, 5, 5], dtype=torch.int32),
+        arrived=torch.tensor([6, 6, 5, 6], dtype=torch.int32), local=made((1, D), torch.float16, "normal", 1),
+        received=made((9, D), torch.float16, "normal", 2), out_ptr=unwritten(16, D, dtype=torch.float16), BLOCK_D=64,
+        ROWS=16, BLOCK_M=16,
+    )  # fmt: skip
+    assert host[:5].tolist() == [TIMEOUT.value, STAGE_DISPATCH.value, 1 if pull else 2, 6, 5]

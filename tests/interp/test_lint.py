@@ -22,6 +22,10 @@ ALWAYS = {  # kernels that any forward and backward over several ranks launches
     "return_order_kernel", "counted_product_kernel", "claimed_sum_kernel", "list_kernel", "forward_kernel",
     "backward_kernel", "row_operator_kernel",
 }  # fmt: skip
+SOMETIMES = {  # kernels that tokens which are fetched, factors, biases, and routers launch
+    "publish_kernel", "shrink_kernel", "bias_gradient_kernel", "row_products_kernel", "route_kernel", "losses_kernel",
+    "d_logits_kernel",
+}  # fmt: skip
 PRODUCTS = {
     "gate_up_kernel", "product_kernel", "gathered_product_kernel", "weight_gradient_kernel", "counted_product_kernel",
     "forward_kernel", "backward_kernel",
@@ -54,8 +58,7 @@ def test_kernels_compile_well(name, part):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     if folder:
         assert {row["triton"].rpartition(".")[0] for row in rows} == {name}
-    if part == "few":
-        assert {row["kernel"] for row in rows} >= ALWAYS
+    assert {row["kernel"] for row in rows} >= (ALWAYS if part == "few" else SOMETIMES)
     assert all(row["dots"] for row in rows if row["kernel"] in PRODUCTS)
     products = [row for row in rows if row["kernel"] in PRODUCTS]
     assert all(row["shared_bytes"] <= row["most_shared"] for row in products)

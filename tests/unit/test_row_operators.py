@@ -1,6 +1,8 @@
 """Operators of one's own: where they may stand, what they show, what is refused."""
 
+import dataclasses
 import functools
+import itertools
 import re
 
 import pytest
@@ -10,7 +12,9 @@ import triton
 import uniep
 from uniep import ConfigError, MoEConfig, RowOperator, Schedule
 from uniep.row_operator import PLACES, TAKEN
+from uniep.schedule import DIMENSIONS
 from uniep.stages import DIRECTIONS, stages
+from uniep.taskflow.graph import GATE
 from uniep.way import resolve
 
 CFG = MoEConfig(hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=100, dtype=torch.float32)
@@ -62,19 +66,18 @@ def test_what_a_workspace_refuses(operators, message):
 
 
 def test_names_of_the_layer_are_taken():
-    """Of every way: with one kernel, expanded rows, copies, tokens again, combine groups, biases."""
-    cfg = MoEConfig(
-        hidden=64, ffn=72, num_experts=4, top_k=2, max_tokens_per_rank=100, combine_groups=2, bias=True
-    )  # fmt: skip
-    serial = {"overlap": "serial", "received": "again"}
-    expanded = {"operand": "expanded", "group_sum": "beside", "preactivation": "recomputed"}
-    for fields in ({"overlap": "mega", "transfer": "copy"}, serial, expanded):
-        for backend in ("hopper", "cpu", "nccl"):
-            for of in (cfg, CFG):
-                way = resolve(of, 2, 70, Schedule(**fields), backend=backend)
-                for direction in DIRECTIONS:
-                    for stage in stages(of, way, direction):
-                        assert {stage.name, *stage.operators} <= TAKEN
+    """Those of every way, and no others: of each value of each dimension, with combine groups and biases, with factors,
+    on more than two ranks."""
+    grouped = dataclasses.replace(CFG, combine_groups=4, bias=True)
+    usual = [Schedule(overlap=overlap) for overlap in ("serial", "fused", "mega")]
+    schedules = {d.put(schedule, value) for schedule in usual for d in DIMENSIONS for value in d.domain}
+    found = {GATE}
+    for cfg, backend, lora in itertools.product((CFG, grouped), ("hopper", "cpu", "nccl"), ((), ("w13", "w2"))):
+        for schedule, direction in itertools.product(schedules, DIRECTIONS):
+            way = resolve(cfg, 4, 70, schedule, backend=backend, lora=lora)
+            for stage in stages(cfg, way, direction):
+                found |= {stage.name, *stage.operators}
+    assert found == TAKEN
 
 
 def test_a_change_of_the_forward_has_no_gradient():

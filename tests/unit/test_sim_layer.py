@@ -1,6 +1,8 @@
 """Simulated layers: one rank stands for all, bytes add up, strategies exist everywhere, and the command."""
 
+import collections
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -19,6 +21,7 @@ from uniep.sim.problem import opposite
 from uniep.sim.rows import spans
 from uniep.sim.strategies import execute, parse_strategies
 from uniep.taskflow.check import check
+from uniep.taskflow.lower import lower_forward
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import shares
 
@@ -177,13 +180,18 @@ def test_spans_are_a_trace():
         assert part.busy + part.waiting + part.exposed + part.idle == pytest.approx(1)
 
 
+def recorded(schedule, ranks=2):
+    """ids, cfg and way of a layer of random routing."""
+    cfg = Problem(SMALL, ranks, 256).cfg
+    draws = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
+    return [torch.rand(256, 16, generator=draw).topk(4).indices for draw in draws], cfg, way_of(schedule, cfg, ranks)
+
+
 @pytest.mark.parametrize("machine", [None, "h200-node"])
 def test_a_recorded_layer_is_predicted_behind_what_was_recorded(machine):
     """The same tasks, each once, in the schedule's graph; the backward begins when the forward is over."""
-    cfg = Problem(SMALL, 2, 256).cfg
-    ids = [torch.rand(256, 16, generator=torch.Generator().manual_seed(rank)).topk(4).indices for rank in range(2)]
     schedule = Schedule(vector_workers=2) if machine is None else Schedule(overlap="mega", push_programs=16)
-    way = way_of(schedule, cfg, 2)
+    ids, cfg, way = recorded(schedule)
     made = machine and load_machine(machine)
     first = predicted(ids, cfg, way, made, [])
     later = predicted(ids, cfg, way, made, first)
@@ -193,6 +201,42 @@ def test_a_recorded_layer_is_predicted_behind_what_was_recorded(machine):
     assert max(s.end_ns for s in forward) == min(s.claimed_ns for s in backward)
     assert {"push", "gate_up", "down", "combine"} <= {s.op for s in forward}
     assert later[0].claimed_ns - first[0].claimed_ns == max(s.end_ns for s in first) and len(later) == len(first)
+
+
+@pytest.mark.parametrize("machine", [None, "h200-node"])
+@pytest.mark.parametrize("fields", [
+    {"send_order": "expert"}, {"transfer": "pull"}, {"transfer": "copy"}, {"preactivation": "recomputed"},
+    {"preactivation": "recomputed", "tile_order": "critical-path", "transfer": "pull"},
+], ids=lambda fields: " ".join(fields.values()))  # fmt: skip
+def test_what_runs_is_predicted(fields, machine):
+    """The tasks of the schedule's own graph, each behind what it waits for there, which tells one order of send lists
+    from the other; no worker, or program, does two things at once."""
+    fields = {"vector_workers": 2} | fields if machine is None else {"overlap": "mega", "push_programs": 9} | fields
+    ids, cfg, way = recorded(Schedule(chunk_tokens=32, **fields), ranks=4)
+    found = predicted(ids, cfg, way, machine and load_machine(machine), [])
+    plans = [build_plan(ids, rank, cfg, way.sends_by_expert) for rank in range(4)]
+    graph = lower_forward(plans, [256] * 4, cfg, way, keep=True)
+    forward = {(s.rank, s.op, s.block): s for s in found if s.phase == "forward, predicted"}
+    tasks = {(t.rank, t.op, t.block): t for t in graph.tasks}
+    assert forward.keys() == tasks.keys()
+    ends = collections.defaultdict(list)
+    for key, task in tasks.items():
+        for event in task.signals:
+            ends[event].append(forward[key].end_ns)
+    assert all(forward[key].start_ns >= max(ends[e]) for key, task in tasks.items() for e, _ in task.waits)
+    of_worker = collections.defaultdict(list)
+    for s in found:
+        kind, number = s.worker.split()
+        one = "program" if machine and kind != "copies" else kind
+        of_worker[s.rank, one, number].append((s.start_ns, s.end_ns))
+    for times in of_worker.values():
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(times)))
+    moved = {s.worker for s in found if s.op in ("push", "pull") and s.rank == 0}
+    if machine is not None:
+        kind, count = ("copies", 4) if way.copies else ("vector", 9)
+        assert {worker.split()[0] for worker in moved} == {kind} and len(moved) == count
+    again = {s.phase for s in found if s.op == "recompute"}
+    assert again == ({f"{'recompute' if machine else 'backward'}, predicted"} if way.recomputes else set())
 
 
 def test_bad_problems_are_told():

@@ -265,6 +265,19 @@ def test_local_first_keeps_expert_order_in_each_class():
         assert starts == sorted(starts)
 
 
+def test_pad_rows_are_in_the_wave_of_the_last_source_before_them():
+    """As kernels do it: of rank 0 behind rows of rank 1, whose copies come last, in the last wave; behind own rows in
+    the first."""
+    cfg = MoEConfig(hidden=64, ffn=64, num_experts=12, top_k=1, max_tokens_per_rank=10, dtype=torch.float32)
+    ids = [torch.full((10, 1), expert) for expert in (1, 0, 5, 2)]  # rank 0 has experts 0 to 2
+    schedule = Schedule(overlap="fused", transfer="copy", arrival_waves=4, gate_up=Tile(rows=64), mega_to=0)
+    way = resolve(cfg, 4, 10, schedule)
+    assert way.waves == 4
+    graph = lower_forward([build_plan(ids, rank, cfg) for rank in range(4)], [10] * 4, cfg, way, keep=False)
+    order = [task.block.row0 for task in graph.queue(0, "matrix") if task.op == "gate_up"]
+    assert order == [128, 192, 256, 320, 0, 64], "own; rank 3's, which come first; rank 1's; each with its pad rows"
+
+
 def test_serial_has_no_overlap():
     """No task of a stage can start before the last task of the stage before it, on its own rank."""
     graph = problem().backward(SCHEDULES["serial"])

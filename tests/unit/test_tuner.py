@@ -568,8 +568,22 @@ def test_uniep_explain_prints_and_writes_all_of_it(tmp_path):
         assert word in done.output
     assert json.loads((tmp_path / "x.json").read_text())["points"] >= 100_000
     assert (tmp_path / "x.png").stat().st_size > 10_000
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert document["lora"] is None and document["calls"][0]["value"] == "in stages"
     refused = CliRunner().invoke(app, ["explain", "--card", "b300"])
     assert refused.exit_code == 2 and "h100, h200" in " ".join(refused.output.split())
+
+
+def test_uniep_explain_knows_low_rank_factors(tmp_path):
+    """Few tokens run in one kernel each way, with factors in stages."""
+    found = []
+    for options in ([], ["--lora", "8"]):
+        call = ["explain", "--tokens", "256", "--json", str(tmp_path / "x.json"), *options]
+        done = CliRunner().invoke(app, call)
+        assert done.exit_code == 0, done.output
+        found.append(next(c for c in json.loads((tmp_path / "x.json").read_text())["calls"] if c["what"] == "kernels"))
+    assert [of["value"] for of in found] == ["one each way", "in stages"] and found[1]["rule"] == "lora"
+    assert "How calls with low-rank factors run there" in done.output and "one kernel has no low-rank" in done.output
 
 
 def test_the_page_has_every_dimension_strategy_and_today_s_figures():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from uniep import MoEConfig, Schedule
+from uniep import MoEConfig, RowOperator, Schedule
 from uniep.schedule import DIMENSIONS, default_schedule
 from uniep.shapes import SHAPES
 from uniep.way import Way, Ways, resolve, wave_of
@@ -54,12 +54,17 @@ QWEN = SHAPES["qwen3-30b"]
 SCHEDULES = [Schedule(), *(d.put(Schedule(mega_to=9), value) for d in DIMENSIONS for value in d.domain)]
 
 
+def agreed(way):
+    """What ranks agree on."""
+    return way.transfer, way.sends_by_expert, way.chunk_tokens, way.again, way.recomputes
+
+
 @pytest.mark.parametrize("backend", ["cpu", "hopper", "nccl"])
 def test_what_ranks_agree_on_does_not_follow_their_tokens(backend):
     """Under any schedule; only `hopper` goes different ways at all."""
     for schedule in [default_schedule(backend, config(QWEN), 4), *SCHEDULES]:
         ways = [resolve(config(QWEN), 4, tokens, schedule, backend=backend) for tokens in (0, 1, *TOKENS)]
-        assert len({way.wire for way in ways}) == 1
+        assert len({agreed(way) for way in ways}) == 1
         assert {way.gates for way in ways} == {schedule.overlap == "serial"}
         if backend != "hopper":
             assert len({way.kernels for way in ways}) == 1
@@ -100,9 +105,59 @@ def test_waves_by_arrival():
     assert waves(4, arrival_waves=8) == 4 and waves(1, arrival_waves=8) == 1
     unlike = {"transfer": "push"}, {"tile_order": "natural"}, {"overlap": "mega"}
     assert [waves(8, arrival_waves=8, **fields) for fields in unlike] == [1, 1, 1]
+    here = {"overlap": "serial"}, {"operand": "expanded"}
+    assert [waves(8, arrival_waves=8, **fields) for fields in here] == [1, 1], "all tokens have come before the product"
+    assert resolve(config(QWEN), 8, 8192, lora=("w13",)).waves == 1
     assert [wave_of(arrival, 4, 8) for arrival in range(8)] == [0, 1, 1, 2, 2, 3, 3, 4]
     explained = str(resolve(config(QWEN), 8, 8192))
     assert "all, then 8 waves by arrival  tile_order, arrival_waves" in explained
+
+
+def test_no_rows_come_first_where_nothing_arrives():
+    serial = dataclasses.replace(default_schedule("hopper", config(QWEN), 2), overlap="serial")
+    way = resolve(config(QWEN), 2, 8192, serial)
+    assert (way.local_first, way.leads) == ("none", (0, 0))
+    assert resolve(config(QWEN), 2, 8192, serial, backend="cpu").local_first == "all"
+
+
+def test_stages_have_no_order_of_one_kernel():
+    """What only one kernel follows is not in the way of a call in stages, nor among its stages."""
+    schedule = Schedule(
+        overlap="mega", tile_order="chunk-major", chunk_experts=2, peer_order="rotated",
+        weight_gradient_order="interleaved",
+    )  # fmt: skip
+    for changes, lora in (({}, ("w13",)), ({"gradient_shards": 2}, ())):
+        way = resolve(config(QWEN, **changes), 2, 64, schedule, lora=lora)
+        assert not way.mega
+        assert (way.chunk_experts, way.critical_path, way.rotated, way.interleaved) == (0, False, False, False)
+
+
+def test_gradient_shards_choose_as_without_one_kernel():
+    cfg = config(QWEN, 512, gradient_shards=2)
+    usual = default_schedule("hopper", cfg, 2)
+    assert (usual.mega_to, usual.transfer) == (0, "copy")
+    assert default_schedule("hopper", config(QWEN, 512), 2).transfer == "push"
+
+
+def test_factors_beside_w13_leave_the_down_product_beside_gate_up():
+    schedule = Schedule(overlap="pipelined")
+    sms = [resolve(config(QWEN), 2, 8192, schedule, lora=lora).down_sms for lora in ((), ("w13",), ("w2",))]
+    assert sms[0] == sms[1] > 0 == sms[2]
+    cfg = config(QWEN, combine_groups=2)
+    found = [resolve(cfg, 2, 8192, Schedule(group_sum="beside"), lora=lora).returns for lora in (("w13",), ("w2",))]
+    assert found == ["sums beside", "sums after"]
+
+
+def test_reasons_are_those_that_decided():
+    few = str(resolve(config(QWEN, 256), 2, 256))
+    assert "calls have up to 256 tokens, in one kernel" in few and "pipelined from" not in few
+    many = str(resolve(config(QWEN), 2, 8192))
+    assert "a peer wants 1.00 of the tokens, copies from" in many and "pipelined from" in many
+    pushed = str(resolve(config(QWEN), 8, 8192, Schedule(transfer="push", arrival_waves=4)))
+    assert "arrival_waves=4 is for copies that arrive while local tiles of stages run first" in pushed
+    scale = RowOperator(name="scale", after="down", rows=lambda values, valid: values)
+    choices = {c.what: c for c in resolve(config(QWEN), 2, 8192, operators=[scale]).choices()}
+    assert choices["results return"][1:] == ("pass", "operators", "behind 'scale'")
 
 
 def test_where_ways_part():
@@ -142,6 +197,11 @@ def test_a_way_explains_itself():
     assert "sums after" in str(resolve(config(QWEN, combine_groups=8), 4, 8192))
     serial = str(resolve(cfg, 4, 100, Schedule(overlap="serial")))
     assert "one after the other" in serial and "one each way" not in serial and "behind gate_up" in serial
+    sent = {
+        (ep, transfer): str(resolve(cfg, ep, 8192, Schedule(transfer=transfer)))
+        for ep, transfer in ((4, "push"), (4, "copy"), (1, "push"))
+    }
+    assert ["send lists" in text for text in sent.values()] == [True, False, False]
     cpu = str(resolve(cfg, 4, 100, backend="cpu"))
     assert "local-first, stages of cpu" in cpu and "mega_to" not in cpu and "transfer" not in cpu
 

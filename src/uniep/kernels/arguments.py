@@ -1,8 +1,9 @@
 """What kernels are given, in bundles: memory that belongs together, and constants that do.
 
 A bundle is one argument.  In a kernel the fields of the first kind are pointers, on the host the memory that they point
-to; None is what a kernel, as its other arguments say, does not use: there is no parameter for it then.  Two kinds of arguments stay by themselves: integers, for whose values Triton would compile, do_not_specialize or not,
-and descriptors, which its launcher finds in no bundle.
+to.  A field that a kernel does not use, as its other arguments say, is None: there is no parameter for it then.  Two
+kinds of arguments stay by themselves: integers, for whose values Triton would compile, do_not_specialize or not, and
+descriptors, which its launcher finds in no bundle.
 
 Suffixes: N padded rows, M row tiles, e local experts, D hidden, F ffn, T tokens, K slots, L lines, R ranks, S slots of all
 tokens, G column groups.

@@ -271,12 +271,12 @@ def gate_up_kernel(
     FUSED (and gathered): tiles wait for their tokens; where programs push (CHUNK > 0), the first `push_programs`
     push this rank's before they join.
     COUNT_TILES: progress (M,) counts the finished tiles of each row tile, for a product that runs beside.
-    w13_desc: (e, 2, F, D); a tile multiplies TILE.N/2 gate columns and the same up columns; without a gate (e, 1, F, D),
-    tiles of TILE.N/2 columns, and no up_desc.  b13: (e, 2F or F).  UP_FIRST:
-    the descriptor's first half is the up projection (w1 and w3 apart, w3 at the lower address).
+    w13_desc: (e, 2, F, D); a tile multiplies TILE.N/2 gate columns and the same up columns.  Without a gate: (e, 1, F, D),
+    tiles of TILE.N/2 columns, and no up_desc.  b13: (e, 2F or F).
+    UP_FIRST: the descriptor's first half is the up projection (w1 and w3 apart, w3 at the lower address).
     low_desc (N, R), factor_desc (e, 2, F, r), or (e, 1, F, r): what is added to rows @ W13^T, low @ factor^T; or None.
-    gate_desc, up_desc (the halves of h, or None), act_desc (or None): (N, F).  Blocks of one shape leave through the same shared
-    memory, which makes room for a fourth stage.
+    gate_desc, up_desc (the halves of h, or None), act_desc (or None): (N, F).  Blocks of one shape leave through the same
+    shared memory, which makes room for a fourth stage.
     """
     NUM_N: tl.constexpr = (LAYER.F + TILE.N // 2 - 1) // (TILE.N // 2)
     GATHERED: tl.constexpr = rows_desc is None

@@ -28,6 +28,7 @@ def shrink_kernel(
     finished_offset,
     num_tokens,
     push_programs,
+    order_ptr,
     a_desc,
     factor_desc,
     out_desc,
@@ -40,7 +41,7 @@ def shrink_kernel(
 ):
     """out (N, R) = cast(SCALE * (a @ factor)), the product in fp32, k ascending; columns from r on are zeros.
 
-    a_desc: (N, DEPTH), or None: rows are read where they lie, local tokens and receive slots.
+    order (M,): of row tiles.  a_desc: (N, DEPTH), or None: rows are read where they lie, local tokens and receive slots.
     factor_desc: B "transposed": (e, r, DEPTH); "plain": (e, DEPTH, r).
     FUSED (and gathered): tiles wait for their tokens; where programs push (CHUNK > 0), the first `push_programs` push
     this rank's before they join.
@@ -56,7 +57,7 @@ def shrink_kernel(
     if begin < 0:  # a program that has pushed helps from the end of its round
         begin += tl.num_programs(0)
     for position in tl.range(begin, num_row_tiles(rows), tl.num_programs(0)):
-        m = tl.load(rows.order_M + position)
+        m = tl.load(order_ptr + position)
         expert = tl.load(rows.expert_M + m)
         if a_desc is None:
             source = tl.load(rows.source_N + m * TILE.M + tl.arange(0, TILE.M))

@@ -128,7 +128,8 @@ else:
 
     @triton.jit
     def after_previous():
-        """Wait for the kernel before this one in the stream, all of it, if it may still be running (see call.py)."""
+        """Wait for the kernel before this one in the stream, all of it, if it may still be running (see `Compiled` in
+        launch/driver.py)."""
         _statement("griddepcontrol.wait; mov.u32 $0, 0;")
 
     @triton.jit

@@ -1,4 +1,4 @@
-"""The router's formulas (docs/router.md): a warp takes one token at a time and holds all its experts.
+"""The router's formulas (docs/router.md): a program takes one token at a time and holds all its experts.
 
 A token's results depend on its own row alone.  Sums over experts add adjacent pairs; sums over tokens are integers,
 exact in any order.

@@ -54,6 +54,8 @@ def wait_for_rows(source, all_here, wire: Wire, deadline_ns, rank, ROWS: tl.cons
                     flags = wire.arrived + slot // SENDING.CHUNK
                 else:
                     flags = wire.finished + peer
+                if SENDING.PULL:
+                    peer = tl.zeros_like(peer) + rank  # whose programs raise those flags
                 wait_for(tl.where(remote, flags, wire.call), peer, call, deadline_ns, wire.status, STAGE_DISPATCH)
     return all_here
 

@@ -100,7 +100,7 @@ def push_tokens(
 def push_tokens_kernel(
     x_ptr, rows: Rows, wire: Wire, arrived_offset, finished_offset, num_tokens, rank, SENDING: tl.constexpr
 ):
-    """`push_tokens` as a launch of its own: the dispatch of the serial schedule."""
+    """`push_tokens` as a launch of its own: the dispatch of the serial schedule, and x's second one in a backward."""
     offsets = Offsets(arrived_offset, finished_offset, None)
     push_tokens(x_ptr, rows, wire, offsets, num_tokens, rank, tl.program_id(0), tl.num_programs(0), SENDING)
 
@@ -117,7 +117,8 @@ def push_rows_kernel(
     ROWS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
 ):
-    """Store finished rows, out (N, WIDTH), into their return slots: the combine of the serial schedule."""
+    """Store finished rows, out (N, WIDTH), into their return slots: the combine of the serial schedule, and of rows behind
+    operators of one's own."""
     num_rows = tl.where(failed(wire.status), 0, tl.load(rows.totals))
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)

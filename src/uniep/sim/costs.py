@@ -28,11 +28,12 @@ RESOURCES = ("memory", "cache", "link out", "link in", "network out", "network i
 
 
 _GOLDEN = 0.6180339887
-GATHERING = ("gate_up", "down_grad", "gate_up_wgrad", "down_wgrad")
+GATHERING = ("gate_up", "recompute", "down_grad", "gate_up_wgrad", "down_wgrad")
 """uniep's products that read their rows directly from the tokens."""
 
-STORED = {"gate_up": 2.0, "down_grad": 1.0}
-"""Extra stores of a tile, in units of one result: gate and up, kept for the backward; fp32 instead of 16 bits."""
+STORED = {"gate_up": 2.0, "recompute": 1.0, "down_grad": 1.0}
+"""Extra stores of a tile, in units of one result: gate and up, kept for the backward, or made again instead of the
+activation; fp32 instead of 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,7 +107,8 @@ def costs(
     if not framework:
         compute_N += _of_operators(graph, GATHERING) * machine.gather_us * 1e3
         area_N = (graph.block_N5[:, 2] - graph.block_N5[:, 1]) * (graph.block_N5[:, 4] - graph.block_N5[:, 3])
-        for name, more in STORED.items():
+        stored = STORED | ({"gate_up": 0.0} if sites[0].way.recomputes else {})
+        for name, more in stored.items():
             compute_N += _of_operators(graph, (name,)) * area_N * more * size / machine.store_gbps
     compute_N *= _at_the_power_limit(graph, torch.where(is_matrix, compute_N, 0), machine)
     by_engine = _of_operators(graph, engines)
@@ -124,13 +126,16 @@ def costs(
     alone_N = alone_N.round().long().clamp(min=1)
     # --- what is shared ---
     operands_N = work[:, 0] / 2 * size * sum(1 / (graph.block_N5[:, i + 1] - graph.block_N5[:, i]) for i in (1, 3))
-    here = graph.rank_N * len(RESOURCES)
-    there = peer_N * len(RESOURCES)
-    asked: list[tuple[int, Tensor, Tensor]] = [
-        (0, here, work[:, 1]), (1, here, operands_N), (2, here, near_N), (4, here, far_N),
-    ]  # fmt: skip
+    here, there = graph.rank_N * len(RESOURCES), peer_N * len(RESOURCES)
+    source, target = here, there
     if graph.ep_size > 1:  # in a folded graph incoming equals outgoing traffic
-        asked += [(3, there, near_N), (5, there, far_N)]
+        fetches = _of_operators(graph, ("pull",))
+        source, target = torch.where(fetches, there, here), torch.where(fetches, here, there)
+    asked: list[tuple[int, Tensor, Tensor]] = [
+        (0, here, work[:, 1]), (1, here, operands_N), (2, source, near_N), (4, source, far_N),
+    ]  # fmt: skip
+    if graph.ep_size > 1:
+        asked += [(3, target, near_N), (5, target, far_N)]
     flows = [(n, resource[n] + kind, moved[n] / alone_N[n]) for kind, resource, moved in asked
              for n in (torch.nonzero(moved > 0).flatten(),)]  # fmt: skip
     task_F, resource_F, demand_F = (torch.cat([flow[i] for flow in flows]) for i in range(3))

@@ -57,6 +57,16 @@ class Timeline:
     def makespan_ns(self) -> int:
         return int(self.finish_N.max()) if len(self.finish_N) else 0
 
+    def numbers(self) -> Tensor:
+        """(N,): the number of each task's worker in the last queue that it joins, where no other has it."""
+        first = _first_numbers(self.queues)
+        last = list(first)
+        for number, queue in enumerate(self.queues):
+            while queue.then is not None:
+                last[number] += first[queue.then]
+                queue = self.queues[queue.then]
+        return self.worker_N + torch.tensor(last)[self.queue_N]
+
 
 def run(graph: TaskGraph, queues: Sequence[Queue], costs: Costs) -> Timeline:
     """Raises ConfigError, as `check` does, for queues that never finish."""

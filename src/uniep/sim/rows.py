@@ -10,7 +10,7 @@ from torch import Tensor
 from uniep.sim.costs import RESOURCES
 from uniep.sim.machine import Machine
 from uniep.sim.problem import Problem
-from uniep.sim.strategies import Simulated, Strategy, simulate
+from uniep.sim.strategies import COPIES, Simulated, Strategy, simulate
 from uniep.taskflow.graph import GATE, WORKERS
 from uniep.taskflow.trace import Span
 
@@ -115,11 +115,10 @@ def spans(made: Simulated, phase: str) -> list[Span]:
     tasks = graph.tasks
     remote, for_peers = graph.remote.tolist(), graph.waits_for_peers.tolist()
     names: list[str] = []
-    for number, worker, index in zip(
-        timeline.queue_N.tolist(), timeline.worker_N.tolist(), range(graph.num_tasks), strict=True
-    ):
-        queue = timeline.queues[number]
-        names.append(queue.name if queue.workers == 1 else f"{tasks[index].worker} {worker}")
+    for at, number, task in zip(timeline.queue_N.tolist(), timeline.numbers().tolist(), tasks, strict=True):
+        queue = timeline.queues[at]
+        kind = COPIES if queue.name == COPIES else task.worker
+        names.append(queue.name if queue.workers == 1 else f"{kind} {number}")
     times = (timeline.claimed_N, timeline.start_N, timeline.finish_N)
     return [
         Span(phase, t.rank, name, t.op, t.block, is_remote, waits, claimed, start, end)

@@ -55,6 +55,11 @@ class Arrangement:
     framework: bool = False
     lanes: tuple[Lane, ...] = ()
 
+    @property
+    def engines(self) -> list[str]:
+        """Operators that copy engines run."""
+        return [name for lane in self.lanes if lane.extra for name in lane.operators]
+
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
@@ -111,6 +116,8 @@ def _taskflow(
 
 
 COPY_ENGINES = 4
+COPIES = "copies"
+"""Name of their queue."""
 
 
 def _uniep_serial(problem: Problem, machine: Machine) -> Arrangement:
@@ -126,6 +133,13 @@ def _uniep_operators(problem: Problem, machine: Machine, **fields: object) -> tu
     if problem.direction == "bwd":
         return backward_operators(way), way
     return made.kept_in_pieces(forward_operators(way, keep=True)), way
+
+
+def with_transfer(operators: Operators, way: Way) -> tuple[Operators, Lane]:
+    """The operators as `way` moves tokens, and the lane of those that do."""
+    if way.copies:
+        return made.sent_whole(operators), Lane(("push",), COPY_ENGINES, extra=True)
+    return operators, Lane(("pull" if way.pulls else "push",), way.push_programs)
 
 
 def _uniep(
@@ -150,9 +164,8 @@ def _uniep(
         # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads only waves and
         # down_sms; `leads` it never reads: own rows come first in all experts.
         way = dataclasses.replace(way, waves=of_gpus.waves, down_sms=of_gpus.down_sms)
-        lanes = [Lane(("push",), of_gpus.push_programs)]
-        if of_gpus.transfer == "copy":
-            operators, lanes = made.sent_whole(operators), [Lane(("push",), COPY_ENGINES, extra=True)]
+        operators, sending = with_transfer(operators, of_gpus)
+        lanes = [sending]
         if problem.direction == "bwd":
             kernels = [["push", "down_grad", "activation_gradient", "dweight"], ["gate_up_grad"], ["group_sum"],
                        ["down_wgrad", "gate_up_wgrad", "collect", "combine"]]  # fmt: skip
@@ -171,7 +184,8 @@ def _uniep_mega(order: str, **fields: object) -> Callable[[Problem, Machine], Ar
 
     def arrange(problem: Problem, machine: Machine) -> Arrangement:
         operators, way = _uniep_operators(problem, machine, tile_order=order, **fields)
-        return Arrangement(operators=operators, way=way, lanes=(Lane(("push",), way.push_programs),))
+        operators, sending = with_transfer(operators, way)
+        return Arrangement(operators=operators, way=way, lanes=(sending,))
 
     return arrange
 
@@ -250,7 +264,7 @@ def execute(arrangement: Arrangement, operators: Operators, sites: Sequence[Site
     graph = compile_graph(operators, sites)
     spent = costs(
         graph, operators, sites, machine, launches, dynamic=arrangement.dynamic, framework=arrangement.framework,
-        engines=[name for lane in arrangement.lanes if lane.extra for name in lane.operators],
+        engines=arrangement.engines,
     )  # fmt: skip
     timeline = run(graph, queues_of(graph, arrangement, machine, spent.alone_N), spent)
     first = launches[0] if launches else machine.matrix_launch_us
@@ -291,5 +305,5 @@ def queues_of(graph: TaskGraph, arrangement: Arrangement, machine: Machine, alon
         queues.append(Queue(rank, "worker", left, tasks[lane_n == 0].tolist(), then))
         for lane, of_lane in busy:
             joins = None if lane.extra or "down" in lane.operators else rest
-            queues.append(Queue(rank, "copies" if lane.extra else "worker", lane.workers, of_lane, joins))
+            queues.append(Queue(rank, COPIES if lane.extra else "worker", lane.workers, of_lane, joins))
     return queues

@@ -335,6 +335,11 @@ def forward_operators(way: Way, *, keep: bool) -> Operators:
     return _operators(way, "forward", Flags(save=keep))
 
 
+def recompute_operators(way: Way) -> Operators:
+    """Of the launch that makes gate and up again before a backward in one kernel."""
+    return Operators([_recompute(way)])
+
+
 def dispatch_operators() -> Operators:
     return Operators([PUSH, KEEP])
 

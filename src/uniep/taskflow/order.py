@@ -84,6 +84,12 @@ def _ends(site: Site, block_n5: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, site.source_of_row[block_n5[:, 1] + (rows - 1).clamp(min=0)], rows
 
 
+def _source_before(site: Site, block_n5: Tensor) -> Tensor:
+    """(n,): the source of the last row before a tile that is no pad row."""
+    source_N = site.source_of_row[site.source_of_row >= 0]
+    return source_N[site.rows_before[block_n5[:, 1]] - 1]
+
+
 def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     """Local tiles first, or in waves by arrival, if the way says so, then by expert, then by the peers whose rows a
     tile holds.
@@ -103,8 +109,11 @@ def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     if way.rotated and op.lag and not in_waves:
         step = torch.where(rows == 0, size, (first - rank - 1) % size)
     elif way.rotated or in_waves:
+        # Tiles of pad rows alone are this rank's; in waves, behind rows of later ranks, of the last one of these.
+        pads = _source_before(site, block_n5).clamp(min=rank) if in_waves else rank
+        first = torch.where(rows == 0, pads, first)
         waits_for_all = (first <= rank) & (rank < last)
-        step = torch.where(rows == 0, 0, torch.where(waits_for_all, size - 1, (rank - first) % size))
+        step = torch.where(waits_for_all, size - 1, (rank - first) % size)
     if in_waves:
         return wave_of(step, way.waves, size) * len(site.start_e1) + expert
     return (late * len(site.start_e1) + expert) * (size + 1) + step

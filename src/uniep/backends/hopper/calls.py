@@ -50,12 +50,14 @@ EXCHANGE_PROGRAMS = 32
 STAGE_OF_FLAG = {
     "entered": sync.STAGE_ENTRY.value, "finished": sync.STAGE_DISPATCH.value, "returned": sync.STAGE_COMBINE.value,
 }  # fmt: skip
-STAGES = {
+STAGES = {  # of peers
     sync.STAGE_ENTRY.value: "entry of the call",
     sync.STAGE_DISPATCH.value: "arrival of tokens",
     sync.STAGE_COMBINE.value: "return of results",
 }
-OWN_STAGES = {  # of this rank's own tiles
+OWN_STAGES = {  # of this rank's own programs
+    sync.STAGE_DISPATCH.value: "pulls of its peers' tokens",
+    sync.STAGE_COMBINE.value: "results for all ranks",
     sync.STAGE_ROWS.value: "rows of gate and up",
     sync.STAGE_SUM.value: "rows of the down product",
     sync.STAGE_RAW.value: "rows of dO @ W2",
@@ -190,7 +192,7 @@ class Calls:
 
         forward (1,): with ids, takes this call's number; without, the call that planned.
         """
-        from uniep.kernels.plan import exchange_kernel
+        from uniep.kernels.entry import exchange_kernel
 
         digests = self.begin(layer, ids_TK is not None)
         launch(
@@ -246,7 +248,7 @@ class Calls:
         counts as `Backend.waited`."""
         if self.num_ranks == 1:
             return
-        from uniep.kernels.plan import barrier_kernel
+        from uniep.kernels.entry import barrier_kernel
 
         args = (
             self.arena.flag_view(flag), self.arena.views["exchange"], self.call, self.status,
@@ -290,11 +292,11 @@ class Calls:
         """The error that the host's record stands for."""
         self._acquire()
         code, a, b, c, d = self._words[:5]
-        if code == TIMEOUT and a in OWN_STAGES:
+        if code == TIMEOUT and b == self.rank:
+            wanted = f"signal {c}" if a in STAGES else f"{c} tiles beside each other"
             return PeerTimeoutError(
                 f"rank {self.rank}, call {self.calls_made}: its own {OWN_STAGES[a]} were not there within "
-                f"{self.member.timeout_s:g} s (Workspace {self.number}; expected {c} tiles beside each other, "
-                f"seen {d}). "
+                f"{self.member.timeout_s:g} s (Workspace {self.number}; expected {wanted}, seen {d}). "
                 "Other work may hold this GPU, or its kernels wait for a peer; otherwise raise timeout_s"
             )
         if code == TIMEOUT:

@@ -95,8 +95,9 @@ def enough(room: int, needed: int) -> int:
 
 
 def _num_waves(ranks: int) -> int:
-    """Of row tiles, at most, as a power of two: leading ones, or by arrival (`Way.waves`)."""
-    return min(max(2 * ranks, 4), 16)
+    """Into how many groups segments are sorted, a power of two: by leading experts 3, by arrival `Way.waves` and one,
+    but no more than there are ranks."""
+    return min(max(ranks, 4), 16)
 
 
 class Planner(Calls):
@@ -114,11 +115,10 @@ class Planner(Calls):
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[tuple[int, int], HeadLayout] = {}
         elements = power_of_2(self.local) * self.num_ranks * _num_waves(self.num_ranks)
-        self._tiles_warps = min(max(elements // 1024, 4), 32)
+        self._tiles_warps = min(max(elements // 512, 4), 16)
         self._constants = {
             (dedup, by_expert): self._plan_constants(dedup, by_expert)
-            for dedup in (False, True)
-            for by_expert in (False, True)
+            for dedup, by_expert in ((False, False), (True, False), (True, True))
         }
 
     def _plan_constants(self, dedup: bool, by_expert: bool) -> PlanConstants:
@@ -150,7 +150,7 @@ class Planner(Calls):
         return DevicePlan(self._layout(num_tokens, rows_3N.shape[1]), head, rows_3N, lines)
 
     def _arrays(self, num_tokens: int | SymInt, tiles: int | SymInt) -> dict[str, Any]:
-        fetched = tiles * self.tile_rows if self.pull else 0
+        fetched = tiles * self.tile_rows if self.pull else None
         return hopper_plan_arrays(self.cfg, self.num_ranks, tiles, num_tokens, fetched)
 
     def _layout(self, num_tokens: int, rows: int) -> HeadLayout:
@@ -196,7 +196,7 @@ class Planner(Calls):
 
     def clock(self, entered_ns: Tensor) -> None:
         """entered (1,): takes the device's time at this moment."""
-        from uniep.kernels.plan import clock_kernel
+        from uniep.kernels.entry import clock_kernel
 
         launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
 
@@ -223,7 +223,7 @@ class Planner(Calls):
             min(columns, most_programs),
             (exchange, histogram, self.call, self.status, self.rank),
             constants.histogram,
-            num_warps=4, **({"maxnreg": 96} if by_expert else {}),  # left to itself, ptxas spills to use fewer
+            num_warps=4, maxnreg=96 if by_expert else 64,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
         launch(
             scan_kernel,

@@ -78,10 +78,11 @@ class _Call:
         make = result if save else temporary
         shape = self.planned.num_rows, padded_rank(a.shape[1])
         low_NR = make(*shape, dtype=link.cfg.dtype, device=link.device)
-        dispatch = link.dispatching() if wait else ALL_HERE
+        dispatch, rows = link.dispatching() if wait else ALL_HERE, self.planned.rows
+        order = rows.order_M if up else rows.backward_order_M
         launch_shrink(
-            self.sent, rows_NX, self.planned.bundle, a if up else b, lora.scale, self.peers, link.way.gate_up.rows,
-            stage.sms, low_NR, dispatch, transposed=up,
+            self.sent, rows_NX, self.planned.bundle, order, a if up else b, lora.scale, self.peers,
+            link.way.gate_up.rows, stage.sms, low_NR, dispatch, transposed=up,
         )  # fmt: skip
         self.low[weight] = LowRank(low_NR, b if up else a)
         return low_NR
@@ -322,13 +323,14 @@ class Backward(_Call):
 
     def down_grad(self, stage: Stage) -> None:
         """dO back through W2."""
-        from uniep.launch import staged as launch
+        from uniep.launch.operands import activation_memory
+        from uniep.launch.staged import launch_gathered_down_gradient
 
         link, experts = self.link, self.inputs.experts
         dispatch = ALL_HERE if "w2" in self.low else link.dispatching(link.way.push_rounds[1])
-        self.through = launch.activation_memory(self.h_2NF, experts.b2)
+        self.through = activation_memory(self.h_2NF, experts.b2)
         del self.h_2NF  # through has it, until it is released
-        launch.launch_gathered_down_gradient(
+        launch_gathered_down_gradient(
             self.sent, self.planned.bundle, experts, self.peers, link.way.down, stage.sms, self.through.raw_NF,
             dispatch, self.progress_M, self.low.get("w2"),
         )  # fmt: skip
