@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sources import PACKAGE, imported
 from typer.testing import CliRunner
 
 from uniep.reference import composition
@@ -27,6 +28,7 @@ import kernels  # noqa: E402
 import moe  # noqa: E402
 import peers  # noqa: E402
 import plot  # noqa: E402
+import predict  # noqa: E402
 import results  # noqa: E402
 import table  # noqa: E402
 import worth  # noqa: E402
@@ -174,6 +176,34 @@ def test_peers_that_failed_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(worth.subprocess, "run", run)
     made = worth.timed("64x32x4x2", 16, {}, args, str(tmp_path))
     assert [(row["peer"], row["peer_ms"], row["left_out"]) for row in made] == [("nccl", 5.0, ["liger-cute"])] * 4
+
+
+def test_committed_predictions_can_be_made_again():
+    """Of a call on four ranks, measured before tiles went in waves; a later commit is predicted with them."""
+    wanted = json.loads((results.RESULTS / "predicted.json").read_text())["rows"]
+    (row,) = (r for r in predict.measured(["h200x4_layer"]) if r.key.endswith("qwen3-30b/8192/balanced/fwd/uniep"))
+    machine, times = predict.load_machine("h200-node"), {}
+    same = [r for r in wanted if all(r[key] == value for key, value in dataclasses.asdict(row).items())]
+    assert [round(predict.predict(row, machine, times), 4)] == [r["predicted_ms"] for r in same]
+    later = predict.predict(dataclasses.replace(row, commit="later"), machine, times)
+    assert later != times["h200-node/4/qwen3-30b/8192/balanced/fwd/uniep/uniep-copy"] and len(times) == 2
+
+
+def test_predictions_of_other_sources_or_machines_are_made_anew(tmp_path):
+    path, made_by = tmp_path / "x.json", {"machines": {"h200-node": {"link_gbps": 1}}, "sources": predict.sources()}
+    assert predict.kept(path, made_by) == {}
+    path.write_text(json.dumps({**made_by, "times": {"a": 1.0}}))
+    assert predict.kept(path, made_by) == {"a": 1.0}
+    assert predict.kept(path, {**made_by, "sources": "others"}) == predict.kept(path, {**made_by, "machines": {}}) == {}
+    path.write_text(json.dumps({"machines": made_by["machines"], "times": {"a": 1.0}}))
+    assert predict.kept(path, made_by) == {}, "a file without a hash"
+
+
+def test_the_hash_of_predictions_is_of_all_that_the_simulator_imports():
+    named = {name for name in predict.SOURCES if (PACKAGE / name).is_file()}
+    folders = tuple(f"{name}/" for name in predict.SOURCES if (PACKAGE / name).is_dir())
+    left = {name for name in imported("uniep.sim") if name not in named and not name.startswith(folders)}
+    assert left == {"errors.py"}
 
 
 @pytest.mark.parametrize("of_model", [True, False])

@@ -3,6 +3,7 @@
 import ast
 import functools
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -77,3 +78,16 @@ def test_the_site_has_every_page():
     listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert sorted(listed) == sorted({*pages, "index.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks.md"})
+
+
+def test_the_scale_page_has_the_simulated_times():
+    page, names = (
+        (ROOT / "docs" / "scale.md").read_text(),
+        ("serialized", "deepep", "hierarchical", "taskflow", "uniep"),
+    )
+    rows = json.loads((ROOT / "benchmarks" / "results" / "scale.json").read_text())["rows"]
+    plain = [row for row in rows if row["routing"] == "balanced" and "combine_groups" not in row]
+    ms = {(row["ep"], row["schedule"], row["direction"]): row["makespan_us"] / 1e3 for row in plain}
+    for ep in sorted({ep for ep, _, _ in ms}):
+        cells = (", ".join(f"{ms[ep, name, direction]:.1f}" for direction in ("fwd", "bwd")) for name in names)
+        assert f"| {ep} | {' | '.join(cells)} |" in page

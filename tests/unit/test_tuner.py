@@ -1,6 +1,5 @@
 """The space, the model, tables, named strategies and explanations.  (Searches: test_tuner_search.py.)"""
 
-import ast
 import dataclasses
 import errno
 import importlib.metadata
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sources import PACKAGE, imported
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from typer.testing import CliRunner
@@ -31,7 +31,6 @@ from uniep.tuner.explain import explain
 from uniep.tuner.model import CONSTANTS, Load, card_text, cards, checked, load_card, predict, uncalibrated
 from uniep.way import resolve
 
-PACKAGE = Path(uniep.__file__).parent
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CFG = uniep.MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8, max_tokens_per_rank=8192, max_rows=131072)
 SMALL = uniep.MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
@@ -389,31 +388,16 @@ def test_a_table_of_another_triton_is_named(monkeypatch, caplog):
     assert found().schedule is not None
 
 
-def imported(module, seen):
-    """Paths in the package of the files that it imports, also inside functions, not only for types."""
-    path = PACKAGE.joinpath(*module.split(".")[1:])
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    name = path.relative_to(PACKAGE).as_posix()
-    if module == "uniep" or name in seen or not path.is_file():
-        return seen
-    seen.add(name)
-    nodes = [ast.parse(path.read_text())]
-    for node in nodes:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        nodes += ast.iter_child_nodes(node)
-        found = [node.module] if isinstance(node, ast.ImportFrom) else []
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found += [".".join([*found[:1], of.name]) for of in node.names]
-        for other in found:
-            if other.partition(".")[0] == "uniep":
-                imported(other, seen)
-    return seen
+ALIKE = {
+    "backends/__init__.py", "backends/base.py", "backends/protocol.py", "config.py", "errors.py",
+    "limits.py", "meeting.py", "memory.py", "row_operator.py", "version.py", "waiting.py", "weights.py",
+}  # fmt: skip
+"""What backends import and every Schedule pays alike."""
 
 
 @pytest.mark.parametrize("backend", registry.NAMES)
 def test_the_hash_is_of_all_sources_that_a_backend_imports(backend):
-    needed = imported(registry._CLASSES[backend][0], set()) - set(tables.ALIKE)
+    needed = imported(registry._CLASSES[backend][0]) - ALIKE
     assert {"way.py", "schedule.py"} <= needed <= set(tables.sources(backend))
 
 
@@ -606,6 +590,10 @@ def test_the_page_has_every_dimension_strategy_and_today_s_figures():
     page = (BENCHMARKS.parent / "docs" / "tuner.md").read_text()
     assert all(f"`{name}`" in page for searched in space.SEARCHED for name in (searched.name, *searched.also))
     assert all(f"`{name}`" in page for name in strategies.STRATEGIES)
+    searched = {name.rpartition(".")[2] for of in space.SEARCHED for name in (of.name, *of.also)} - set(space.OF_MEMORY)
+    left = {name.rpartition(".")[2] for name in DIMENSION} - searched - {"chunk_experts"}  # of chunk-major
+    told = page[page.index("Not searched:") : page.index("**Refused before")]
+    assert all(f"`{name}`" in told or name.endswith("_from") for name in left), left
     summary = json.loads((BENCHMARKS / "results" / "model.json").read_text())["summary"]
     for of in summary.values():
         figures = f"| {of['rows']} | {of['median']:.1%} | {of['p95']:.1%}".replace("%", " %")

@@ -91,10 +91,11 @@ def simulate(
         made = load_machine(machine, parse_changes(changes or []))
         problem = Problem(parse_shape(shape), ep, tokens, routing, direction, combine_groups=combine_groups)  # type: ignore[arg-type]
         strategies = parse_strategies(schedule)
+        arranged = [strategy.arrange(problem, made) for strategy in strategies]  # refused before any is run
         rows, ran = [], dict[str, Simulated]()
         with progress(console, "simulated", len(strategies)) as done:
-            for strategy in strategies:
-                result = run(problem, made, strategy.arrange(problem, made))
+            for strategy, arrangement in zip(strategies, arranged, strict=True):
+                result = run(problem, made, arrangement)
                 rows.append(row_of(problem, made, strategy, result))
                 if picture is not None:
                     ran[strategy.name] = result

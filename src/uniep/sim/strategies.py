@@ -150,12 +150,19 @@ def _uniep(
 
     def arrange(problem: Problem, machine: Machine) -> Arrangement:
         usual = dataclasses.replace(default_schedule(GPU, problem.cfg, problem.ep), mega_to=0)
-        if transfer is not None or machine.per_node(problem.ep) < problem.ep:  # copy engines reach their node alone
+        node = machine.per_node(problem.ep)
+        if transfer == "copy" and node < problem.ep:
+            raise ConfigError(
+                f"copy engines reach {node} of {problem.ep} ranks on {machine.name}, those of one node; use uniep-push"
+            )
+        if transfer is not None or node < problem.ep:
             usual = dataclasses.replace(usual, transfer=transfer or "push")
         if pipelined is not None:
             usual = dataclasses.replace(usual, overlap="pipelined" if pipelined else "fused", pipelined_from=0)
         of_gpus = resolve(problem.cfg, problem.ep, problem.tokens, usual)
         operators, way = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
+        # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads only waves and
+        # down_sms; `leads` it never reads: own rows come first in all experts.
         way = dataclasses.replace(way, waves=of_gpus.waves, down_sms=of_gpus.down_sms)
         operators, sending = with_transfer(operators, of_gpus)
         lanes = [sending]

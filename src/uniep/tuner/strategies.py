@@ -1,5 +1,4 @@
-"""Strategies of other systems, and uniep's own, as points of the space, as far as today's dimensions can express
-them."""
+"""Strategies of other systems, and uniep's own, as points of the space, as far as its dimensions express them."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from uniep.tuner.space import replaced
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """points: {backend: values that differ from its default}; backends that cannot express it are left out.  missing:
-    what the original does and no dimension expresses yet."""
+    what the original does and no dimension expresses."""
 
     name: str
     about: str

@@ -52,14 +52,8 @@ _SOURCES = {
     "hopper": (*_CHOICES, "stages.py", "taskflow", "kernels", "launch", "backends/hopper"),
     "nccl": (*_CHOICES, *_TORCH, "taskflow/graph.py", "kernels", "launch", "backends/collective"),
 }
-"""Sources that decide how fast a Schedule is, by backend, relative to the package: all that the backend imports but
-`ALIKE`."""
-
-ALIKE = (
-    "__init__.py", "backends/__init__.py", "backends/base.py", "backends/protocol.py", "config.py", "errors.py",
-    "limits.py", "meeting.py", "memory.py", "row_operator.py", "version.py", "waiting.py", "weights.py",
-)  # fmt: skip
-"""Sources that backends import, too, and that cost every Schedule the same: checks, messages, starting and ending."""
+"""Sources that decide how fast a Schedule is, by backend, relative to the package: all that the backend imports, but
+what costs every Schedule the same (checks, messages, starting and ending)."""
 
 
 def sources(backend: str) -> dict[str, Traversable]:
@@ -219,10 +213,10 @@ def read(path: Path, backend: str) -> dict[str, Any]:
     for name, wanted in (("card", path.name.rsplit(f"-{backend}-ep", 1)[0]), ("backend", backend)):
         if document.get(name) != wanted:
             raise ConfigError(f"table {path} is of {name} {document.get(name)!r}, not {wanted!r}; {remedy}")
-    for name, here in timed_with(backend).items():
-        if document.get(name) != here:
-            what = {"kernels": "other kernels", "triton": "another Triton"}[name]
-            raise ConfigError(f"table {path} was timed with {what} ({document.get(name)}, here {here}); {remedy}")
+    here = timed_with(backend)
+    for name, why in (("kernels", "was timed with other kernels"), ("triton", "was timed with another Triton")):
+        if document.get(name) != here.get(name):
+            raise ConfigError(f"table {path} {why} ({document.get(name)}, here {here.get(name)}); {remedy}")
     return document
 
 
