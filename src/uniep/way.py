@@ -43,7 +43,7 @@ class Way:
     sends_by_expert: the order of send lists.
     push_programs: programs of those kernels that push, or pull, first.  push_rounds: turns of the tile loop that this
         lasts, in the forward and the backward.
-    sum_programs, sum_warps: programs of a multiprocessor that add slots, and their warps.  pass_programs, pass_warps:
+    sum_programs, sum_warps: programs per multiprocessor that add slots, and their warps.  pass_programs, pass_warps:
         of passes that move rows.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
     leads: how many these few are, in the forward and the backward.  waves: of tiles by arrival, which take their place.
