@@ -40,8 +40,7 @@ from uniep.limits import group_limit, rank_limit, shape_limit
 from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import CALLER, DIRECTIONS, END, SAVED, stages
-from uniep.way import Way, resolve
-from uniep.weights import ADAPTABLE
+from uniep.way import ADAPTABLE, Way, resolve
 
 Kind = Literal["shared", "saved", "transient"]
 

@@ -17,6 +17,8 @@ from uniep.dimension import COLLECTIVE, GPU, MEASURED, Measured, listed
 from uniep.row_operator import PLACES, RowOperator
 from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_share
 
+ADAPTABLE = "w13", "w2"
+"""The weights that may have low-rank factors."""
 _BEHIND_RESULTS = {"down", "gate_up_grad"}  # products whose rows return
 
 
