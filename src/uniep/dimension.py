@@ -14,7 +14,7 @@ class Measured(NamedTuple):
 
     sms: multiprocessors of a GPU.
     worth_copying: if a peer needs at least this share of the tokens, copy engines send all of them (simulated, EP 4 and
-        8: pushes are as fast at 0.31; copies need no programs, but keep more tokens).
+        8: at a share of 0.31 pushes are as fast as copies, which need no programs, but keep more tokens).
     flop_per_wire_byte: operations of a grouped GEMM while NVLink sends one byte (726 TFLOP/s, 350 GB/s).
     worth_pipelining: time of results on the wire divided by time of the down product; from this ratio on, results
         should start during gate_up.

@@ -40,8 +40,7 @@ from uniep.limits import group_limit, rank_limit, shape_limit
 from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import CALLER, DIRECTIONS, END, SAVED, stages
-from uniep.way import Way, resolve
-from uniep.weights import ADAPTABLE
+from uniep.way import ADAPTABLE, Way, resolve
 
 Kind = Literal["shared", "saved", "transient"]
 
@@ -360,7 +359,8 @@ def _hopper(c: _Call) -> list[_Size]:
 
 
 def _nccl(c: _Call) -> list[_Size]:
-    """Assumes the hopper kernels; without them (other GPUs, CPUs) there are no copies of x and dO by row."""
+    """Assumes the hopper kernels, except with low-rank factors, which torch operations compute: an expert at a time,
+    without copies of x and dO by row."""
     cfg, ranks, rows, dtype = c.cfg, c.ep_size, c.rows, c.cfg.dtype
     received = 0 if c.way.again else c.received + 1
     plan = ranks * (cfg.num_experts + c.tokens + 2) + c.local + 1
@@ -373,24 +373,29 @@ def _nccl(c: _Call) -> list[_Size]:
         _Size("rows", (2, rows), _I32, "RoutingPlan: source and return slot of every row"),
         _Size("act", (rows, cfg.ffn), dtype, "activation; in backward, weighted, for dW2"),
         _Size("sent", (c.received, cfg.hidden), dtype, "tokens for other ranks, sorted by rank"),
+        _Size("received_again", (c.received + 1, cfg.hidden), dtype, "other ranks' tokens, not kept for backward"),
+        _Size("received_dy", (c.received + 1, cfg.hidden), dtype, "backward: other ranks' dO"),
         _Size("x_rows", (rows, cfg.hidden), dtype, "x of every row; in backward, dO, too"),
         _Size("results", (rows, cfg.hidden), dtype, _RESULTS),
         *_nccl_returns(c),
         _Size("raw", (rows, cfg.ffn), _F32, "backward: dO @ W2"),
         _Size("dh", (rows, cfg.h_columns), dtype, "backward: gradient of h"),
+        _Size("of_expert", (_AT_ONCE, rows // c.local, cfg.ffn), _F32, "backward: one expert's rows at a time"),
         _groups(c, rows),
     ]
 
 
+_AT_ONCE = 11
+"""Matrices of an expert's rows in the gradient of the activation, by torch operations."""
+
+
 def _nccl_returns(c: _Call) -> list[_Size]:
     cfg, dtype = c.cfg, c.cfg.dtype
-    if not c.way.grouped:
-        shape = (3, c.tokens * cfg.top_k, cfg.hidden)
-        return [_Size("slots", shape, dtype, "results sorted, arrived, by slot")]
-    rows = 2 * c.parts + c.tokens * cfg.return_slots
+    sent = c.parts if c.way.grouped else c.tokens * cfg.top_k
     return [
         _Size("parts", (c.parts, cfg.top_k), _I64, "which rows combine groups add"),
-        _Size("slots", (rows, cfg.hidden), dtype, "sums of groups made, arrived, by slot"),
+        _Size("sorted", (2, sent, cfg.hidden), dtype, "results, or sums of groups, as they are sent, and arrived"),
+        _Size("slots", (c.tokens * cfg.return_slots, cfg.hidden), dtype, "what arrived, by slot"),
     ]
 
 
@@ -422,9 +427,10 @@ def _gradient_blocks(c: _Call, backend: str) -> list[_Size]:
             _Size("dw_copies", at_once, _F32, "sent to copies and received, a part at a time", like),
             *(_Size(f"d{name}_sum", shape, _F32, "fp32, over all blocks", like) for name, shape in of.items()),
         ]
-    if backend != "cpu" and blocks > 1:
+    if blocks > 1 and (backend == "hopper" or (backend == "nccl" and c.lora is None)):  # kernels contract them
         rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
         width = cfg.h_columns + (cfg.hidden if backend == "nccl" or c.way.expanded else 0)
+        width += 2 * padded_rank(c.lora) if c.lora is not None else 0
         why = "rows of one block, for its gradient, and where they lie"
         found.append(_Size("block_rows", (rows, width), cfg.dtype, why, like))
         found.append(_Size("block_index", (2 * blocks, rows), _I64, why, like))

@@ -370,7 +370,7 @@ class Schedule:
     )  # fmt: skip
     sum_programs: int = dimension(
         16, (4, 8, 16, 32), backends=_KERNELS, source=_UNIEP, most=32,
-        doc="Programs of a multiprocessor that add a token's slots (not mega).",
+        doc="Programs per multiprocessor that add a token's slots (not mega).",
         helps="As many as hide the latency of memory; more leave nothing for what runs at the same time.",
     )  # fmt: skip
     sum_warps: int = dimension(
@@ -380,7 +380,7 @@ class Schedule:
     )  # fmt: skip
     pass_programs: int = dimension(
         1, (1, 2, 4), backends=(GPU,), source=_UNIEP, most=32,
-        doc="Programs of a multiprocessor in passes that dispatch tokens or return rows (serial; dispatches also for "
+        doc="Programs per multiprocessor of passes that dispatch tokens or return rows (serial; dispatches also for "
         "received=again, returns also behind operators of one's own).",
         helps="More have more stores in flight.",
     )  # fmt: skip

@@ -130,6 +130,7 @@ class _Call:
         self.dispatched = self.device and self.wired and way.gates and not way.mega  # by a stage of its own
         self.move = "pull" if way.pulls else "push"
         self.publish = "publish_kernel" * (way.pulls and self.wired)
+        self.in_torch = way.backend == CPU or (way.backend == COLLECTIVE and bool(way.lora))  # tile bodies compute
         self.beside = way.down_sms if self.is_forward else 0
         self.has_mask = False
         self.barrier = "barrier_kernel" * self.remote
@@ -215,7 +216,7 @@ class _Call:
             make = self.make
         if low := self.shrink("gate_up", "w13", ("u13", until), make):
             made, make = made + low, self.make
-        h = (("h", SAVED),) * save if not way.recomputes else (("h", END),) * (way.backend == CPU)
+        h = (("h", SAVED),) * save if not way.recomputes else (("h", END),) * self.in_torch
         made.append(make("gate_up", "gate_up", "gate_up_kernel", buffers=(("act", END), *h), **how))
         if way.separate:
             made.append(self.make("activation", "activation"))
@@ -270,7 +271,7 @@ class _Call:
         way, flags = self.way, self.flags
         apart = way.separate_gradient
         until = "activation_gradient" if self.device else END
-        raw = (("raw", until),) * (apart or way.backend == COLLECTIVE)
+        raw = (("raw", until),) * (apart or not self.in_torch)
         through = (*raw, ("dh", END), ("act", END), ("dweight_groups", END))
         made = [self.recompute(until)] if way.recomputes else []
         low = self.shrink("down_grad", "w2", ("v2", END), self.product)
@@ -350,16 +351,36 @@ class _Call:
 
     def collective(self) -> list[Stage]:
         """Each stage begins when the one before has ended; what computes is `backends/collective/local_experts.py`."""
-        forward, parts = self.is_forward, (("parts", END),) * self.way.grouped
+        forward, again, parts = self.is_forward, self.way.again, (("parts", END),) * self.way.grouped
         saved = tuple((n, SAVED) for n in ("fingerprint", "row_weight", "plan", "rows", "received") * forward)
         inner = [s for s in (self.forward() if forward else self.backward()) if s.name not in ("keep", "combine")]
-        again = [Stage(name="dispatch_again", kernels=("all_to_all",))] * (self.way.again and not forward)
-        sent, sums = (("sent", END), ("x_rows", END)), ("collect",) * (not forward and self.flags.weights)
+        if self.in_torch:
+            inner = self.by_expert(inner)
+        sums, x = ("collect",) * (not forward and self.flags.weights), (("received_again", END),) * again
+        made = x if forward else (("received_dy", END),)
+        made += (("x_rows", END),) * (not self.in_torch)
         return [
             Stage(name="enter", kernels=("all_gather",), buffers=(*saved, *parts)),
-            *again,
-            Stage(name="dispatch", operators=("push",), kernels=("all_to_all",), buffers=sent),
+            *[self.exchanged("dispatch_again", (), x)] * (again and not forward),
+            self.exchanged("dispatch", ("push",), made),
             *inner,
-            Stage(name="return", kernels=("all_to_all",), buffers=(("slots", END),)),
+            Stage(name="return", kernels=("all_to_all",), buffers=(("sorted", "return"), ("slots", END))),
             Stage(name="combine", operators=(*sums, "combine"), buffers=(("y" if forward else "dx", CALLER),)),
+        ]
+
+    def exchanged(self, name: str, operators: tuple[str, ...], made: tuple[tuple[str, str], ...]) -> Stage:
+        """An all-to-all of tokens."""
+        return Stage(name=name, operators=operators, kernels=("all_to_all",), buffers=(("sent", name), *made))
+
+    def by_expert(self, computing: list[Stage]) -> list[Stage]:
+        """Torch operations on one expert's rows at a time, in memory of all rows that is made before the first expert
+        and, but for results, ends with the last.  A gradient passes the activation in matrices of the expert."""
+        first, last = computing[0], computing[-1].name
+        held = {n: last if until == END and n != "results" else until for s in computing for n, until in s.buffers}
+        through = "activation_gradient" if self.way.separate_gradient else "down_grad"
+        return [
+            dataclasses.replace(
+                s, buffers=tuple(held.items()) * (s is first) + (("of_expert", s.name),) * (s.name == through)
+            )
+            for s in computing
         ]

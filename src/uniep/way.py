@@ -17,6 +17,8 @@ from uniep.dimension import COLLECTIVE, GPU, MEASURED, Measured, listed
 from uniep.row_operator import PLACES, RowOperator
 from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_share
 
+ADAPTABLE = "w13", "w2"
+"""The weights that may have low-rank factors."""
 _BEHIND_RESULTS = {"down", "gate_up_grad"}  # products whose rows return
 
 
@@ -43,7 +45,7 @@ class Way:
     sends_by_expert: the order of send lists.
     push_programs: programs of those kernels that push, or pull, first.  push_rounds: turns of the tile loop that this
         lasts, in the forward and the backward.
-    sum_programs, sum_warps: programs of a multiprocessor that add slots, and their warps.  pass_programs, pass_warps:
+    sum_programs, sum_warps: programs per multiprocessor that add slots, and their warps.  pass_programs, pass_warps:
         of passes that move rows.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
     leads: how many these few are, in the forward and the backward.  waves: of tiles by arrival, which take their place.

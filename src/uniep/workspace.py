@@ -33,7 +33,7 @@ from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import DIRECTIONS, Direction, Program, stages
 from uniep.tuner import choose
-from uniep.weights import ADAPTABLE
+from uniep.way import ADAPTABLE
 
 if TYPE_CHECKING:
     from uniep.backends.base import Backend

@@ -8,9 +8,14 @@ import pytest
 import test_gradient_shards
 import torch
 from case import config, equal_bits, named_error, random_batch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import uniep
-from uniep.weights import Lora
+from uniep.backends.base import Inputs, Needs
+from uniep.schedule import DEFAULT_SCHEDULES
+from uniep.weights import ExpertWeights, Lora
 
 TOKENS = (70, 33, 0, 150)
 SCALE = 0.75
@@ -262,3 +267,55 @@ def test_blocks_of_ranks(pool, dtype):
     for rank, found in enumerate(pool.run(copies, cfg)):
         for name, got, want in zip(NAMES[3:], found, whole, strict=True):
             equal_bits(got, want[batch_of(cfg).experts(rank % 2, 2)], f"rank {rank}: {name}")
+
+
+class Live(TorchDispatchMode):
+    """peak: the most bytes that tensors made inside it have taken at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = lambda tree: [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]  # noqa: E731
+        given = {memory._cdata for memory in tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        made = {m._cdata: (StorageWeakRef(m), m.nbytes()) for m in tensors(out) if m._cdata not in given}
+        self.held = {key: held for key, held in (self.held | made).items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.held.values()))
+        return out
+
+
+def memory_of_a_call(world, cfg, ep, schedule):
+    """(measured, planned) most bytes of a forward and its backward on nccl, without the fixed-order sums, which on GPUs
+    are a kernel."""
+    local, rank, like = cfg.num_experts // ep, 8, {"dtype": cfg.dtype}
+    x = torch.zeros(cfg.max_tokens_per_rank, cfg.hidden, **like)
+    t, n = torch.arange(len(x)), cfg.num_experts
+    ids = torch.stack([t % n, (t + 1 + t // n % (n - 1)) % n], 1)  # every pair of experts as often
+    zeros = [t[:local].contiguous() for t in map(torch.zeros_like, factors(cfg, rank))]
+    experts = dataclasses.replace(
+        ExpertWeights.zeros(cfg, local, **like), lora=Lora(tuple(zeros[:2]), tuple(zeros[2:]), SCALE)
+    )
+    inputs = Inputs(x, ids, torch.zeros(ids.shape), experts)
+    how = {"device": "cpu", "backend": "nccl", "schedule": schedule, "timeout_s": case.TIMEOUT_S}
+    with uniep.Workspace(cfg, world.group(ep), **how) as ws:
+        ws.backend._threads = None  # a mode sees its own thread
+        ws.backend.experts.combine = lambda slots_TKD, *_: slots_TKD.sum(1)
+        ws.backend.experts.add_parts = lambda rows_ND, row_PK, _: rows_ND.new_empty(len(row_PK), cfg.hidden)
+        with Live() as live:
+            _, saved = ws.backend.forward(inputs, save=True)
+            ws.backend.backward(x, inputs, saved, Needs(biases=False))
+    return live.peak, uniep.plan_memory(cfg, ep, backend="nccl", schedule=schedule, lora=rank).peak_bytes()
+
+
+@pytest.mark.parametrize("how", [{}, {"received": "again"}, {"preactivation": "recomputed"}], ids=str)
+@pytest.mark.parametrize(("hidden", "ffn", "experts", "groups"), [(192, 128, 16, None), (128, 256, 4, 2)])
+def test_planned_memory_is_that_of_nccl(pool, hidden, ffn, experts, groups, how):
+    """Within 5 %: no rows of x or dO are copied, and an expert's rows are in fp32 at a time."""
+    sizes = {"hidden": hidden, "ffn": ffn, "num_experts": experts, "combine_groups": groups}
+    cfg = config(**sizes, dtype=torch.bfloat16, max_tokens_per_rank=1000)
+    schedule = dataclasses.replace(DEFAULT_SCHEDULES["nccl"], **how)
+    for ep in (1, 2):
+        for measured, planned in pool.run(memory_of_a_call, cfg, ep, schedule, ranks=ep):
+            assert measured == pytest.approx(planned, rel=0.05)

@@ -92,8 +92,8 @@ RECOMPUTED = {
 }
 SCHEDULES |= {"gradient beside": FUSED, **MEGA, **RECOMPUTED}
 AGAIN = dict(SCHEDULES)
-"""Of calls that are made again: one from records does not wait for its copies (one_gpu.py)."""
-if SHARED:
+"""For tests that repeat a call.  The third time it comes from records."""
+if SHARED:  # a call from records does not wait for its copies as one_gpu.py needs it
     del AGAIN["gradient beside"], AGAIN["recomputed"]
 SHAPE = {"hidden": 512, "ffn": 264, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 1024}
 

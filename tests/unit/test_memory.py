@@ -67,6 +67,11 @@ def test_low_rank_factors():
     assert adapted["u2"].during[:2] == ("forward: down_shrink", "forward: down")
     blocks = by_name(plan_memory(dataclasses.replace(CFG, gradient_shards=4), 2, copies=2, backend="nccl", lora=24))
     assert blocks["dlora13_blocks"].bytes == 2 * 2 * adapted["dlora13"].bytes and "dw13_sum" not in blocks
+    assert not {"block_rows", "x_rows", "raw"} & blocks.keys(), "torch operations, an expert at a time"
+    of_blocks = [
+        by_name(plan_memory(dataclasses.replace(CFG, gradient_shards=4), 2, copies=2, lora=r)) for r in (None, 24)
+    ]
+    assert of_blocks[1]["block_rows"].shape[1] - of_blocks[0]["block_rows"].shape[1] == 2 * 32, "and their factors"
     for r, error in ((0, ConfigError), (12, UnsupportedError), (136, UnsupportedError)):
         with pytest.raises(error, match=f"lora.* is {r}; "):
             plan_memory(CFG, 2, lora=r)
@@ -93,8 +98,10 @@ def test_received_tokens():
     two, one = by_name(plan_memory(CFG, 2, backend="cpu")), by_name(plan_memory(CFG, 1, backend="cpu"))
     assert two["received"].bytes == pytest.approx(8192 * 7168 * 2, rel=0.01)
     assert one["receive"].shape == (1, 7168) and one["received"].shape == (0, 7168)
-    again = plan_memory(CFG, 2, backend="nccl", schedule=Schedule(received="again"))
-    assert by_name(again)["received"].shape == (0, 7168)
+    again = by_name(plan_memory(CFG, 2, backend="nccl", schedule=Schedule(received="again")))
+    assert again["received"].shape == (0, 7168)
+    assert {"forward: gate_up", "backward: dispatch", "backward: combine"} <= {*again["received_again"].during}
+    assert again["received_dy"].shape == again["received_again"].shape == (two["received"].shape[0] + 1, 7168)
 
 
 @pytest.mark.parametrize(("transfer", "slots"), [("push", 768), ("copy", 1152)])

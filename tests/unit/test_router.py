@@ -324,10 +324,11 @@ def test_autocast():
         x = torch.randn(9, 64)
         want = layer(x.bfloat16()), layer.shared(x.bfloat16())
         layer.float()
-        ids = layer.route(x)[0]
+        routed, dense = layer.route(x), linear(x, layer.router.weight)
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
-            assert torch.equal(layer.shared(x), want[1]) and torch.equal(layer.route(x)[0], ids)
+            assert torch.equal(layer.shared(x), want[1]) and all(map(torch.equal, layer.route(x), routed))
+            assert torch.equal(linear(x, layer.router.weight), dense)
         assert y.dtype == torch.bfloat16 and (y - want[0]).abs().mean() < 0.02
         y.float().square().sum().backward()
         assert layer.router.weight.grad.dtype == torch.float32

@@ -19,8 +19,7 @@ from uniep.sim.machine import machines
 from uniep.tuner import tables
 from uniep.tuner.explain import explain as explained
 from uniep.tuner.model import Card, cards, load_card
-from uniep.way import resolve
-from uniep.weights import ADAPTABLE
+from uniep.way import ADAPTABLE, resolve
 
 
 def explain(

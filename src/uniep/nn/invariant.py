@@ -16,7 +16,7 @@ Shape suffixes: T tokens, D inputs, N outputs, F half of the activation's inputs
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,13 @@ ROWS = 64
 """Rows that are computed together: PyTorch's elementwise loops may use another code path for a ragged tail."""
 
 
-def settings(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """The settings that decide bits on the device of x; the products here run inside this context."""
-    return fixed_settings() if x.device.type == "cpu" else contextlib.nullcontext()
+@contextlib.contextmanager
+def settings(x: Tensor) -> Iterator[None]:
+    """The settings that decide bits on the device of x, and no autocast, which would round fp32 operands; the products
+    here run inside this context."""
+    of_device = fixed_settings() if x.device.type == "cpu" else contextlib.nullcontext()
+    with torch.autocast(x.device.type, enabled=False), of_device:
+        yield
 
 
 def row_products(a_TK: Tensor, b_KN: Tensor) -> Tensor:

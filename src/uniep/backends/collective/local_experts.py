@@ -131,7 +131,7 @@ class TorchExperts:
     ) -> tuple[Tensor, Tensor | None]:
         rows, shared, x_TD = self._rows(routed), self._shared(tokens, routed), tokens.local
         nothing = torch.empty(0, self.cfg.top_k)
-        bodies = cpu_tiles.Forward(rows, shared, x_TD, nothing, nothing, experts, keep=False)
+        bodies = cpu_tiles.Forward(rows, shared, x_TD[:0], nothing, nothing, experts, keep=False)  # sends and sums none
         bodies.x_rows = cpu_tiles.Gather(x_TD, tokens.received, rows, compact=True)
         for block in _segments(routed.plan, self.cfg.ffn):
             bodies.gate_up(block)
@@ -150,7 +150,8 @@ class TorchExperts:
         x_rows = cpu_tiles.Gather(x.local, x.received, rows, compact=True)
         no_ids = torch.empty(0, cfg.top_k)
         apart = self.way.separate_gradient
-        bodies = cpu_tiles.Backward(rows, shared, dy.local, no_ids, experts, h_NF, x_rows, needs, main_grads, apart)
+        none = dy.local[:0]  # to send or to sum
+        bodies = cpu_tiles.Backward(rows, shared, none, no_ids, experts, h_NF, x_rows, needs, main_grads, apart)
         biases = needs.biases and cfg.bias
         bodies.dy_rows = cpu_tiles.Gather(dy.local, dy.received, rows, compact=True)
         if h_NF is None:
