@@ -23,7 +23,7 @@ from torch import Tensor
 import uniep
 from cases import ROUTINGS, Case, make_case, parse_shape
 from layers import UniEPLayer, Workspaces
-from moe import DTYPES, Bench, Parser, everyone, of_run
+from moe import Bench, Parser, add_run_options, everyone, of_run
 from peers import DeepEp, DeepEpLayer, Layer, Liger, LigerLayer, NcclLayer
 from uniep.reference import composition
 
@@ -192,7 +192,6 @@ class Bits(Bench):
 
 def options(argv: list[str] | None) -> argparse.Namespace:
     made = Parser(prog="bits.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", help="results file")
     made.add_argument("--shape", default="qwen3-30b", help="a name or DxFxExK (default %(default)s)")
     made.add_argument("--tokens", type=int, default=2048, help="tokens per rank (default %(default)s)")
     made.add_argument("--routing", choices=ROUTINGS, default="balanced")
@@ -204,10 +203,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
         "--weight-at", choices=("output", "activation"), default="activation",
         help="of uniep; most peers weight the activation (default %(default)s)",
     )  # fmt: skip
-    made.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--timeout-s", type=float, default=120, help="longest wait for a peer (default %(default)s)")
-    made.add_argument("--commit", help="recorded in the results where there is no git checkout")
+    add_run_options(made)
     made.set_defaults(directions="fwd_bwd")
     args = made.parse_args(argv)
     if unknown := [name for name in args.impl.split(",") if name not in IMPLS]:

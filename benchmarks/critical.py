@@ -42,7 +42,7 @@ from torch import Tensor
 import timing
 import uniep
 from cases import ROUTINGS, Case, make_case, make_weights, parse_shape
-from moe import DTYPES, commit, of_run
+from moe import DTYPES, add_run_options, commit, of_run
 from uniep.backends.base import Inputs, Needs
 from uniep.kernels.claims import claim, claimed
 from uniep.schedule import Schedule, default_schedule
@@ -124,7 +124,7 @@ class Bench:
 
     def write(self) -> None:
         if self.rank == 0 and self.args.json:
-            path = Path(self.args.json)
+            path = self.args.json
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.results, indent=1) + "\n")
 
@@ -329,14 +329,13 @@ def simulated(args: argparse.Namespace) -> None:
     if args.json:
         meta = {"machine": machine.name, "ep": args.ep, "commit": args.commit or commit(), "measured": args.measured,
                 "command": shlex.join(["benchmarks/critical.py", *sys.argv[1:]])}  # fmt: skip
-        Path(args.json).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:
     """Parsed and checked arguments; a bad one ends the program before any process waits for another."""
     raw = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(prog="critical.py", description=__doc__, formatter_class=raw)
-    made.add_argument("--json", help="results file, rewritten after every row")
     made.add_argument("--shapes", default="qwen3-30b,dsv2-lite", help="names, or DxFxExK (default %(default)s)")
     made.add_argument("--tokens", default="512,1024,2048,4096,8192", help="per rank (default %(default)s)")
     made.add_argument("--routing", choices=ROUTINGS, default="balanced")
@@ -350,9 +349,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     made.add_argument("--dispatch-tokens", default="512,2048", help="T with task records; '' for none")
     made.add_argument("--budget-s", type=float, default=float("inf"), help="begin nothing more after so many seconds")
     made.add_argument("--timeout-s", type=float, default=120, help="longest wait for a peer (default %(default)s)")
-    made.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--commit", help="recorded in the results where there is no git checkout")
+    add_run_options(made)
     made.add_argument("--simulate", metavar="MACHINE", help="predict the rows; needs no GPU and no torchrun")
     made.add_argument("--measured", metavar="FILE", help="results to print beside predicted ones")
     made.add_argument("--ep", type=int, default=2, help="ranks, with --simulate (default %(default)s)")

@@ -21,17 +21,15 @@ import argparse
 import ctypes
 import dataclasses
 import json
-import shlex
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cases import choose_experts, make_case, make_weights, parse_shape
+from moe import add_file_options, of_run
 from played import ALWAYS, enter_peers, rank_0
 from uniep.backends.base import Inputs
 from uniep.backends.hopper.backend import HopperBackend
@@ -255,7 +253,6 @@ def measure(emulation: Emulation, variants: list[str], repeats: int) -> list[dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--shapes", default="qwen3-30b,deepseek-v3")
     parser.add_argument("--ranks", default="4,8")
     parser.add_argument("--tokens", type=int, default=8192)
@@ -264,13 +261,10 @@ def main() -> None:
     parser.add_argument("--copy-rate", type=float, default=361.0, help="GB/s of a copy from peer to peer")
     parser.add_argument("--return-rate", type=float, default=303.0, help="GB/s of rows that return")
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--commit", default="")
+    add_file_options(parser)
     args = parser.parse_args()
-    meta = {
-        "card": torch.cuda.get_device_name(), "emulated": True, "torch": torch.__version__, "commit": args.commit,
-        "command": shlex.join(["benchmarks/emulate.py", *sys.argv[1:]]), "copy_rate": args.copy_rate,
-        "return_rate": args.return_rate, "repeats": args.repeats,
-    }  # fmt: skip
+    meta = of_run("emulate.py", torch.device("cuda"), args.commit, 1) | {"emulated": True}
+    meta |= {name: getattr(args, name) for name in ("copy_rate", "return_rate", "repeats")}
     rows = []
     for name in args.shapes.split(","):
         for ranks in map(int, args.ranks.split(",")):

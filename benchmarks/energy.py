@@ -1,6 +1,6 @@
 """Energy on one GPU: joules per TFLOP of the grouped products and of a layer, uniep's and PyTorch's; L2 hit rates.
 
-    python benchmarks/energy.py --json benchmarks/results/h200_energy.json
+    python benchmarks/energy.py --json benchmarks/results/h200x1_energy.json
 
 Energy is the GPU's own counter (NVML, whole board).  Calls run back to back; after --warm-s counting begins and ends at
 a step of the counter.  Joules of a call: mean watts times its mean time.  "above idle": less the watts of the idle GPU.
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from cases import Case, Shape, make_case, make_weights, parse_shape
 from critical import empty_tasks
 from kernels import collect, sort_by_expert, spread
 from layers import UniEPLayer
-from moe import of_run
+from moe import add_file_options, of_run
 from peers import Layer, PeerLayer
 from products import Products
 from uniep.kernels.activation import activate
@@ -168,17 +168,14 @@ def layers(shape: Shape, tokens: int, device: torch.device) -> Iterator[tuple[st
     wanted: tuple[Tensor, ...] = ()
     for name, change in LAYERS.items():
         usual = default_schedule("hopper", cfg, 1)
-        workspace = uniep.Workspace(
-            cfg, None, device=device, schedule=parse_schedule(change, usual) if change else usual
-        )
-        layer = UniEPLayer(workspace)
-        layer.prepare(case, True)
-        got = layer.forward_backward(case)
-        wanted = wanted or got
-        for mine, theirs in zip(got, wanted, strict=True):
-            assert torch.equal(mine, theirs), f"{shape.name}: {name} differs from uniep"
-        yield name, layer, case
-        workspace.close()
+        with uniep.Workspace(cfg, None, device=device, schedule=parse_schedule(change, usual)) as workspace:
+            layer = UniEPLayer(workspace)
+            layer.prepare(case, True)
+            got = layer.forward_backward(case)
+            wanted = wanted or got
+            for mine, theirs in zip(got, wanted, strict=True):
+                assert torch.equal(mine, theirs), f"{shape.name}: {name} differs from uniep"
+            yield name, layer, case
     del wanted
     yield "grouped_mm", GroupedMmLayer(), case
 
@@ -279,8 +276,9 @@ def l2_rows(shape: Shape, name: str, args: argparse.Namespace) -> list[dict[str,
     metrics = ["--metrics", ",".join(L2_METRICS)]
     done = subprocess.run([*ncu, *metrics, *me, "--profiled", name], capture_output=True, text=True, check=False)
     found = of_kernels(done.stdout)
-    if not found:
-        print(f"ncu found nothing: {done.stdout[-500:]} {done.stderr[-500:]}", flush=True)
+    if done.returncode or not found:
+        text = f"{done.stdout[-500:]} {done.stderr[-500:]}"
+        raise SystemExit(f"ncu ended with {done.returncode} and {len(found)} kernels of {name!r}: {text}")
     return [{"shape": shape.name, "layer": name, **row} for row in found]
 
 
@@ -344,17 +342,27 @@ def vector_rows(meter: Meter, idle: float, args: argparse.Namespace, device: tor
         yield {"what": f"SwiGLU + addition, {rows} x {columns}", "side": name, **{k: found[k] for k in kept}}
 
 
-def main() -> None:
+PARTS = ("products", "layer", "vector", "tasks", "l2")
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed and checked arguments."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path, help="results file")
     arguments.add_argument("--shapes", default="qwen3-30b,qwen3-235b,deepseek-v3")
     arguments.add_argument("--tokens", type=int, default=8192)
-    arguments.add_argument("--parts", default="products,layer,vector,tasks,l2", help="(default %(default)s)")
+    arguments.add_argument("--parts", default=",".join(PARTS), help="(default %(default)s)")
     arguments.add_argument("--seconds", type=float, default=0.8, help="counted, of each (default %(default)s)")
     arguments.add_argument("--warm-s", type=float, default=0.3, help="before counting (default %(default)s)")
-    arguments.add_argument("--commit", help="recorded in the results where there is no git checkout")
+    add_file_options(arguments)
     arguments.add_argument("--profiled", help=argparse.SUPPRESS)
-    args = arguments.parse_args()
+    args = arguments.parse_args(argv)
+    if unknown := [part for part in args.parts.split(",") if part not in PARTS]:
+        arguments.error(f"--parts {unknown[0]!r} is unknown; use one or more of {', '.join(PARTS)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = options(argv)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
@@ -362,7 +370,13 @@ def main() -> None:
     shapes = [parse_shape(name) for name in args.shapes.split(",")]
     if args.profiled:
         profiled(shapes[0], args.profiled, args.tokens, device)
-        return
+    else:
+        measure(shapes, args, device)
+    dist.destroy_process_group()
+
+
+def measure(shapes: Sequence[Shape], args: argparse.Namespace, device: torch.device) -> None:
+    """All parts; results are written after every row."""
     results: dict[str, Any] = {"meta": of_run("energy.py", device, args.commit) | {"tokens": args.tokens}, "rows": []}
 
     def keep(row: dict[str, Any], where: str = "rows") -> None:
@@ -389,7 +403,6 @@ def main() -> None:
         for name in LAYERS:
             for row in l2_rows(shapes[0], name, args):
                 keep(row, "l2")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

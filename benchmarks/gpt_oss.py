@@ -14,7 +14,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from torch import Tensor
 
 import timing
 import uniep
-from cases import Case, make_case, make_weights
+from cases import Case, make_case, make_weights, parse_shape
 from moe import DTYPES, add_run_options, of_run, relative_error
-from uniep.shapes import Shape, parse_shape
+from uniep.shapes import Shape
 
 LIMIT = 7.0
 TOLERANCE = 0.02  # relative error of bf16 results that round at different places
@@ -108,7 +107,7 @@ def measured(layers: dict[str, Layer], direction: str, load: str, args: argparse
 
 def main(argv: Sequence[str] | None = None) -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--shape", default="2880x2880x32x4", help="DxFxExK (default %(default)s)")
+    made.add_argument("--shape", default="2880x2880x32x4", help="a name or DxFxExK (default %(default)s)")
     made.add_argument("--tokens", default="2048,8192", help="per rank (default %(default)s)")
     made.add_argument("--samples", type=int, default=11, help="window calls of each (default %(default)s)")
     made.add_argument("--sustained-s", type=float, default=0.2, help="of one round (default %(default)s)")
@@ -138,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if ranks == 1:
                 layers["transformers"] = of_transformers(case, biases, shape)
                 apart = compare(layers["uniep"], layers["transformers"])
+            elif rank == 0:
+                print("without transformers, which is compared on one GPU", flush=True)
             for direction in ("fwd", "fwd_bwd"):
                 for load in ("window", "sustained"):
                     ms = measured(layers, direction, load, args)
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             without.check()
     if rank == 0 and args.json:
         meta = of_run("gpt_oss.py", device, args.commit) | {"shape": args.shape, "samples": args.samples}
-        Path(args.json).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -20,7 +20,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,19 +30,19 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.distributed import DistributedConfig
 
 import timing
+from cases import Shape, parse_shape
 from moe import DTYPES, add_run_options, of_run
 from uniep.integrations import hf
 
 NOISE = 0.1  # share of tokens that are drawn anew
 
 
-def config(args: argparse.Namespace) -> Qwen3MoeConfig:
-    hidden, ffn, experts, top_k = map(int, args.shape.split("x"))
+def config(args: argparse.Namespace, shape: Shape) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
-        vocab_size=args.vocabulary, hidden_size=hidden, intermediate_size=3 * ffn, moe_intermediate_size=ffn,
-        num_experts=experts, num_experts_per_tok=top_k, num_hidden_layers=args.layers, head_dim=hidden // args.heads,
-        num_attention_heads=args.heads, num_key_value_heads=max(args.heads // 4, 1), norm_topk_prob=True,
-        use_cache=False,
+        vocab_size=args.vocabulary, hidden_size=shape.hidden, intermediate_size=3 * shape.ffn,
+        moe_intermediate_size=shape.ffn, num_experts=shape.num_experts, num_experts_per_tok=shape.top_k,
+        num_hidden_layers=args.layers, head_dim=shape.hidden // args.heads, num_attention_heads=args.heads,
+        num_key_value_heads=max(args.heads // 4, 1), norm_topk_prob=True, use_cache=False,
     )  # fmt: skip
 
 
@@ -107,7 +106,7 @@ def trained(args: argparse.Namespace, device: torch.device, folder: str) -> dict
 
 def main(argv: Sequence[str] | None = None) -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--shape", default="2048x768x128x8", help="of the MoE layers, DxFxExK (default %(default)s)")
+    made.add_argument("--shape", default="2048x768x128x8", help="of MoE layers, name or DxFxExK (default %(default)s)")
     made.add_argument("--layers", type=int, default=4, help="(default %(default)s)")
     made.add_argument("--heads", type=int, default=16, help="of attention (default %(default)s)")
     made.add_argument("--vocabulary", type=int, default=8192, help="(default %(default)s)")
@@ -120,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = made.parse_args(argv)
     if args.steps <= args.warm_up:
         made.error(f"--steps {args.steps} leaves none to time; more than --warm-up {args.warm_up} are needed")
+    shape = parse_shape(args.shape)
     device, _ = timing.start_ranks(args.device, 600)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     registration = hf.register(max_tokens_per_rank=args.batch * args.length)
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if rank == 0:
             torch.manual_seed(0)
             with device:  # a processor draws 2.5e9 numbers for a minute
-                made_here = Qwen3MoeForCausalLM(config(args)).to(DTYPES[args.dtype])
+                made_here = Qwen3MoeForCausalLM(config(args, shape)).to(DTYPES[args.dtype])
             made_here.save_pretrained(own)
             del made_here
         dist.barrier()
@@ -149,10 +149,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                   f"{row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}")  # fmt: skip
         print(f"speedup {rows[0]['step_ms'] / rows[1]['step_ms']:.3f}; losses differ by at most {apart:.2g}")
         if args.json:
-            wanted = ("shape", "layers", "heads", "vocabulary", "batch", "length", "steps", "warm_up", "dtype")
+            wanted = ("shape", "layers", "heads", "vocabulary", "batch", "length", "steps", "turn", "warm_up", "dtype")
             meta = of_run("hf.py", device, args.commit) | {"transformers": transformers.__version__}
             meta |= {name: getattr(args, name) for name in wanted}
-            Path(args.json).write_text(json.dumps({"meta": meta, "rows": rows, "apart": apart}, indent=1) + "\n")
+            args.json.write_text(json.dumps({"meta": meta, "rows": rows, "apart": apart}, indent=1) + "\n")
     registration.free()
     dist.barrier()
     dist.destroy_process_group()

@@ -17,7 +17,6 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ import timing
 import uniep
 from cases import make_case, make_weights, parse_shape
 from layers import UniEPLayer
-from moe import of_run
-from uniep.kernels.plan import clock_kernel
+from moe import add_file_options, of_run
+from uniep.kernels.entry import clock_kernel
 from uniep.launch import driver
 
 CALLS = 40
@@ -92,8 +91,7 @@ def main() -> None:
     made.add_argument("--tokens", default="64,512,2048", help="a list (default %(default)s)")
     made.add_argument("--modes", default="sync-free,default", help="(default %(default)s)")
     made.add_argument("--profile", action="store_true")
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--commit", help="recorded in the file")
+    add_file_options(made)
     args = made.parse_args()
     device, control = timing.start_ranks("cuda", 600)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -140,7 +138,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
     if rank == 0 and args.json:
         meta = {**of_run("host.py", device, args.commit), **machine}
-        Path(args.json).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     dist.destroy_process_group()
 
 

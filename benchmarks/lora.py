@@ -1,6 +1,6 @@
 """Time training by low-rank factors next to training experts whole: forward + backward of one layer, and its memory.
 
-    torchrun --standalone --nproc-per-node=1 benchmarks/lora.py --json benchmarks/results/h200_lora.json
+    torchrun --standalone --nproc-per-node=1 benchmarks/lora.py --json benchmarks/results/h200x1_lora.json
 
 Variants: "whole"; "lora-R", factors of rank R on the `hopper` backend, and "lora-R-nccl".  Before anything is timed,
 results of factors are compared: with those of the serial schedule bit by bit, with those of `nccl` by their norm.  All
@@ -15,7 +15,6 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 import timing
 import uniep
 from cases import Case, make_case, make_weights, parse_shape
-from moe import of_run
+from moe import add_file_options, of_run
 
 NAMES = ("y", "dx", "dweights", "dA13", "dB13", "dA2", "dB2")
 
@@ -89,8 +88,7 @@ def main() -> None:
     made.add_argument("--ranks", default="16,64", help="of factors, a list (default %(default)s)")
     made.add_argument("--rounds", type=int, default=15)
     made.add_argument("--stages", action="store_true")
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--commit", help="recorded in the file")
+    add_file_options(made)
     args = made.parse_args()
     device, _ = timing.start_ranks("cuda", 600)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -142,7 +140,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     if rank == 0 and args.json:
         meta = of_run("lora.py", device, args.commit)
-        Path(args.json).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     dist.destroy_process_group()
 
 

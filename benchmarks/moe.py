@@ -89,9 +89,8 @@ class Bench:
 
     def write(self) -> None:
         if self.rank == 0 and self.args.json:
-            path = Path(self.args.json)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.results, indent=1) + "\n")
+            self.args.json.parent.mkdir(parents=True, exist_ok=True)
+            self.args.json.write_text(json.dumps(self.results, indent=1) + "\n")
 
     def attempt(self, what: str, call: Callable[[], Result]) -> Result | None:
         """`call()`, or None on every rank (and the reason printed) if it fails on any."""
@@ -413,12 +412,17 @@ def everyone(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts)
 
 
+def add_file_options(made: argparse.ArgumentParser) -> None:
+    """What every benchmark takes: --json, --commit."""
+    made.add_argument("--json", metavar="FILE", type=Path, help="results file")
+    made.add_argument("--commit", help="recorded in the results where there is no git checkout")
+
+
 def add_run_options(made: argparse.ArgumentParser) -> None:
-    """What most benchmarks of layers take: --dtype, --device, --json, --commit."""
+    """What most benchmarks of layers take: --dtype and --device, too."""
     made.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--commit", help="recorded in the file where there is no git checkout")
+    add_file_options(made)
 
 
 def of_run(script: str, device: torch.device, told: str | None, ranks: int | None = None) -> dict[str, Any]:
@@ -455,7 +459,6 @@ class Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     made = Parser(prog="moe.py", description=__doc__, formatter_class=raw)
-    made.add_argument("--json", help="results file, rewritten after every case")
     made.add_argument("--shape", "--shapes", dest="shapes", default=DEFAULT_SHAPES, help="a list (default %(default)s)")
     made.add_argument("--tokens", default="8192", help="tokens per rank, a list (default %(default)s)")
     made.add_argument("--routing", default="balanced", help="balanced, zipf (default %(default)s)")
@@ -487,9 +490,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--weight-at", choices=("output", "activation"), default="output")
     made.add_argument("--no-check", dest="check", action="store_false", help="skip the comparison with fp32")
     made.add_argument("--timeout-s", type=float, default=120, help="longest wait for a peer (default %(default)s)")
-    made.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--commit", help="recorded in the results where there is no git checkout")
+    add_run_options(made)
     return made
 
 

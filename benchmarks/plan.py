@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import uniep
 from cases import parse_shape
+from moe import add_file_options, of_run
 from played import enter_peers, rank_0
 from uniep.backends.hopper.backend import HopperBackend
-from uniep.kernels.plan import clock_kernel
+from uniep.kernels.entry import clock_kernel
 from uniep.launch.driver import launch
 from uniep.routing import build_plan
 from uniep.schedule import default_schedule, parse_schedule
@@ -79,13 +78,12 @@ def kernels_us(backend: HopperBackend, ids: Tensor, weights: Tensor, repeats: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--shape", default="qwen3-30b", type=parse_shape)
     parser.add_argument("--tokens", default="512,8192")
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--schedule", default="", help="what differs from the default, such as arrival_waves=8")
-    parser.add_argument("--commit", default="")
+    add_file_options(parser)
     args = parser.parse_args()
     rows = []
     for ranks in map(int, args.ranks.split(",")):
@@ -120,11 +118,8 @@ def main() -> None:
             backend.close()
             del backend
             torch.cuda.empty_cache()
-    meta: dict[str, Any] = {
-        "card": torch.cuda.get_device_name(), "torch": torch.__version__, "uniep": uniep.__version__,
-        "commit": args.commit, "repeats": args.repeats, "schedule": args.schedule, "command": "benchmarks/plan.py",
-        "emulated": True,
-    }  # fmt: skip
+    meta = of_run("plan.py", torch.device("cuda"), args.commit, 1) | {"emulated": True}
+    meta |= {name: getattr(args, name) for name in ("repeats", "schedule")}
     if args.json:
         args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 

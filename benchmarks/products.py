@@ -14,24 +14,20 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 
 import timing
 import uniep
 from cases import Shape, make_case, make_weights, parse_shape
 from kernels import grouped_mm
-from moe import commit
+from moe import add_file_options, of_run
 from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Addresses, Tokens
 
@@ -199,12 +195,11 @@ def describe(row: dict[str, Any]) -> str:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path, help="results file")
     arguments.add_argument("--shapes", default="qwen3-30b,dsv2-lite,qwen3-235b,deepseek-v3,mixtral-8x7b")
     arguments.add_argument("--tokens", type=int, default=8192, help="per rank")
     arguments.add_argument("--iters", type=int, default=20, help="window calls of each")
     arguments.add_argument("--sustained-s", type=float, default=0.1)
-    arguments.add_argument("--commit", help="recorded in the results where there is no git checkout")
+    add_file_options(arguments)
     args = arguments.parse_args()
     if quack_gemm is None:
         print("without quack-kernels, which cannot be imported; pip install quack-kernels", file=sys.stderr)
@@ -212,11 +207,8 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     timing.setup(device, None)
-    meta = {
-        "card": torch.cuda.get_device_name(), "gpus": 1, "torch": torch.__version__, "triton": triton.__version__,
-        "commit": args.commit or commit(), "command": shlex.join(["benchmarks/products.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"), "tokens": args.tokens, "experts_of": f"one of {RANKS} ranks",
-    }  # fmt: skip
+    meta = of_run("products.py", device, args.commit)
+    meta |= {"tokens": args.tokens, "experts_of": f"one of {RANKS} ranks"}
     found = []
     for shape in [parse_shape(name) for name in args.shapes.split(",")]:
         for row in of_shape(shape, args, device):

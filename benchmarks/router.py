@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 import timing
 import uniep
 from cases import make_weights, parse_shape
-from moe import of_run
+from moe import add_file_options, of_run
 from uniep.nn import Router, RouterConfig
 from uniep.nn.invariant import row_products
 
@@ -48,8 +47,7 @@ def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--shape", default="7168x2048x256x8", help="a name, or DxFxExK (default %(default)s)")
     made.add_argument("--tokens", type=int, default=8192)
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--commit", help="recorded in the file")
+    add_file_options(made)
     args = made.parse_args()
     device, _ = timing.start_ranks("cuda", 600)
     shape, ranks = parse_shape(args.shape), dist.get_world_size()
@@ -89,7 +87,7 @@ def main() -> None:
         workspace.check()
     if args.json and dist.get_rank() == 0:
         meta = of_run("router.py", device, args.commit)
-        Path(args.json).write_text(json.dumps({"meta": meta, "errors": errors, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"meta": meta, "errors": errors, "rows": rows}, indent=1) + "\n")
     dist.destroy_process_group()
 
 

@@ -14,7 +14,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         workspace.check()
     if rank == 0 and args.json:
         meta = of_run("shared.py", device, args.commit)
-        Path(args.json).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ from torch import Tensor
 import timing
 import uniep
 from cases import Shape, make_case, make_weights, parse_shape
-from moe import of_run, relative_error
+from moe import add_file_options, of_run, relative_error
 from uniep.kernels.arguments import Rows, Sums
 from uniep.kernels.gemm import halves, product_of_rows, tile_coordinates
 from uniep.kernels.rows import num_row_tiles
-from uniep.launch import staged
+from uniep.launch import operands, staged
 from uniep.launch.driver import launch
 from uniep.weights import ExpertWeights
 
@@ -103,11 +102,11 @@ class Layer:
 
         def unordered(into: Tensor) -> None:
             blocks = (
-                staged.rows_block(self.act_NF, tile.rows, tile.depth),
-                staged.w2_block(self.experts, 1, tile.columns, tile.depth),
+                operands.rows_block(self.act_NF, tile.rows, tile.depth),
+                operands.w2_block(self.experts, 1, tile.columns, tile.depth),
             )
-            constants = {"DEPTH": self.act_NF.shape[1], "WIDTH": into.shape[1], "TILE": staged.tile_shape(tile)}
-            launch(unordered_kernel, sms, (rows, *blocks, into), constants, **staged.options(fewer))
+            constants = {"DEPTH": self.act_NF.shape[1], "WIDTH": into.shape[1], "TILE": operands.tile_shape(tile)}
+            launch(unordered_kernel, sms, (rows, *blocks, into), constants, **operands.options(fewer))
 
         def in_fp32() -> Tensor:
             sums_TD.zero_()
@@ -146,8 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--tokens", type=int, default=8192, help="(default %(default)s)")
     made.add_argument("--iters", type=int, default=20, help="window calls of each (default %(default)s)")
     made.add_argument("--sustained-s", type=float, default=0.1, help="(default %(default)s)")
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--commit", help="recorded in the file where there is no git checkout")
+    add_file_options(made)
     args = made.parse_args(argv)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -156,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [row for name in args.shapes.split(",") for row in of_shape(name, args, device)]
     if args.json:
         meta = of_run("unordered.py", device, args.commit)
-        Path(args.json).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     dist.destroy_process_group()
 
 

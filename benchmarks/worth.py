@@ -5,11 +5,12 @@
 
 Without `--grid`: `uniep.trials.search` looks for the fastest Schedule of each shape for `--budget-s` seconds; then, in
 fresh processes, `moe.py` times the choice beside the default, the named strategies and the peers, both loads.  `tuned`
-is the choice where the search kept one, else the default.
+is the choice where the search kept one, else the default.  `left_out`: peers that failed here, as moe.py printed; then
+the exit status is 1.
 
 With `--grid`: every point of a declared grid (`GRID`) is proved (bits) and timed in turn with the default.  Written
-with them: how near the best of the first share of points, in the model's order, comes to the best of all; and the cost
-of each dimension's other values at the best point.
+with them: how near the best of the first share of points, in the model's order, comes to the best of all (null without
+a card file, from which the model predicts); and the cost of each dimension's other values at the best point.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from cases import SPANNING, parse_shape
-from moe import commit, of_run
+from moe import BY_NAME, add_file_options, commit, of_run
 from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import Shape
 from uniep.trials.fleet import DroppedError, Fleet
@@ -84,13 +85,14 @@ def timed(shape: str, tokens: int, changes: dict[str, Any], args: argparse.Names
     backend = "hopper" if args.device == "cuda" else "cpu"
     named = {name: impl for name in STRATEGIES for impl in implementations(name, backend)[0] if impl != "uniep"}
     tuned = "uniep@" + "+".join(f"{name}={value}" for name, value in changes.items()) if changes else "uniep"
-    peers = [*args.peers.split(",")] if args.peers else []
+    peers = args.peers.split(",") if args.peers else []
     impls, file = list(dict.fromkeys(["uniep", tuned, *named.values(), *peers])), Path(folder) / "rows.json"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ep}",
         str(Path(__file__).with_name("moe.py")), "--shape", shape, "--tokens", str(tokens), "--impl", ",".join(impls),
         "--load", "window,sustained", "--iters", str(args.iters), "--device", args.device, "--json", str(file),
         "--commit", args.commit or commit(), *(["--deepep", args.deepep] if args.deepep else []),
+        *(["--liger", args.liger] if args.liger else []),
         *(["--dtype", "fp32"] if args.device == "cpu" else []),
     ]  # fmt: skip
     subprocess.run(command, check=True, stdout=sys.stderr)
@@ -104,6 +106,7 @@ def timed(shape: str, tokens: int, changes: dict[str, Any], args: argparse.Names
         for name, times in (("strategy", strategies), ("peer", theirs)):
             best = min(times, key=times.__getitem__, default=None)
             row |= {name: best, f"{name}_ms": times[best] if best else None}
+        row["left_out"] = [name for name in peers if name not in of]
         made.append(row)
     return made
 
@@ -129,14 +132,16 @@ def whole_grid(shape: Shape, tokens: int, args: argparse.Namespace) -> dict[str,
     job = job_of(shape, tokens, args)
     every, usual = grid(job), default_schedule(job.backend, job.cfg, job.ep_size)
     card, load = card_of(args), Load.uniform(job.cfg, job.ep_size, tokens)
-    predicted = predict(load, Points.of(every), card).both.tolist() if card else [0.0] * len(every)
+    predicted = predict(load, Points.of(every), card).both.tolist() if card else [None] * len(every)
+    if card is None:
+        print("no card file of this machine: no model, so nothing is `reached`; give --card, or uniep tune --calibrate")
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     with Fleet(job) as ranks:
         want = ranks.ask("prove", usual, timeout_s=args.candidate_s)
         ranks.ask("take", timeout_s=args.candidate_s)
         for number, (schedule, us) in enumerate(zip(every, predicted, strict=True)):
-            row = {"changes": tables.as_changes(schedule, job.cfg, args.ep, job.backend), "predicted_us": round(us, 1)}
+            row = {"changes": tables.as_changes(schedule, job.cfg, args.ep, job.backend), "predicted_us": us}
             try:
                 if not ranks.alive:  # a fault ended them
                     ranks.ask("prove", usual, timeout_s=args.candidate_s)
@@ -156,13 +161,15 @@ def whole_grid(shape: Shape, tokens: int, args: argparse.Namespace) -> dict[str,
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """reached: the best of all over the best of the first SHARE in the model's order.  costs: of each dimension's other
-    values at the best point, as times over its time."""
+    """reached: the best of all over the best of the first SHARE in the model's order; None without predictions.  costs:
+    of each dimension's other values at the best point, as times over its time."""
     timed_ones = [row for row in rows if "score" in row]
     best = min(timed_ones, key=lambda row: row["score"])
     allowed = max(1, int(SHARE * len(rows)))
-    first = sorted(timed_ones, key=lambda row: row["predicted_us"])[:allowed]
-    reached = best["score"] / min(row["score"] for row in first)
+    reached = None
+    if best["predicted_us"] is not None:
+        first = sorted(timed_ones, key=lambda row: row["predicted_us"])[:allowed]
+        reached = round(best["score"] / min(row["score"] for row in first), 4)
     costs: dict[str, dict[str, float]] = {}
     for row in timed_ones:
         names = [n for n in {*row["changes"], *best["changes"]} if row["changes"].get(n) != best["changes"].get(n)]
@@ -171,12 +178,17 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             value = row["changes"].get(names[0], "default")
             costs.setdefault(names[0], {})[str(value)] = round(row["score"] / best["score"], 4)
     return {
-        "best": best["changes"], "best_score": best["score"], "timings_allowed": allowed, "reached": round(reached, 4),
+        "best": best["changes"], "best_score": best["score"], "timings_allowed": allowed, "reached": reached,
         "costs": dict(sorted(costs.items(), key=lambda item: -max(item[1].values()))),
     }  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+NEEDS = {"deepep": "deepep", "deepep-nowait": "deepep", "liger-cute": "liger"}
+"""Options that peers need."""
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed and checked arguments; a bad one ends the program before anything is searched."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--shapes", default=",".join(SPANNING), help="names, or DxFxExK (default %(default)s)")
     made.add_argument("--tokens", default="8192", help="per rank (default %(default)s)")
@@ -187,13 +199,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--iters", type=int, default=12, help="window calls of moe.py (default %(default)s)")
     made.add_argument("--peers", default="", help="implementations of moe.py, such as deepep-nowait,nccl,peer-compute")
     made.add_argument("--deepep", metavar="DIR", help="folder that holds an importable deep_ep")
+    made.add_argument("--liger", metavar="DIR", help="folder that holds an importable liger_cute_kernels")
     made.add_argument("--card", help="that the model assumes (default: this machine's)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--json", metavar="FILE", help="results, rewritten after every shape")
-    made.add_argument("--commit", help="recorded in the file where there is no git checkout")
+    add_file_options(made)
     args = made.parse_args(argv)
+    for peer in filter(None, args.peers.split(",")):
+        if peer not in BY_NAME:
+            made.error(f"--peers {peer!r} is unknown; use one or more of {', '.join(BY_NAME)}")
+        if peer in NEEDS and not getattr(args, NEEDS[peer]):
+            made.error(f"--peers {peer} needs --{NEEDS[peer]} DIR")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = options(argv)
     shapes, tokens = [*map(parse_shape, args.shapes.split(","))], [int(text) for text in args.tokens.split(",")]
     results: dict[str, Any] = {"meta": of_run("worth.py", torch.device(args.device), args.commit, args.ep), "rows": []}
+    left_out: set[str] = set()
     for shape, count in itertools.product(shapes, tokens):
         if args.grid:
             found = [whole_grid(shape, count, args)]
@@ -203,10 +226,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             found = []
             for row in worth(shape, count, args):
                 found.append(row)
+                left_out.update(row["left_out"])
                 print(json.dumps(row), flush=True)
         results["rows"] += found
         if args.json:
-            Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if left_out:
+        sys.exit(f"left out of some rows, as moe.py printed: {', '.join(sorted(left_out))}")
 
 
 if __name__ == "__main__":

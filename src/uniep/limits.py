@@ -36,12 +36,12 @@ def group_limit(ep_size: int) -> UniEPError | None:
     return None
 
 
-def rank_limit(r: int) -> UniEPError | None:
-    """The error that says why factors of rank r cannot run the kernels; None if they can."""
+def rank_limit(r: int, instead: str = ", or backend='nccl' (far slower)") -> UniEPError | None:
+    """The error that says why factors of rank r cannot run the kernels; None if they can.  instead: the other way out
+    where this is called."""
     if r % 8 or r > MAX_LORA_RANK:
         return UnsupportedError(
-            f"r is {r}; LoRA on backend 'hopper' takes multiples of 8 up to {MAX_LORA_RANK}; use one of these, or "
-            "backend='nccl'"
+            f"r is {r}; LoRA on backend 'hopper' takes multiples of 8 up to {MAX_LORA_RANK}; use one of these{instead}"
         )
     return None
 

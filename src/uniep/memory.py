@@ -41,6 +41,7 @@ from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import CALLER, DIRECTIONS, END, SAVED, stages
 from uniep.way import Way, resolve
+from uniep.weights import ADAPTABLE
 
 Kind = Literal["shared", "saved", "transient"]
 
@@ -138,7 +139,7 @@ _SHARED_WHY = {
     "entered": "the last call that each rank entered",
     "failed": "set, with the reason, by a rank that gave up",
     "flags": "arrival and return signals",
-    "tokens": "this rank's tokens, where peers fetch them; in backward dO",
+    "tokens": "this rank's tokens, from where peers fetch them; in a backward its rows of dO",
 }
 
 
@@ -162,7 +163,7 @@ def plan_memory(
     tokens: T per rank and call; default cfg.max_tokens_per_rank.  Rows of the experts are those of balanced
     routing unless cfg.max_rows fixes them (hopper).
     Raises ConfigError if ep_size ranks of this backend, and their copies, cannot run cfg or schedule, tokens exceed the
-    maximum, or the backend is unknown.
+    maximum, or the backend is unknown; UnsupportedError if it cannot run factors of rank `lora`.
     """
     if backend not in _BUFFERS:
         raise ConfigError(f"backend is {backend!r}; plan_memory knows {', '.join(map(repr, _BUFFERS))}")
@@ -183,7 +184,7 @@ def plan_memory(
             raise ConfigError(f"lora is {reason}")
         if backend == "hopper" and (error := rank_limit(lora)) is not None:
             raise type(error)(f"lora: {error}")
-        adapted = "w13", "w2"
+        adapted = ADAPTABLE
     way = resolve(cfg, ep_size, tokens, schedule, backend=backend, operators=operators, lora=adapted)
     call = _Call(cfg, ep_size, tokens, way, copies, lora)
     title = (

@@ -141,11 +141,17 @@ class Way:
     def choices(self) -> list[Choice]:
         """Which rule chose what, and why."""
         s, cfg, measured = self.given
+        device = self.backend == GPU
         usual = default_schedule(self.backend, cfg, self.ep_size, measured)
         tokens, by_tokens = f"T={self.num_tokens}", s.overlap not in ("serial", "mega")
         leading = f"leading {self.leads}" if self.local_first == "leading" else self.local_first
         if self.waves > 1:
             leading = f"all, then {self.waves} waves by arrival"
+        unused = ""
+        if device and s.arrival_waves > 1 and self.waves == 1:
+            unused = (
+                f"; arrival_waves={s.arrival_waves} is for copies that arrive while local tiles of stages run first"
+            )
         kind = "one kernel" if self.mega else "one after the other" if self.gates else "stages"
         kernels = Choice(
             "kernels", "one each way" if self.mega else "in stages", "mega_to" if by_tokens else "overlap",
@@ -183,12 +189,12 @@ class Way:
                 "activation_gradient, beside_from", f"{s.activation_gradient}, {tokens}, from {s.beside_from} on",
             ),
         )  # fmt: skip
+        sent = self.ep_size > 1 and s.transfer != "copy"  # copy engines send every token
         wired = (
             Choice("tokens travel by", s.transfer, "transfer", travel),
-            Choice("send lists", f"by {s.send_order}", "send_order", "as set"),
+            *((Choice("send lists", f"by {s.send_order}", "send_order", "as set"),) if sent else ()),
             Choice("operand", s.operand, "operand", "as set"),
         )
-        device = self.backend == GPU
         back = Choice(
             "results return", self.returns, "combine_groups, group_sum, overlap",
             f"{cfg.combine_groups}, {s.group_sum}, {s.overlap}",
@@ -204,7 +210,7 @@ class Way:
             back,
             Choice(
                 "local tiles first", leading, "tile_order, arrival_waves" if self.waves > 1 else "tile_order",
-                f"{s.tile_order}, {kind} of {self.backend}, {self.ep_size} ranks",
+                f"{s.tile_order}, {kind} of {self.backend}, {self.ep_size} ranks{unused}",
             ),
             *(wired if device else ()),
             Choice("received tokens", s.received, "received", "as set"),

@@ -17,6 +17,8 @@ from uniep.config import MoEConfig
 from uniep.errors import ConfigError, DTypeError
 
 Layout = Literal["stacked", "split", "list"]
+ADAPTABLE = "w13", "w2"
+"""The weights that may have low-rank factors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class ExpertWeights:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """The weights that have factors: "w13", "w2"."""
+        """Those of `ADAPTABLE` that have factors."""
         lora = self.lora
         return () if lora is None else ("w13",) * (lora.w13 is not None) + ("w2",) * (lora.w2 is not None)
 

@@ -33,6 +33,7 @@ from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import DIRECTIONS, Direction, Program, stages
 from uniep.tuner import choose
+from uniep.weights import ADAPTABLE
 
 if TYPE_CHECKING:
     from uniep.backends.base import Backend
@@ -246,16 +247,19 @@ class Workspace:
         else:
             self.fail(f"{type(error).__name__}: {error}")
 
-    def program(self, tokens: int, direction: Direction) -> Program:
+    def program(self, tokens: int, direction: Direction, lora: Sequence[str] = ()) -> Program:
         """What a call with so many tokens of this rank does: its stages; printed, a table.  direction: "forward" or
-        "backward", with all gradients.  Raises ConfigError."""
+        "backward", with all gradients.  lora: the weights beside which it has low-rank factors, "w13" and "w2".  Raises
+        ConfigError."""
         if type(tokens) is not int or not 0 <= tokens <= self.cfg.max_tokens_per_rank:
             most = self.cfg.max_tokens_per_rank
             raise ConfigError(f"tokens is {tokens!r}; it must be between 0 and max_tokens_per_rank={most}")
         if direction not in DIRECTIONS:
             raise ConfigError(f"direction is {direction!r}; use {' or '.join(map(repr, DIRECTIONS))}")
-        way = self.backend.way_of(tokens)
-        title = f"{direction}, {way.backend}, {way.ep_size} ranks, T={tokens}"
+        if isinstance(lora, str) or not set(lora) <= set(ADAPTABLE):
+            raise ConfigError(f"lora is {lora!r}; pass a tuple of some of {', '.join(map(repr, ADAPTABLE))}")
+        way = self.backend.way_of(tokens, tuple(weight for weight in ADAPTABLE if weight in lora))
+        title = f"{direction}, {way.backend}, {way.ep_size} ranks, T={tokens}{', LoRA' * bool(way.lora)}"
         return Program(title, stages(self.cfg, way, direction))
 
     def prepare(self) -> None:

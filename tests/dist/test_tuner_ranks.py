@@ -53,7 +53,8 @@ def started(world, folders, batch, tune):
 
 def table(folder, changes, tried=()):
     key = tables.Key.of(CFG, 2, "cpu", "cpu")
-    tables.store(folder / key.file, key, {"schedule": changes, "tried": list(tried)})
+    usual = tables.fields(Schedule())
+    tables.store(folder / key.file, key, {"schedule": usual | changes, "default": usual, "tried": list(tried)})
     return str(folder)
 
 

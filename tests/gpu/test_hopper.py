@@ -33,7 +33,7 @@ import own_operators
 import uniep
 from uniep import MoEConfig, Schedule, Tile, Workspace
 from uniep.activation import ACTIVATIONS
-from uniep.kernels.plan import clock_kernel
+from uniep.kernels.entry import clock_kernel
 from uniep.kernels.ptx import nanoseconds
 from uniep.launch import driver as call
 from uniep.launch import records

@@ -23,7 +23,7 @@ from uniep.backends.hopper import backend as hopper
 from uniep.backends.hopper import calls as hopper_calls
 from uniep.backends.hopper import link
 from uniep.config import MoEConfig
-from uniep.kernels import claims, gemm, gradients, groups, lists, mega, plan, router, sync, transfer
+from uniep.kernels import claims, entry, gemm, gradients, groups, lists, mega, plan, router, sync, transfer
 from uniep.launch import mega as launch_mega
 from uniep.row_operator import RowOperator
 from uniep.schedule import Schedule, default_schedule
@@ -88,9 +88,9 @@ def interpret(ahead_ns: int = 0) -> None:
         time.sleep(0.001)
         return tl.full((), time.monotonic_ns() + ahead_ns, tl.int64)
 
-    for module in (claims, gemm, gradients, groups, lists, mega, plan, router, sync, transfer):
+    for module in (claims, entry, gemm, gradients, groups, lists, mega, plan, router, sync, transfer):
         module.range = tensor_range
-    for module in (claims, mega, plan, sync):
+    for module in (claims, entry, mega, sync):
         module.nanoseconds = nanoseconds
 
 

@@ -56,7 +56,11 @@ ROUTERS = (
     (512, 8, True),
     (1024, 1, False),
 )
-PLANS = tuple(itertools.product((8192, 2**17, 2**20), (8, 16)))  # most tokens of a rank, top-k
+PLANS = (  # most tokens of a rank, top-k, experts
+    *itertools.product((8192, 2**17, 2**20), (8, 16), (256,)),
+    (8192, 10, 512),
+    (8192, 8, 2048),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +147,10 @@ CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", activation="geglu_tanh", limit=7.0, bias=True),
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside", bias=True),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="gelu", bias=True),
+    Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", bias=True),
+    # Pushed, with h saved; few experts.
+    Case("qwen3-30b", BF16, "output", 2, transfer="push"),
+    Case("mixtral-8x7b", BF16, "output", 4, transfer="copy"),
     # LoRA; with the fewest registers left.
     Case("qwen3-30b", lora=8),
     Case("qwen3-30b", ep_size=4, transfer="copy", operand="expanded", lora=16),
@@ -200,10 +208,10 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
     return launched
 
 
-def compile_plan(max_tokens: int, top_k: int) -> list[tuple[str, object]]:
+def compile_plan(max_tokens: int, top_k: int, num_experts: int) -> list[tuple[str, object]]:
     """What a plan of eight ranks launches, for any number of tokens, and either order of send lists."""
     launched = []
-    cfg = MoEConfig(hidden=64, ffn=64, num_experts=256, top_k=top_k, max_tokens_per_rank=max_tokens)
+    cfg = MoEConfig(hidden=64, ffn=64, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=max_tokens)
     planner = host_backend(cfg, 0, 8, lambda size: [torch.empty(size, dtype=torch.uint8)] * 8).planner
     with compiling(launched):
         for by_expert in (False, True):
@@ -325,7 +333,9 @@ def main() -> None:
             if arguments.shape in (None, case.shape)
         ]
         if arguments.shape is None and arguments.part != "few":
-            chosen += [(f"plan, T {t}, K {k}, EP 8", functools.partial(compile_plan, t, k)) for t, k in PLANS]
+            chosen += [
+                (f"plan, T {t}, K {k}, E {e}, EP 8", functools.partial(compile_plan, t, k, e)) for t, k, e in PLANS
+            ]
             chosen.append(("dense", compile_dense))
             chosen += [
                 (f"router, {e} experts, {g} groups", functools.partial(compile_router, e, g, s)) for e, g, s in ROUTERS

@@ -11,6 +11,7 @@ from test_fused import run_ranks
 from uniep.backends.base import Needs
 from uniep.reference import composition
 from uniep.schedule import Schedule
+from uniep.stages import stages
 from uniep.way import resolve
 
 FACTORS = ("a13", "f13", "a2", "f2")
@@ -105,4 +106,14 @@ def test_ways():
         fields = how if isinstance(how, dict) else dict(zip(("overlap", "operand", "transfer"), how, strict=False))
         way = resolve(cfg, RANKS, 64, Schedule(**fields), lora=("w13", "w2"))
         assert not way.mega and way.down_sms == 0
-        assert "one kernel has no low-rank terms" in str(way) and "rows are shrunk in between" in str(way)
+        assert "one kernel has no low-rank terms" in str(way) and "rows are shrunk for w2 in between" in str(way)
+
+
+def test_a_call_with_factors_is_explained_as_it_runs():
+    """In stages, where one without would be one kernel."""
+    case = next(iter(LORA_CASES.values()))
+    backend = host_backends(case.config(sum(case.tokens)), 1)[0]
+    ways = [backend.way_of(1, lora) for lora in ((), ("w13", "w2"))]
+    assert [way.mega for way in ways] == [True, False] and "one kernel has no low-rank terms" in ways[1].explain()
+    made = [s.name for s in stages(backend.cfg, ways[1], "forward")]
+    assert "gate_up_shrink" in made and "down_shrink" in made

@@ -17,7 +17,7 @@ from uniep.launch.groups import (
     launch_parts,
     launch_return_order,
 )
-from uniep.launch.staged import Peers
+from uniep.launch.operands import Peers
 from uniep.layout import EXCHANGE_HEADER, hopper_parts_arrays, plan_words
 from uniep.numerics import combine_slots
 from uniep.routing import build_parts, build_plan, return_slots, token_groups

@@ -44,7 +44,8 @@ from uniep.kernels.transfer import (
     row_addresses_kernel,
 )
 from uniep.launch.driver import Bundle
-from uniep.launch.staged import Peers, launch_claimed_activation_gradient
+from uniep.launch.operands import Peers
+from uniep.launch.staged import launch_claimed_activation_gradient
 from uniep.numerics import (
     add_ascending,
     bias_groups,

@@ -489,6 +489,15 @@ def test_plan_memory_is_what_the_backend_has(operand, groups, preactivation):
             assert sum(t.nbytes for t in backend.forward(inputs, save=True)[1]) == plan.total_bytes("saved")
 
 
+def test_a_report_says_what_is_made_again():
+    cfg = make_config(num_experts=8, top_k=2, max_tokens=16)
+    for received, preactivation, text in (
+        ("saved", "saved", "kept for backward"), ("again", "recomputed", "dispatched again in backward"),
+    ):  # fmt: skip
+        found = host_backends(cfg, 1, Schedule(received=received, preactivation=preactivation))[0].report()
+        assert found["received"] == text and found["gate and up"] == f"{preactivation} for backward"
+
+
 def test_a_plan_that_the_gpu_never_makes():
     """The host does not wait for ever, nor take an earlier call's totals for this one's."""
     cfg = make_config(num_experts=8, top_k=2, max_tokens=16)

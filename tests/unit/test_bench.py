@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ import peers  # noqa: E402
 import plot  # noqa: E402
 import results  # noqa: E402
 import table  # noqa: E402
+import worth  # noqa: E402
 from layers import parse_groups  # noqa: E402
 
 
@@ -130,6 +132,70 @@ def test_what_ncu_says_of_kernels():
     text = "\n".join(['==PROF== "x"', '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"', *lines])
     wanted = {"l2_read_gb": 0.064, "l2_hit": 0.75, "dram_read_gb": 0.013, "dram_write_gb": 0.25, "ms": 0.061}
     assert energy.of_kernels(text) == [{"kernel": "product", **wanted}] and energy.of_kernels("nothing") == []
+
+
+def test_ncu_that_fails_or_finds_nothing_is_an_error(monkeypatch):
+    monkeypatch.setattr(energy.shutil, "which", lambda name: name)
+    for code in (0, 9):
+        ended = SimpleNamespace(returncode=code, stdout="", stderr="no permission")
+        monkeypatch.setattr(energy.subprocess, "run", lambda *args, ended=ended, **how: ended)
+        with pytest.raises(SystemExit, match=f"ncu ended with {code} and 0 kernels of 'uniep'.*no permission"):
+            energy.l2_rows(cases.parse_shape("qwen3-30b"), "uniep", energy.options([]))
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "says"),
+    [
+        (energy.options, "--parts product", "--parts 'product' is unknown; use one or more of products, layer,"),
+        (worth.options, "--peers nccl,deepep-nowait", "--peers deepep-nowait needs --deepep DIR"),
+        (worth.options, "--peers liger-cute --deepep x", "--peers liger-cute needs --liger DIR"),
+        (worth.options, "--peers megablocks", "--peers 'megablocks' is unknown; use one or more of uniep"),
+    ],
+)  # fmt: skip
+def test_what_a_benchmark_cannot_do_is_refused_beforehand(options, given, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        options(given.split())
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_peers_that_failed_are_named(monkeypatch, tmp_path):
+    """Beside the best of the others."""
+    args = worth.options(["--peers", "nccl,liger-cute", "--liger", "folder", "--device", "cpu", "--commit", "x"])
+    ms = {"uniep": 2.0, "nccl": 5.0}
+    rows = [
+        {"impl": impl, "ms": value, "direction": direction, "load": load}
+        for impl, value in ms.items() for direction in ("fwd", "fwd_bwd") for load in ("window", "sustained")
+    ]  # fmt: skip
+
+    def run(command, **how):
+        assert command[command.index("--liger") + 1] == "folder"
+        Path(command[command.index("--json") + 1]).write_text(json.dumps({"rows": rows}))
+
+    monkeypatch.setattr(worth.subprocess, "run", run)
+    made = worth.timed("64x32x4x2", 16, {}, args, str(tmp_path))
+    assert [(row["peer"], row["peer_ms"], row["left_out"]) for row in made] == [("nccl", 5.0, ["liger-cute"])] * 4
+
+
+@pytest.mark.parametrize("of_model", [True, False])
+def test_a_grid_is_judged_by_the_model_if_there_is_one(of_model):
+    """Of twenty points three may be timed: the model's first three, of which the best takes 1.8 times the best of all;
+    without a model there are no first ones."""
+    points = [
+        {"changes": {"down_sms": i}, "predicted_us": float(i) if of_model else None, "score": 2 - i / 10}
+        for i in range(20)
+    ]
+    found = worth.judged([dict(row, score=max(row["score"], 1.0)) for row in points])
+    assert found["timings_allowed"] == 3 and found["reached"] == (round(1 / 1.8, 4) if of_model else None)
+
+
+def test_every_result_file_says_what_it_was_measured_with():
+    """`of_run` or its own: card, versions, commit, command, date."""
+    own = {"results.py", "train.py", "paired.py"}
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        text = path.read_text()
+        assert path.name in own or '"meta"' not in text or "of_run(" in text, path.name
+        options = set(re.findall(r'add_argument\("--(json|commit)"', text)) if "of_run(" in text else set()
+        assert not options or path.name in {"moe.py", "first.py"}, f"{path.name}: add_file_options has {options}"
 
 
 @pytest.mark.slow

@@ -125,6 +125,16 @@ def test_memory_shows_what_recomputing_saves():
     assert "transient  h " in recomputed
 
 
+def test_memory_writes_what_recomputing_saves(tmp_path):
+    out = tmp_path / "memory.json"
+    assert run("memory", *SMALL, "--ep", "2", "--json", str(out)).exit_code == 0
+    document = json.loads(out.read_text())
+    assert document["gate and up"]["saved"]["peak_bytes"] == document["layer"]["peak_bytes"]
+    kept = [document["gate and up"][how]["kept_bytes"] for how in ("saved", "recomputed")]
+    (h,) = (b["bytes"] for b in document["layer"]["buffers"] if b["name"] == "h")
+    assert kept[0] - kept[1] == h
+
+
 def test_memory_of_a_whole_model(tmp_path):
     """Two layers of 4 experts of 3 * 64 * 64, over 2 ranks, beside two routers and 1000 other parameters."""
     out = tmp_path / "memory.json"
@@ -180,6 +190,9 @@ def test_memory_of_a_hugging_face_config(tmp_path):
         (["bench", "--tokns=2"], "no option --tokns=2; did you mean --tokens?"),
         (["explain", "--card", "a100"], "card 'a100' is unknown; use h100, h200"),
         (["explain", "--backend", "cpu", "--card", "h200"], "which is a GPU; uniep tune --calibrate --backend cpu"),
+        (["explain", "--lora", "12"], "--lora: r is 12; LoRA on backend 'hopper' takes multiples of 8 up to 128; use"),
+        (["lora", "--backend", "tpu"], "backend is 'tpu'; known: auto, cpu, hopper, nccl"),
+        (["lora", "--rank", "8,300"], "--rank: r is 300, but experts have only 256 columns; use at most 256"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -468,9 +481,21 @@ def test_demo_with_real_processes(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_lora_refuses_ranks_before_it_measures(monkeypatch):
+    """On hopper; its remedy is an option of the command."""
+    measured = []
+    monkeypatch.setattr(launch, "choose_backend", lambda given, device: "hopper" if given == "auto" else given)
+    monkeypatch.setattr(launch, "run_again", lambda count: measured.append(count) or exit(0))
+    refused = run("lora", *SMALL, "--rank", "8,12")
+    assert refused.exit_code == 2 and not measured
+    assert "r is 12;" in refused.output and "use one of these, or --backend nccl" in refused.output
+    run("lora", *SMALL, "--rank", "8,12", "--backend", "nccl")
+    assert measured == [2]
+
+
 @pytest.mark.slow
 def test_lora_with_real_processes():
-    result = run_process("lora", *SMALL, "--rank", "8", "--steps", "1")
+    result = run_process("lora", *SMALL, "--rank", "8", "--steps", "1", "--backend", "nccl")
     assert result.returncode == 0, result.stdout + result.stderr
     rows = re.findall(r"(whole experts|LoRA, r = 8) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", result.stdout)
     assert [row[0] for row in rows] == ["whole experts", "LoRA, r = 8"]

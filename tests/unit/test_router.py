@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import types
 
 import case
 import pytest
@@ -10,7 +11,8 @@ from case import config
 from torch.utils.checkpoint import checkpoint
 
 import uniep
-from uniep.nn import Router, RouterConfig, choose_experts
+from uniep.launch import router as launches
+from uniep.nn import Router, RouterConfig, choose_experts, router_ops
 from uniep.nn.invariant import TOKEN_BLOCK, activate, linear, token_sums
 from uniep.nn.router_ops import _integers, count_slots, jitter
 
@@ -394,3 +396,16 @@ def test_bad_inputs():
         uniep.nn.MoE(config(top_k=1), device="cpu", router=RouterConfig())
     with pytest.raises(uniep.ConfigError, match="set it in the RouterConfig"):
         uniep.nn.MoE(config(), device="cpu", router=RouterConfig(), renormalize=False)
+
+
+def test_what_computes_a_router_is_shown(caplog):
+    """Its repr says it; on a GPU, beyond the kernels' limits, a warning, too, once."""
+    moe = uniep.MoEConfig(hidden=D, ffn=D, num_experts=E, top_k=K, max_tokens_per_rank=T)
+    assert "computed by PyTorch (no GPU)" in repr(Router(moe))
+    on_gpu = types.SimpleNamespace(device=torch.device("cuda", 0))
+    assert router_ops._kernels(on_gpu, 1024, 32, RouterConfig()) is launches and not caplog.records
+    for _ in range(2):
+        assert router_ops._kernels(on_gpu, 64, 33, RouterConfig()) is None
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "computed by PyTorch on a GPU" in text and "top_k is 33; kernels take 32" in text

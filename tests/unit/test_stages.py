@@ -1,12 +1,13 @@
 """Stages, as `Workspace.program` shows them where no GPU is needed.  (hopper: tests/interp/test_recorded_calls.py.)"""
 
+import dataclasses
 import re
 
 import pytest
 
 import uniep
 from uniep import ConfigError, MoEConfig
-from uniep.schedule import Schedule
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule
 from uniep.stages import Flags, stages
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.way import resolve
@@ -33,8 +34,26 @@ def test_a_workspace_shows_its_program(backend, names):
         for tokens in (-1, 101, 2.0, True):
             with pytest.raises(ConfigError, match=re.escape(f"tokens is {tokens}; it must be between 0 and")):
                 ws.program(tokens, "forward")
+        of_w2 = [s.name for s in ws.program(70, "backward", lora=("w2",)).stages]
+        assert "down_wgrad" in of_w2 and "gate_up_wgrad" not in of_w2
+        assert str(ws.program(70, "forward", lora=("w2",))).startswith(f"forward, {backend}, 1 ranks, T=70, LoRA")
+        for lora in ("w2", ("b2",)):
+            with pytest.raises(ConfigError, match=re.escape(f"lora is {lora!r}; pass a tuple of some of 'w13', 'w2'")):
+                ws.program(70, "forward", lora=lora)
         with pytest.raises(ConfigError, match="direction is 'sideways'; use 'forward' or 'backward'"):
             ws.program(70, "sideways")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "nccl"])
+def test_a_report_says_what_is_made_again(backend):
+    """(hopper: tests/interp/test_plan.py.)"""
+    for received, preactivation, text in (
+        ("saved", "saved", "kept for backward"), ("again", "recomputed", "dispatched again in backward"),
+    ):  # fmt: skip
+        schedule = dataclasses.replace(DEFAULT_SCHEDULES[backend], received=received, preactivation=preactivation)
+        with uniep.Workspace(CFG, device="cpu", backend=backend, schedule=schedule) as ws:
+            found = uniep.report(ws)
+        assert found["received"] == text and found["gate and up"] == f"{preactivation} for backward"
 
 
 def test_operators_are_those_of_the_stages():

@@ -10,9 +10,11 @@ from test_taskflow import Model, problem
 import uniep
 from uniep import InputError
 from uniep.cli.page import write_page
+from uniep.cli.simulate_picture import COLORS
 from uniep.cli.timeline import KINDS, draw_timeline, kinds_of
 from uniep.schedule import Schedule
 from uniep.taskflow.graph import Block
+from uniep.taskflow.layer import _OPERATORS
 from uniep.taskflow.trace import Span, device_spans, lanes_of, merge_profile, shares, trace_events, write_trace
 
 ABOUT = {"layer": "tiny <&>", "schedule": "fused"}
@@ -121,10 +123,11 @@ def test_names_of_operators_are_text(tmp_path):
 
 
 def test_every_operator_of_the_layer_has_a_colour():
-    for schedule in (Schedule(), Schedule(activation="separate")):
+    names = {*_OPERATORS, "group_sum", "push_rows"}
+    assert names <= {*KINDS} and names <= {*COLORS}
+    for schedule in (Schedule(), Schedule(activation="separate", preactivation="recomputed")):
         for graph in (problem().forward(schedule), problem().backward(schedule)):
-            missing = {op for op in graph.ops if op not in KINDS and op != "gate"}
-            assert not missing
+            assert not {op for op in graph.ops if op not in KINDS and op != "gate"}
     own = kinds_of([span(0, "vector 0", "mine", 0, 0, 1), span(0, "vector 0", "push", 0, 0, 1)])
     assert list(own) == ["push", "mine"] and own["mine"].label == "mine"
 

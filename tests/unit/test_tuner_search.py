@@ -316,12 +316,12 @@ def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "all 1 ranks have choice" in done.output
     (entry,) = tables.read(tmp_path / "cpu-cpu-ep1.json", "cpu")["entries"].values()
-    assert entry["schedule"] and entry["tried"] and entry["proof"] and entry["commit"]
+    assert entry["tried"] and entry["proof"] and entry["commit"]
     assert all(t["pairs_us"] for t in entry["tried"] if t["status"] == "timed")
     (trials,) = (tmp_path / "trials").glob("*.sqlite")
     assert sqlite3.connect(trials).execute("SELECT count(*) FROM trials").fetchone()[0] == len(entry["tried"])
     with uniep.Workspace(CFG, device="cpu") as workspace:
-        assert tables.as_changes(workspace.backend.schedule, CFG, 1, "cpu") == entry["schedule"]
+        assert tables.fields(workspace.backend.schedule) == entry["schedule"] != entry["default"]
     with tables.held(trials):
         again = CliRunner().invoke(app, command.split())
     assert again.exit_code == 2 and "another process" in again.output
@@ -339,9 +339,10 @@ def test_a_default_that_stays_needs_no_table(tmp_path, monkeypatch):
     assert re.search(r"sampler: (optuna|random) \(", done.output)
     assert not list(tmp_path.glob("*.json"))
     key = tables.Key.of(CFG, 1, "cpu", "cpu")
-    tables.store(tmp_path / key.file, key, {"schedule": {"chunk_tokens": 32}})
+    usual = tables.fields(Schedule())
+    tables.store(tmp_path / key.file, key, {"schedule": usual | {"chunk_tokens": 32}, "default": usual})
     assert "written: " in CliRunner().invoke(app, command.split()).output
-    assert tables.read(tmp_path / key.file, "cpu")["entries"][key.place]["schedule"] == {}
+    assert tables.read(tmp_path / key.file, "cpu")["entries"][key.place]["schedule"] == usual
 
 
 def test_auto_is_the_first_sampler_that_there_is(monkeypatch):

@@ -153,6 +153,8 @@ def test_reasons_are_those_that_decided():
     assert "calls have up to 256 tokens, in one kernel" in few and "pipelined from" not in few
     many = str(resolve(config(QWEN), 2, 8192))
     assert "a peer wants 1.00 of the tokens, copies from" in many and "pipelined from" in many
+    pushed = str(resolve(config(QWEN), 8, 8192, Schedule(transfer="push", arrival_waves=4)))
+    assert "arrival_waves=4 is for copies that arrive while local tiles of stages run first" in pushed
     scale = RowOperator(name="scale", after="down", rows=lambda values, valid: values)
     choices = {c.what: c for c in resolve(config(QWEN), 2, 8192, operators=[scale]).choices()}
     assert choices["results return"][1:] == ("pass", "operators", "behind 'scale'")
@@ -195,6 +197,11 @@ def test_a_way_explains_itself():
     assert "sums after" in str(resolve(config(QWEN, combine_groups=8), 4, 8192))
     serial = str(resolve(cfg, 4, 100, Schedule(overlap="serial")))
     assert "one after the other" in serial and "one each way" not in serial and "behind gate_up" in serial
+    sent = {
+        (ep, transfer): str(resolve(cfg, ep, 8192, Schedule(transfer=transfer)))
+        for ep, transfer in ((4, "push"), (4, "copy"), (1, "push"))
+    }
+    assert ["send lists" in text for text in sent.values()] == [True, False, False]
     cpu = str(resolve(cfg, 4, 100, backend="cpu"))
     assert "local-first, stages of cpu" in cpu and "mega_to" not in cpu and "transfer" not in cpu
 

@@ -10,11 +10,20 @@ from torch import SymInt, Tensor
 
 from uniep.errors import UniEPError
 from uniep.routing import RoutingPlan
+from uniep.schedule import Schedule
 from uniep.way import Way
 from uniep.weights import ExpertWeights
 
 MAIN_GRAD = "opt-in per call: the fp32 gradient is added or written once; else gradients are returned"
 """What every backend's `report` says of main_grad."""
+
+
+def kept_for_backward(schedule: Schedule) -> dict[str, str]:
+    """What every backend's `report` says of it."""
+    return {
+        "received": "dispatched again in backward" if schedule.received == "again" else "kept for backward",
+        "gate and up": f"{schedule.preactivation} for backward",
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +153,8 @@ class Backend(Protocol):
         """Shapes and dtypes of forward's saved tensors, for torch.compile; `new_size` makes an unknown size."""
         ...
 
-    def way_of(self, tokens: int) -> Way:
-        """Of a call with so many tokens of this rank."""
+    def way_of(self, tokens: int, lora: tuple[str, ...] = ()) -> Way:
+        """Of a call with so many tokens of this rank.  lora: `Way.lora`."""
         ...
 
     def prepare(self) -> None:

@@ -13,11 +13,14 @@ from rich.table import Table
 
 from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, write_json
 from uniep.errors import ConfigError
+from uniep.limits import rank_limit
 from uniep.shapes import parse_shape
 from uniep.sim.machine import machines
 from uniep.tuner import tables
 from uniep.tuner.explain import explain as explained
 from uniep.tuner.model import Card, cards, load_card
+from uniep.way import resolve
+from uniep.weights import ADAPTABLE
 
 
 def explain(
@@ -36,6 +39,9 @@ def explain(
     ] = "hopper",
     dtype: Dtype = DType.bf16,
     combine_groups: Annotated[int | None, typer.Option(help="MoEConfig.combine_groups.", min=1)] = None,
+    lora: Annotated[
+        int | None, typer.Option(help="Rank of low-rank factors: show how calls with them run.", min=1)
+    ] = None,
     results: Annotated[
         list[Path] | None, typer.Option(help="Result file of benchmarks/moe.py with measurements; may be repeated.")
     ] = None,
@@ -47,6 +53,7 @@ def explain(
     """Show which Schedule a call gets on a card, its time, the runner-up, and the dimension that matters most.
 
     The choice comes from a tuned table if one fits, else from the model; docs/tuner.md gives the model's error.
+    With --lora the times stay those of whole experts: the model knows no low-rank factors.
     """
     torch.set_num_threads(1)
     console = Console(highlight=False)
@@ -57,8 +64,15 @@ def explain(
         ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)
     )
     cfg.check_group(ep)
+    if lora is not None and backend == "hopper" and (error := rank_limit(lora, instead="")) is not None:
+        raise type(error)(f"--lora: {error}")
     document = explained(cfg, ep, backend, known, made.name, results or ())
+    served = tables.find(cfg, ep, backend, known.name).schedule
+    way = resolve(cfg, ep, tokens, served, backend=backend, lora=ADAPTABLE if lora is not None else ())
+    document["lora"], document["calls"] = lora, [choice._asdict() for choice in way.choices()]
     _print(console, document)
+    console.print(f"\nHow calls{' with low-rank factors' * (lora is not None)} run there:")
+    console.print(way.explain(), soft_wrap=True)
     write_json(json_file, document)
     if picture is not None:
         _draw(document, picture)

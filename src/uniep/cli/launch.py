@@ -92,10 +92,10 @@ class World:
         return values
 
 
-def backend() -> str:
+def backend(given: str = "auto") -> str:
     """Name of the backend that ranks will use.  Raises what each rank would raise, before any rank is started."""
     choose_timeout(None)
-    return choose_backend("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return choose_backend(given, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def under_torchrun() -> bool:

@@ -34,6 +34,7 @@ from uniep.cli.options import (
     write_json,
 )
 from uniep.cli.progress import progress
+from uniep.limits import rank_limit
 
 WARM_UP = 2
 
@@ -63,6 +64,9 @@ def lora(
     rank: Annotated[str, typer.Option(help="LoRA ranks r to compare with full training.")] = "8,128",
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.", min=1)] = 2,
     steps: Annotated[int, typer.Option(help="Steps that are timed; the median counts.", min=1)] = 5,
+    backend: Annotated[
+        str, typer.Option(help="Backend of all measurements: cpu, hopper or nccl; auto: as of a Workspace.")
+    ] = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Measure one layer's training: whole experts, and low-rank factors with the experts frozen.
@@ -75,7 +79,9 @@ def lora(
     share = -(-tokens // ep)
     cfg = uniep.MoEConfig(**layer_sizes(context, shape, ep), max_tokens_per_rank=share, dtype=dtype.torch)
     cfg.check_group(ep)
-    backend = launch.backend()
+    backend = launch.backend(backend)
+    for low in ranks:
+        _refuse(low, cfg, backend)
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(ep))
     with launch.ranks() as world:
@@ -98,6 +104,14 @@ def lora(
             of_rank = [dict(zip(names, map(dataclasses.asdict, theirs), strict=True)) for theirs in everyone]
             document = {"command": summary.command_line(), "ranks": of_rank, "machine": summary.machine()}
             write_json(json_file, document)
+
+
+def _refuse(r: int, cfg: uniep.MoEConfig, backend: str) -> None:
+    """Raise what `add_lora` would, before anything is measured."""
+    if backend == "hopper" and (error := rank_limit(r, instead=", or --backend nccl (far slower)")) is not None:
+        raise type(error)(f"--rank: {error}")
+    if r > (most := min(cfg.hidden, cfg.ffn)):
+        raise uniep.ConfigError(f"--rank: r is {r}, but experts have only {most} columns; use at most {most}")
 
 
 def _measure(workspace: uniep.Workspace, tokens: int, r: int | None, steps: int, world: World) -> Measured:

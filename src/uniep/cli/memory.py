@@ -147,10 +147,13 @@ def memory(
     }
     plan = plans["recomputed" if recompute else "saved"]
     typer.echo(plan.explain())
-    typer.echo("\ngate and up   saved a call   peak of a call")
-    for how, of in plans.items():
-        typer.echo(f"{how:<11}   {size_text(of.total_bytes('saved')):<12}   {size_text(of.peak_bytes())}")
-    document: dict[str, Any] = {"layer": _as_document(plan)}
+    sizes_of = {
+        how: {"kept_bytes": of.total_bytes("saved"), "peak_bytes": of.peak_bytes()} for how, of in plans.items()
+    }
+    typer.echo("\ngate and up   kept by a call   peak of a call")
+    for how, of_call in sizes_of.items():
+        typer.echo(f"{how:<11}   {size_text(of_call['kept_bytes']):<14}   {size_text(of_call['peak_bytes'])}")
+    document: dict[str, Any] = {"layer": _as_document(plan), "gate and up": sizes_of}
     if layers is not None:
         size = whole_model.of_layers(cfg, layers, int(dense))
     if size is not None:

@@ -13,11 +13,13 @@ from uniep.sim.strategies import Simulated
 from uniep.taskflow.graph import GATE, WORKERS
 
 COLORS = {
-    "put": "#e8590c", "push": "#e8590c", "dispatch": "#e8590c", "put_back": "#f08c00", "return": "#f08c00",
+    "put": "#e8590c", "push": "#e8590c", "pull": "#e8590c", "dispatch": "#e8590c", "put_back": "#f08c00",
+    "return": "#f08c00",
     "permute": "#ffc078", "sort": "#ffd8a8", "unsort": "#ffd8a8", "unpermute": "#ffc078", "keep": "#ffe8cc",
     "gate_up": "#2f6fde", "down_grad": "#2f6fde", "down": "#123a8c", "gate_up_grad": "#123a8c", "down_wgrad": "#b197fc",
     "gate_up_wgrad": "#7048e8", "activation": "#22b8cf", "activation_gradient": "#22b8cf", "combine": "#2b8a3e",
-    "collect": "#0ca678", "dweight": "#63e6be", "group_sum": "#087f5b", "residual": "#adb5bd",
+    "collect": "#0ca678", "dweight": "#63e6be", "group_sum": "#087f5b", "push_rows": "#f08c00",
+    "recompute": "#5c9dea", "residual": "#adb5bd",
 }  # fmt: skip
 ABOUT = {"residual": "residual (fitted)"}
 """What the legend says of an operator, where its name is not enough."""

@@ -72,6 +72,8 @@ KINDS = {
     "activation": Kind("#22b8cf", "activation"),
     "down": Kind("#123a8c", "down, results to their ranks"),
     "group_sum": Kind("#087f5b", "sum combine groups"),
+    "push_rows": Kind("#f08c00", "push results to their ranks"),
+    "recompute": Kind("#5c9dea", "gate and up, made again"),
     "down_grad local": Kind("#91c0f5", "gradient of down, local rows"),
     "down_grad": Kind("#2f6fde", "gradient of down, with rows from peers"),
     "activation_gradient": Kind("#22b8cf", "gradient of the activation"),

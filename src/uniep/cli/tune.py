@@ -21,6 +21,7 @@ from uniep.backends import registry
 from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, write_json
 from uniep.cli.summary import commit
 from uniep.errors import ConfigError, UnsupportedError
+from uniep.schedule import default_schedule
 from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
@@ -93,7 +94,7 @@ def tune(
     path, trials = tables.folder() / key.file, tables.folder() / "trials" / f"{Path(key.file).stem}-{key.place}.sqlite"
     job, known = Job(cfg, ep, backend, device.type, tokens), find_card(card, name)
     with tables.held(trials):
-        versions = {"kernels": tables.kernels(backend), "uniep": uniep.__version__, "torch": torch.__version__}
+        versions = {**tables.timed_with(backend), "uniep": uniep.__version__, "torch": torch.__version__}
         record = Record(trials, {**versions, "tokens": tokens})
         try:
             if sampler == "auto":
@@ -132,7 +133,7 @@ def _first(card: Card | None, name: str) -> tuple[str, str]:
 
 def _keep(path: Path, key: tables.Key, entry: dict[str, object]) -> bool:
     """Put the entry into the table: if it is not the default, or takes the place of one.  -> whether it was written."""
-    if not entry["schedule"]:
+    if entry["schedule"] == entry["default"]:
         try:
             known = tables.read(path, key.backend)["entries"] if path.exists() else {}
         except ConfigError:
@@ -159,8 +160,9 @@ def _entry(result: Result, job: Job) -> dict[str, object]:
         }
         for t in result.tried
     ]  # fmt: skip
+    usual = default_schedule(job.backend, job.cfg, job.ep_size)
     return {
-        "schedule": tables.as_changes(result.choice, job.cfg, job.ep_size, job.backend), "gain": round(result.gain, 4),
+        "schedule": tables.fields(result.choice), "default": tables.fields(usual), "gain": round(result.gain, 4),
         "spread": round(result.spread, 4), "proof": result.proof, "usual_us": result.usual_us, "commit": commit(),
         "timed_tokens": job.tokens, "date": time.strftime("%Y-%m-%d"), "tried": tried,
     }  # fmt: skip

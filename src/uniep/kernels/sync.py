@@ -114,9 +114,10 @@ def wait_for(flag_ptrs, peers, needed, deadline_ns, status_ptr, STAGE: tl.conste
             gone = tl.max(tl.where((seen - needed < 0) & (load_acquire(gone_ptrs) != 0), peers, -1))
             if gone >= 0:
                 record(status_ptr, LOST, gone, needed, 0, 0)
-        peer = tl.max(tl.where(seen - needed < 0, peers, -1))
-        of_peer = tl.min(tl.where(peers == peer, seen - needed, 0))  # of several flags of its, the latest
-        record(status_ptr, TIMEOUT, STAGE, peer, needed, needed + of_peer)
+        behind = needed - seen
+        # One reduction, so that this path takes few registers from the loop around it: a peer, then its latest flag.
+        worst = tl.max(tl.where(behind > 0, peers.to(tl.int64) << 32 | behind, -1))
+        record(status_ptr, TIMEOUT, STAGE, (worst >> 32).to(tl.int32), needed, needed - worst.to(tl.int32))
 
 
 @triton.jit

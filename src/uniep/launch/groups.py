@@ -21,16 +21,8 @@ from uniep.kernels.groups import (
     return_order_kernel,
 )
 from uniep.launch.driver import Bundle, Memory, launch
-from uniep.launch.staged import (
-    BESIDE_PROGRAMS,
-    Peers,
-    down,
-    options,
-    rows_block,
-    stored_columns,
-    tile_shape,
-    w2_block,
-)
+from uniep.launch.operands import Peers, down, options, rows_block, stored_columns, tile_shape, w2_block
+from uniep.launch.staged import BESIDE_PROGRAMS
 from uniep.layout import hopper_parts_arrays, plan_words, power_of_2
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights

@@ -28,12 +28,13 @@ from uniep.kernels.arguments import (
 )
 from uniep.kernels.lists import COUNTERS, list_kernel
 from uniep.launch.driver import Block, Bundle, Memory, launch, temporary
-from uniep.launch.staged import (
+from uniep.launch.operands import (
     GEMM_PUSH_ROWS,
     Peers,
     down,
     gate_up_gradient,
     h_blocks,
+    is_crowded,
     layer_shape,
     options,
     rows_block,
@@ -193,8 +194,7 @@ def launch_backward(
     tile, weight_tile = way.down, way.weight_gradient
     through, dw, num_tokens, layer = made.through, made.dw, dy.local.shape[0], layer_shape(cfg)
     dh_NH = through.dh_N2F.view(-1, cfg.h_columns)
-    crowded = cfg.activation_limit is not None or cfg.activation == "geglu"  # what is clamped, and erf, take registers
-    values = 4096 if crowded else 8192  # at once
+    values = 4096 if is_crowded(cfg) else 8192  # at once
     w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     launch(
         mega.backward_kernel,

@@ -28,9 +28,11 @@ def _options(padded: int) -> dict[str, Any]:
     return {"num_warps": max(padded // 512, 1), "enable_fp_fusion": False}
 
 
-def fits(num_experts: int, top_k: int, groups: int) -> bool:
-    """Whether the kernels can run it."""
-    return _padded(num_experts, groups) <= MAX_EXPERTS and top_k <= MAX_TOP_K
+def beyond(num_experts: int, top_k: int, groups: int) -> str:
+    """The limit of the kernels that a router is beyond; "": they can run it."""
+    if (padded := _padded(num_experts, groups)) > MAX_EXPERTS:
+        return f"{num_experts} experts in {groups} groups, padded to {padded}; kernels take {MAX_EXPERTS}"
+    return f"top_k is {top_k}; kernels take {MAX_TOP_K}" if top_k > MAX_TOP_K else ""
 
 
 def route(

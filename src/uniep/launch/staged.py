@@ -1,7 +1,6 @@
-"""Launchers: what each GEMM and row kernel takes, from tensors and a Tile.  Only `activation_memory` allocates.
+"""Launchers: what each GEMM and row kernel takes, from tensors and a Tile.
 
-kernels/arguments.py has the bundles that they take.  `Peers` is what fused kernels need of the other ranks; `alone`
-serves kernels whose rows are all here.
+kernels/arguments.py has the bundles that they take, launch/operands.py makes them.
 
 Suffixes: N padded rows, M row tiles, e local experts, D hidden, F ffn, T tokens, K slots.
 """
@@ -14,22 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
-from uniep.errors import UnsupportedError
+from uniep.config import ROW_ALIGN, MoEConfig
 from uniep.kernels.arguments import (
     ALL_HERE,
     Activation,
     Addresses,
     Dispatch,
-    Layer,
     LowRank,
     Product,
     Rows,
-    Sending,
     Sums,
     TileShape,
     Tokens,
-    Wire,
 )
 from uniep.kernels.biases import bias_gradient_kernel
 from uniep.kernels.gemm import gate_up_kernel, gathered_product_kernel, product_kernel
@@ -50,62 +45,32 @@ from uniep.kernels.transfer import (
     row_addresses_kernel,
     used_dweights_kernel,
 )
-from uniep.launch.driver import Block, Bundle, Memory, launch, temporary, unbind
+from uniep.launch.driver import Block, Bundle, Memory, launch
+from uniep.launch.operands import (
+    GEMM_PUSH_ROWS,
+    PUSH_ROWS,
+    Peers,
+    down,
+    gate_up_gradient,
+    h_blocks,
+    is_crowded,
+    layer_shape,
+    low_blocks,
+    options,
+    rows_block,
+    stored_columns,
+    tile_shape,
+    w2_block,
+    w13_block,
+)
 from uniep.layout import power_of_2
 from uniep.routing.blocks import RowBlock
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
 
-MAX_STRIDE_BYTES = 2**40  # of a Hopper tensor map
-PUSH_ROWS = 16  # tokens that a pushing program moves at once
-GEMM_PUSH_ROWS = 32  # the same in a GEMM, whose first programs push
 EXPAND_WARPS = 24  # of a multiprocessor
 SHRINK_PROGRAMS = 2  # of a multiprocessor
 BESIDE_PROGRAMS = 6  # of a multiprocessor, for what runs beside a product; most come when it ends (docs/log.md)
-
-
-@dataclasses.dataclass(frozen=True)
-class Peers:
-    """What kernels need of the other ranks: see `Wire`, kernels/sync.py and kernels/transfer.py.
-
-    *_offset: of this rank's flags at its peers.  chunk: 0 where copy engines send; pull: see `Sending`.
-    """
-
-    rank: int
-    num_ranks: int
-    wire: Bundle[Wire]
-    timeout_ns: int
-    arrived_offset: int
-    finished_offset: int
-    returned_offset: int
-    chunk: int
-    receive_block: int
-    pull: bool = False
-    _sending: dict[tuple[int, int], Sending] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def alone(cls, zero: Tensor, **tables: Tensor) -> Peers:
-        """No peers.  zero: an int32 zero on the device; nothing writes it.  tables: of `Wire`."""
-        nothing: dict[str, Any] = dict.fromkeys(Wire._fields)
-        wire = Bundle(Wire(**(nothing | tables | {"status": zero})))
-        return cls(
-            rank=0, num_ranks=1, wire=wire, timeout_ns=0, arrived_offset=0, finished_offset=0, returned_offset=0,
-            chunk=1, receive_block=1,
-        )  # fmt: skip
-
-    @property
-    def waiting(self) -> tuple[int, int, int, int]:
-        """Integers of kernels that wait for rows and, fused, push tokens first."""
-        return self.timeout_ns, self.rank, self.arrived_offset, self.finished_offset
-
-    def sending(self, width: int, rows: int) -> Sending:
-        """rows: tokens that a pushing program moves at once."""
-        known = self._sending.get((width, rows))
-        if known is None:
-            columns = min(power_of_2(width), 1024)
-            known = Sending(self.num_ranks, self.chunk, self.receive_block, width, columns, rows, self.pull)
-            self._sending[width, rows] = known
-        return known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,90 +82,6 @@ class Beside:
 
     tiles_before: int
     programs: int
-
-
-def activation_memory(h_2NF: Tensor, b2: Tensor | None = None) -> Activation:
-    """New memory for the activation's gradient of gate and up (2, N, F), or, without a gate, of h (1, N, F); raw_NF
-    briefly."""
-    halves, rows, ffn = h_2NF.shape
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": h_2NF.device}
-    like: dict[str, Any] = {"dtype": h_2NF.dtype, "device": h_2NF.device}
-    gate_NF, *up_NF = unbind(h_2NF)
-    return Activation(
-        temporary(rows, ffn, **fp32, briefly=True),
-        gate_NF,
-        up_NF[0] if up_NF else None,
-        dh_N2F=temporary(rows, halves, ffn, **like),
-        act_NF=temporary(rows, ffn, **like),
-        groups_NG=temporary(rows, -(-ffn // COLUMN_GROUP), **fp32),
-        b2=b2,
-    )
-
-
-def tile_shape(tile: Tile) -> TileShape:
-    return TileShape(tile.rows, tile.columns, tile.depth, tile.group_rows)
-
-
-def layer_shape(cfg: MoEConfig) -> Layer:
-    return Layer(
-        cfg.hidden, cfg.ffn, cfg.top_k, power_of_2(cfg.top_k), cfg.max_tokens_per_rank * cfg.top_k, cfg.activation,
-        cfg.weight_at == "activation", cfg.gated, cfg.activation_limit,
-    )  # fmt: skip
-
-
-def options(tile: Tile) -> dict[str, Any]:
-    """Launch options of a GEMM kernel.  Fusion off: results may not depend on what a compiler contracts."""
-    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
-
-
-def stored_columns(tile: Tile, out: Tensor) -> int:
-    """Of each block in which a kernel stores a tile into `out`: see `store_tile`."""
-    return tile.columns // (4 if out.dtype == torch.float32 else 2)
-
-
-def rows_block(matrix: Memory, rows: int, columns: int) -> Block:
-    """Blocks of a contiguous matrix."""
-    shape = matrix.shape
-    return Block(matrix, (shape[0], shape[1]), (shape[1], 1), (rows, columns))
-
-
-def w13_block(experts: ExpertWeights, *block: int) -> tuple[Block, bool]:
-    """(blocks of (e, 2, F, D), whether its first half is the up projection); without a gate of (e, 1, F, D).
-
-    A pair (w1, w3) is one 4-dimensional tensor whose second stride is the distance between the two.
-    """
-    if experts.layout == "stacked":  # (e, 2F, D) or (e, 2, F, D)
-        w13, halves = experts.w13[0], 1 + experts.gated
-        f, row = w13.shape[-2], w13.stride(-2)
-        if w13.dim() == 3:
-            f //= halves
-        half = f * row if w13.dim() == 3 else w13.stride(1)
-        return Block(w13, (w13.shape[0], halves, f, w13.shape[-1]), (w13.stride(0), half, row, 1), block), False
-    gate, up = experts.w13
-    if gate.stride() != up.stride():
-        raise UnsupportedError(
-            f"w1 and w3 have strides {gate.stride()} and {up.stride()}; one tensor map reads both: allocate them "
-            "alike, or as one w13 (e, 2F, D)"
-        )
-    e, f, d = gate.shape
-    distance = up.data_ptr() - gate.data_ptr()
-    if abs(distance) >= MAX_STRIDE_BYTES or distance % 16:
-        raise UnsupportedError(
-            f"w1 and w3 lie {abs(distance)} bytes apart; a tensor-map stride must be a multiple of 16 below "
-            f"{MAX_STRIDE_BYTES}; allocate them together, or as one w13 (e, 2F, D)"
-        )
-    first = gate if distance > 0 else up
-    strides = (gate.stride(0), abs(distance) // gate.element_size(), gate.stride(1), 1)
-    return Block(first, (e, 2, f, d), strides, block), distance < 0
-
-
-def w2_block(experts: ExpertWeights, *block: int) -> Block:
-    """Blocks of (e, D, F), or of (e, 1, D, F) for a 4-dimensional block."""
-    w2 = experts.w2[0]
-    e, d, f = w2.shape
-    if len(block) == 4:
-        return Block(w2, (e, 1, d, f), (w2.stride(0), w2.stride(0), w2.stride(1), 1), block)
-    return Block(w2, (e, d, f), (w2.stride(0), w2.stride(1), 1), block)
 
 
 def launch_expand(
@@ -244,7 +125,7 @@ def launch_gate_up(
         (
             tokens, rows, peers.wire, *peers.waiting, tokens.local.shape[0], dispatch.push_programs,
             dispatch.push_rounds, address_N, rows_desc, w13_desc, gate_desc, up_desc, act_desc, experts.b13,
-            *_low_blocks(low, tile, 1, 1 + cfg.gated, half, -1),
+            *low_blocks(low, tile, 1, 1 + cfg.gated, half, -1),
         ),
         {
             "LAYER": layer_shape(cfg), "TILE": tile_shape(tile),
@@ -255,35 +136,6 @@ def launch_gate_up(
     )  # fmt: skip
 
 
-def _low_blocks(low: LowRank | None, tile: Tile, *block: int) -> tuple[Block | None, Block | None]:
-    """Of rows and factor.  block: of the factor, -1 for the rank; of four dimensions: (e, 2, F, r)."""
-    if low is None:
-        return None, None
-    width = low.rows.shape[1]
-    factor = low.factor.unflatten(1, (block[1], -1)) if len(block) == 4 else low.factor
-    sizes = tuple(width if size < 0 else size for size in block)
-    return rows_block(low.rows, tile.rows, width), Block(factor, tuple(factor.shape), factor.stride(), sizes)
-
-
-def h_blocks(h_2NF: Tensor | None, *block: int) -> tuple[Block | None, Block | None]:
-    """Of the halves of h, if it is stored; without a gate of h."""
-    if h_2NF is None:
-        return None, None
-    gate_NF, *up_NF = unbind(h_2NF)
-    return rows_block(gate_NF, *block), rows_block(up_NF[0], *block) if up_NF else None
-
-
-def down(cfg: MoEConfig, *, slots: int, scatter: bool) -> Product:
-    """act @ W2^T."""
-    weighted = cfg.bias and cfg.weight_at == "activation"
-    return Product(cfg.ffn, cfg.hidden, 1, True, False, slots, scatter, weighted)
-
-
-def gate_up_gradient(cfg: MoEConfig, *, up_first: bool, slots: int, scatter: bool) -> Product:
-    """dh (N, 2F or F) @ W13."""
-    return Product(cfg.ffn, cfg.hidden, 1 + cfg.gated, False, up_first, slots, scatter)
-
-
 def launch_down(
     act_NF: Tensor, rows: Bundle[Rows], experts: ExpertWeights, peers: Peers, cfg: MoEConfig, tile: Tile,
     multiprocessors: int, out_ND: Tensor, *, slots: int, scatter: bool, beside: Beside | None = None,
@@ -292,7 +144,7 @@ def launch_down(
     """out (N, D) = act @ W2^T + b2.  scatter: each row into its slot at the source rank; out gives the dtype.  low:
     with B2."""
     b_desc, product = w2_block(experts, 1, tile.columns, tile.depth), down(cfg, slots=slots, scatter=scatter)
-    blocks = _low_blocks(low, tile, 1, tile.columns, -1)
+    blocks = low_blocks(low, tile, 1, tile.columns, -1)
     _launch_product(act_NF, b_desc, blocks, out_ND, product, rows, peers, tile, multiprocessors, beside, experts.b2)
 
 
@@ -320,7 +172,7 @@ def launch_gathered_down_gradient(
         multiprocessors * tile.programs_per_sm,
         (
             dy, rows, peers.wire, *peers.waiting, num_tokens, dispatch.push_programs, dispatch.push_rounds, progress_M,
-            w2_block(experts, 1, tile.depth, tile.columns), *_low_blocks(low, tile, 1, -1, tile.columns),
+            w2_block(experts, 1, tile.depth, tile.columns), *low_blocks(low, tile, 1, -1, tile.columns),
             rows_block(raw_NF, tile.rows, stored_columns(tile, raw_NF)),
         ),
         {
@@ -338,7 +190,7 @@ def launch_gate_up_gradient(
     """out (N, D) = dh (N, 2F) @ W13.  scatter: as for `launch_down`.  low: with A13."""
     b_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     product = gate_up_gradient(cfg, up_first=up_first, slots=slots, scatter=scatter)
-    blocks = _low_blocks(low, tile, 1, -1, tile.columns)
+    blocks = low_blocks(low, tile, 1, -1, tile.columns)
     _launch_product(dh_NH, b_desc, blocks, out_ND, product, rows, peers, tile, multiprocessors)
 
 
@@ -434,7 +286,7 @@ def launch_claimed_activation_gradient(
         multiprocessors * BESIDE_PROGRAMS,
         (made, rows, progress_M, cursor, peers.wire.fields.status, peers.timeout_ns, peers.rank),
         {
-            "F": cfg.ffn, "ROWS": 8 if cfg.activation_limit is None else 4,  # what is clamped takes registers
+            "F": cfg.ffn, "ROWS": 4 if is_crowded(cfg) else 8,
             "COLUMNS": 256, "ACTIVATION": cfg.activation, "LIMIT": cfg.activation_limit,
             "WEIGHTED": cfg.weight_at == "activation", "BLOCK_M": tile.rows, "ITEM_ROWS": 32,
             "TILES": -(-cfg.ffn // tile.columns),

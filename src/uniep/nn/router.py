@@ -23,7 +23,7 @@ from uniep.nn import flops
 from uniep.nn.initial import ROUTER, Seed, generator, normal
 from uniep.nn.late import LateReads
 from uniep.nn.router_config import RouterConfig
-from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward
+from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward, why_torch
 from uniep.routing.plan import find_bad_id
 from uniep.workspace import DEFAULT_TIMEOUT_S, Workspace, process_group
 
@@ -316,4 +316,7 @@ class Router(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, top {self.top_k}, {self.cfg}"
+        weight = self.weight
+        reason = why_torch(weight.device, len(weight), self.top_k, self.cfg)
+        by = f"PyTorch ({reason})" if reason else "kernels"
+        return f"{tuple(weight.shape)}, top {self.top_k}, {self.cfg}, computed by {by}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import logging
 import math
 from typing import Any
 
@@ -23,6 +24,8 @@ from uniep.errors import CapacityError, PeerTimeoutError, UniEPError
 from uniep.nn.invariant import ROWS, row_products, settings, token_sums
 from uniep.nn.router_config import RouterConfig
 from uniep.numerics import LEAST_SUM, PROBABILITY_UNIT, SQUARE_LIMIT, SQUARE_UNIT, add_ascending, pair_tree_sum
+
+log = logging.getLogger("uniep")
 
 
 def row_sum(x_TE: Tensor) -> Tensor:
@@ -231,13 +234,29 @@ def _inputs_of(x: Tensor, token_ids: Tensor | None, cfg: RouterConfig, seed: int
     return x if token_ids is None else x.float() * jitter(token_ids, x.shape[1], seed, cfg.jitter)
 
 
-def _kernels(x: Tensor, num_experts: int, top_k: int, cfg: RouterConfig) -> Any:
-    """`uniep.launch.router` where it computes this; None: PyTorch does, on the CPU and beyond the kernels' limits."""
-    if x.device.type == "cpu":
-        return None
+def why_torch(device: torch.device, num_experts: int, top_k: int, cfg: RouterConfig) -> str:
+    """Why PyTorch computes a router on this device, whose exp and log have bits of their own; "": kernels do."""
+    if device.type != "cuda":
+        return "no GPU"
     from uniep.launch import router  # needs Triton
 
-    return router if router.fits(num_experts, top_k, cfg.groups) else None
+    return router.beyond(num_experts, top_k, cfg.groups)
+
+
+@functools.cache
+def _tell(reason: str) -> None:
+    log.warning("a router is computed by PyTorch on a GPU, in some forty launches: %s (said once)", reason)
+
+
+def _kernels(x: Tensor, num_experts: int, top_k: int, cfg: RouterConfig) -> Any:
+    """`uniep.launch.router`, or None: see `why_torch`."""
+    if reason := why_torch(x.device, num_experts, top_k, cfg):
+        if x.device.type == "cuda":
+            _tell(reason)
+        return None
+    from uniep.launch import router
+
+    return router
 
 
 def _route(

@@ -23,7 +23,7 @@ from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.meeting import Meeting
 from uniep.membership import Membership
-from uniep.schedule import Schedule, default_schedule
+from uniep.schedule import Schedule
 from uniep.tuner import tables
 from uniep.tuner.space import refusals
 from uniep.tuner.timing import Drawn, drawn, in_turn, over_ranks
@@ -61,13 +61,12 @@ def proposals(cfg: MoEConfig, ep_size: int, backend: str, device: torch.device, 
     log.info("Schedule of %s: %s", found.file, found.why)
     if how == "cached":
         return [found.schedule]
-    usual, close = default_schedule(backend, cfg, ep_size), [found.schedule]
-    timed = [t for t in found.entry.get("tried", ()) if t.get("status") == "timed" and t.get("score")]
-    limit = CLOSE * min((t["score"] for t in timed), default=0.0)
-    for tried in sorted(timed, key=lambda t: t["score"]):
-        schedule = tables.parse(tried["changes"], usual)
-        if tried["score"] <= limit and schedule not in close and not refusals(schedule, cfg, ep_size, backend):
-            close.append(schedule)
+    close = [found.schedule]
+    timed = [(of["score"], point) for point, of in tables.tried(found.entry) if of["status"] == "timed"]
+    limit = CLOSE * min((score for score, _ in timed), default=0.0)
+    for score, point in sorted(timed, key=lambda pair: pair[0]):
+        if score <= limit and point not in close and not refusals(point, cfg, ep_size, backend):
+            close.append(point)
     return close[: MOST + 1]
 
 

@@ -40,9 +40,9 @@ def explain(
     measured = list(_measured(cfg, ep_size, card, shape, results))
     if found.entry:
         measured += [
-            {"us": t["us"], "changes": t["changes"], "source": str(found.file)}
-            for t in found.entry.get("tried", ())
-            if t.get("us")
+            {"us": of["us"], "changes": tables.as_changes(tried, cfg, ep_size, backend), "source": str(found.file)}
+            for tried, of in tables.tried(found.entry)
+            if of["us"]
         ]
 
     def of_point(schedule: Schedule) -> dict[str, Any]:

@@ -271,7 +271,8 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         one = once + c["tile_us"] + c["gather_us"] + mega * c["mega_tile_us"]
         return torch.maximum(one * _waves(tiles, sms), tiles * rows * wide * size / memory)
 
-    def stored(tile: str, results: float):  # type: ignore[no-untyped-def]
+    def stored(tile: str, results):  # type: ignore[no-untyped-def]
+        """us of a tile's stores beyond one result."""
         return column(f"{tile}.rows") * column(f"{tile}.columns") * results * size / (c["store_gbps"] * 1e3)
 
     def together(a, b):  # type: ignore[no-untyped-def]
@@ -300,7 +301,8 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         return torch.where(serial | expanded, alone_us + torch.where(copy, came, alone) + expand, fused)
 
     # --- forward ---
-    gate_up = product("gate_up", width, 2 * ffn, gather + stored("gate_up", 1.0))
+    recomputes = is_in("preactivation", "recomputed")
+    gate_up = product("gate_up", width, 2 * ffn, gather + stored("gate_up", 1.0 - 1.0 * recomputes))  # h beside act
     down = product("down", ffn, width, 0.0)
     slots = load.tokens * load.slots * width * size
     combine = (slots + load.tokens * width * size) / memory
@@ -328,29 +330,29 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     gradient = load.rows * ffn * (4 + 5 * size) / memory
     gate_up_grad = product("down", 2 * ffn, width, 0.0)
     wgrad = weight_gradient(width, ffn) + weight_gradient(2 * ffn, width)
-    again = is_in("received", "again") * torch.where(copy, copied, alone)
-    outgoing = results + again
+    again = is_in("received", "again") * (torch.where(copy, copied, alone) + published)
+    outgoing = results + again * ~recomputes
     tail = torch.where(
         serial, gate_up_grad + outgoing + wgrad, torch.maximum(together(gate_up_grad, outgoing) + wgrad, outgoing)
     )
     tail = tail + sums
     middle = gradient * torch.where(beside, torch.as_tensor(c["beside_share"]), 1.0)
-    h = product("gate_up", width, 2 * ffn, gather + stored("gate_up", 0.5))
-    recomputed = is_in("preactivation", "recomputed") * h
+    recomputed = recomputes * product("gate_up", width, 2 * ffn, gather + stored("gate_up", 0.5))  # h in place of act
     products_bwd = recomputed + down_grad + gate_up_grad + wgrad
     slow_bwd = _slow(products_bwd, products_fwd, c)
-    launches_bwd = torch.where(mega, 1.0, torch.where(serial, 8.0, 6.0))
+    launches_bwd = torch.where(mega, 1.0, torch.where(serial, 8.0, 6.0)) + 1.0 * recomputes
     fed = fed_product(down_grad, entry + recomputed) + recomputed
-    bwd = entry + (fed + tail) * slow_bwd + middle + launches_bwd * c["launch_us"]
+    bwd = again * recomputes + entry + (fed + tail) * slow_bwd + middle + launches_bwd * c["launch_us"]
     # --- the host ---
     behind = torch.as_tensor(c["host_us"]) + plan + wgrad * slow_bwd
     ahead = torch.as_tensor(c["host_call_us"]) - AHEAD_US
     both = torch.maximum(fwd + bwd, torch.where(torch.as_tensor(load.synced) > 0, behind, ahead))
     parts = {
-        "plan, entry": plan + entry, "gate and up": gate_up * slow_fwd, "down": down * slow_fwd, "combine": combine,
+        "plan, entry": plan + entry, "gate and up": gate_up * slow_fwd + recomputed * slow_bwd,
+        "down": down * slow_fwd, "combine": combine,
         "gradients of rows": (down_grad + gate_up_grad) * slow_bwd, "activation": middle,
         "weight gradients": wgrad * slow_bwd,
-        "tokens on the wire": 2 * torch.where(copy, copied, pushed), "results on the wire": 2 * results,
+        "tokens on the wire": 2 * torch.where(copy, copied, pushed) + again, "results on the wire": 2 * results,
         "launches": (launches_fwd + launches_bwd) * c["launch_us"],
     }  # fmt: skip
     count = len(points)

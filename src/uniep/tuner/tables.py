@@ -2,8 +2,9 @@
 
 One JSON file per card, backend and number of ranks.  The tables of the package are in `tuner/tables`.  Results of
 `uniep tune` on this machine are in a folder of the user (`folder()`), which is searched first.  An entry is valid for
-one shape, dtype and bucket of tokens, and only while the sources that decide speed are those that were timed
-(`kernels`).
+one shape, dtype and bucket of tokens, and only while the sources that decide speed and Triton are those that were
+timed (`timed_with`).  It has all fields of its choice, because the default that a choice differs from depends on the
+size of the call.
 
 A table that cannot be used is no error: a warning names it, and the default is used.
 """
@@ -23,9 +24,9 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,35 +34,64 @@ from uniep import version
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.schedule import DIMENSION, Schedule, default_schedule
-from uniep.tuner.space import NAMES, differences, refusals, replaced
+from uniep.tuner.space import NAMES, differences, get, refusals, replaced
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 log = logging.getLogger("uniep")
 
-FORMAT = 1
+FORMAT = 2
 FARTHEST = 1.0
 """Largest distance, in factors of two, between a call's tokens and the bucket used for it."""
 
-_CHOICES = ("dimension.py", "schedule.py", "way.py", "layout.py")
+_CHOICES = ("activation.py", "dimension.py", "schedule.py", "way.py", "layout.py", "routing")
+_TORCH = ("numerics.py", "backends/torch_tiles.py", "backends/pinned.py")
 _SOURCES = {
-    "cpu": (*_CHOICES, "taskflow", "backends/cpu", "backends/torch_tiles.py"),
-    "hopper": (*_CHOICES, "kernels", "launch", "backends/hopper"),
-    "nccl": (*_CHOICES, "kernels", "launch", "backends/collective", "backends/torch_tiles.py"),
+    "cpu": (*_CHOICES, *_TORCH, "stages.py", "taskflow", "backends/cpu"),
+    "hopper": (*_CHOICES, "stages.py", "taskflow", "kernels", "launch", "backends/hopper"),
+    "nccl": (*_CHOICES, *_TORCH, "taskflow/graph.py", "kernels", "launch", "backends/collective"),
 }
-"""Sources that decide how fast a Schedule is, by backend, relative to the package."""
+"""Sources that decide how fast a Schedule is, by backend, relative to the package: all that the backend imports but
+`ALIKE`."""
+
+ALIKE = (
+    "__init__.py", "backends/__init__.py", "backends/base.py", "backends/protocol.py", "config.py", "errors.py",
+    "limits.py", "meeting.py", "memory.py", "row_operator.py", "version.py", "waiting.py", "weights.py",
+)  # fmt: skip
+"""Sources that backends import, too, and that cost every Schedule the same: checks, messages, starting and ending."""
+
+
+def sources(backend: str) -> dict[str, Traversable]:
+    """The files that decide how fast a Schedule of this backend is, by their path in the package."""
+    root, found = resources.files("uniep"), {}
+    for name in _SOURCES[backend]:
+        entry = root / name
+        if entry.is_file():
+            found[name] = entry
+        else:
+            found |= {f"{name}/{e.name}": e for e in entry.iterdir() if e.name.endswith((".py", ".c"))}
+    return dict(sorted(found.items()))
 
 
 @functools.cache
 def kernels(backend: str) -> str:
     """Hash of the sources that decide how fast a Schedule of this backend is."""
-    root, found = resources.files("uniep"), hashlib.sha256()
-    for name in _SOURCES[backend]:
-        entry = root / name
-        files = [entry] if entry.is_file() else sorted(
-            (e for e in entry.iterdir() if e.name.endswith(".py")), key=lambda e: e.name
-        )  # fmt: skip
-        for file in files:
-            found.update(file.name.encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()[:16]
+    made = hashlib.sha256()
+    for name, file in sources(backend).items():
+        made.update(name.encode() + b"\0" + file.read_bytes())
+    return made.hexdigest()[:16]
+
+
+def timed_with(backend: str) -> dict[str, str]:
+    """What timings on a card hold for: `kernels`, and the version of Triton, if it compiles them."""
+    if backend == "cpu":
+        return {"kernels": kernels(backend)}
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "none"
+    return {"kernels": kernels(backend), "triton": triton}
 
 
 def card_name(device: torch.device) -> str:
@@ -151,7 +181,7 @@ def find(cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Found:
             entry = _nearest(read(path, backend), key)
             if entry is None:
                 continue
-            schedule = parse(entry["schedule"], default_schedule(backend, cfg, ep_size))
+            schedule = whole(entry["schedule"])
         except ConfigError as error:
             log.warning("%s; the default Schedule is used", error)
             why = str(error)
@@ -189,15 +219,15 @@ def read(path: Path, backend: str) -> dict[str, Any]:
     for name, wanted in (("card", path.name.rsplit(f"-{backend}-ep", 1)[0]), ("backend", backend)):
         if document.get(name) != wanted:
             raise ConfigError(f"table {path} is of {name} {document.get(name)!r}, not {wanted!r}; {remedy}")
-    if document.get("kernels") != kernels(backend):
-        raise ConfigError(
-            f"table {path} was timed with other kernels ({document.get('kernels')}, here {kernels(backend)}); {remedy}"
-        )
+    for name, here in timed_with(backend).items():
+        if document.get(name) != here:
+            what = {"kernels": "other kernels", "triton": "another Triton"}[name]
+            raise ConfigError(f"table {path} was timed with {what} ({document.get(name)}, here {here}); {remedy}")
     return document
 
 
 def _is_entry(entry: Any) -> bool:
-    kinds = {"shape": str, "dtype": str, "tokens": int, "schedule": dict}
+    kinds = {"shape": str, "dtype": str, "tokens": int, "schedule": dict, "default": dict}
     return (
         isinstance(entry, dict)
         and all(isinstance(entry.get(k), kind) for k, kind in kinds.items())
@@ -216,13 +246,32 @@ def parse(values: dict[str, Any], usual: Schedule) -> Schedule:
     return replaced(usual, values)
 
 
+def fields(schedule: Schedule) -> dict[str, Any]:
+    """{name: value} of every dimension."""
+    return {name: get(schedule, name) for name in NAMES}
+
+
+def whole(values: dict[str, Any]) -> Schedule:
+    """The Schedule with these `fields`.  Raises ConfigError, also for one that is missing."""
+    if missing := [name for name in NAMES if name not in values]:
+        raise ConfigError(f"a table's Schedule has no value of {', '.join(missing)}")
+    return parse(values, Schedule())
+
+
+def tried(entry: dict[str, Any]) -> Iterator[tuple[Schedule, dict[str, Any]]]:
+    """The points that were tried for an entry, and what it says of each."""
+    for of in entry.get("tried", ()):
+        yield parse(of["changes"], whole(entry["default"])), of
+
+
 def digest(schedule: Schedule) -> str:
     """Hash of all fields: equal for equal Schedules on every rank."""
     return hashlib.sha256(repr(schedule).encode()).hexdigest()[:16]
 
 
 def store(path: Path, key: Key, entry: dict[str, Any]) -> None:
-    """Put an entry into a table, atomically.  Raises ConfigError, also for a full disk."""
+    """Put an entry into a table, atomically.  entry: "schedule", the choice, and "default", what it was compared with,
+    as `fields`; "tried"; and more to read.  Raises ConfigError, also for a full disk."""
     with held(path, PATIENCE_S):
         try:
             document = read(path, key.backend) if path.exists() else None
@@ -231,7 +280,7 @@ def store(path: Path, key: Key, entry: dict[str, Any]) -> None:
             document = None
         document = document or {
             "format": FORMAT, "card": key.card, "backend": key.backend, "ep": key.ep_size,
-            "kernels": kernels(key.backend), "entries": {},
+            **timed_with(key.backend), "entries": {},
         }  # fmt: skip
         versions = {"uniep": version.__version__, "torch": torch.__version__}
         document["entries"][key.place] = {
@@ -297,5 +346,5 @@ def _locked(handle: int) -> bool:
 
 
 def as_changes(schedule: Schedule, cfg: MoEConfig, ep_size: int, backend: str) -> dict[str, Any]:
-    """The values of an entry: those that differ from the backend's default."""
+    """The values that differ from the backend's default for this call."""
     return differences(schedule, default_schedule(backend, cfg, ep_size))

@@ -36,7 +36,8 @@ def drawn(cfg: MoEConfig, ep_size: int, rank: int, tokens: int, seed: int, devic
     made_by: dict[str, Any] = {"generator": generator, "device": device}
 
     def normal(*shape: int, fan_in: int = 1) -> Tensor:
-        return (torch.randn(*shape, **made_by) * fan_in**-0.5).to(cfg.dtype)
+        """No copy in fp32: a user's GPU may be full."""
+        return torch.randn(*shape, dtype=cfg.dtype, **made_by).mul_(fan_in**-0.5)
 
     score_TE = torch.rand(tokens, cfg.num_experts, **made_by)
     ids_TK = score_TE.topk(cfg.top_k, dim=1).indices

@@ -32,7 +32,16 @@ import torch
 import torch.distributed as dist
 from torch import SymInt, Tensor
 
-from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
+from uniep.backends.base import (
+    MAIN_GRAD,
+    UNKNOWN_LAYER,
+    ExpertGradients,
+    Inputs,
+    LayerTag,
+    MainGrads,
+    Needs,
+    kept_for_backward,
+)
 from uniep.backends.collective.local_experts import (
     KernelExperts,
     LocalExperts,
@@ -223,8 +232,8 @@ class CollectiveBackend:
             *(x_TD.new_empty(shape, dtype=torch.int32) for shape in plan),
         ]
 
-    def way_of(self, tokens: int) -> Way:
-        return dataclasses.replace(self.way, num_tokens=tokens)
+    def way_of(self, tokens: int, lora: tuple[str, ...] = ()) -> Way:
+        return dataclasses.replace(self.way, num_tokens=tokens, lora=lora)
 
     def prepare(self) -> None:
         """Makes sure that all ranks are there; compiles the kernels with a call of one token per rank."""
@@ -252,8 +261,7 @@ class CollectiveBackend:
             "backend": f"nccl: rank {self.rank} of {self.ep_size}, {self.transport}, on {self.device}",
             "experts": f"{self.experts.name} ({self.because})",
             "overlap": "not active: collectives run between the GEMMs, not beside them",
-            "received": "dispatched again in backward" if self.way.again else "kept for backward",
-            "gate and up": f"{self.schedule.preactivation} for backward",
+            **kept_for_backward(self.schedule),
             "rows": "allocated exactly; counts are read by the host in every call",
             "CUDA graphs": "not possible: the host reads counts",
             "main_grad": MAIN_GRAD,

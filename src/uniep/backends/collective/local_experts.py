@@ -195,9 +195,9 @@ class KernelExperts:
     name = "the Triton kernels of the hopper backend"
 
     def __init__(self, cfg: MoEConfig, rank: int, way: Way, device: torch.device) -> None:
-        from uniep.launch import staged as launch
+        from uniep.launch import operands, staged
 
-        self.launch = launch
+        self.launch, self.operands = staged, operands
         self.cfg, self.rank, self.way = cfg, rank, way
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._zero = torch.zeros(4, dtype=torch.int32, device=device)
@@ -205,7 +205,7 @@ class KernelExperts:
 
     def _alone(self, **tables: Tensor) -> Any:
         """Kernel arguments for a group without peers.  tables: addresses, for kernels that store through them."""
-        return self.launch.Peers.alone(self._zero, **tables)
+        return self.operands.Peers.alone(self._zero, **tables)
 
     def _rows(self, routed: Routed, tile: Tile) -> Any:
         """Tables for kernels with tiles of `tile.rows`; rows of other ranks as compact receive slots."""
@@ -292,7 +292,7 @@ class KernelExperts:
                 self.launch.launch_gate_up(
                     x, x_ND, of_first, stacked, self.alone, cfg, first, self.sms, h_2NF, None
                 )  # fmt: skip
-            made = self.launch.activation_memory(h_2NF, experts.b2)
+            made = self.operands.activation_memory(h_2NF, experts.b2)
             self.launch.launch_down_gradient(dy_ND, rows, stacked, self.alone, tile, self.sms, made.raw_NF)
             run_own(self.way, "down_grad", made.raw_NF, plan)
             self.launch.launch_activation_gradient(made, rows, cfg, self.sms)

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends.base import MAIN_GRAD, UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
+from uniep.backends.base import (
+    MAIN_GRAD,
+    UNKNOWN_LAYER,
+    ExpertGradients,
+    Inputs,
+    LayerTag,
+    MainGrads,
+    Needs,
+    kept_for_backward,
+)
 from uniep.backends.cpu.peers import Peers
 from uniep.backends.cpu.run import CheckedQueues, Run
 from uniep.backends.pinned import PinnedThreads
@@ -250,8 +259,8 @@ class CpuBackend:
             x_TD.new_empty(1, dtype=torch.int64),
         ]
 
-    def way_of(self, tokens: int) -> Way:
-        return dataclasses.replace(self.way, num_tokens=tokens)
+    def way_of(self, tokens: int, lora: tuple[str, ...] = ()) -> Way:
+        return dataclasses.replace(self.way, num_tokens=tokens, lora=lora)
 
     @_collective
     def prepare(self) -> None:
@@ -272,10 +281,7 @@ class CpuBackend:
             "workers": f"{s.matrix_workers} matrix, {s.vector_workers} vector threads per rank",
             "gate_up": f"{s.gate_up.rows} x {s.gate_up.columns} tiles",
             "down": f"{s.down.rows} x {s.down.columns} tiles",
-            "received": {"saved": "compact copy kept for backward", "again": "dispatched again in backward"}[
-                s.received
-            ],
-            "gate and up": f"{s.preactivation} for backward",
+            **kept_for_backward(s),
             "shared memory": f"{self.peers.bytes} bytes per rank",
             "main_grad": MAIN_GRAD,
             "waits": "measured: entries, and times in which no thread works while one waits for peers",

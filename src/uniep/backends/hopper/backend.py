@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import SymInt, Tensor
 
-from uniep.backends.base import MAIN_GRAD, ExpertGradients, Inputs, LayerTag, MainGrads, Needs, aligned
+from uniep.backends.base import (
+    MAIN_GRAD,
+    ExpertGradients,
+    Inputs,
+    LayerTag,
+    MainGrads,
+    Needs,
+    aligned,
+    kept_for_backward,
+)
 from uniep.backends.hopper.arena import WAY_OUT
 from uniep.backends.hopper.link import Link
 from uniep.backends.hopper.mega import Backward, Forward
@@ -108,8 +117,8 @@ class HopperBackend(Link):
     def check(self) -> None:
         self.planner.check_all()
 
-    def way_of(self, tokens: int) -> Way:
-        return self.ways[tokens]
+    def way_of(self, tokens: int, lora: tuple[str, ...] = ()) -> Way:
+        return self.ways.with_lora(lora)[tokens]
 
     def prepare(self) -> None:
         """Compile what calls of this schedule launch, by empty forwards and backwards.  Collective.
@@ -158,6 +167,7 @@ class HopperBackend(Link):
             "rows": "allocated by the last call's need, read back beside the GPU's work"
             if self.cfg.max_rows is None
             else f"max_rows={self.cfg.max_rows}, no host read",
+            **kept_for_backward(self.schedule),
             "main_grad": MAIN_GRAD,
             "waits": "measured: entries, and tokens and results where no product runs; traces have those in kernels",
             "multiprocessors": f"{self.sms}, {self.schedule.free_sms} left free",
@@ -179,7 +189,7 @@ class HopperBackend(Link):
     @_collective
     def forward(self, inputs: Inputs, save: bool, way: Way | None = None) -> tuple[Tensor, list[Tensor]]:
         """way: None for that of so many tokens."""
-        self.way = way or self.ways.with_lora(inputs.experts.adapted)[inputs.x_TD.shape[0]]
+        self.way = way or self.way_of(inputs.x_TD.shape[0], inputs.experts.adapted)
         try:
             _check_experts(inputs.experts)
         except UniEPError as error:
@@ -221,7 +231,7 @@ class HopperBackend(Link):
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None,
         way: Way | None = None,
     ) -> ExpertGradients:  # fmt: skip
-        self.way = way or self.ways.with_lora(inputs.experts.adapted)[dy_TD.shape[0]]
+        self.way = way or self.way_of(dy_TD.shape[0], inputs.experts.adapted)
         experts, layer, num_tokens = _with_whole_factors(inputs.experts), inputs.layer, dy_TD.shape[0]
         dy_TD, x_TD, ids_TK = map(aligned, (dy_TD, inputs.x_TD, inputs.ids_TK))
         inputs = Inputs(x_TD, ids_TK, inputs.weights_TK, experts, layer)
@@ -282,7 +292,7 @@ def _with_whole_factors(experts: ExpertWeights) -> ExpertWeights:
 
 def _check_experts(experts: ExpertWeights) -> None:
     """Raise UnsupportedError for weights that block loads cannot read."""
-    from uniep.launch.staged import w13_block
+    from uniep.launch.operands import w13_block
 
     if experts.layout == "list" or experts.w2[0].dim() != 3:
         raise UnsupportedError(

@@ -192,7 +192,7 @@ class Calls:
 
         forward (1,): with ids, takes this call's number; without, the call that planned.
         """
-        from uniep.kernels.plan import exchange_kernel
+        from uniep.kernels.entry import exchange_kernel
 
         digests = self.begin(layer, ids_TK is not None)
         launch(
@@ -248,7 +248,7 @@ class Calls:
         counts as `Backend.waited`."""
         if self.num_ranks == 1:
             return
-        from uniep.kernels.plan import barrier_kernel
+        from uniep.kernels.entry import barrier_kernel
 
         args = (
             self.arena.flag_view(flag), self.arena.views["exchange"], self.call, self.status,

@@ -24,7 +24,7 @@ from uniep.way import Ways
 
 if TYPE_CHECKING:
     from uniep.backends.hopper.planner import DevicePlan
-    from uniep.launch.staged import Peers
+    from uniep.launch.operands import Peers
     from uniep.membership import Membership
     from uniep.taskflow.trace import Span
 
@@ -117,7 +117,7 @@ class Link:
         key = self.stay_local, chunk, self.way.pulls
         if (known := self._known_peers.get(key)) is not None:
             return known
-        from uniep.launch.staged import Peers
+        from uniep.launch.operands import Peers
 
         arena, planner = self.arena, self.planner
         wire = Wire(

@@ -81,7 +81,7 @@ class Backward(staged.Backward):
 
     def backward(self, stage: Stage) -> None:
         from uniep.launch import mega as launch
-        from uniep.launch.staged import activation_memory
+        from uniep.launch.operands import activation_memory
 
         link, experts, needs, views = self.link, self.inputs.experts, self.needs, self.link.arena.views
         self.through = activation_memory(self.h_2NF, experts.b2)

@@ -115,7 +115,7 @@ class Planner(Calls):
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
         self._layouts: dict[tuple[int, int], HeadLayout] = {}
         elements = power_of_2(self.local) * self.num_ranks * _num_waves(self.num_ranks)
-        self._tiles_warps = min(max(elements // 1024, 4), 32)
+        self._tiles_warps = min(max(elements // 512, 4), 16)
         self._constants = {
             (dedup, by_expert): self._plan_constants(dedup, by_expert)
             for dedup, by_expert in ((False, False), (True, False), (True, True))
@@ -196,7 +196,7 @@ class Planner(Calls):
 
     def clock(self, entered_ns: Tensor) -> None:
         """entered (1,): takes the device's time at this moment."""
-        from uniep.kernels.plan import clock_kernel
+        from uniep.kernels.entry import clock_kernel
 
         launch(clock_kernel, 1, (entered_ns,), {}, num_warps=1)
 
@@ -223,7 +223,7 @@ class Planner(Calls):
             min(columns, most_programs),
             (exchange, histogram, self.call, self.status, self.rank),
             constants.histogram,
-            num_warps=4, **({"maxnreg": 96} if by_expert else {}),  # left to itself, ptxas spills to use fewer
+            num_warps=4, maxnreg=96 if by_expert else 64,  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
         launch(
             scan_kernel,

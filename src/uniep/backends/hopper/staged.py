@@ -323,13 +323,14 @@ class Backward(_Call):
 
     def down_grad(self, stage: Stage) -> None:
         """dO back through W2."""
-        from uniep.launch import staged as launch
+        from uniep.launch.operands import activation_memory
+        from uniep.launch.staged import launch_gathered_down_gradient
 
         link, experts = self.link, self.inputs.experts
         dispatch = ALL_HERE if "w2" in self.low else link.dispatching(link.way.push_rounds[1])
-        self.through = launch.activation_memory(self.h_2NF, experts.b2)
+        self.through = activation_memory(self.h_2NF, experts.b2)
         del self.h_2NF  # through has it, until it is released
-        launch.launch_gathered_down_gradient(
+        launch_gathered_down_gradient(
             self.sent, self.planned.bundle, experts, self.peers, link.way.down, stage.sms, self.through.raw_NF,
             dispatch, self.progress_M, self.low.get("w2"),
         )  # fmt: skip
