@@ -345,7 +345,7 @@ class Schedule:
         doc="How kernels read the rows of the first GEMM. gathered: in place, so that the dispatch hides under "
         "the GEMM. expanded: from a contiguous copy that the dispatch makes and backward reuses.",
         helps="expanded has the faster GEMM and backward, and takes more memory.",
-        condition=first_of(_mega_needs("gathered"), _not_again),
+        condition=first_of(_mega_needs("gathered"), _not_again), shown={"expanded": "expanded"},
     )  # fmt: skip
     gate_up: Tile = dataclasses.field(
         default=Tile(stages=4), metadata={"backends": _ANY, "of": "gate and up; on the CPU also of the backward"}
@@ -441,13 +441,14 @@ class Schedule:
         "saved", backends=_ANY, scope="wire", source=_OWN,
         doc="What backward reads of other ranks' tokens. saved: a compact copy that forward keeps. again: the tokens "
         "are dispatched again (no memory between forward and backward).",
-        helps="again where memory is short.", condition=_mega_needs("saved"),
+        helps="again where memory is short.", condition=_mega_needs("saved"), shown={"again": "again"},
     )  # fmt: skip
     preactivation: Literal["saved", "recomputed"] = dimension(
         "saved", backends=_ANY, scope="wire", source=f"{_OWN} (activation recomputation, as in Megatron-LM)",
         doc="Where backward has gate and up from, the input of the activation. saved: forward keeps them. recomputed: "
         "backward runs the first GEMM again, from the tokens that it has for dW13 anyway.",
         helps="recomputed where memory is short: it saves 2F values a row, and computes one more product of six.",
+        shown={"recomputed": "recomputed"},
     )  # fmt: skip
 
     @property

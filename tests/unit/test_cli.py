@@ -32,6 +32,8 @@ from uniep.cli.verify import QUANTITIES as VERIFIED
 from uniep.cli.verify import Problem as VerifyProblem
 from uniep.cli.whole_model import of_config
 from uniep.integrations.torch import of_shard
+from uniep.schedule import DIMENSION, DIMENSIONS, is_valid
+from uniep.way import resolve
 
 SMALL = ["--hidden", "64", "--ffn", "64", "--experts", "4", "--top-k", "2", "--tokens", "37"]
 
@@ -274,11 +276,24 @@ def test_version():
 
 
 def test_schedules_are_those_that_the_backend_knows(monkeypatch, one_rank):
-    assert [s.name for s in schedules("nccl")] == ["serial/natural"]
-    assert [s.name for s in schedules("cpu")][::3] == ["serial/natural", "fused/local-first"]
+    again = ["serial/natural", "serial/natural/again/recomputed"]
+    assert [s.name for s in schedules("nccl")] == again
+    expected = [again[0], "fused/local-first", "fused/local-first/by expert/again/recomputed"]
+    assert [s.name for s in schedules("cpu")] == [expected[0], "serial/local-first", "fused/natural", *expected[1:]]
+    cfg = uniep.MoEConfig(hidden=256, ffn=128, num_experts=8, top_k=2, max_tokens_per_rank=1024)
+    for backend in ("hopper", "cpu", "nccl"):
+        names = [s.name for s in schedules(backend)]
+        assert len(set(names)) == len(names)
+        for ep in (1, 2, 4):
+            assert not [reasons for s in schedules(backend) if (reasons := is_valid(s, cfg, ep, backend))]
+    found = {d.name: {d.of(s) for s in schedules("hopper")} for d in DIMENSIONS}
+    for name in ("transfer", "send_order", "preactivation", "received", "operand"):
+        assert found[name] == {*DIMENSION[name].domain}, name
+    ways = [resolve(cfg, 2, 512, s) for s in schedules("hopper")]
+    assert max(way.waves for way in ways) == 2
     monkeypatch.setenv("UNIEP_BACKEND", "nccl")
     result = run("verify", *SMALL, "--ep", "1")
-    assert result.exit_code == 0 and "under every schedule of backend nccl" in result.output
+    assert result.exit_code == 0 and "under each schedule above, backend nccl" in result.output
 
 
 def test_verify_judges_what_is_no_number(one_rank, monkeypatch):
@@ -404,7 +419,7 @@ def test_verify_with_real_processes(tmp_path):
     assert "EP 1, 2, backend cpu: all bits equal; largest error" in pasted[2] and torch.__version__ in pasted[3]
     document = json.loads((tmp_path / "verify.json").read_text())
     assert document["differ"] == [] and document["ep"] == [1, 2] and document["errors"]["dw13"]["judged"]
-    assert result.stdout.count("fused/local-first") == 2 and "✗" not in result.stdout
+    assert result.stdout.count("fused/local-first") == 4 and "✗" not in result.stdout
     assert "identical: every bit at EP 1, 2" in result.stdout and "accurate: no error is over" in result.stdout
 
 
@@ -458,7 +473,8 @@ def test_demo_with_real_processes(tmp_path):
     assert json.loads((tmp_path / "demo.json").read_text())["identical"]
     assert result.returncode == 0, result.stdout + result.stderr
     assert "identical" in result.stdout and "✗" not in result.stdout
-    assert "proof 8 of 8: EP=2 fused/local-first" in result.stdout, "without a terminal, a line for each run"
+    last = "proof 10 of 10: EP=2 fused/local-first/by expert"
+    assert last in result.stdout, "without a terminal, a line for each run"
     saved, resumed = re.findall(r"EP=\d (?:saved, went on|resumed) after step 1: (.*)", result.stdout)
     assert saved == resumed and "1 x 2  default" in result.stdout
     for name in ("loss.png", "timeline.png"):
@@ -565,11 +581,12 @@ def test_bit_table_remembers_what_differs():
 @pytest.mark.parametrize(("quantities", "width"), [(proof.QUANTITIES, 80), (VERIFIED, 60)])
 def test_a_narrow_terminal_shows_every_header(quantities, width):
     table = BitTable("title", quantities)
-    table.add(1, "serial/local-first", {(q, f"part {i}"): "a" for q in quantities for i in range(96)})
+    for schedule in schedules("cpu"):
+        table.add(1, schedule.name, {(q, f"part {i}"): "a" for q in quantities for i in range(96)})
     output = io.StringIO()
     table.print(Console(file=output, width=width))
     assert "…" not in output.getvalue() and all(word in output.getvalue() for q in quantities for word in q.split())
-    assert output.getvalue().count("96") == len(quantities)
+    assert output.getvalue().count("96") == len(quantities) * len(schedules("cpu"))
 
 
 # --- the demo's model ---

@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import uniep
+from uniep.weights import Lora
 
 ROWS = 11 * 2 - 3
 """Slots in use of 11 tokens."""
@@ -58,6 +59,54 @@ def test_counted_with_main_grad(workspace):
     with FlopCounterMode(display=False) as counter:
         uniep.moe(**given, workspace=workspace, main_grad="accumulate").sum().backward()
     assert counter.get_total_flops() == gemms(workspace.cfg, 9)
+
+
+def test_counted_when_recomputed(workspace):
+    """gate and up once more, in the backward."""
+    schedule = uniep.Schedule(preactivation="recomputed")
+    with uniep.Workspace(workspace.cfg, device="cpu", schedule=schedule) as ws:
+        with FlopCounterMode(display=False) as forward:
+            y = uniep.moe(**inputs(ws.cfg, "w2"), workspace=ws)
+        with FlopCounterMode(display=False) as backward:
+            y.sum().backward()
+    assert (forward.get_total_flops(), backward.get_total_flops()) == (gemms(ws.cfg, 3), gemms(ws.cfg, 1 + 2))
+
+
+D, F, R, S = 64, 40, 3, 5
+"""hidden, ffn, and the ranks of the factors of w13 and w2."""
+FORWARD = {"h": (D, 2 * F), "y": (F, D), "u13": (D, R), "u13 B": (R, 2 * F), "u2": (F, S), "u2 B": (S, D)}
+THROUGH_W2 = {"dO W2": (D, F), "v2": (D, S), "v2 A": (S, F)}
+DX = {"dh W13": (2 * F, D), "v13": (2 * F, R), "v13 A": (R, D)}
+D13 = {"v13": (2 * F, R), "dA13": (R, D), "dB13": (R, 2 * F)}
+D2 = {"v2": (D, S), "dA2": (S, F), "u2 of w act": (F, S), "dB2": (S, D)}
+AGAIN = {"h": (D, 2 * F), "u13 B": (R, 2 * F)}
+
+
+@pytest.mark.parametrize("preactivation", ["saved", "recomputed"])
+@pytest.mark.parametrize(("needed", "parts"), [
+    (ALL, (THROUGH_W2, DX, D13, D2)), (("x",), (THROUGH_W2, DX)), (("weights",), (THROUGH_W2,)),
+    (("w13",), (THROUGH_W2, D13)), (("w2",), (D2,)),
+], ids=lambda value: "-".join(map(str, value)) if isinstance(value[0], str) else "")  # fmt: skip
+def test_counted_with_factors(needed, parts, preactivation):
+    """Each product of a row once; counted by hand."""
+    cfg = config(hidden=D, ffn=F)
+    given, e = inputs(cfg, *{"x", "weights"} & {*needed}), cfg.num_experts
+    shapes = {"w13": ((e, R, D), (e, 2 * F, R)), "w2": ((e, S, F), (e, D, S))}
+    pairs = [tuple(torch.zeros(s, requires_grad=name in needed) for s in both) for name, both in shapes.items()]
+    expected = {name: size for part in parts for name, size in part.items()}
+    again = AGAIN if preactivation == "recomputed" else {}
+    with uniep.Workspace(cfg, device="cpu", schedule=uniep.Schedule(preactivation=preactivation)) as ws:
+        with FlopCounterMode(display=False) as forward:
+            y = uniep.moe(**given, workspace=ws, lora=Lora(*pairs, 1.0))
+        with FlopCounterMode(display=False) as backward:
+            y.sum().backward()
+        with FlopCounterMode(display=False) as alone, torch.no_grad():
+            uniep.moe(**given, workspace=ws, lora=Lora(pairs[0], None, 1.0))
+    h, y, u13, up, *_ = FORWARD.values()
+    for counter, sizes in (
+        (forward, FORWARD.values()), (backward, (*expected.values(), *again.values())), (alone, (h, y, u13, up)),
+    ):  # fmt: skip
+        assert counter.get_total_flops() == sum(2 * ROWS * k * n for k, n in sizes)
 
 
 def test_counted_when_nothing_is_computed(workspace):

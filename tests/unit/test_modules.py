@@ -10,8 +10,10 @@ import pytest
 import torch
 from case import config, random_batch
 from torch._dynamo import compiled_autograd
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune  # noqa: F401
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import uniep
 from uniep.nn.ops import moe_forward
@@ -413,6 +415,54 @@ def test_what_traces_records_or_transforms_the_layer(workspace, tool):
     function, text = TOOLS[tool]
     with pytest.raises(uniep.UniEPError, match=text):
         function(layer, x)
+
+
+@pytest.mark.parametrize("tool", ["jit.trace", "vmap", "func.grad", "func.jvp", "hessian"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_transform_a_layer_with_factors(workspace, tool):
+    """As without them."""
+    layer, (function, text) = uniep.nn.MoE(workspace.cfg, workspace=workspace), TOOLS[tool]
+    uniep.nn.add_lora(layer, r=4)
+    x = torch.randn(5, 64)
+    for call in (function, torch.no_grad()(function)) if tool in ("jit.trace", "vmap") else (function,):
+        with pytest.raises(uniep.UniEPError, match=text):
+            call(layer, x)
+    layer(x)
+
+
+@pytest.mark.parametrize("tool", ["export", "make_fx", "fake"])
+def test_factors_need_tensors_with_values(workspace, tool):
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)
+    uniep.nn.add_lora(layer, r=4)
+    x, calls = torch.randn(5, 64), workspace.forwards
+    with pytest.raises(uniep.UnsupportedError, match=r"factors cannot be traced, .*; merge_lora first"):
+        if tool == "fake":
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                layer(x)
+        else:
+            TOOLS[tool](layer, x)
+    assert workspace.forwards == calls
+    layer(x)
+
+
+def test_what_cannot_save_a_layer_with_factors(workspace):
+    """Policies that save the layer's calls; others run it again, with the same gradients."""
+    layer, x = uniep.nn.MoE(workspace.cfg, workspace=workspace, seed=0), torch.randn(5, 64)
+    uniep.nn.add_lora(layer, r=4)
+    factors = [p for name, p in layer.named_parameters() if "lora" in name]
+
+    def run(context_fn):
+        y = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
+        return torch.autograd.grad(y.square().sum(), factors)
+
+    def recompute(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    want = torch.autograd.grad(layer(x).square().sum(), factors)
+    got = run(lambda: create_selective_checkpoint_contexts(recompute))
+    assert all(map(torch.equal, got, want))
+    with pytest.raises(uniep.UnsupportedError, match=r"leave SAVE_OPS out of the policy of layers with factors"):
+        run(lambda: create_selective_checkpoint_contexts(list(uniep.SAVE_OPS)))
 
 
 def test_an_error_before_a_call_leaves_the_workspace_usable(workspace, monkeypatch):

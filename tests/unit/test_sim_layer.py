@@ -17,11 +17,13 @@ from uniep.schedule import Schedule
 from uniep.shapes import SHAPES, Shape, parse_shape
 from uniep.sim import STRATEGIES, Problem, load_machine, machines, row, simulate
 from uniep.sim.beside import predicted
+from uniep.sim.costs import RESOURCES, costs
 from uniep.sim.problem import opposite
 from uniep.sim.rows import spans
 from uniep.sim.strategies import execute, parse_strategies
 from uniep.taskflow.check import check
-from uniep.taskflow.lower import lower_forward
+from uniep.taskflow.layer import forward_operators, recompute_operators
+from uniep.taskflow.lower import compile_graph, lower_forward, sites
 from uniep.taskflow.site import Site
 from uniep.taskflow.trace import shares
 
@@ -237,6 +239,41 @@ def test_what_runs_is_predicted(fields, machine):
         assert {worker.split()[0] for worker in moved} == {kind} and len(moved) == count
     again = {s.phase for s in found if s.op == "recompute"}
     assert again == ({f"{'recompute' if machine else 'backward'}, predicted"} if way.recomputes else set())
+
+
+def test_fetches_leave_the_ranks_that_they_fetch_from():
+    """Rank 0 alone wants tokens: their links out and its link in are busy, whoever moves them."""
+    machine, cfg = load_machine("h200-node"), Problem(SMALL, 4, 64).cfg
+    machine = machine.replaced({"link_gbps": 1})  # so that links can be short
+    ids = [torch.arange(4).expand(64, 4)] * 4
+    for transfer in ("push", "pull"):
+        way = way_of(Schedule(overlap="mega", transfer=transfer), cfg, 4)
+        of_rank = sites([build_plan(ids, rank, cfg) for rank in range(4)], [64] * 4, cfg, way)
+        operators = forward_operators(way, keep=False)
+        graph = compile_graph(operators, of_rank)
+        spent = costs(graph, operators, of_rank, machine)
+        task_F = torch.arange(graph.num_tasks).repeat_interleave(spent.flow_start_N1.diff())
+        moves_F = torch.isin(graph.op_N[task_F], torch.tensor([graph.ops.index(transfer)]))
+        used = {divmod(r, len(RESOURCES)) for r in spent.flow_resource_F[moves_F].tolist()}
+        links = {(rank, RESOURCES[kind]) for rank, kind in used if "link" in RESOURCES[kind]}
+        assert links == {(0, "link in"), *((rank, "link out") for rank in (1, 2, 3))}, transfer
+
+
+def test_what_is_made_again_is_not_stored_before():
+    """Of a tile: with gate and up kept, two results more than the activation alone; made again without it, one."""
+    machine, cfg = load_machine("h200-node"), Problem(SMALL, 2, 64).cfg
+    ids, took = [torch.arange(4).expand(64, 4)] * 2, {}
+    for preactivation in ("saved", "recomputed"):
+        way = way_of(Schedule(overlap="mega", preactivation=preactivation), cfg, 2)
+        of_rank = sites([build_plan(ids, rank, cfg) for rank in range(2)], [64] * 2, cfg, way)
+        for name, operators in (
+            ("gate_up", forward_operators(way, keep=False)), ("recompute", recompute_operators(way)),
+        ):  # fmt: skip
+            graph = compile_graph(operators, of_rank)
+            compute_N = costs(graph, operators, of_rank, machine).compute_N
+            took[name, preactivation] = float(compute_N[graph.op_N == graph.ops.index(name)][0])
+    saved, alone, again = took["gate_up", "saved"], took["gate_up", "recomputed"], took["recompute", "recomputed"]
+    assert saved - alone == pytest.approx(2 * (again - alone)) and again > alone
 
 
 def test_bad_problems_are_told():

@@ -8,6 +8,7 @@ runs at different EP sizes are compared part by part.  Digests see every bit: -0
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -54,7 +55,7 @@ def verdict(same: bool, ep_sizes: Iterable[int], backend: str) -> str:
     if not same:
         return "[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`"
     sizes = ", ".join(map(str, ep_sizes))
-    return f"[bold green]identical[/bold green]: every bit at EP {sizes}, under every schedule of backend {backend}"
+    return f"[bold green]identical[/bold green]: every bit at EP {sizes}, under each schedule above, backend {backend}"
 
 
 class BitTable:
@@ -81,7 +82,8 @@ class BitTable:
             f"[red]✗ {of_quantity[q]} of {total[q]}[/red]" if of_quantity[q] else f"[green]✓[/green] {total[q]}"
             for q in self.quantities
         ]
-        self._table.add_row(str(ep_size), schedule, *cells)
+        lines = textwrap.wrap(schedule.replace("/", "/ "), 20, break_on_hyphens=False)  # behind slashes
+        self._table.add_row(str(ep_size), "\n".join(lines).replace("/ ", "/"), *cells)
         self.wrong += [f"EP={ep_size} {schedule}: {quantity}, {part}" for quantity, part in wrong]
 
     def print(self, console: Console, at_most: int = 10) -> None:

@@ -44,7 +44,7 @@ def demo(
 
     A byte-level transformer learns the sources of Python's standard library with expert parallelism: one
     process per rank, on CPUs, or on GPUs (one rank each) where there are some. Then the proof: the same few
-    optimizer steps at every EP size under every schedule, and loss, norm, logits, gradients and parameters
+    optimizer steps at every EP size under several schedules, and loss, norm, logits, gradients and parameters
     compared bit by bit with EP=1, serial; with ranks split into EP groups and copies of the experts; and
     after a checkpoint, resumed at another EP size. The exit status is 1 if a single bit differs.
     """

@@ -32,8 +32,9 @@ TILE_ORDERS: tuple[Literal["natural", "local-first"], ...] = ("natural", "local-
 def schedules(backend: str) -> list[uniep.Schedule]:
     """The schedules to compare, as far as `backend` supports them.
 
-    serial and fused, each in natural and local-first tile order.  On GPUs also: tokens sent by copy engines, pipelined,
-    and one kernel for each direction.  The first is the reference.
+    serial and fused, each in natural and local-first tile order; tokens and gate and up made again in the backward.  On
+    GPUs also: tokens sent by copy engines, pipelined, and in waves; one kernel for each direction; tokens fetched; rows
+    expanded.  Send lists in the order of experts, where that can be.  The first is the reference.
     """
     default = DEFAULT_SCHEDULES[backend]
     known = known_fields(backend)
@@ -42,11 +43,15 @@ def schedules(backend: str) -> list[uniep.Schedule]:
         for overlap in (OVERLAPS if "overlap" in known else (default.overlap,))
         for order in (TILE_ORDERS if "tile_order" in known else (default.tile_order,))
     ]
-    if "transfer" in known:
-        copied = dataclasses.replace(default, transfer="copy")
-        found += [copied, *(dataclasses.replace(copied, overlap=overlap) for overlap in ("pipelined", "mega"))]
-        found.append(dataclasses.replace(default, overlap="mega"))
-    return found
+    again = dataclasses.replace(default, received="again", preactivation="recomputed")
+    if "transfer" not in known:
+        return [*found, dataclasses.replace(again, send_order="expert" if "send_order" in known else again.send_order)]
+    copied = dataclasses.replace(default, transfer="copy")
+    found += [copied, *(dataclasses.replace(copied, overlap=overlap) for overlap in ("pipelined", "mega"))]
+    found.append(dataclasses.replace(default, overlap="mega"))
+    found.append(dataclasses.replace(again, transfer="copy", arrival_waves=2))
+    found.append(dataclasses.replace(again, received="saved", transfer="pull", send_order="expert"))
+    return [*found, dataclasses.replace(default, operand="expanded")]
 
 
 def prove(

@@ -1,4 +1,4 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators behind `uniep.moe`.
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the calls of `uniep.moe`.
 
 Like PyTorch for its own operators, it counts GEMMs only.  It counts those of this rank's tokens, wherever their experts
 are.  The sum over all ranks is what all of them compute, without the padding of segments.  A rank whose experts are
@@ -16,7 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["looked_at", "register"]
+from uniep.backends.base import Needs
+from uniep.weights import ExpertWeights
+from uniep.workspace import Workspace, by_key
+
+__all__ = ["count_lora", "looked_at", "register"]
 
 
 def looked_at() -> bool:
@@ -40,6 +44,7 @@ def register() -> None:
         operators.moe_fwd: _forward,
         operators.moe_bwd: _backward,
         operators.moe_bwd_main_grad: _backward,
+        operators.moe_lora: _told,
         operators.router: _router_forward,
         operators.router_bwd: _router_backward,
         operators.linear: _linear_forward,
@@ -51,12 +56,43 @@ def register() -> None:
             counter.flop_registry.update(formulas)
 
 
+@torch.library.custom_op("uniep::moe_lora", mutates_args=())
+def _lora(ids: Tensor, flops: int) -> Tensor:
+    """Nothing, as an empty tensor: what a counter sees of a call with LoRA factors, which is no operator."""
+    return ids.new_empty(0)
+
+
+def _told(ids: Tensor, flops: int, *args: Any, **_: Any) -> int:
+    return flops
+
+
+def count_lora(ids_TK: Tensor, experts: ExpertWeights, space: Workspace, needs: Needs | None) -> None:
+    """Show active counters a forward with LoRA factors, or, with `needs`, a backward: the GEMMs of `moe_fwd` and
+    `moe_bwd`, but for the gradients of W13 and W2, and the products with the factors, each once.  Those of x with A are
+    kept from the forward; those of the activation are made again, of the weighted one."""
+    if not looked_at():
+        return
+    a13, b13, a2, b2 = (pair[i][0].numel() if pair else 0 for pair in experts.trained for i in (0, 1))
+    halves, recomputes = _halves(experts.w13, experts.w2), space.backend.way_of(0).recomputes
+    if needs is None:
+        gemms, low = halves + 1, a13 + b13 + a2 + b2
+    else:
+        through_w2 = needs.x or needs.weights or needs.w13
+        gemms = through_w2 + halves * (needs.x + recomputes)
+        low = through_w2 * a2 + (through_w2 or needs.w2) * b2 + needs.w2 * (2 * a2 + b2)
+        low += needs.x * a13 + (needs.x or needs.w13) * b13 + needs.w13 * (a13 + b13) + recomputes * b13
+    _lora(ids_TK, _gemms(gemms, ids_TK, experts.w2) + 2 * _used(ids_TK) * low)
+
+
+def _used(ids_TK: Tensor) -> int:
+    """Used slots; if ids cannot be read (fake tensors), all."""
+    return ids_TK.numel() if is_fake(ids_TK) or ids_TK.is_meta else int((ids_TK >= 0).sum())
+
+
 def _gemms(count: int, ids_TK: Tensor, w2: Sequence[Tensor]) -> int:
-    """FLOPs of `count` GEMMs between D and F for every used slot; if ids cannot be read (fake tensors), for every
-    slot."""
-    used = ids_TK.numel() if is_fake(ids_TK) or ids_TK.is_meta else int((ids_TK >= 0).sum())
+    """FLOPs of `count` GEMMs between D and F for every used slot."""
     hidden, ffn = w2[0].shape[-2:]
-    return count * 2 * used * hidden * ffn
+    return count * 2 * _used(ids_TK) * hidden * ffn
 
 
 def _halves(w13: Sequence[Tensor], w2: Sequence[Tensor]) -> int:
@@ -76,7 +112,8 @@ def _backward(
 ) -> int:  # fmt: skip
     need_x, need_weights, need_w13, need_w2, need_biases = needs
     through_w2 = need_x or need_weights or need_w13 or (need_biases and bool(biases))
-    return _gemms(through_w2 + _halves(w13, w2) * (need_x + need_w13) + need_w2, ids, w2)
+    recomputes = by_key(workspace).backend.way_of(0).recomputes
+    return _gemms(through_w2 + _halves(w13, w2) * (recomputes + need_x + need_w13) + need_w2, ids, w2)
 
 
 def _product(x: Tensor, weight: Tensor) -> int:

@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, _CachingTorchDispatchMode
 
 from uniep.backends.base import Needs
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.limits import rank_limit
-from uniep.nn.ops import enter_backward, enter_forward
+from uniep.nn.flops import count_lora
+from uniep.nn.ops import SAVE_OPS, enter_backward, enter_forward, refuse_transforms
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, by_key, told_to_all
 
@@ -46,6 +50,9 @@ def call_lora(
     x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, space: Workspace, save: bool, layer: Tensor | None
 ) -> Tensor:
     """y (T, D), differentiable in x, weights and the factors.  Arguments as of `ops.call`."""
+    refuse_transforms()
+    _refuse_modes(x, ids, weights)
+    count_lora(ids, experts, space, None)
     if not save:
         return enter_forward(x, ids, weights, experts, space, save, layer)[0]
     first, second = experts.trained
@@ -53,6 +60,27 @@ def call_lora(
     assert experts.lora is not None
     how = space.key, layer, experts.layout, experts.lora.scale, [len(part) for part in parts]
     return _Call.apply(how, x, ids, weights, *(t for part in parts for t in part))
+
+
+def _refuse_modes(x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    """Raise UnsupportedError inside modes that need an operator, which this call is not: to record, to know shapes
+    without values, to keep results."""
+    proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if proxy is not None or detect_fake_mode((x, ids, weights)) is not None:
+        raise UnsupportedError(
+            "a layer with LoRA factors cannot be traced, and does not run on fake tensors: its call is no operator; "
+            "merge_lora first"
+        )
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _CachingTorchDispatchMode):
+            context = SelectiveCheckpointContext(is_recompute=False)
+            policy = mode.policy_fn(context, SAVE_OPS[0], x, ids, weights)
+            if policy in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+                raise UnsupportedError(
+                    "selective checkpointing is to save uniep's calls (SAVE_OPS), but one with LoRA factors is no "
+                    "operator that it could save, and would run again, with its dispatch; leave SAVE_OPS out of the "
+                    "policy of layers with factors, or do not checkpoint these layers"
+                )
 
 
 class _Call(torch.autograd.Function):
@@ -85,6 +113,7 @@ class _Call(torch.autograd.Function):
         base, end = sum(counts[:3]), ctx.count - counts[4]
         needs = Needs(need_x, need_weights, any(wanted[base:end]), any(wanted[end:]), biases=False)
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+        count_lora(ids, experts, space, needs)
         got = enter_backward(dy, x, ids, weights, experts, saved, space, needs, layer)
         factors = *(got.w13 or [None] * counts[3]), *(got.w2 or [None] * counts[4])
         return None, got.x, None, got.weights, *[None] * base, *factors

@@ -329,19 +329,23 @@ def call(
     layer: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """y of `moe_forward`, differentiable."""
-    if not torch.compiler.is_compiling():
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UnsupportedError(
-                "uniep does not run inside torch.func transforms; use torch.autograd's backward or grad"
-            )
-        if torch.jit.is_tracing():
-            raise UnsupportedError("torch.jit.trace does not know uniep's calls; use torch.compile")
+    refuse_transforms()
     how = (layout, workspace, save, parameters, main_grads, accumulate, layer)
     if _operators_are_seen((x, ids, weights, *w13, *w2, *biases)):
         return moe_forward(x, ids, weights, w13, w2, biases, *how)[0]
     if not save:
         return _forward(x, ids, weights, w13, w2, biases, *how)[0]
     return _Direct.apply(how, (len(w13), len(w2)), x, ids, weights, *w13, *w2, *biases)
+
+
+def refuse_transforms() -> None:
+    """Raise UnsupportedError inside what does not know uniep's calls."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError("uniep does not run inside torch.func transforms; use torch.autograd's backward or grad")
+    if torch.jit.is_tracing():
+        raise UnsupportedError("torch.jit.trace does not know uniep's calls; use torch.compile")
 
 
 def _operators_are_seen(tensors: Sequence[Tensor]) -> bool:
