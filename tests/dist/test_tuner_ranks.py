@@ -1,6 +1,7 @@
 """What is tuned on several ranks: the same bits for every point, and the same choice on every rank."""
 
 import dataclasses
+import logging
 import os
 
 import case
@@ -85,6 +86,38 @@ def test_online_ends_alike_on_all_ranks(pool, tmp_path):
     assert ranks[0][0] == ranks[1][0]
     assert ranks[0][0].chunk_tokens in (32, 128)
     same_bits(case.gather([of for _, of in ranks]), case.oracle(pool, CFG, random_batch(CFG, TOKENS)), "online")
+
+
+def started_on_a_full_device(world, folder, batch):
+    """As `started`, where rank 1 has no memory for inputs; with what was logged."""
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())
+    drawn = choose.drawn
+
+    def full(*args):
+        if world.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+        return drawn(*args)
+
+    logging.getLogger("uniep").addHandler(handler)
+    choose.drawn = full
+    try:
+        return started(world, [folder, folder], batch, "online")[0], logged
+    finally:
+        choose.drawn = drawn
+        logging.getLogger("uniep").removeHandler(handler)
+
+
+def test_online_on_a_full_device_takes_the_tables_choice(pool, tmp_path):
+    proved = [{"changes": {"chunk_tokens": n}, "status": "timed", "score": 0.9} for n in (32, 128)]
+    folder = table(tmp_path / "a", {"chunk_tokens": 32}, proved)
+    for schedule, logged in pool.run(started_on_a_full_device, folder, random_batch(CFG, TOKENS), ranks=2):
+        assert schedule.chunk_tokens == 32
+        assert logged == [
+            "nothing was tuned online, the table's choice runs: rank 1 has no memory for inputs: CUDA out of memory. "
+            "Tried to allocate 2.00 GiB."
+        ]
 
 
 def with_modes(world, modes):

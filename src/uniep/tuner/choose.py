@@ -103,8 +103,8 @@ def fastest(
     cfg: MoEConfig, group: dist.ProcessGroup | None, backend: str, device: torch.device, schedules: Sequence[Schedule],
     timeout_s: float, copies: int = 1,
 ) -> Schedule:  # fmt: skip
-    """The fastest of points that were verified elsewhere.  Collective; all ranks get the same.  copies: as of
-    `Membership`."""
+    """The fastest of points that were verified elsewhere; the first one where a rank has no memory for inputs to time
+    them with.  Collective; all ranks get the same.  copies: as of `Membership`."""
     with contextlib.ExitStack() as opened:
 
         def made(schedule: Schedule) -> _Served:
@@ -113,7 +113,16 @@ def fastest(
             return served
 
         best = made(schedules[0])
-        given = drawn(cfg, best.member.ep_size, best.member.rank, cfg.max_tokens_per_rank, 0, device)
+        rank, given, lacks = best.member.rank, None, ""
+        try:
+            given = drawn(cfg, best.member.ep_size, rank, cfg.max_tokens_per_rank, 0, device)
+        except torch.OutOfMemoryError as error:
+            lacks = f"rank {rank} has no memory for inputs: {str(error).splitlines()[0]}"
+        with Meeting(group, timeout_s) as meeting:
+            told = meeting.exchange(lacks, "inputs to time with")
+        if given is None or any(told):
+            log.warning("nothing was tuned online, the table's choice runs: %s", "; ".join(filter(None, told)))
+            return best.schedule
         for schedule in schedules[1:]:
             other = made(schedule)
             calls = (functools.partial(best.call, given), functools.partial(other.call, given))
