@@ -166,7 +166,7 @@ class Way:
         elif self.ep_size == 1:
             travel = "there is one rank"
         elif cfg.max_tokens_per_rank <= s.mega_to:
-            travel = f"calls have up to {cfg.max_tokens_per_rank} tokens, in one kernel"
+            travel = f"usual where one kernel serves all calls, of up to {cfg.max_tokens_per_rank} tokens"
         share = f"results take {wire_share(cfg, self.ep_size, measured):.2f} of the down product's time on the wire"
         overlap: str = s.overlap
         small = cfg.max_tokens_per_rank <= s.mega_to  # for which one kernel is usual: nothing was weighed

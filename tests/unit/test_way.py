@@ -150,7 +150,7 @@ def test_factors_beside_w13_leave_the_down_product_beside_gate_up():
 
 def test_reasons_are_those_that_decided():
     few = str(resolve(config(QWEN, 256), 2, 256))
-    assert "calls have up to 256 tokens, in one kernel" in few and "pipelined from" not in few
+    assert "usual where one kernel serves all calls, of up to 256 tokens" in few and "pipelined from" not in few
     many = str(resolve(config(QWEN), 2, 8192))
     assert "a peer wants 1.00 of the tokens, copies from" in many and "pipelined from" in many
     pushed = str(resolve(config(QWEN), 8, 8192, Schedule(transfer="push", arrival_waves=4)))
