@@ -36,7 +36,7 @@ def group_limit(ep_size: int) -> UniEPError | None:
     return None
 
 
-def rank_limit(r: int, instead: str = ", or backend='nccl' (far slower)") -> UniEPError | None:
+def lora_limit(r: int, instead: str = ", or backend='nccl' (far slower)") -> UniEPError | None:
     """The error that says why factors of rank r cannot run the kernels; None if they can.  instead: the other way out
     where this is called."""
     if r % 8 or r > MAX_LORA_RANK:

@@ -36,7 +36,7 @@ from uniep.layout import (
     steps,
     table_tiles,
 )
-from uniep.limits import group_limit, rank_limit, shape_limit
+from uniep.limits import group_limit, lora_limit, shape_limit
 from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import CALLER, DIRECTIONS, END, SAVED, stages
@@ -181,7 +181,7 @@ def plan_memory(
     if lora is not None:
         if reason := refused_number(lora, 1):
             raise ConfigError(f"lora is {reason}")
-        if backend == "hopper" and (error := rank_limit(lora)) is not None:
+        if backend == "hopper" and (error := lora_limit(lora)) is not None:
             raise type(error)(f"lora: {error}")
         adapted = ADAPTABLE
     way = resolve(cfg, ep_size, tokens, schedule, backend=backend, operators=operators, lora=adapted)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, write_json
 from uniep.errors import ConfigError
-from uniep.limits import rank_limit
+from uniep.limits import lora_limit
 from uniep.shapes import parse_shape
 from uniep.sim.machine import machines
 from uniep.tuner import tables
@@ -63,7 +63,7 @@ def explain(
         ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)
     )
     cfg.check_group(ep)
-    if lora is not None and backend == "hopper" and (error := rank_limit(lora, instead="")) is not None:
+    if lora is not None and backend == "hopper" and (error := lora_limit(lora, instead="")) is not None:
         raise type(error)(f"--lora: {error}")
     document = explained(cfg, ep, backend, known, made.name, results or ())
     served = tables.find(cfg, ep, backend, known.name).schedule

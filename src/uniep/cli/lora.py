@@ -34,7 +34,7 @@ from uniep.cli.options import (
     write_json,
 )
 from uniep.cli.progress import progress
-from uniep.limits import rank_limit
+from uniep.limits import lora_limit
 
 WARM_UP = 2
 
@@ -108,7 +108,7 @@ def lora(
 
 def _refuse(r: int, cfg: uniep.MoEConfig, backend: str) -> None:
     """Raise what `add_lora` would, before anything is measured."""
-    if backend == "hopper" and (error := rank_limit(r, instead=", or --backend nccl (far slower)")) is not None:
+    if backend == "hopper" and (error := lora_limit(r, instead=", or --backend nccl (far slower)")) is not None:
         raise type(error)(f"--rank: {error}")
     if r > (most := min(cfg.hidden, cfg.ffn)):
         raise uniep.ConfigError(f"--rank: r is {r}, but experts have only {most} columns; use at most {most}")

@@ -150,16 +150,16 @@ def product_of_rows(
 
 
 @triton.jit
-def add_low_rank(acc, low: LowRank, m, expert, n, B: tl.constexpr, UP_FIRST: tl.constexpr, TILE: tl.constexpr):
+def add_low_rank(acc, low: LowRank, m, expert, n, B: tl.constexpr, SWAPPED: tl.constexpr, TILE: tl.constexpr):
     """A tile plus row tile m of low.rows @ low.factor, in the same accumulator; without low the tile as it is.
 
-    B: as of `weights_step`, with R for the depth.  UP_FIRST ("gate_up"): the tile's first half is up, though the
+    B: as of `weights_step`, with R for the depth.  SWAPPED ("gate_up"): the tile's first half is up, though the
     factor begins with gate: each half is added apart, beside zeros from beyond the factor.
     """
     if low is not None:
         R: tl.constexpr = low.rows.block_shape[1]
         rows = low.rows.load([m * TILE.M, 0])
-        if UP_FIRST and B == "gate_up":
+        if SWAPPED and B == "gate_up":
             acc = tl.dot(rows, weights_step(low.factor, expert, 1, n, 0, R, B, TILE), acc)
             acc = tl.dot(rows, weights_step(low.factor, expert, -1, n, 0, R, B, TILE), acc)
         else:

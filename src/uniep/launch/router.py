@@ -11,7 +11,7 @@ from uniep.kernels.router import d_logits_kernel, losses_kernel, route_kernel
 from uniep.launch.driver import launch
 from uniep.layout import power_of_2
 
-MAX_EXPERTS, MAX_TOP_K = 1024, 32
+MOST_EXPERTS, MOST_SLOTS = 1024, 32
 PROGRAMS = 2048
 """At most; each takes the next token after so many."""
 COPIES = 16
@@ -30,9 +30,9 @@ def _options(padded: int) -> dict[str, Any]:
 
 def beyond(num_experts: int, top_k: int, groups: int) -> str:
     """The limit of the kernels that a router is beyond; "": they can run it."""
-    if (padded := _padded(num_experts, groups)) > MAX_EXPERTS:
-        return f"{num_experts} experts in {groups} groups, padded to {padded}; kernels take {MAX_EXPERTS}"
-    return f"top_k is {top_k}; kernels take {MAX_TOP_K}" if top_k > MAX_TOP_K else ""
+    if (padded := _padded(num_experts, groups)) > MOST_EXPERTS:
+        return f"{num_experts} experts in {groups} groups, padded to {padded}; kernels take {MOST_EXPERTS}"
+    return f"top_k is {top_k}; kernels take {MOST_SLOTS}" if top_k > MOST_SLOTS else ""
 
 
 def route(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from uniep.config import refused_number
 from uniep.errors import ConfigError
-from uniep.limits import rank_limit
+from uniep.limits import lora_limit
 from uniep.nn.initial import LORA, generator, normal
 from uniep.nn.modules import BIASES, Experts, local_part
 
@@ -115,7 +115,7 @@ def _targets(model: nn.Module, layers: dict[str, Experts], names: Sequence[str])
 def _check(layer: str, experts: Experts, weights: Sequence[str], r: int) -> None:
     if experts.lora_scale is not None:
         raise ConfigError(f"{layer} has LoRA factors already; merge_lora first, or target all its parameters at once")
-    if experts.workspace.backend.name == "hopper" and (error := rank_limit(r)) is not None:
+    if experts.workspace.backend.name == "hopper" and (error := lora_limit(r)) is not None:
         raise type(error)(f"{layer}: {error}")
     if type(experts.w13) is not nn.Parameter or not experts._is_whole(experts.w13) or experts.w13.is_meta:
         raise ConfigError(

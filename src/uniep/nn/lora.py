@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 
 from uniep.backends.base import Needs
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.limits import rank_limit
+from uniep.limits import lora_limit
 from uniep.nn.flops import count_lora
 from uniep.nn.ops import SAVE_OPS, enter_backward, enter_forward, refuse_transforms
 from uniep.weights import ExpertWeights, Lora
@@ -34,7 +34,7 @@ def check_lora(experts: ExpertWeights, workspace: Workspace, main_grad: str | No
     experts.lora.check(workspace.cfg, workspace.ep_size)
     if workspace.backend.name == "hopper":
         for low in experts.factors[::2]:
-            if (error := rank_limit(low.shape[1])) is not None:
+            if (error := lora_limit(low.shape[1])) is not None:
                 raise error
     if main_grad is not None:
         raise UnsupportedError(f"main_grad is {main_grad!r}, but gradients of LoRA factors go to .grad; pass None")
