@@ -75,7 +75,7 @@ def _refuse_modes(x: Tensor, ids: Tensor, weights: Tensor) -> None:
         if isinstance(mode, _CachingTorchDispatchMode):
             context = SelectiveCheckpointContext(is_recompute=False)
             policy = mode.policy_fn(context, SAVE_OPS[0], x, ids, weights)
-            if policy in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            if policy not in (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
                 raise UnsupportedError(
                     "selective checkpointing is to save uniep's calls (SAVE_OPS), but one with LoRA factors is no "
                     "operator that it could save, and would run again, with its dispatch; leave SAVE_OPS out of the "
