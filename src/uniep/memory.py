@@ -169,10 +169,10 @@ def plan_memory(
     if reason := refused_number(copies, 1):
         raise ConfigError(f"copies is {reason}")
     cfg.check_group(ep_size, copies)
-    if schedule is not None:
-        refuse_invalid(schedule, cfg)
     if backend == "hopper" and (limit := shape_limit(cfg) or group_limit(ep_size)) is not None:
         raise type(limit)(f"{limit}; or use backend='nccl'")
+    if schedule is not None:
+        refuse_invalid(schedule, cfg, ep_size, backend)
     tokens = cfg.max_tokens_per_rank if tokens is None else tokens
     if not isinstance(tokens, int) or not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise ConfigError(f"tokens is {tokens}; it must be between 0 and max_tokens_per_rank={cfg.max_tokens_per_rank}")

@@ -148,6 +148,7 @@ CASES = (
     Case("dsv2-lite", FP16, "activation", 2, combine_groups=8, group_sum="beside", bias=True),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="gelu", bias=True),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", bias=True),
+    Case("5120x1536x160x6", BF16, "output", 2, "mega", transfer="push"),
     # Pushed, with h saved; few experts.
     Case("qwen3-30b", BF16, "output", 2, transfer="push"),
     Case("mixtral-8x7b", BF16, "output", 4, transfer="copy"),

@@ -30,7 +30,7 @@ from uniep.layout import (
 from uniep.meeting import Meeting
 from uniep.memory import check_room, plan_memory
 from uniep.nn.ops import moe_forward
-from uniep.schedule import DEFAULT_SCHEDULES, Schedule
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule, Tile, default_schedule
 from uniep.way import resolve
 
 CFG = MoEConfig(hidden=7168, ffn=2048, num_experts=64, top_k=8, max_tokens_per_rank=8192)
@@ -98,7 +98,8 @@ def test_received_tokens():
     two, one = by_name(plan_memory(CFG, 2, backend="cpu")), by_name(plan_memory(CFG, 1, backend="cpu"))
     assert two["received"].bytes == pytest.approx(8192 * 7168 * 2, rel=0.01)
     assert one["receive"].shape == (1, 7168) and one["received"].shape == (0, 7168)
-    again = by_name(plan_memory(CFG, 2, backend="nccl", schedule=Schedule(received="again")))
+    nccl = dataclasses.replace(default_schedule("nccl", CFG, 2), received="again")
+    again = by_name(plan_memory(CFG, 2, backend="nccl", schedule=nccl))
     assert again["received"].shape == (0, 7168)
     assert {"forward: gate_up", "backward: dispatch", "backward: combine"} <= {*again["received_again"].during}
     assert again["received_dy"].shape == again["received_again"].shape == (two["received"].shape[0] + 1, 7168)
@@ -227,7 +228,8 @@ def test_recomputed():
     ))  # fmt: skip
     assert by_name(mega)["h"].during[-1] == "backward: backward"
     for backend in ("cpu", "nccl"):
-        plan = plan_memory(CFG, 2, backend=backend, schedule=Schedule(preactivation="recomputed"))
+        schedule = dataclasses.replace(default_schedule(backend, CFG, 2), preactivation="recomputed")
+        plan = plan_memory(CFG, 2, backend=backend, schedule=schedule)
         assert by_name(plan)["h"].kind == "transient"
 
 
@@ -258,6 +260,9 @@ def test_explain_names_every_buffer_and_why():
         ({"ep_size": 2, "tokens": 1.5}, "tokens is 1.5"),
         ({"ep_size": 2, "schedule": Schedule(overlap="banana")}, "overlap is 'banana'"),
         ({"ep_size": 2, "schedule": Schedule(chunk_tokens=0)}, "chunk_tokens is 0"),
+        ({"ep_size": 2, "schedule": Schedule(send_order="expert", transfer="copy")}, "send_order is 'expert', but"),
+        ({"ep_size": 2, "schedule": Schedule(gate_up=Tile(stages=6))}, "bytes of shared memory"),
+        ({"ep_size": 2, "backend": "cpu", "schedule": Schedule(transfer="pull")}, "backend 'cpu' knows only 'push'"),
         ({"ep_size": 3, "num_experts": 66}, "3 ranks; the hopper backend needs a power of two; or use backend='nccl'"),
         ({"ep_size": 2, "dtype": torch.float32}, "dtype is torch.float32"),
         ({"ep_size": 2, "hidden": 7}, "hidden is 7; on Hopper"),

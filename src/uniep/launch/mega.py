@@ -194,7 +194,8 @@ def launch_backward(
     tile, weight_tile = way.down, way.weight_gradient
     through, dw, num_tokens, layer = made.through, made.dw, dy.local.shape[0], layer_shape(cfg)
     dh_NH = through.dh_N2F.view(-1, cfg.h_columns)
-    values = 4096 if is_crowded(cfg) else 8192  # at once
+    columns = min(power_of_2(cfg.hidden), 2048)
+    values = 4096 if is_crowded(cfg) or cfg.hidden % columns else 8192  # at once; masks of sums take registers, too
     w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     launch(
         mega.backward_kernel,
@@ -218,7 +219,7 @@ def launch_backward(
             "RETURNING": gate_up_gradient(cfg, up_first=up_first, slots=layer.SLOTS, scatter=True),
             "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS),
             "WAY": Direction(
-                dispatch.fused, 32 * tile.warps, min(power_of_2(cfg.hidden), 2048),
+                dispatch.fused, 32 * tile.warps, columns,
                 MIXED=way.chunk_experts > 0 or way.critical_path,
                 ITEM_ROWS=min(max(values // tile.columns, 1), tile.rows), ACCUMULATE=made.accumulate,
             ),
