@@ -283,10 +283,10 @@ class Schedule:
         source=f"local-first: {_UNIEP}; critical-path: {_HYPER}; chunk-major: {_OWN}",
         doc="natural: tiles in expert order. local-first: tiles with local rows only come first, each part in expert "
         "order. With mega and on the CPU this applies to all experts, else to the first few, enough to last until "
-        "peers' tokens have arrived. chunk-major: `chunk_experts` experts go through all GEMMs, one GEMM after the "
-        "other, while the next ones begin. critical-path: list scheduling: a free worker takes the task on the "
-        "longest path to the end; on the CPU tile by tile, with mega once for all routings, for all tiles of an "
-        "expert and GEMM together.",
+        "peers' tokens have arrived; serial on GPUs, to none. chunk-major: `chunk_experts` experts go through all "
+        "GEMMs, one GEMM after the other, while the next ones begin. critical-path: list scheduling: a free worker "
+        "takes the task on the longest path to the end; on the CPU tile by tile, with mega once for all routings, for "
+        "all tiles of an expert and GEMM together.",
         helps="local-first hides the dispatch of the first tokens; chunk-major returns rows earlier; critical-path "
         "weighs both by measured speeds.",
         only={"chunk-major": (CPU, MEGA), "critical-path": (CPU, MEGA)}, usual={COLLECTIVE: "natural"},
@@ -296,7 +296,8 @@ class Schedule:
         0, (0, 1, 2, 4, 8), backends=(GPU,), source=_OWN, least=0, most=8,
         doc="Waves of the first product's tiles by the last rank whose tokens they need, in the order in which copies "
         "arrive; own rows come before. At most one for each rank; 1: no waves, but a few leading experts; 0: for each "
-        'call, what a model of arrival says. With tile_order="local-first" and copies, and not mega.',
+        'call, what a model of arrival says. With tile_order="local-first" and copies, in stages in which the first '
+        "product of each direction waits for tokens: not serial, expanded, or with low-rank factors.",
         helps="Waves let a rank multiply what has arrived; each reads the weights again.",
     )  # fmt: skip
     chunk_experts: int = dimension(

@@ -151,25 +151,23 @@ class Way:
             leading = f"all, then {self.waves} waves by arrival"
         unused = ""
         if device and s.arrival_waves > 1 and self.waves == 1:
-            unused = (
-                f"; arrival_waves={s.arrival_waves} is for copies that arrive while local tiles run first, in stages"
-            )
+            unused = f"; arrival_waves={s.arrival_waves} is for copies for which both first products wait, in stages"
         kind = "one kernel" if self.mega else "one after the other" if self.gates else "stages"
         kernels = Choice(
             "kernels", "one each way" if self.mega else "in stages", "mega_to" if by_tokens else "overlap",
             f"{tokens}, up to {s.mega_to}" if by_tokens else s.overlap,
         )  # fmt: skip
         wanted = f"a peer wants {cfg.wanted(self.ep_size):.2f} of the tokens, copies from {measured.worth_copying} on"
+        small = cfg.max_tokens_per_rank <= usual.mega_to  # for which one kernel is usual: nothing was weighed
         travel = wanted
         if s.transfer != usual.transfer:
             travel = "as set"
         elif self.ep_size == 1:
             travel = "there is one rank"
-        elif cfg.max_tokens_per_rank <= s.mega_to:
+        elif small:
             travel = f"usual where one kernel serves all calls, of up to {cfg.max_tokens_per_rank} tokens"
         share = f"results take {wire_share(cfg, self.ep_size, measured):.2f} of the down product's time on the wire"
         overlap: str = s.overlap
-        small = cfg.max_tokens_per_rank <= s.mega_to  # for which one kernel is usual: nothing was weighed
         if self.backend == GPU and s.overlap == usual.overlap and not small and cfg.combine_groups is None:
             overlap += f"; {share}, pipelined from {measured.worth_pipelining} on"
         if cfg.gradient_shards > 1:
@@ -271,7 +269,7 @@ def resolve(
     rounds = [_rounds(cfg, push_us, tile, measured) if pushes and not mega else 0 for tile in (s.gate_up, s.down)]
     leading, listed_tiles = local_first == "leading", mega or not device  # staged kernels know leads and waves alone
     waves = 1
-    if leading and copies and not (s.operand == "expanded" or lora):  # else the first product finds all tokens here
+    if leading and copies and not (s.operand == "expanded" or lora):  # of these, a direction finds all tokens here
         waves = min(s.arrival_waves or _waves(cfg, ep_size, num_tokens, sms, measured), ep_size)
     leads = _leads(cfg, ep_size, num_tokens, copies, sms, measured) if leading and waves == 1 else (0, 0)
     staged = device and not mega and not gates

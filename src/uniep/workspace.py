@@ -256,7 +256,7 @@ class Workspace:
             raise ConfigError(f"tokens is {tokens!r}; it must be between 0 and max_tokens_per_rank={most}")
         if direction not in DIRECTIONS:
             raise ConfigError(f"direction is {direction!r}; use {' or '.join(map(repr, DIRECTIONS))}")
-        if isinstance(lora, str) or not set(lora) <= set(ADAPTABLE):
+        if not isinstance(lora, (tuple, list)) or not set(lora) <= set(ADAPTABLE):
             raise ConfigError(f"lora is {lora!r}; pass a tuple of some of {', '.join(map(repr, ADAPTABLE))}")
         way = self.backend.way_of(tokens, tuple(weight for weight in ADAPTABLE if weight in lora))
         title = f"{direction}, {way.backend}, {way.ep_size} ranks, T={tokens}{', LoRA' * bool(way.lora)}"

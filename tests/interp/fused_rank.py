@@ -131,7 +131,7 @@ OWN_ROUNDS = (
     {"overlap": "mega", "operators": "torch", "transfer": "copy"},
     {"overlap": "pipelined", "pipelined_from": 0, "operators": "returning", "transfer": "copy"},
 )
-# "pipelined" and "mega" run in stages, since rows are shrunk in between.
+# One kernel has no low-rank terms; with those of w2, rows are shrunk between the two products.
 LORA_CASES = {
     "fp16": Case(torch.float16, "output", False, (30, 21), lora=8),
     "fp32, activation, up first, an idle rank": Case(
@@ -139,6 +139,10 @@ LORA_CASES = {
     ),
     "fp32, no gate, groups, w2 alone": Case(
         torch.float32, "output", False, (3, 28), activation="relu2", combine_groups=2, lora=16, adapted=("w2",)
+    ),
+    "fp16, w13 alone": Case(torch.float16, "output", False, (30, 9), lora=8, adapted=("w13",)),
+    "fp32, groups, w13 alone": Case(
+        torch.float32, "activation", False, (12, 20), combine_groups=2, lora=8, adapted=("w13",)
     ),
 }
 LORA_ROUNDS = (

@@ -84,6 +84,7 @@ class Case:
     tile_order: str = "local-first"
     own: bool = False  # with operators of one's own
     lora: int | None = None  # the rank of factors
+    adapted: tuple[str, ...] = ("w13", "w2")  # the weights that have them
     more: str = ""  # of the schedule, as text
     preactivation: str = "saved"
 
@@ -93,7 +94,7 @@ class Case:
         how = f"{self.overlap}, {self.transfer}, {self.operand}, {self.layout}, {groups}, {self.activation}"
         how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
         how += ", operators of one's own" * self.own
-        how += f", LoRA of rank {self.lora}" * (self.lora is not None)
+        how += f", LoRA of rank {self.lora} beside {' and '.join(self.adapted)}" * (self.lora is not None)
         how += f", {self.more}" * bool(self.more)
         how += f", h {self.preactivation}" * (self.preactivation != "saved")
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
@@ -156,6 +157,8 @@ CASES = (
     Case("qwen3-30b", lora=8),
     Case("qwen3-30b", ep_size=4, transfer="copy", operand="expanded", lora=16),
     Case("qwen3-30b", overlap="serial", lora=64),
+    Case("qwen3-30b", overlap="pipelined", transfer="copy", lora=16, adapted=("w13",)),
+    Case("dsv2-lite", FP16, combine_groups=8, group_sum="beside", lora=64, adapted=("w13",), more="mega_to=0"),
     Case("deepseek-v3", weight_at="activation", layout="split", lora=64),
     Case("deepseek-v3", ep_size=8, transfer="copy", lora=128),
     Case(GPT_OSS, activation="swiglu_oai", limit=7.0, bias=True, lora=128),
@@ -190,7 +193,9 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
     if case.lora is not None:
         shapes = (case.lora, cfg.hidden), (cfg.h_columns, case.lora), (case.lora, cfg.ffn), (cfg.hidden, case.lora)
         a13, b13, a2, b2 = (torch.empty(local, *shape, **like) for shape in shapes)
-        experts = dataclasses.replace(experts, lora=Lora((a13, b13), (a2, b2), 2.0))
+        pairs = {"w13": (a13, b13), "w2": (a2, b2)}
+        factors = (pairs[name] if name in case.adapted else None for name in pairs)
+        experts = dataclasses.replace(experts, lora=Lora(*factors, 2.0))
     x_TD = torch.empty(TOKENS, cfg.hidden, **like)
     ids_TK = torch.zeros(TOKENS, cfg.top_k, dtype=torch.int64)
     inputs = Inputs(x_TD, ids_TK, torch.zeros(TOKENS, cfg.top_k), experts)

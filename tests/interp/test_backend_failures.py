@@ -202,13 +202,17 @@ def test_who_gives_up_at_the_entry_tells_first():
         first.check()
 
 
-@pytest.mark.parametrize("stage", ["ROWS", "SUM", "RAW", "ACTIVATED", "DISPATCH", "COMBINE"])
-def test_a_wait_for_own_programs_names_no_peer(stage):
+@pytest.mark.parametrize(
+    ("stage", "wanted"),
+    [(stage, "8 tiles") for stage in ("ROWS", "SUM", "RAW", "ACTIVATED")]
+    + [(stage, "signal 8") for stage in ("DISPATCH", "COMBINE")],
+)
+def test_a_wait_for_own_programs_names_no_peer(stage, wanted):
     backend = host_backends(MoEConfig(**SHAPE), 2, SCHEDULE)[1]
     planner = backend.planner
     planner.calls_made = 3
     planner._words[:5] = [sync.TIMEOUT.value, getattr(sync, f"STAGE_{stage}").value, 1, 8, 5]
     said = r"^rank 1, call 3: its own (rows of|pulls of|results for) .* were not there within 60 s "
-    said += r"\(Workspace \d+; expected (8 tiles|signal 8).*, seen 5\)"
+    said += rf"\(Workspace \d+; expected {wanted}.*, seen 5\)"
     with pytest.raises(PeerTimeoutError, match=said):
         backend.check()

@@ -1,5 +1,6 @@
 """114: PyTorch's counter of FLOPs sees the layer's GEMMs, forward and backward, whatever is frozen."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import uniep
+from uniep.schedule import default_schedule
 from uniep.weights import Lora
 
 ROWS = 11 * 2 - 3
@@ -82,20 +84,24 @@ D2 = {"v2": (D, S), "dA2": (S, F), "u2 of w act": (F, S), "dB2": (S, D)}
 AGAIN = {"h": (D, 2 * F), "u13 B": (R, 2 * F)}
 
 
+@pytest.mark.parametrize("backend", ["cpu", "nccl"])
 @pytest.mark.parametrize("preactivation", ["saved", "recomputed"])
 @pytest.mark.parametrize(("needed", "parts"), [
     (ALL, (THROUGH_W2, DX, D13, D2)), (("x",), (THROUGH_W2, DX)), (("weights",), (THROUGH_W2,)),
     (("w13",), (THROUGH_W2, D13)), (("w2",), (D2,)),
 ], ids=lambda value: "-".join(map(str, value)) if isinstance(value[0], str) else "")  # fmt: skip
-def test_counted_with_factors(needed, parts, preactivation):
-    """Each product of a row once; counted by hand."""
+def test_counted_with_factors(needed, parts, preactivation, backend):
+    """Each product of a row once; counted by hand.  nccl: in the calling thread, as on GPUs."""
     cfg = config(hidden=D, ffn=F)
     given, e = inputs(cfg, *{"x", "weights"} & {*needed}), cfg.num_experts
     shapes = {"w13": ((e, R, D), (e, 2 * F, R)), "w2": ((e, S, F), (e, D, S))}
     pairs = [tuple(torch.zeros(s, requires_grad=name in needed) for s in both) for name, both in shapes.items()]
     expected = {name: size for part in parts for name, size in part.items()}
     again = AGAIN if preactivation == "recomputed" else {}
-    with uniep.Workspace(cfg, device="cpu", schedule=uniep.Schedule(preactivation=preactivation)) as ws:
+    schedule = dataclasses.replace(default_schedule(backend, cfg, 1), preactivation=preactivation)
+    with uniep.Workspace(cfg, device="cpu", backend=backend, schedule=schedule) as ws:
+        if backend == "nccl":
+            ws.backend._threads = None
         with FlopCounterMode(display=False) as forward:
             y = uniep.moe(**given, workspace=ws, lora=Lora(*pairs, 1.0))
         with FlopCounterMode(display=False) as backward:

@@ -456,11 +456,16 @@ def test_what_cannot_save_a_layer_with_factors(workspace):
         return torch.autograd.grad(y.square().sum(), factors)
 
     def recompute(ctx, op, *args, **kwargs):
+        assert op not in uniep.SAVE_OPS or ctx.op_output.numel()
         return CheckpointPolicy.PREFER_RECOMPUTE
 
+    def of_many_arguments(ctx, op, *args, **kwargs):
+        return op in uniep.SAVE_OPS and args[3] is not None
+
     want = torch.autograd.grad(layer(x).square().sum(), factors)
-    got = run(lambda: create_selective_checkpoint_contexts(recompute))
-    assert all(map(torch.equal, got, want))
+    for policy in (recompute, of_many_arguments):
+        got = run(lambda policy=policy: create_selective_checkpoint_contexts(policy))
+        assert all(map(torch.equal, got, want))
     with pytest.raises(uniep.UnsupportedError, match=r"leave SAVE_OPS out of the policy of layers with factors"):
         run(lambda: create_selective_checkpoint_contexts(list(uniep.SAVE_OPS)))
 

@@ -106,7 +106,7 @@ def test_waves_by_arrival():
     unlike = {"transfer": "push"}, {"tile_order": "natural"}, {"overlap": "mega"}
     assert [waves(8, arrival_waves=8, **fields) for fields in unlike] == [1, 1, 1]
     here = {"overlap": "serial"}, {"operand": "expanded"}
-    assert [waves(8, arrival_waves=8, **fields) for fields in here] == [1, 1], "all tokens have come before the product"
+    assert [waves(8, arrival_waves=8, **fields) for fields in here] == [1, 1], "all tokens have come before a product"
     assert resolve(config(QWEN), 8, 8192, lora=("w13",)).waves == 1
     assert [wave_of(arrival, 4, 8) for arrival in range(8)] == [0, 1, 1, 2, 2, 3, 3, 4]
     explained = str(resolve(config(QWEN), 8, 8192))
@@ -151,10 +151,14 @@ def test_factors_beside_w13_leave_the_down_product_beside_gate_up():
 def test_reasons_are_those_that_decided():
     few = str(resolve(config(QWEN, 256), 2, 256))
     assert "usual where one kernel serves all calls, of up to 256 tokens" in few and "pipelined from" not in few
+    for schedule in (Schedule(), dataclasses.replace(default_schedule("hopper", config(QWEN, 256), 2), mega_to=0)):
+        assert "usual where one kernel serves" in str(resolve(config(QWEN, 256), 2, 256, schedule))
+    staged = Schedule(transfer="copy", mega_to=MOST)
+    assert "usual where one kernel" not in str(resolve(config(QWEN), 2, 8192, staged))
     many = str(resolve(config(QWEN), 2, 8192))
     assert "a peer wants 1.00 of the tokens, copies from" in many and "pipelined from" in many
     pushed = str(resolve(config(QWEN), 8, 8192, Schedule(transfer="push", arrival_waves=4)))
-    assert "arrival_waves=4 is for copies that arrive while local tiles run first, in stages" in pushed
+    assert "arrival_waves=4 is for copies for which both first products wait, in stages" in pushed
     scale = RowOperator(name="scale", after="down", rows=lambda values, valid: values)
     choices = {c.what: c for c in resolve(config(QWEN), 2, 8192, operators=[scale]).choices()}
     assert choices["results return"][1:] == ("pass", "operators", "behind 'scale'")

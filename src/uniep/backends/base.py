@@ -19,7 +19,7 @@ MAIN_GRAD = "opt-in per call: the fp32 gradient is added or written once; else g
 
 
 def kept_for_backward(schedule: Schedule) -> dict[str, str]:
-    """What every backend's `report` says of it."""
+    """What every backend's `report` says of what a backward keeps or makes again."""
     return {
         "received": "dispatched again in backward" if schedule.received == "again" else "kept for backward",
         "gate and up": f"{schedule.preactivation} for backward",

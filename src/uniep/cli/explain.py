@@ -11,9 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, write_json
+from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, check_lora, write_json
 from uniep.errors import ConfigError
-from uniep.limits import lora_limit
 from uniep.shapes import parse_shape
 from uniep.sim.machine import machines
 from uniep.tuner import tables
@@ -63,11 +62,11 @@ def explain(
         ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)
     )
     cfg.check_group(ep)
-    if lora is not None and backend == "hopper" and (error := lora_limit(lora, instead="")) is not None:
-        raise type(error)(f"--lora: {error}")
-    document = explained(cfg, ep, backend, known, made.name, results or ())
-    served = tables.find(cfg, ep, backend, known.name).schedule
-    way = resolve(cfg, ep, tokens, served, backend=backend, lora=ADAPTABLE if lora is not None else ())
+    if lora is not None:
+        check_lora(lora, "--lora", cfg, backend)
+    found = tables.find(cfg, ep, backend, known.name)
+    document = explained(cfg, ep, backend, known, made.name, results or (), found)
+    way = resolve(cfg, ep, tokens, found.schedule, backend=backend, lora=ADAPTABLE if lora is not None else ())
     document["lora"], document["calls"] = lora, [choice._asdict() for choice in way.choices()]
     _print(console, document)
     console.print(f"\nHow calls{' with low-rank factors' * (lora is not None)} run there:")

@@ -29,12 +29,12 @@ from uniep.cli.options import (
     Tokens,
     TopK,
     check_file,
+    check_lora,
     layer_sizes,
     numbers,
     write_json,
 )
 from uniep.cli.progress import progress
-from uniep.limits import lora_limit
 
 WARM_UP = 2
 
@@ -81,7 +81,7 @@ def lora(
     cfg.check_group(ep)
     backend = launch.backend(backend)
     for low in ranks:
-        _refuse(low, cfg, backend)
+        check_lora(low, "--rank", cfg, backend, instead=", or --backend nccl (far slower)")
     if not launch.under_torchrun():
         launch.run_again(launch.most_ranks(ep))
     with launch.ranks() as world:
@@ -104,14 +104,6 @@ def lora(
             of_rank = [dict(zip(names, map(dataclasses.asdict, theirs), strict=True)) for theirs in everyone]
             document = {"command": summary.command_line(), "ranks": of_rank, "machine": summary.machine()}
             write_json(json_file, document)
-
-
-def _refuse(r: int, cfg: uniep.MoEConfig, backend: str) -> None:
-    """Raise what `add_lora` would, before anything is measured."""
-    if backend == "hopper" and (error := lora_limit(r, instead=", or --backend nccl (far slower)")) is not None:
-        raise type(error)(f"--rank: {error}")
-    if r > (most := min(cfg.hidden, cfg.ffn)):
-        raise uniep.ConfigError(f"--rank: r is {r}, but experts have only {most} columns; use at most {most}")
 
 
 def _measure(workspace: uniep.Workspace, tokens: int, r: int | None, steps: int, world: World) -> Measured:

@@ -13,7 +13,9 @@ import typer
 
 from uniep import schedule as schedules
 from uniep.activation import ACTIVATIONS
+from uniep.config import MoEConfig
 from uniep.errors import ConfigError
+from uniep.limits import lora_limit
 from uniep.schedule import Schedule
 from uniep.shapes import SHAPES, parse_shape
 
@@ -129,6 +131,14 @@ def check_file(path: Path | None, option: str) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or name another file")
     check_folder(path.parent, option)
+
+
+def check_lora(r: int, option: str, cfg: MoEConfig, backend: str, instead: str = "") -> None:
+    """Raises what `add_lora` would of factors of rank r, before any work is done.  instead: a remedy of the command."""
+    if backend == "hopper" and (error := lora_limit(r, instead=instead)) is not None:
+        raise type(error)(f"{option}: {error}")
+    if r > (most := min(cfg.hidden, cfg.ffn)):
+        raise ConfigError(f"{option}: r is {r}, but experts have only {most} columns; use at most {most}")
 
 
 def parse_schedule(text: str, option: str, default: Schedule | None = None) -> Schedule:

@@ -31,7 +31,8 @@ def _options(padded: int) -> dict[str, Any]:
 def beyond(num_experts: int, top_k: int, groups: int) -> str:
     """The limit of the kernels that a router is beyond; "": they can run it."""
     if (padded := _padded(num_experts, groups)) > MOST_EXPERTS:
-        return f"{num_experts} experts in {groups} groups, padded to {padded}; kernels take {MOST_EXPERTS}"
+        in_groups = f" in {groups} groups, padded to {padded}" if groups > 1 else ""
+        return f"{num_experts} experts{in_groups}; kernels take {MOST_EXPERTS}"
     return f"top_k is {top_k}; kernels take {MOST_SLOTS}" if top_k > MOST_SLOTS else ""
 
 

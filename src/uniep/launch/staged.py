@@ -281,8 +281,8 @@ def launch_claimed_activation_gradient(
     progress_M: Memory, cursor: Memory,
 ) -> None:  # fmt: skip
     """The same, beside the `launch_gathered_down_gradient` right before it.  cursor: zero."""
-    timed = cfg.activation == "swiglu" and cfg.activation_limit is None
-    registers = {} if timed else {"maxnreg": 96}  # left to itself, ptxas spills to use fewer
+    plain = cfg.activation == "swiglu" and cfg.activation_limit is None
+    registers = {} if plain else {"maxnreg": 96}  # left to itself, ptxas spills to use fewer
     launch(
         claimed_activation_gradient_kernel,
         multiprocessors * BESIDE_PROGRAMS,

@@ -7,20 +7,21 @@ chosen more often than others' computes more than is counted here, and the other
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from uniep.backends.base import Needs
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key
 
-__all__ = ["count_lora", "looked_at", "register"]
+__all__ = ["as_one_operator", "looked_at", "register"]
 
 
 def looked_at() -> bool:
@@ -44,7 +45,7 @@ def register() -> None:
         operators.moe_fwd: _forward,
         operators.moe_bwd: _backward,
         operators.moe_bwd_main_grad: _backward,
-        operators.moe_lora: _told,
+        operators.moe_lora: _lora_call,
         operators.router: _router_forward,
         operators.router_bwd: _router_backward,
         operators.linear: _linear_forward,
@@ -57,20 +58,28 @@ def register() -> None:
 
 
 @torch.library.custom_op("uniep::moe_lora", mutates_args=())
-def _lora(ids: Tensor, flops: int) -> Tensor:
-    """Nothing, as an empty tensor: what a counter sees of a call with LoRA factors, which is no operator."""
+def _lora(ids: Tensor, flops_of_slot: int) -> Tensor:
+    """Nothing, as an empty tensor: what modes see of a call with LoRA factors, which is no operator."""
     return ids.new_empty(0)
 
 
-def _told(ids: Tensor, flops: int, *args: Any, **_: Any) -> int:
-    return flops
+def _lora_call(ids: Tensor, flops_of_slot: int, *args: Any, **_: Any) -> int:
+    return _used(ids) * flops_of_slot
 
 
-def count_lora(ids_TK: Tensor, experts: ExpertWeights, space: Workspace, needs: Needs | None) -> None:
-    """Show active counters a forward with LoRA factors, or, with `needs`, a backward: the GEMMs of `moe_fwd` and
-    `moe_bwd`, but for the gradients of W13 and W2, and the products with the factors, each once.  Those of x with A are
-    kept from the forward; those of the activation are made again, of the weighted one."""
+@contextlib.contextmanager
+def as_one_operator(
+    ids_TK: Tensor, experts: ExpertWeights, space: Workspace, needs: Needs | None = None
+) -> Iterator[None]:
+    """Inside runs a forward with LoRA factors, or, with `needs`, a backward.  Modes see `moe_lora`, and nothing of what
+    runs.
+
+    Its FLOPs: the GEMMs of `moe_fwd` and `moe_bwd`, but for the gradients of W13 and W2, and the products with the
+    factors, each once.  Those of x with A are kept from the forward; those of the activation are made again, of the
+    weighted one.
+    """
     if not looked_at():
+        yield
         return
     a13, b13, a2, b2 = (pair[i][0].numel() if pair else 0 for pair in experts.trained for i in (0, 1))
     halves, recomputes = _halves(experts.w13, experts.w2), space.backend.way_of(0).recomputes
@@ -81,7 +90,10 @@ def count_lora(ids_TK: Tensor, experts: ExpertWeights, space: Workspace, needs: 
         gemms = through_w2 + halves * (needs.x + recomputes)
         low = through_w2 * a2 + (through_w2 or needs.w2) * b2 + needs.w2 * (2 * a2 + b2)
         low += needs.x * a13 + (needs.x or needs.w13) * b13 + needs.w13 * (a13 + b13) + recomputes * b13
-    _lora(ids_TK, _gemms(gemms, ids_TK, experts.w2) + 2 * _used(ids_TK) * low)
+    hidden, ffn = experts.w2[0].shape[-2:]
+    _lora(ids_TK, 2 * (gemms * hidden * ffn + low))
+    with _disable_current_modes():
+        yield
 
 
 def _used(ids_TK: Tensor) -> int:

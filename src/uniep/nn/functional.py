@@ -69,7 +69,7 @@ def moe(
         tool has made their experts equal.  None: the layer is identified by w13 if that is an nn.Parameter.
     lora: low-rank factors; the layer then computes with `W + scale B A`, which is never materialised, and w13 and w2
         are not trained.  On backend hopper their rank is a multiple of 8, up to 128.  A compiled graph breaks here.
-        Such a call cannot be traced, nor saved by selective checkpointing, which is refused.
+        Tracing such a call, or saving it by selective checkpointing, raises UnsupportedError.
     Returns y (T, D), fresh memory.  Under torch.autocast the floating inputs are cast to cfg.dtype.
 
     Gradients: x, weights (fp32) and the expert parameters, or the factors of lora, in their own layout and dtype;

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from uniep.backends.base import Needs
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.limits import lora_limit
-from uniep.nn.flops import count_lora
+from uniep.nn.flops import as_one_operator
 from uniep.nn.ops import SAVE_OPS, enter_backward, enter_forward, refuse_transforms
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, by_key, told_to_all
@@ -52,9 +52,9 @@ def call_lora(
     """y (T, D), differentiable in x, weights and the factors.  Arguments as of `ops.call`."""
     refuse_transforms()
     _refuse_modes(x, ids, weights)
-    count_lora(ids, experts, space, None)
     if not save:
-        return enter_forward(x, ids, weights, experts, space, save, layer)[0]
+        with as_one_operator(ids, experts, space):
+            return enter_forward(x, ids, weights, experts, space, save, layer)[0]
     first, second = experts.trained
     parts = [list(experts.w13), list(experts.w2), list(experts.biases), list(first), list(second)]
     assert experts.lora is not None
@@ -72,15 +72,23 @@ def _refuse_modes(x: Tensor, ids: Tensor, weights: Tensor) -> None:
             "merge_lora first"
         )
     for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _CachingTorchDispatchMode):
-            context = SelectiveCheckpointContext(is_recompute=False)
-            policy = mode.policy_fn(context, SAVE_OPS[0], x, ids, weights)
-            if policy not in (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
-                raise UnsupportedError(
-                    "selective checkpointing is to save uniep's calls (SAVE_OPS), but one with LoRA factors is no "
-                    "operator that it could save, and would run again, with its dispatch; leave SAVE_OPS out of the "
-                    "policy of layers with factors, or do not checkpoint these layers"
-                )
+        if isinstance(mode, _CachingTorchDispatchMode) and _saves_calls(mode, x, ids, weights):
+            raise UnsupportedError(
+                "selective checkpointing is to save uniep's calls (SAVE_OPS), but one with LoRA factors is no "
+                "operator that it could save, and would run again, with its dispatch; leave SAVE_OPS out of the "
+                "policy of layers with factors, or do not checkpoint these layers"
+            )
+
+
+def _saves_calls(mode: _CachingTorchDispatchMode, x: Tensor, ids: Tensor, weights: Tensor) -> bool:
+    """Whether a selective checkpoint's policy would save `moe_fwd`; it is asked with the first arguments of one."""
+    context = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = x  # as PyTorch from 2.12 on: a policy may look at its size
+    try:
+        policy = mode.policy_fn(context, SAVE_OPS[0], x, ids, weights)
+    except Exception:  # it looks at arguments that a call with factors does not have
+        return False
+    return policy not in (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 class _Call(torch.autograd.Function):
@@ -90,7 +98,9 @@ class _Call(torch.autograd.Function):
         biases, factors of w13, factors of w2."""
         key, layer, *of_experts = how
         space = by_key(key)
-        y, saved = enter_forward(x, ids, weights, _experts(tensors, space, *of_experts), space, True, layer)
+        experts = _experts(tensors, space, *of_experts)
+        with as_one_operator(ids, experts, space):
+            y, saved = enter_forward(x, ids, weights, experts, space, True, layer)
         ctx.save_for_backward(x, ids, weights, *tensors, *saved)
         ctx.how, ctx.count = how, len(tensors)
         ctx.set_materialize_grads(False)
@@ -113,8 +123,8 @@ class _Call(torch.autograd.Function):
         base, end = sum(counts[:3]), ctx.count - counts[4]
         needs = Needs(need_x, need_weights, any(wanted[base:end]), any(wanted[end:]), biases=False)
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-        count_lora(ids, experts, space, needs)
-        got = enter_backward(dy, x, ids, weights, experts, saved, space, needs, layer)
+        with as_one_operator(ids, experts, space, needs):
+            got = enter_backward(dy, x, ids, weights, experts, saved, space, needs, layer)
         factors = *(got.w13 or [None] * counts[3]), *(got.w2 or [None] * counts[4])
         return None, got.x, None, got.weights, *[None] * base, *factors
 

@@ -235,7 +235,7 @@ def _inputs_of(x: Tensor, token_ids: Tensor | None, cfg: RouterConfig, seed: int
 
 
 def why_torch(device: torch.device, num_experts: int, top_k: int, cfg: RouterConfig) -> str:
-    """Why PyTorch computes a router on this device, whose exp and log have bits of their own; "": kernels do."""
+    """Why PyTorch computes a router on this device, with bits of PyTorch's own exp and log; "": kernels do."""
     if device.type != "cuda":
         return "no GPU"
     from uniep.launch import router  # needs Triton

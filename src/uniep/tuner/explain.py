@@ -20,16 +20,18 @@ SAME = 1e-4
 
 
 def explain(
-    cfg: MoEConfig, ep_size: int, backend: str, card: Card, shape: str, results: Sequence[Path] = ()
-) -> dict[str, Any]:
+    cfg: MoEConfig, ep_size: int, backend: str, card: Card, shape: str, results: Sequence[Path] = (),
+    found: tables.Found | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """A document of plain values.  cfg: with max_tokens_per_rank of one call.  results: files of benchmarks/moe.py.
+    found: what the tables say, if somebody has looked.
 
     choice: the table's point, if a table of this card fits, else the fastest by the model.
     """
     space = points(backend, cfg, ep_size)
     load, usual = Load.uniform(cfg, ep_size), default_schedule(backend, cfg, ep_size)
     made = predict(load, space, card)
-    found = tables.find(cfg, ep_size, backend, card.name)
+    found = found or tables.find(cfg, ep_size, backend, card.name)
     order = made.both.argsort(stable=True).tolist()
     choice = found.schedule
     if choice is None:
