@@ -8,7 +8,6 @@ runs at different EP sizes are compared part by part.  Digests see every bit: -0
 from __future__ import annotations
 
 import hashlib
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -58,6 +57,10 @@ def verdict(same: bool, ep_sizes: Iterable[int], backend: str) -> str:
     return f"[bold green]identical[/bold green]: every bit at EP {sizes}, under each schedule above, backend {backend}"
 
 
+WIDTH = 21
+"""Characters of a Schedule's name in a line of a table."""
+
+
 class BitTable:
     """Compares runs with the first one added, which is EP=1 under the serial schedule."""
 
@@ -82,8 +85,14 @@ class BitTable:
             f"[red]✗ {of_quantity[q]} of {total[q]}[/red]" if of_quantity[q] else f"[green]✓[/green] {total[q]}"
             for q in self.quantities
         ]
-        lines = textwrap.wrap(schedule.replace("/", "/ "), 20, break_on_hyphens=False)  # behind slashes
-        self._table.add_row(str(ep_size), "\n".join(lines).replace("/ ", "/"), *cells)
+        first, *parts = schedule.split("/")
+        lines = [first]
+        for part in parts:  # a line ends behind a slash
+            if len(lines[-1]) + len(part) < WIDTH:
+                lines[-1] += f"/{part}"
+            else:
+                lines = [*lines[:-1], f"{lines[-1]}/", part]
+        self._table.add_row(str(ep_size), "\n".join(lines), *cells)
         self.wrong += [f"EP={ep_size} {schedule}: {quantity}, {part}" for quantity, part in wrong]
 
     def print(self, console: Console, at_most: int = 10) -> None:
