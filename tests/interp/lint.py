@@ -150,6 +150,7 @@ CASES = (
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", activation="gelu", bias=True),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", bias=True),
     Case("5120x1536x160x6", BF16, "output", 2, "mega", transfer="push"),
+    Case("deepseek-v3", BF16, "output", 2, "mega", transfer="push"),
     # Pushed, with h saved; few experts.
     Case("qwen3-30b", BF16, "output", 2, transfer="push"),
     Case("mixtral-8x7b", BF16, "output", 4, transfer="copy"),

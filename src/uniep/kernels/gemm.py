@@ -209,9 +209,9 @@ def gate_up_tile(
         gate = acc
     if blocks.b13 is not None:
         COLUMNS: tl.constexpr = (1 + LAYER.GATED) * F
+        gate += bias_columns(blocks.b13, expert, 0, n * HALF, F, COLUMNS, HALF)
         if LAYER.GATED:
             up += bias_columns(blocks.b13, expert, F, n * HALF, F, COLUMNS, HALF)
-        gate += bias_columns(blocks.b13, expert, 0, n * HALF, F, COLUMNS, HALF)
     gate_16 = narrow(gate, dtype)
     if LAYER.GATED:
         up_16 = narrow(up, dtype)

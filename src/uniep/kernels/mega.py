@@ -77,7 +77,7 @@ from uniep.kernels.sync import (
 )
 from uniep.kernels.transfer import combine_item, return_dweights
 
-KEEP_ROWS = tl.constexpr(8)  # received tokens that a program copies at once
+KEEP_ROWS = tl.constexpr(4)  # received tokens that a program copies at once; more take registers
 
 
 @triton.jit(
@@ -133,6 +133,11 @@ def forward_kernel(
     blocks = GateUpBlocks(None, w13_desc, gate_desc, up_desc, made_desc, biases.b13)
     offsets = Offsets(arrived_offset, finished_offset, returned_offset)
     arrival = tl.atomic_add(lists.counters + ARRIVED, 1, sem="relaxed")
+    num_pushes = 0  # of a trace, whose rows they come first in
+    if PUSHES:
+        push_first(tokens.local, rows, wire, offsets, lists, num_tokens, rank, arrival, push_programs, SENDING)
+        if lists.vector_records is not None:
+            num_pushes = count_pushes(rows, rank, SENDING)
     deadline_ns = deadline(wire.status, timeout_ns)
     num_m = num_row_tiles(rows)
     num_first = num_m * NUM_N1
@@ -142,11 +147,6 @@ def forward_kernel(
     if SAVE:
         kept_count_ptr = kept.count + (tl.load(wire.call) & 1) * kept_parity
         num_kept = count_kept(kept_count_ptr, kept_stride, rank, WAY.KEPT, NUM_RANKS)
-    num_pushes = 0  # of a trace, whose rows they come first in
-    if PUSHES:
-        push_first(tokens.local, rows, wire, offsets, lists, num_tokens, rank, arrival, push_programs, SENDING)
-        if lists.vector_records is not None:
-            num_pushes = count_pushes(rows, rank, SENDING)
     before_sums = num_kept
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
     progress_ptr = lists.counters + COUNTERS
@@ -309,14 +309,14 @@ def backward_kernel(
     PUSHES: tl.constexpr = WAY.FUSED and SENDING.CHUNK > 0
     offsets = Offsets(arrived_offset, finished_offset, returned_offset)
     arrival = tl.atomic_add(lists.counters + ARRIVED, 1, sem="relaxed")
-    deadline_ns = deadline(wire.status, timeout_ns)
-    num_m = num_row_tiles(rows)
-    num_matrix = tl.load(lists.counters + TASKS)
     num_pushes = 0  # of a trace, whose rows they come first in
     if PUSHES:
         push_first(tokens.local, rows, wire, offsets, lists, num_tokens, rank, arrival, push_programs, SENDING)
         if lists.vector_records is not None:
             num_pushes = count_pushes(rows, rank, SENDING)
+    deadline_ns = deadline(wire.status, timeout_ns)
+    num_m = num_row_tiles(rows)
+    num_matrix = tl.load(lists.counters + TASKS)
     before_sums = num_m * (NUM_F + 1)
     num_vector = before_sums + tl.cdiv(num_tokens, sum_tokens)
     num_returns = num_m * (NUM_D + 1) + 1  # rows, d(weight), and one

@@ -151,6 +151,11 @@ def mega_options(tiles: tuple[Tile, ...]) -> dict[str, Any]:
     return {**options(tiles[0]), "num_stages": min(tile.stages for tile in tiles)}
 
 
+def sum_columns(hidden: int) -> int:
+    """Columns that are added at once, by preference without a mask, which takes registers."""
+    return 1024 if hidden % 2048 and hidden > 1024 else min(power_of_2(hidden), 2048)
+
+
 def launch_forward(
     x: Tokens, rows: Bundle[Rows], tasks: TaskLists, experts: ExpertWeights, peers: Peers, cfg: MoEConfig,
     way: Way, multiprocessors: int, made: Made, sums: Sums, dispatch: Dispatch,
@@ -178,7 +183,7 @@ def launch_forward(
             "LAYER": layer, "TILE": tile_shape(tile), "DOWN_TILE": tile_shape(down_tile),
             "DOWN": down(cfg, slots=layer.SLOTS, scatter=True), "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS),
             "WAY": Direction(
-                dispatch.fused, 32 * tile.warps, min(power_of_2(cfg.hidden), 2048), UP_FIRST=up_first,
+                dispatch.fused, 32 * tile.warps, sum_columns(cfg.hidden), UP_FIRST=up_first,
                 KEPT=way.chunk_tokens,
             ),
         },
@@ -194,7 +199,7 @@ def launch_backward(
     tile, weight_tile = way.down, way.weight_gradient
     through, dw, num_tokens, layer = made.through, made.dw, dy.local.shape[0], layer_shape(cfg)
     dh_NH = through.dh_N2F.view(-1, cfg.h_columns)
-    columns = min(power_of_2(cfg.hidden), 2048)
+    columns = sum_columns(cfg.hidden)
     values = 4096 if is_crowded(cfg) or cfg.hidden % columns else 8192  # at once; masks of sums take registers, too
     w13_desc, up_first = w13_block(experts, 1, 1, tile.depth, tile.columns)
     launch(

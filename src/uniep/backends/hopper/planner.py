@@ -223,7 +223,9 @@ class Planner(Calls):
             min(columns, most_programs),
             (exchange, histogram, self.call, self.status, self.rank),
             constants.histogram,
-            num_warps=4, maxnreg=96 if by_expert else 64,  # left to itself, ptxas spills to use fewer
+            num_warps=4,
+            # Left to itself, ptxas spills to use fewer.
+            maxnreg=min((96 if by_expert else 64) * max(power_of_2(cfg.num_experts) // 512, 1), 255),
         )  # fmt: skip
         launch(
             scan_kernel,
