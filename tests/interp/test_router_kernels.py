@@ -151,6 +151,6 @@ def test_the_operator(cfg, tokens, monkeypatch):
 def test_what_fits():
     """Beyond that PyTorch computes."""
     assert not any(launches.beyond(*sizes) for sizes in ((1024, 32, 1), (160, 8, 8), (1024, 8, 8)))
-    assert launches.beyond(1025, 8, 1) == "1025 experts in 1 groups, padded to 2048; kernels take 1024"
+    assert launches.beyond(1025, 8, 1) == "1025 experts; kernels take 1024"
     assert launches.beyond(64, 33, 1) == "top_k is 33; kernels take 32"
     assert "padded to 2048" in launches.beyond(1000, 8, 40)
