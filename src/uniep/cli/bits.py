@@ -91,7 +91,8 @@ class BitTable:
             if len(lines[-1]) + len(part) < WIDTH:
                 lines[-1] += f"/{part}"
             else:
-                lines = [*lines[:-1], f"{lines[-1]}/", part]
+                lines[-1] += "/"
+                lines.append(part)
         self._table.add_row(str(ep_size), "\n".join(lines), *cells)
         self.wrong += [f"EP={ep_size} {schedule}: {quantity}, {part}" for quantity, part in wrong]
 

@@ -114,11 +114,11 @@ def fastest(
 
         best = made(schedules[0])
         rank, given, lacks = best.member.rank, None, ""
-        try:
-            given = drawn(cfg, best.member.ep_size, rank, cfg.max_tokens_per_rank, 0, device)
-        except torch.OutOfMemoryError as error:
-            lacks = f"rank {rank} has no memory for inputs: {str(error).splitlines()[0]}"
-        with Meeting(group, timeout_s) as meeting:
+        with Meeting(group, timeout_s) as meeting:  # which tells the others of any other error
+            try:
+                given = drawn(cfg, best.member.ep_size, rank, cfg.max_tokens_per_rank, 0, device)
+            except torch.OutOfMemoryError as error:
+                lacks = f"rank {rank} has no memory for inputs: {str(error).splitlines()[0]}"
             told = meeting.exchange(lacks, "inputs to time with")
         if given is None or any(told):
             log.warning("nothing was tuned online, the table's choice runs: %s", "; ".join(filter(None, told)))
