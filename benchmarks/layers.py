@@ -5,6 +5,7 @@ uniep-default  rows allocated exactly, after one host read per call.
 uniep-serial   sync-free, every stage waits for the one before.
 uniep-nccl     the explicit collective backend.
 uniep-checkpoint  sync-free, inside torch.utils.checkpoint: a backward first makes the whole forward again.
+uniep-graph    sync-free, captured in a CUDA graph and replayed.
 uniep-compute  own kernels with communication removed; needs a backend that offers it.
 uniep@FIELD=VALUE+FIELD=VALUE  sync-free with these fields of Schedule, e.g. uniep@gate_up.columns=128.
 uniep-groups   sync-free, with combine_groups = the number of ranks (other roundings, fewer rows on the wire);
@@ -14,6 +15,7 @@ uniep-groups   sync-free, with combine_groups = the number of ranks (other round
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,6 +116,36 @@ class UniEPCheckpoint(UniEPLayer):
 
     def forward(self, case: Case) -> tuple[Tensor, Any]:
         return checkpoint(lambda: super(UniEPCheckpoint, self).forward(case)[0], use_reentrant=False), None
+
+
+class UniEPGraph(UniEPLayer):
+    """The layer captured once for each direction; results lie where the capture put them."""
+
+    def prepare(self, case: Case, backward: bool) -> None:
+        super().prepare(case, backward)
+        self.captured: dict[bool, tuple[torch.cuda.CUDAGraph, Any]] = {}
+
+    def forward(self, case: Case) -> tuple[Tensor, Any]:
+        return self._replayed(False, lambda: super(UniEPGraph, self).forward(case))
+
+    def forward_backward(self, case: Case) -> tuple[Tensor, ...]:
+        def call() -> tuple[Tensor, ...]:
+            y_TD, _ = super(UniEPGraph, self).forward(case)
+            return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, case.dy_TD)
+
+        return self._replayed(True, call)
+
+    def _replayed(self, backward: bool, call: Callable[[], Any]) -> Any:
+        if backward not in self.captured:
+            call()  # compiles, and makes what a captured call may not
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                got = call()
+            self.captured[backward] = graph, got
+        graph, got = self.captured[backward]
+        graph.replay()
+        return got
 
 
 class UniEPCompute(UniEPLayer):

@@ -4,8 +4,8 @@
 
 Every implementation gets the same inputs and weights.  Before timing, outputs and gradients are compared
 with fp32 on a small case, and with each other at full size.  An implementation that fails is reported and
-left out; the others go on.  Each measured value is the slowest rank's; medians over two rounds in opposite
-order.  Results are written after every case.
+left out; the others go on.  Each measured value is the slowest rank's; a row is the median of samples, taken in turn
+with all others'.  Results are written after every case.
 
 Shapes are names or DxFxExK (hidden, ffn, experts, top-k), e.g. 2048x768x128x8.
 """
@@ -36,7 +36,7 @@ from torch import Tensor
 import timing
 import uniep
 from cases import ROUTINGS, Case, Shape, make_case, make_weights, parse_shape
-from layers import UniEPCheckpoint, UniEPCompute, UniEPLayer, Workspaces, parse_groups
+from layers import UniEPCheckpoint, UniEPCompute, UniEPGraph, UniEPLayer, Workspaces, parse_groups
 from peers import DeepEp, DeepEpLayer, Layer, Liger, LigerLayer, NcclLayer, PeerCompute
 from results import best_peer
 from uniep.reference import composition
@@ -47,7 +47,7 @@ IMPLS = (
     "uniep", "uniep-default", "uniep-serial", "uniep-nccl", "uniep-compute", "uniep-groups",
     "nccl", "deepep", "deepep-nowait", "liger-cute", "peer-compute",
 )  # fmt: skip
-BY_NAME = (*IMPLS, "uniep-checkpoint")
+BY_NAME = (*IMPLS, "uniep-checkpoint", "uniep-graph")
 OUTPUTS = ("y", "dx", "dweights", "dw13", "dw2")
 TOLERANCE = 1e-2
 PIECE = 2**26  # elements that are compared at once
@@ -160,7 +160,7 @@ class Bench:
             if impl == "liger-cute":
                 assert self.liger is not None
                 return LigerLayer(self.liger, self.group)
-            kinds = {"uniep-compute": UniEPCompute, "uniep-checkpoint": UniEPCheckpoint}
+            kinds = {"uniep-compute": UniEPCompute, "uniep-checkpoint": UniEPCheckpoint, "uniep-graph": UniEPGraph}
             return kinds.get(impl, UniEPLayer)(workspaces.get(impl))
 
         made = {impl: self.attempt(impl, lambda impl=impl: make(impl)) for impl in impls}
@@ -227,28 +227,26 @@ class Bench:
     # ------------------------------------------------------------------------------------------ timing
 
     def time(self, layers: dict[str, Layer], case: Case, direction: str, load: str) -> dict[str, list[float]]:
-        """{impl: milliseconds}, the slowest rank's, from two rounds in opposite order."""
+        """{impl: milliseconds}, the slowest rank's: samples of all in turn, each time in the opposite order.  Before a
+        sample comes an untimed call, before the first one some more."""
         taken: dict[str, list[float]] = {impl: [] for impl in layers}
-        for turn in range(2):
-            for impl in list(taken)[:: 1 if turn == 0 else -1]:
+        for turn in range(self.args.iters):
+            for impl in list(taken)[:: 1 if turn % 2 == 0 else -1]:
                 call = self.call(layers[impl], case, direction)
 
-                def measure(impl: str = impl, call: Callable[[], object] = call, warmup: int = 3 - turn) -> list[float]:
-                    for _ in range(warmup):
+                def measure(impl: str = impl, call: Callable[[], object] = call, turn: int = turn) -> float:
+                    for _ in range(1 if turn else 4):
                         call()
-                    if load == "sustained":
-                        times = [timing.sustained(call, self.args.sustained_s)]
-                    else:
-                        times = [timing.window(call) for _ in range(-(-self.args.iters // 2))]
+                    ms = timing.sustained(call, self.args.sustained_s) if load == "sustained" else timing.window(call)
                     layers[impl].check()
-                    return times
+                    return ms
 
-                times = self.attempt(f"{impl} {direction}", measure)
-                if times is None:
+                ms = self.attempt(f"{impl} {direction}", measure)
+                if ms is None:
                     del taken[impl]
                 else:
-                    taken[impl] += timing.max_over_ranks(times)
-        return taken
+                    taken[impl].append(ms)
+        return {impl: timing.max_over_ranks(times) for impl, times in taken.items()}
 
     @staticmethod
     def call(layer: Layer, case: Case, direction: str) -> Callable[[], object]:
@@ -296,7 +294,7 @@ class Bench:
         """Time one (shape, tokens, routing, load, direction) and record a row per implementation."""
         direction, rows = key["direction"], []
         for impl, times in self.time(layers, case, direction, key["load"]).items():
-            ms = statistics.median(times) if key["load"] == "window" else statistics.mean(times)
+            ms = statistics.median(times)
             row = {**key, "impl": impl, "ms": ms, "ms_min": min(times), "ms_max": max(times)}
             row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
             row["tflops"] = round(shape.tflop(key["tokens"], direction) / ms * 1e3, 1)
@@ -465,9 +463,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--directions", default="fwd,fwd_bwd", help="(default %(default)s)")
     made.add_argument("--load", default="window", help="window, sustained (default %(default)s)")
     made.add_argument("--impl", default=",".join(IMPLS), help="(default: all that are there)")
-    made.add_argument("--iters", type=int, default=20, help="window calls per implementation (default %(default)s)")
+    made.add_argument("--iters", type=int, default=11, help="samples of an implementation (default %(default)s)")
     made.add_argument(
-        "--sustained-s", type=float, default=0.2, help="length of one sustained round (default %(default)s)"
+        "--sustained-s", type=float, default=0.1, help="length of one sample under sustained load (default %(default)s)"
     )
     made.add_argument(
         "--budget-s", type=float, default=float("inf"), help="start no further case after this many seconds"
