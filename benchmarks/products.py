@@ -37,6 +37,7 @@ except ImportError:
     quack_gemm = None
 
 RANKS = 2
+SUSTAINED_SAMPLES = 9
 
 
 def quack(a: Tensor, b: Tensor, start_e1: Tensor) -> Tensor:
@@ -159,17 +160,18 @@ def timed(products: Products, name: str, args: argparse.Namespace) -> dict[str, 
     sides = {"uniep": own, "grouped_mm": other}
     if name in products.quack:
         sides["quack"] = products.quack[name]
-    windows: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(args.iters):
+    windows = timing.in_turn(sides, args.iters)
+    back_to_back: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(SUSTAINED_SAMPLES):
         for side, call in sides.items():
-            windows[side].append(timing.window(call))
+            back_to_back[side].append(timing.sustained(call, args.sustained_s / SUSTAINED_SAMPLES))
     row: dict[str, Any] = {
         "product": name,
         "tflop": round(products.tflop_of(name), 4),
     }
-    for side, call in sides.items():
+    for side in sides:
         row[f"{side}_ms"] = round(statistics.median(windows[side]), 4)
-        row[f"{side}_sustained_ms"] = round(timing.sustained(call, args.sustained_s), 4)
+        row[f"{side}_sustained_ms"] = round(statistics.median(back_to_back[side]), 4)
     return row
 
 
@@ -198,7 +200,7 @@ def main() -> None:
     arguments.add_argument("--shapes", default="qwen3-30b,dsv2-lite,qwen3-235b,deepseek-v3,mixtral-8x7b")
     arguments.add_argument("--tokens", type=int, default=8192, help="per rank")
     arguments.add_argument("--iters", type=int, default=20, help="window calls of each")
-    arguments.add_argument("--sustained-s", type=float, default=0.1)
+    arguments.add_argument("--sustained-s", type=float, default=0.4, help=f"of each, {SUSTAINED_SAMPLES} parts in turn")
     add_file_options(arguments)
     args = arguments.parse_args()
     if quack_gemm is None:
