@@ -88,7 +88,7 @@ class Side:
 
     def forward_backward(self) -> tuple[Tensor, ...]:
         y_TD = self.forward()
-        return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.case.dy_TD)
+        return y_TD.detach(), *timing.gradients(y_TD, self.leaves, self.case.dy_TD)
 
     def call(self, direction: str) -> Callable[[], object]:
         return self.forward if direction == "fwd" else self.forward_backward

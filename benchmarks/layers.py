@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import timing
 import uniep
 from cases import Case
 from peers import Layer
@@ -95,7 +96,7 @@ class UniEPLayer(Layer):
 
     def forward_backward(self, case: Case) -> tuple[Tensor, ...]:
         y_TD, _ = self.forward(case)
-        return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, case.dy_TD)
+        return y_TD.detach(), *timing.gradients(y_TD, self.leaves, case.dy_TD)
 
     def check(self) -> None:
         self.workspace.check()
@@ -131,7 +132,7 @@ class UniEPGraph(UniEPLayer):
     def forward_backward(self, case: Case) -> tuple[Tensor, ...]:
         def call() -> tuple[Tensor, ...]:
             y_TD, _ = super(UniEPGraph, self).forward(case)
-            return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, case.dy_TD)
+            return y_TD.detach(), *timing.gradients(y_TD, self.leaves, case.dy_TD)
 
         return self._replayed(True, call)
 

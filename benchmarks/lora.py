@@ -38,7 +38,7 @@ def step(case: Case, workspace: uniep.Workspace, factors: list[Tensor] | None) -
 
     def call() -> list[Tensor]:
         y = uniep.moe(x, case.ids_TK, weights, *experts, workspace=workspace, lora=lora)
-        return [y.detach(), *torch.autograd.grad(y, [x, weights, *trained], case.dy_TD)]
+        return [y.detach(), *timing.gradients(y, [x, weights, *trained], case.dy_TD)]
 
     return call
 

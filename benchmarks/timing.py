@@ -13,7 +13,7 @@ import datetime
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,13 @@ def start_ranks(kind: str, timeout_s: float) -> tuple[torch.device, dist.Process
     control = dist.new_group(backend="gloo", timeout=patience)
     setup(device, control)
     return device, control
+
+
+def gradients(outputs: Any, leaves: Sequence[torch.Tensor], grads: Any) -> tuple[torch.Tensor, ...]:
+    """`torch.autograd.grad` in the calling thread.  Autograd hands each backward to a thread of its own: once a step in
+    a model, but once a layer where a lone layer is timed (`host.py` has both)."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return torch.autograd.grad(outputs, leaves, grads)
 
 
 def record_event() -> Any:

@@ -410,7 +410,7 @@ BESIDE = {
     "beside": Schedule(transfer="copy", group_sum="beside"),
     "beside, pushed": Schedule(transfer="push", group_sum="beside"),
 }
-GROUP_SCHEDULES = {"serial": SERIAL, **{how: s for how, s in SCHEDULES.items() if how not in MEGA}, **BESIDE}
+GROUP_SCHEDULES = {"serial": SERIAL, **{how: s for how, s in SCHEDULES.items() if s.overlap != "mega"}, **BESIDE}
 
 
 def check_combine_groups(r):
