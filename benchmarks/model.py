@@ -44,7 +44,9 @@ FEW = 2048
 OLD = {
     "c9b6eff": {"overlap": "fused", "activation_gradient": "after", "mega_to": 0},
     "53e79f2": {"overlap": "fused", "activation_gradient": "after", "mega_to": 0},
-    "14c4c29": {"mega_to": 0},
+    "81586fa": {"mega_to": 512},
+    "6bfcedb": {"mega_to": 512},
+    "8cceb16": {"mega_to": 512},
 }
 """Defaults of a commit, where they are not today's."""
 

@@ -175,8 +175,8 @@ def down_sms(schedule: Schedule, num_tokens: int, sms: int) -> int:
 
 
 def _usual_transfer(d: Dimension, at: Setting) -> str:
-    if at.ep_size == 1 or at.cfg.max_tokens_per_rank <= _usual_mega_to(d, at):
-        return "push"  # inside the one kernel it beats copies, which need launches
+    if at.ep_size == 1 or at.cfg.max_tokens_per_rank <= at.measured.few_tokens:
+        return "push"
     return "copy" if at.cfg.wanted(at.ep_size) >= at.measured.worth_copying else "push"
 
 
@@ -192,17 +192,13 @@ def _usual_sum_warps(d: Dimension, at: Setting) -> int:
 
 def _usual_overlap(d: Dimension, at: Setting) -> str:
     cfg, ep_size, measured = at.cfg, at.ep_size, at.measured
-    if ep_size == 1 or cfg.max_tokens_per_rank <= _usual_mega_to(d, at) or cfg.combine_groups is not None:
+    if ep_size == 1 or cfg.max_tokens_per_rank <= measured.few_tokens or cfg.combine_groups is not None:
         return "fused"
     return "pipelined" if wire_share(cfg, ep_size, measured) >= measured.worth_pipelining else "fused"
 
 
 def _usual_pipelined_from(d: Dimension, at: Setting) -> int:
     return at.measured.pipelined_from if _usual_overlap(d, at) == "pipelined" else 0
-
-
-def _usual_mega_to(d: Dimension, at: Setting) -> int:
-    return at.measured.mega_to if at.cfg.combine_groups is None and at.cfg.gradient_shards == 1 else 0
 
 
 def _usual_group_rows(d: Dimension, at: Setting) -> int:
@@ -420,8 +416,8 @@ class Schedule:
     mega_to: int = dimension(
         0, (0, 128, 256, 512, 1024, 2048), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
         doc='Tokens of a rank up to which its calls run as overlap="mega" (unless serial); 0: none do.',
-        helps="One kernel saves launches, which outweigh the work of small calls.",
-        condition=_no_groups, usual={GPU: _usual_mega_to},
+        helps="Where the host is slow: one kernel saves launches, but takes longer on the device (2x H200).",
+        condition=_no_groups,
     )  # fmt: skip
     free_sms: int = dimension(
         0, (0, 8, 16, 24, 32), backends=(GPU,), source=f"{_OWN} (DeepEP has such a number, too)", least=0,

@@ -145,7 +145,7 @@ class Way:
         s, cfg, measured = self.given
         device = self.backend == GPU
         usual = default_schedule(self.backend, cfg, self.ep_size, measured)
-        tokens, by_tokens = f"T={self.num_tokens}", s.overlap not in ("serial", "mega")
+        tokens, by_tokens = f"T={self.num_tokens}", s.mega_to > 0 and s.overlap not in ("serial", "mega")
         leading = f"leading {self.leads}" if self.local_first == "leading" else self.local_first
         if self.waves > 1:
             leading = f"all, then {self.waves} waves by arrival"
@@ -158,17 +158,17 @@ class Way:
             f"{tokens}, up to {s.mega_to}" if by_tokens else s.overlap,
         )  # fmt: skip
         wanted = f"a peer wants {cfg.wanted(self.ep_size):.2f} of the tokens, copies from {measured.worth_copying} on"
-        small = cfg.max_tokens_per_rank <= usual.mega_to  # for which one kernel is usual: nothing was weighed
+        few = cfg.max_tokens_per_rank <= measured.few_tokens  # nothing was weighed
         travel = wanted
         if s.transfer != usual.transfer:
             travel = "as set"
         elif self.ep_size == 1:
             travel = "there is one rank"
-        elif small:
-            travel = f"usual where one kernel serves all calls, of up to {cfg.max_tokens_per_rank} tokens"
+        elif few:
+            travel = f"usual for up to {measured.few_tokens} tokens"
         share = f"results take {wire_share(cfg, self.ep_size, measured):.2f} of the down product's time on the wire"
         overlap: str = s.overlap
-        if self.backend == GPU and s.overlap == usual.overlap and not small and cfg.combine_groups is None:
+        if self.backend == GPU and s.overlap == usual.overlap and not few and cfg.combine_groups is None:
             overlap += f"; {share}, pipelined from {measured.worth_pipelining} on"
         if cfg.gradient_shards > 1:
             why = f"{cfg.gradient_shards}: one kernel would sum an expert's rows in one chain"

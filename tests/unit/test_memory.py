@@ -196,7 +196,7 @@ def test_peak_is_what_meets():
     results = of["dx"] + of["dw13"] + of["dw2"]
     assert plan.peak_bytes() == plan.total_bytes("saved") + backward + max(of["raw"], results)
     assert of["raw"] > results
-    mega = plan_memory(cfg, 1)
+    mega = plan_memory(cfg, 1, schedule=Schedule(overlap="mega"))
     lists = by_name(mega)["lists"].bytes
     assert lists > 0
     assert mega.peak_bytes() == mega.total_bytes("saved") + backward + lists + of["raw"] + results

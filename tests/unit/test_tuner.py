@@ -90,10 +90,7 @@ def test_a_point_is_done_with_its_tokens(tokens):
         assert (way.down_sms > 0) == (schedule.overlap == "pipelined")
         assert way.gradient_beside == (schedule.activation_gradient == "beside" and not (way.mega or way.gates))
         assert space.settled(schedule, usual, "hopper", tokens) == schedule
-    alone = [made.schedule(i) for i in range(2)]
-    assert alone[0] == usual and (resolve(cfg, 4, tokens, alone[1]).mega != resolve(cfg, 4, tokens, usual).mega) == (
-        tokens == 64
-    )
+    assert made.schedule(0) == usual
 
 
 def test_what_is_switched_off_has_one_value():
@@ -575,14 +572,14 @@ def test_uniep_explain_prints_and_writes_all_of_it(tmp_path):
 
 
 def test_uniep_explain_knows_low_rank_factors(tmp_path):
-    """Few tokens run in one kernel each way, with factors in stages."""
+    """Which run in stages, whatever the number of tokens."""
     found = []
     for options in ([], ["--lora", "8"]):
         call = ["explain", "--tokens", "256", "--json", str(tmp_path / "x.json"), *options]
         done = CliRunner().invoke(app, call)
         assert done.exit_code == 0, done.output
         found.append(next(c for c in json.loads((tmp_path / "x.json").read_text())["calls"] if c["what"] == "kernels"))
-    assert [of["value"] for of in found] == ["one each way", "in stages"] and found[1]["rule"] == "lora"
+    assert [(of["value"], of["rule"]) for of in found] == [("in stages", "overlap"), ("in stages", "lora")]
     assert "How calls with low-rank factors run there" in done.output and "one kernel has no low-rank" in done.output
 
 

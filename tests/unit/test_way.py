@@ -81,7 +81,8 @@ def test_local_first_says_whose_tiles():
         (tokens, ep, backend): resolve(cfg, ep, tokens, backend=backend).local_first
         for tokens, ep, backend in ((8192, 4, "hopper"), (1, 4, "hopper"), (8192, 1, "hopper"), (8192, 4, "cpu"))
     }
-    assert list(found.values()) == ["leading", "all", "none", "all"]
+    assert list(found.values()) == ["leading", "leading", "none", "all"]
+    assert resolve(cfg, 4, 8192, Schedule(overlap="mega")).local_first == "all"
     natural = dataclasses.replace(default_schedule("hopper", cfg, 4), tile_order="natural")
     assert [resolve(cfg, 4, tokens, natural).local_first for tokens in (1, 8192)] == ["none", "none"]
     assert resolve(cfg, 2, 8192).leads != (0, 0) == resolve(cfg, 2, 8192, natural).leads
@@ -132,13 +133,6 @@ def test_stages_have_no_order_of_one_kernel():
         assert (way.chunk_experts, way.critical_path, way.rotated, way.interleaved) == (0, False, False, False)
 
 
-def test_gradient_shards_choose_as_without_one_kernel():
-    cfg = config(QWEN, 512, gradient_shards=2)
-    usual = default_schedule("hopper", cfg, 2)
-    assert (usual.mega_to, usual.transfer) == (0, "copy")
-    assert default_schedule("hopper", config(QWEN, 512), 2).transfer == "push"
-
-
 def test_factors_beside_w13_leave_the_down_product_beside_gate_up():
     schedule = Schedule(overlap="pipelined")
     sms = [resolve(config(QWEN), 2, 8192, schedule, lora=lora).down_sms for lora in ((), ("w13",), ("w2",))]
@@ -150,11 +144,8 @@ def test_factors_beside_w13_leave_the_down_product_beside_gate_up():
 
 def test_reasons_are_those_that_decided():
     few = str(resolve(config(QWEN, 256), 2, 256))
-    assert "usual where one kernel serves all calls, of up to 256 tokens" in few and "pipelined from" not in few
-    for schedule in (Schedule(), dataclasses.replace(default_schedule("hopper", config(QWEN, 256), 2), mega_to=0)):
-        assert "usual where one kernel serves" in str(resolve(config(QWEN, 256), 2, 256, schedule))
-    staged = Schedule(transfer="copy", mega_to=MOST)
-    assert "usual where one kernel" not in str(resolve(config(QWEN), 2, 8192, staged))
+    assert "usual for up to 512 tokens" in few and "pipelined from" not in few
+    assert "usual for up to" not in str(resolve(config(QWEN), 2, 8192, Schedule(transfer="copy", mega_to=MOST)))
     many = str(resolve(config(QWEN), 2, 8192))
     assert "a peer wants 1.00 of the tokens, copies from" in many and "pipelined from" in many
     pushed = str(resolve(config(QWEN), 8, 8192, Schedule(transfer="push", arrival_waves=4)))
@@ -193,7 +184,8 @@ def test_how_results_return():
 def test_a_way_explains_itself():
     """Each line has the choice, its rule, and the numbers that the rule compared."""
     cfg = config(QWEN)
-    many, few = str(resolve(cfg, 4, 8192)), str(resolve(cfg, 4, 100))
+    usual = default_schedule("hopper", cfg, 4)
+    many, few = str(resolve(cfg, 4, 8192)), str(resolve(cfg, 4, 100, dataclasses.replace(usual, mega_to=512)))
     assert "beside gate_up on 32 SMs" in many and "pipelined, T=8192, from 4096 on" in many
     assert "a peer wants 0.91 of the tokens, copies from 0.35 on" in many
     assert "results take 2.03 of the down product's time on the wire, pipelined from 1.7 on" in many
@@ -216,10 +208,12 @@ def test_ways_are_resolved_once(monkeypatch):
     ways = Ways(cfg, 4, None, "hopper")
     assert ways[8192] is ways[8192] == resolve(cfg, 4, 8192) and len(ways) == 1
     kinds = [way.kernels for way in ways.kinds()]
-    assert kinds == [(True, False, False), (False, False, False), (False, False, True), (False, True, True)]
+    assert kinds == [(False, False, False), (False, False, True), (False, True, True)]
     every = {ways[tokens].kernels for tokens in range(0, MOST + 1, 7)}
     assert every == set(kinds)
-    assert [way.kernels for way in Ways(config(QWEN, 64), 4, None, "hopper").kinds()] == [(True, False, False)]
+    some = dataclasses.replace(default_schedule("hopper", cfg, 4), mega_to=512)
+    assert [way.kernels for way in Ways(cfg, 4, some, "hopper").kinds()] == [(True, False, False), *kinds]
+    assert [way.kernels for way in Ways(config(QWEN, 64), 4, some, "hopper").kinds()] == [(True, False, False)]
     for tokens in range(1500):
         ways[tokens]
     assert len(ways) <= 1000, "any number of lengths may come"
