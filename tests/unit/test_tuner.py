@@ -25,6 +25,7 @@ from uniep.errors import ConfigError
 from uniep.schedule import DIMENSION, Schedule, Tile, default_schedule, parse_schedule
 from uniep.shapes import SHAPES
 from uniep.sim import Problem, load_machine
+from uniep.stages import stages as program
 from uniep.trials import calibrate
 from uniep.tuner import choose, space, strategies, tables, timing
 from uniep.tuner.explain import explain
@@ -135,8 +136,47 @@ def test_what_is_searched_is_declared():
             for backend, values in searched.values.items():
                 assert set(values) <= set(DIMENSION[name].domain), name
                 assert backend in DIMENSION[name].backends or "hopper, mega" in DIMENSION[name].backends
-        for needed, allowed in searched.needs.items():
-            assert set(allowed) <= set(DIMENSION[needed].domain)
+        before = {of.name for of in space.SEARCHED[: space.SEARCHED.index(searched)]}
+        for needs in (*searched.needs, *searched.only.values()):
+            assert set(needs) <= before, searched.name
+            for needed, allowed in needs.items():
+                assert set(allowed) <= set(DIMENSION[needed].domain)
+
+
+def way_of(made, index, ep_size):
+    return resolve(CFG, ep_size, CFG.max_tokens_per_rank, made.schedule(index))
+
+
+@pytest.mark.parametrize("ep_size", [2, 4, 8])
+def test_each_number_of_waves_is_another_order_of_tiles(ep_size):
+    """0 is the model's number, so that number has no value of its own; where no copy is awaited there is one value."""
+    made = space.points("hopper", CFG, ep_size)
+    waves = made.column("arrival_waves")
+    assert made.is_in("transfer", "copy")[waves > 0].all() and made.is_in("operand", "gathered")[waves > 0].all()
+    assert made.is_in("overlap", "fused", "pipelined")[waves > 0].all()
+    first = {int(v): int((waves == v).nonzero()[0]) for v in waves.unique()}
+    assert len(first) > 1
+    like = {n: made.columns[n] == made.columns[n][first[max(first)]] for n in made.columns if n != "arrival_waves"}
+    alike = torch.stack(list(like.values())).all(0).nonzero().flatten().tolist()
+    assert {int(waves[i]) for i in alike} == set(first)
+    found = sorted(way_of(made, i, ep_size).waves for i in alike)
+    assert found == sorted({min(n, ep_size) for n in (1, 2, 4, 8)})
+
+
+def test_passes_are_searched_where_one_runs():
+    """Serial, or a second dispatch that is pushed or pulled."""
+    made = space.points("hopper", CFG, 2, limit=200_000, keep=("preactivation",))
+    few, again = made.column("pass_programs") == 2, made.is_in("received", "again")
+    serial, copied, mega = (
+        made.is_in("overlap", "serial"),
+        made.is_in("transfer", "copy"),
+        made.is_in("overlap", "mega"),
+    )
+    assert (serial | (again & ~copied & ~mega))[few].all()
+    assert bool((few & serial & ~again).any()) and bool((few & ~serial).any())
+    for index in (few & ~serial).nonzero().flatten().tolist()[:5]:
+        stages = {s.name: s for s in program(CFG, way_of(made, index, 2), "backward")}
+        assert "push_tokens_kernel" in stages["dispatch_again"].kernels
 
 
 # --- model ---

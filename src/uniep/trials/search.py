@@ -159,7 +159,7 @@ class Optuna:
         values: dict[str, Any] = {}
         for d in self.dimensions:  # one without effect keeps its usual value, so that a point has one name
             value = self.trial.params[d.name]
-            means = d.allowed(value, lambda name: values.get(name, get(self.usual, name)))
+            means = d.allowed(value, lambda name, allowed: values.get(name, get(self.usual, name)) in allowed)
             values[d.name] = value if means else get(self.usual, d.name)
         also = {name: values[d.name] for d in self.dimensions for name in d.also}
         return settled(replaced(self.usual, {**values, **also}), self.usual, self.backend, self.tokens)
