@@ -84,13 +84,15 @@ def test_a_point_is_done_with_its_tokens(tokens):
     """Whatever thresholds the default has: one kernel for both directions only where the point says so."""
     cfg = dataclasses.replace(CFG, max_tokens_per_rank=tokens)
     made, usual = space.points("hopper", cfg, 4), default_schedule("hopper", cfg, 4)
+    names = [d.name for d in space.dimensions("hopper", cfg, 4)]
     for index in range(1, len(made), len(made) // 50):
         schedule = made.schedule(index)
         way = resolve(cfg, 4, tokens, schedule)
         assert way.mega == (schedule.overlap == "mega")
         assert (way.down_sms > 0) == (schedule.overlap == "pipelined")
         assert way.gradient_beside == (schedule.activation_gradient == "beside" and not (way.mega or way.gates))
-        assert space.settled(schedule, usual, "hopper", tokens) == schedule
+        values, default = ({n: space.get(s, n) for n in names} for s in (schedule, usual))
+        assert space.point(values, "hopper", cfg, 4) == (usual if values == default else schedule)
     alone = [made.schedule(i) for i in range(2)]
     assert alone[0] == usual and (resolve(cfg, 4, tokens, alone[1]).mega != resolve(cfg, 4, tokens, usual).mega) == (
         tokens == 64

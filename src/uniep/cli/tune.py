@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from collections import Counter
@@ -25,12 +24,10 @@ from uniep.schedule import default_schedule
 from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
-from uniep.trials.search import EARLY, Record, Result, sampler_of, search
+from uniep.trials.search import EARLY, SAMPLERS, Record, Result, sampler_here, sampler_of, search
 from uniep.trials.trial import Job
 from uniep.tuner import tables
-from uniep.tuner.model import Card, card_text, find_card
-
-SAMPLERS = ("auto", "optuna", "model", "random")
+from uniep.tuner.model import card_text, find_card
 
 
 def tune(
@@ -98,7 +95,7 @@ def tune(
         record = Record(trials, {**versions, "tokens": tokens})
         try:
             if sampler == "auto":
-                sampler, why = _first(known, name)
+                sampler, why = sampler_here(known, name)
                 console.print(f"sampler: {sampler} ({why})")
             which = sampler_of(sampler, job, known)
             with _bar(console, budget_s) as progress:
@@ -120,15 +117,6 @@ def _backend(given: str) -> str:
     if given == "hopper" and not torch.cuda.is_available():
         raise UnsupportedError("--backend hopper: no CUDA device is usable here; --backend cpu tunes CPU ranks")
     return given
-
-
-def _first(card: Card | None, name: str) -> tuple[str, str]:
-    """The sampler that `auto` stands for, and why."""
-    if importlib.util.find_spec("optuna") is not None:
-        return "optuna", "installed"
-    if card is not None:
-        return "model", f"optuna is not installed, and there is a card file of {name}"
-    return "random", f"optuna is not installed, and no card file of {name}: uniep tune --calibrate writes one"
 
 
 def _keep(path: Path, key: tables.Key, entry: dict[str, object]) -> bool:

@@ -142,7 +142,7 @@ def measure(
             job = Job(cfg, ep_size, backend, "cuda" if backend == "hopper" else "cpu", tokens)
             if fleet is None:
                 fleet = Fleet(job)
-            fleet.ask("becomes", job, timeout_s=120)
+            fleet.becomes(job, timeout_s=120)
             for schedule in _schedules(backend, cfg, ep_size):
                 of_rank = fleet.ask("alone", schedule, REPEATS, timeout_s=120)
                 calls = [[max(us) for us in zip(*call, strict=True)] for call in zip(*of_rank, strict=True)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -260,12 +260,35 @@ def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
     }
 
 
-def settled(schedule: Schedule, usual: Schedule, backend: str, tokens: int) -> Schedule:
-    """A point made from values, with the thresholds that `points` uses."""
-    if backend != "hopper" or schedule == usual:
-        return schedule
-    made = Points(usual, {name: torch.tensor([_code(name, get(schedule, name))]) for name in NAMES}, 1)
-    return replaced(schedule, {name: int(column) for name, column in _thresholds(made, tokens).items()})
+def point(values: Mapping[str, Any], backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
+    """The point with these values of searched dimensions, the usual ones of others, and the thresholds that `points`
+    uses.  A dimension without effect there keeps its usual value, so that a point has one name."""
+    usual, chosen = default_schedule(backend, cfg, ep_size), dimensions(backend, cfg, ep_size)
+    kept: dict[str, Any] = {}
+    for d in chosen:
+        value = values.get(d.name, get(usual, d.name))
+        means = d.allowed(value, lambda name, allowed: kept.get(name, get(usual, name)) in allowed)
+        kept[d.name] = value if means else get(usual, d.name)
+    made = replaced(usual, kept | {name: kept[d.name] for d in chosen for name in d.also})
+    if backend != "hopper" or made == usual:
+        return made
+    alone = Points(usual, {name: torch.tensor([_code(name, get(made, name))]) for name in NAMES}, 1)
+    thresholds = _thresholds(alone, cfg.max_tokens_per_rank)
+    return replaced(made, {name: int(column) for name, column in thresholds.items()})
+
+
+def neighbours(schedule: Schedule, backend: str, cfg: MoEConfig, ep_size: int) -> Iterator[tuple[str, Any, Schedule]]:
+    """(dimension, value, point): every point that can run with one searched dimension changed, the usual value first;
+    each point once."""
+    usual, chosen = default_schedule(backend, cfg, ep_size), dimensions(backend, cfg, ep_size)
+    values = {d.name: get(schedule, d.name) for d in chosen}
+    seen = {schedule, point(values, backend, cfg, ep_size)}
+    for d in chosen:
+        for value in _default_first(d.values[backend], get(usual, d.name)):
+            made = point({**values, d.name: value}, backend, cfg, ep_size)
+            if made not in seen and not refusals(made, cfg, ep_size, backend):
+                seen.add(made)
+                yield d.name, value, made
 
 
 def _default_first(values: tuple[Any, ...], usual: Any) -> list[Any]:
