@@ -1,6 +1,7 @@
 """The benchmark harness without a GPU: peers against a dense reference, and everything that reads results."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -160,22 +161,122 @@ def test_what_a_benchmark_cannot_do_is_refused_beforehand(options, given, says, 
     assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
-def test_peers_that_failed_are_named(monkeypatch, tmp_path):
-    """Beside the best of the others."""
-    args = worth.options(["--peers", "nccl,liger-cute", "--liger", "folder", "--device", "cpu", "--commit", "x"])
-    ms = {"uniep": 2.0, "nccl": 5.0}
-    rows = [
-        {"impl": impl, "ms": value, "direction": direction, "load": load}
+def rows_of(ms, shape="64x32x4x2", tokens=16):
+    return [
+        {"shape": shape, "tokens": tokens, "impl": impl, "ms": value, "direction": direction, "load": load}
         for impl, value in ms.items() for direction in ("fwd", "fwd_bwd") for load in ("window", "sustained")
     ]  # fmt: skip
 
-    def run(command, **how):
-        assert command[command.index("--liger") + 1] == "folder"
-        Path(command[command.index("--json") + 1]).write_text(json.dumps({"rows": rows}))
 
-    monkeypatch.setattr(worth.subprocess, "run", run)
-    made = worth.timed("64x32x4x2", 16, {}, args, str(tmp_path))
+def test_peers_that_failed_are_named():
+    """Beside the best of the others."""
+    args = worth.options(["--peers", "nccl,liger-cute", "--liger", "folder", "--device", "cpu", "--commit", "x"])
+    found = [{"shape": "64x32x4x2", "tokens": 16, "changes": {}}]
+    made = list(worth.compared(found, rows_of({"uniep": 2.0, "nccl": 5.0}), args))
     assert [(row["peer"], row["peer_ms"], row["left_out"]) for row in made] == [("nccl", 5.0, ["liger-cute"])] * 4
+
+
+def test_each_shape_has_its_own_choice_and_what_is_timed_is_told_at_once(monkeypatch):
+    """moe.py runs once; its rows are told while it runs; `uniep` is the default whatever tables there are."""
+    given = "--device cpu --commit x --liger folder --iters 3 --sustained-s 0.03 --no-check"
+    args = worth.options(given.split())
+    searches = [
+        {"shape": "64x32x4x2", "tokens": 16, "changes": {"chunk_tokens": 32, "tile_order": "natural"}},
+        {"shape": "64x64x8x2", "tokens": 16, "changes": {}},
+    ]
+    told, tuned = [], "uniep@chunk_tokens=32+tile_order=natural"
+
+    class Process:
+        def __init__(self, command, env, **how):
+            given = dict(itertools.pairwise(command))
+            assert env["UNIEP_TUNE"] == "off" and "--no-check" in command
+            assert (given["--shape"], given["--liger"], given["--budget-s"]) == ("64x32x4x2,64x64x8x2", "folder", "7.5")
+            assert (given["--iters"], given["--sustained-s"]) == ("3", "0.03")
+            options = moe.options([*command[command.index("--shape") :]])
+            assert options.points == {"64x32x4x2/16": [tuned], "64x64x8x2/16": ["uniep"]}
+            self.file, self.waits = options.json, 0
+
+        def wait(self, timeout):
+            self.waits += 1
+            rows = rows_of({"uniep": 2.0, tuned: 1.5})
+            if self.waits > 1:
+                rows += rows_of({"uniep": 4.0, tuned: 9.0}, "64x64x8x2")
+            results.write(self.file, {"rows": rows})
+            if self.waits == 1:
+                raise subprocess.TimeoutExpired("moe.py", timeout)
+            return 0
+
+        def terminate(self):
+            pass
+
+    monkeypatch.setattr(worth.subprocess, "Popen", Process)
+    worth.timed(searches, args, 7.5, lambda rows: told.append(list(worth.compared(searches, rows, args))))
+    assert [len(rows) for rows in told] == [4, 8]
+    assert {(row["shape"], row["default"], row["tuned"]) for row in told[-1]} == {
+        ("64x32x4x2", 2.0, 1.5), ("64x64x8x2", 4.0, 4.0),
+    }  # fmt: skip
+
+
+class Answers:
+    """In place of ranks: a call takes 100 us, with another `chunk_tokens` than 64 half as long again; fp32 columns of
+    64 have other bits, and `overlap="serial"` ends the ranks once."""
+
+    def __init__(self):
+        self.alive, self.starts, self.schedule = True, 1, None
+
+    def ask(self, method, *args, timeout_s):
+        if not self.alive:
+            self.alive, self.starts = True, self.starts + 1
+        if method == "prove":
+            (self.schedule,) = args
+            if self.schedule.overlap == "serial" and self.starts == 1:
+                self.alive = False
+                raise worth.DroppedError("fault", "as told")
+            return ["other" if self.schedule.gate_up.columns == 64 else "same"]
+        us = 150.0 if self.schedule.chunk_tokens != 64 else 100.0
+        return [[(100.0, us)] * args[0]] if method == "time" else [None]
+
+
+def test_an_ablation_switches_each_dimension_back_first(monkeypatch):
+    args = worth.options(["--device", "cpu", "--ablate-s", "9"])
+    job = worth.job_of(cases.parse_shape("64x32x4x2"), 64, args)
+    best = dataclasses.replace(worth.default_schedule("cpu", job.cfg, 1), tile_order="natural", activation="separate")
+    ranks = Answers()
+    costs = worth.ablation(job, best, ranks, args)
+    assert costs["tile_order"]["local-first"] == costs["activation"]["fused"] == 1.0
+    assert costs["gate_up.columns"] == {"128": 1.0}, "one with other bits has no cost"
+    assert ranks.starts == 2 and "overlap" not in costs, "a fault ends only its own point"
+    now = iter(range(100))
+    monkeypatch.setattr(worth.time, "monotonic", lambda: next(now) * 4.0)
+    assert worth.ablation(job, best, Answers(), args).keys() == {"tile_order", "activation"}, "time for two"
+
+
+@pytest.mark.slow
+def test_worth_runs_and_its_table_and_picture_are_made(tmp_path, capsys):
+    """The whole program on one CPU rank: two shapes, each with a search and an ablation, and moe.py."""
+    out, name = tmp_path / "worth.json", "64x32x4x2"
+    few = ["--search-s", "0.5", "--ablate-s", "0.5", "--iters", "1", "--sustained-s", "0.001", "--sampler", "random"]
+    command = [str(ROOT / "benchmarks" / "worth.py"), "--device", "cpu", "--shapes", f"{name},64x32x8x2", *few]
+    subprocess.run([sys.executable, *command, "--tokens", "16", "--json", str(out)], check=True, timeout=150)
+    content = json.loads(out.read_text())
+    assert [of["shape"] for of in content["searches"]] == [name, "64x32x8x2"] and len(content["rows"]) == 8
+    assert all(of["tried"] and of["ablation"] for of in content["searches"])
+    assert all(row["default"] > 0 and row["tuned"] > 0 and row["strategy"] for row in content["rows"])
+    table.main(["--worth", str(out)])
+    shown = capsys.readouterr().out
+    assert shown.count(f"| {name} | 16 |") == 5 and "**Forward + backward, sustained, 1x CPU" in shown
+    plot.main(["worth", "--files", str(out), "--out", str(tmp_path / "worth.png")])
+    assert (tmp_path / "worth.png").stat().st_size > 10_000
+
+
+def test_what_is_compiled_first_may_fail_or_come_too_late(capsys):
+    job = worth.job_of(cases.parse_shape("64x32x4x2"), 16, args := worth.options(["--device", "cpu"]))
+    usual = worth.default_schedule("cpu", job.cfg, 1)
+    wrong = dataclasses.replace(usual, chunk_tokens=0)
+    worth.compile_first([(job, usual), (job, wrong), (job, usual)], args, worth.time.monotonic() + 60)
+    assert capsys.readouterr().out.count("not compiled first") == 1
+    worth.compile_first([(job, usual)], args, worth.time.monotonic())
+    assert "compiled 0 of 1 in time" in capsys.readouterr().out
 
 
 def test_committed_predictions_can_be_made_again():

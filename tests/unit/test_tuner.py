@@ -388,6 +388,18 @@ def test_a_table_that_cannot_serve_is_named_and_the_default_serves(spoil, says, 
         assert workspace.backend.schedule == Schedule()
 
 
+def test_a_table_of_the_package_that_cannot_serve_warns_nobody(monkeypatch, tmp_path, caplog):
+    """Whoever uses the package cannot mend it; the reason is there."""
+    key = tables.Key.of(SMALL, 1, "cpu", "cpu")
+    path = stored()
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(tables, "shipped", lambda: path.parent)
+    assert found().file == path
+    document = json.loads(path.read_text())
+    (path.parent / key.file).write_text(json.dumps(document | {"kernels": "others"}))
+    assert found().schedule is None and "other kernels" in found().why and not caplog.records
+
+
 def test_a_full_disk_is_told_and_leaves_the_table(monkeypatch):
     path = stored()
     before = path.read_text()

@@ -24,7 +24,7 @@ from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.search import Listed, Optuna, Record, different, in_order, sampler_here, sampler_of, search
 from uniep.trials.trial import Job, Trial, slowest
 from uniep.tuner import tables
-from uniep.tuner.model import Load, load_card, predict
+from uniep.tuner.model import Load, card_text, load_card, predict
 from uniep.tuner.space import Points, points
 
 CFG = uniep.MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
@@ -395,6 +395,44 @@ def test_a_default_that_stays_needs_no_table(tmp_path, monkeypatch):
     assert tables.read(tmp_path / key.file, "cpu")["entries"][key.place]["schedule"] == usual
 
 
+def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monkeypatch):
+    """One command; one layer that cannot run is left out; the folder serves as the package's, and doctor and explain
+    say so."""
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "user"))
+    monkeypatch.setenv("UNIEP_TUNE", "cached")
+    monkeypatch.setattr(searching, "slowest", lambda of: [(a, 0.5 * a) for a, _ in slowest(of)])
+    state = searching._State
+
+    def refusing(job, *args):
+        if job.cfg.num_experts == 8:
+            raise uniep.UniEPError("the default Schedule cannot be timed")
+        return state(job, *args)
+
+    monkeypatch.setattr(searching, "_State", refusing)
+    layer, into = "--backend cpu --ep 1 --dtype fp32", tmp_path / "shipped"
+    command = f"tune {layer} --shape 32x16x4x2,32x16x8x2 --tokens 16,64 --budget-s 2 --sampler random --into {into}"
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 2 and "32x16x8x2-float32-64: not searched" in " ".join(done.output.split())
+    table = into / "cpu-cpu-ep1.json"
+    assert table.stat().st_mode & 0o777 == 0o644
+    entries = tables.read(table, "cpu")["entries"]
+    assert entries.keys() == {"32x16x4x2-float32-16", "32x16x4x2-float32-64"}
+    assert not list((tmp_path / "user").glob("*.json"))
+    monkeypatch.setattr(tables, "shipped", lambda: into)
+    with uniep.Workspace(CFG, device="cpu") as workspace:
+        assert tables.fields(workspace.backend.schedule) == entries["32x16x4x2-float32-64"]["schedule"]
+    shown = "".join(c for c in CliRunner().invoke(app, ["doctor"]).output if c not in " │\n")
+    assert f"{table}:serves32x16x4x2-float32-16,32x16x4x2-float32-64" in shown
+    written = calibrate.uncalibrated(calibrate.machine_of("cpu"), "cpu")
+    machine = tmp_path / "machine.toml"
+    machine.write_text(calibrate.machine_text(written.machine))
+    (tmp_path / "card.toml").write_text(card_text(written, "made here", str(machine)))
+    explain = f"explain {layer} --shape 32x16x4x2 --tokens 64 --card {tmp_path / 'card.toml'}"
+    said = CliRunner().invoke(app, [*explain.split(), "--json", str(tmp_path / "x.json")])
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert (document["by"], document["serves"]) == ("table", str(table)), said.output
+
+
 def test_auto_is_the_first_sampler_that_there_is(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert sampler_here(None, "cpu")[0] == "random" and sampler_here(load_card("h200"), "h200")[0] == "model"
@@ -425,6 +463,8 @@ def test_calibrate_on_cpu_ranks(tmp_path, monkeypatch):
         ("--backend tpu", "--backend is 'tpu'; use cpu, hopper, nccl or auto"),
         ("--backend cpu --sampler guess", "--sampler is 'guess'; use auto, optuna, model, random"),
         ("--backend cpu --sampler model --shape 32x16x4x2 --tokens 64", "needs a card"),
+        ("--backend cpu --tokens 64,many", "--tokens is '64,many'; give numbers from 1 on, separated by commas"),
+        ("--backend cpu --tokens 60,64", "two have the entry 2048x768x128x8-bfloat16-64; leave out one"),
         ("--calibrate --backend nccl", "--calibrate times backends hopper and cpu, not 'nccl'"),
         pytest.param(
             "--calibrate --backend hopper", "no CUDA device",

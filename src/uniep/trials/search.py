@@ -108,6 +108,10 @@ class Record:
 
 
 class Sampler(Protocol):
+    @property
+    def first(self) -> Sequence[Schedule]:
+        """Points that it begins with."""
+
     def ask(self) -> Schedule | None:
         """The next candidate, or None."""
 
@@ -120,6 +124,7 @@ class Listed:
 
     def __init__(self, space: Points, order: torch.Tensor) -> None:
         self.space, self.order = space, iter(order.tolist())
+        self.first = [space.schedule(i) for i in order[:FIRST].tolist()]
 
     def ask(self) -> Schedule | None:
         index = next(self.order, None)
@@ -140,7 +145,7 @@ class Optuna:
                 "optuna is not installed; pip install optuna, or search with --sampler model or random"
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.job = job
+        self.job, self.first = job, first
         usual, chosen = space.schedule(0), dimensions(job.backend, job.cfg, job.ep_size)
         self.distributions: dict[str, Any] = {
             d.name: optuna.distributions.CategoricalDistribution(
@@ -169,7 +174,7 @@ class Climbing:
     """The points `first`; then points one step from the best so far, the fastest predicted first; then `rest`."""
 
     def __init__(self, job: Job, card: Card, first: Sequence[Schedule], rest: Listed) -> None:
-        self.job, self.card, self.queue, self.rest = job, card, list(first), rest
+        self.job, self.card, self.first, self.queue, self.rest = job, card, first, list(first), rest
         self.best, self.score = default_schedule(job.backend, job.cfg, job.ep_size), 1.0
         self.asked: list[Schedule] = [self.best]
         self.climbs = False
@@ -260,6 +265,23 @@ class Result:
     starts: int
 
 
+def entry(result: Result, job: Job, commit: str) -> dict[str, Any]:
+    """What a table says of a search."""
+    tried = [
+        {
+            "changes": t.changes, "status": t.status, "text": t.text, "score": t.score, "us": t.us,
+            "predicted_us": t.predicted_us, "pairs_us": [[round(a, 1), round(b, 1)] for a, b in t.pairs],
+        }
+        for t in result.tried
+    ]  # fmt: skip
+    usual = default_schedule(job.backend, job.cfg, job.ep_size)
+    return {
+        "schedule": tables.fields(result.choice), "default": tables.fields(usual), "gain": round(result.gain, 4),
+        "spread": round(result.spread, 4), "proof": result.proof, "usual_us": result.usual_us, "commit": commit,
+        "timed_tokens": job.tokens, "date": time.strftime("%Y-%m-%d"), "tried": tried,
+    }  # fmt: skip
+
+
 Progress = Callable[[float, str], None]
 """Called with the elapsed seconds and the latest result."""
 
@@ -332,16 +354,22 @@ def _said(tried: Tried, count: int) -> str:
     return f"{count} tried, last: {result}"
 
 
+def serial(usual: Schedule) -> Schedule:
+    """The Schedule whose bits all others must have."""
+    return dataclasses.replace(
+        usual, overlap="serial", tile_order="natural", peer_order="natural", weight_gradient_order="last",
+        group_sum="after", mega_to=0,
+    )  # fmt: skip
+
+
 class _State:
     """The incumbent, which the running ranks hold, and its score."""
 
     def __init__(self, job: Job, ranks: Fleet, usual: Schedule, candidate_s: float, restarts: bool) -> None:
         self.job, self.ranks, self.usual, self.candidate_s, self.restarts = job, ranks, usual, candidate_s, restarts
         self.incumbent, self.score = usual, 1.0
-        oracle = dataclasses.replace(usual, overlap="serial", tile_order="natural", peer_order="natural",
-            weight_gradient_order="last", group_sum="after", mega_to=0)  # fmt: skip
         try:
-            self.bits = self._ask("prove", oracle)
+            self.bits = self._ask("prove", serial(usual))
             if self._ask("prove", usual) != self.bits:
                 raise UniEPError("the default Schedule has other bits than the serial one: a bug; please report it")
             self._ask("take")
