@@ -426,8 +426,8 @@ def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monk
     written = calibrate.uncalibrated(calibrate.machine_of("cpu"), "cpu")
     machine = tmp_path / "machine.toml"
     machine.write_text(calibrate.machine_text(written.machine))
-    (tmp_path / "card.toml").write_text(card_text(written, "made here", str(machine)))
-    explain = f"explain {layer} --shape 32x16x4x2 --tokens 64 --card {tmp_path / 'card.toml'}"
+    (tmp_path / "cpu.toml").write_text(card_text(written, "made here", str(machine)))
+    explain = f"explain {layer} --shape 32x16x4x2 --tokens 64 --card {tmp_path / 'cpu.toml'}"
     said = CliRunner().invoke(app, [*explain.split(), "--json", str(tmp_path / "x.json")])
     document = json.loads((tmp_path / "x.json").read_text())
     assert (document["by"], document["serves"]) == ("table", str(table)), said.output
