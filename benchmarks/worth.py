@@ -6,8 +6,8 @@
 
 Without `--grid`, in turn:
 
-1. What all shapes launch first is compiled: `--at-once` shapes at a time, each in ranks of its own, for at most
-   `--compile-s` seconds each.  Nothing is timed meanwhile.
+1. What all shapes launch first is compiled: `--at-once` shapes at a time, as far as they fit into the GPU's memory,
+   each in ranks of its own, for at most `--compile-s` seconds each.  Nothing is timed meanwhile.
 2. `uniep.trials.search` looks for the fastest Schedule of each shape for `--search-s` seconds, in the same ranks.  With
    `--ablate-s`, each dimension is then changed alone at that Schedule, back to the default first: `ablation` has the
    times over its time.  With `--tables`, choices are kept as `uniep tune` keeps them.
@@ -36,6 +36,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ from cases import SPANNING, parse_shape
 from moe import BY_NAME, add_file_options, commit, of_run
 from results import write
 from uniep.errors import UniEPError
+from uniep.memory import plan_memory
 from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import Shape
 from uniep.trials.fleet import DroppedError, Fleet
@@ -122,22 +124,51 @@ class Case:
         return {"shape": self.shape.name, "tokens": self.tokens}
 
 
-def prepared(shape: Shape, tokens: int, args: argparse.Namespace, stop: float) -> Case:
+class Room:
+    """Memory of a GPU, in bytes.  Who takes some waits until there is enough; who needs more than all of it, until all
+    others have ended."""
+
+    def __init__(self, size: float) -> None:
+        self.size, self.free, self.changed = size, size, threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, size: float) -> Iterator[None]:
+        with self.changed:
+            self.changed.wait_for(lambda: self.free >= min(size, self.size))
+            self.free -= size
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free += size
+                self.changed.notify_all()
+
+
+def needed(job: Job) -> float:
+    """Bytes of a rank: a process, weights, and what a call takes, with what an allocator wastes."""
+    plan = plan_memory(job.cfg, job.ep_size, backend=job.backend)
+    weights = job.cfg.experts_per_rank(job.ep_size) * (job.cfg.h_columns + job.cfg.ffn) * job.cfg.hidden
+    return 2**30 + 1.15 * (weights * job.cfg.dtype.itemsize + plan.total_bytes("shared") + plan.peak_bytes())
+
+
+def prepared(shape: Shape, tokens: int, args: argparse.Namespace, stop: float, room: Room) -> Case:
     """With GPUs, has compiled what its search and moe.py launch first, unless it became too late."""
-    until = min(stop, time.monotonic() + args.compile_s)
     job, card = job_of(shape, tokens, args), card_of(args)
     auto, _ = sampler_here(card, tables.card_name(torch.device(args.device)))
     case = Case(shape, tokens, job, sampler_of(auto if args.sampler == "auto" else args.sampler, job, card))
     if args.at_once and job.backend == "hopper":
         usual = default_schedule(job.backend, job.cfg, job.ep_size)
-        named = (strategies.point(n, "hopper", job.cfg, job.ep_size) for n, s in NAMED.items() if "hopper" in s.points)
+        there = [name for name in args.strategies if "hopper" in strategies.STRATEGIES[name].points]
+        named = [strategies.point(name, "hopper", job.cfg, job.ep_size) for name in there]
         wanted = [(job, schedule) for schedule in dict.fromkeys([usual, serial(usual), *named, *case.sampler.first])]
         nccl = dataclasses.replace(job, backend="nccl", cfg=dataclasses.replace(job.cfg, max_rows=None))
-        compile_first([*wanted, (nccl, default_schedule("nccl", nccl.cfg, job.ep_size))], args, until)
+        wanted.append((nccl, default_schedule("nccl", nccl.cfg, job.ep_size)))
+        with room.taken(needed(job)):
+            compile_first(wanted, min(stop, time.monotonic() + args.compile_s))
     return case
 
 
-def compile_first(wanted: Sequence[tuple[Job, Schedule]], args: argparse.Namespace, until: float) -> None:
+def compile_first(wanted: Sequence[tuple[Job, Schedule]], until: float) -> None:
     """Run each once, in ranks that end then; one that fails here is told, and is left to who wants its time."""
     with Fleet(wanted[0][0]) as ranks:
         for number, (job, schedule) in enumerate(wanted):
@@ -188,9 +219,6 @@ def most_first(costs: dict[str, dict[str, float]]) -> dict[str, dict[str, float]
     return dict(sorted(costs.items(), key=lambda item: -max(item[1].values())))
 
 
-NAMED = {name: strategy for name, strategy in strategies.STRATEGIES.items() if name != "uniep"}
-
-
 def implementation(changes: dict[str, Any]) -> str:
     """moe.py's name of a choice."""
     return "uniep@" + "+".join(f"{name}={value}" for name, value in changes.items()) if changes else "uniep"
@@ -199,7 +227,7 @@ def implementation(changes: dict[str, Any]) -> str:
 def fixed(args: argparse.Namespace) -> dict[str, str]:
     """{strategy: moe.py's name of it}."""
     backend = "hopper" if args.device == "cuda" else "cpu"
-    return {name: impl for name in NAMED for impl in strategies.implementations(name, backend)[0]}
+    return {name: impl for name in args.strategies for impl in strategies.implementations(name, backend)[0]}
 
 
 def of_peers(args: argparse.Namespace) -> list[str]:
@@ -220,7 +248,8 @@ def timed(
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ep}",
             str(Path(__file__).with_name("moe.py")), "--shape", shapes, "--tokens", tokens, "--impl", impls,
-            "--points", str(also), "--load", args.load, "--iters", str(args.iters), "--device", args.device,
+            "--points", str(also), "--load", args.load, "--directions", args.directions,
+            "--iters", str(args.iters), "--device", args.device,
             "--sustained-s", str(args.sustained_s), "--budget-s", str(left_s), "--json", str(file),
             "--commit", args.commit or commit(), *(["--deepep", args.deepep] if args.deepep else []),
             *(["--liger", args.liger] if args.liger else []), *([] if args.check else ["--no-check"]),
@@ -282,8 +311,11 @@ def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: arg
         written()
 
     stop = began + SEARCHING * args.budget_s
+    room = Room(0.95 * torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 0.0)
     with ThreadPoolExecutor(max(args.at_once, 1)) as pool:
-        made = list(pool.map(lambda case: prepared(*case, args, stop), cases))
+        largest_first = sorted(cases, key=lambda case: -needed(job_of(*case, args)))
+        waiting = {case: pool.submit(prepared, *case, args, stop, room) for case in largest_first}
+        made = [waiting[case].result() for case in cases]
     print(f"[{time.monotonic() - began:6.1f} s] compiled", flush=True)
     with Fleet(made[0].job) as ranks:
         for case in made:
@@ -358,6 +390,7 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+NAMED = [name for name in strategies.STRATEGIES if name != "uniep"]
 NEEDS = {"deepep": "deepep", "deepep-nowait": "deepep", "liger-cute": "liger"}
 """Options that peers need."""
 
@@ -375,9 +408,12 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--candidate-s", type=float, default=60, help="longest answer of a point (default %(default)s)")
     made.add_argument("--sampler", choices=SAMPLERS, default="auto", help="as of uniep tune (default %(default)s)")
     made.add_argument("--tables", metavar="DIR", type=Path, help="keep the choices in tables of this folder")
-    made.add_argument("--at-once", type=int, default=6, help="shapes compiled together, 0: none (default %(default)s)")
+    cores = len(os.sched_getaffinity(0))
+    made.add_argument("--at-once", type=int, help=f"shapes compiled together, 0: none (default: {cores} cores / --ep)")
     made.add_argument("--compile-s", type=float, default=90, help="longest of one of them (default %(default)s)")
+    made.add_argument("--strategies", default=",".join(NAMED), help="named ones to time (default %(default)s)")
     made.add_argument("--load", default="window,sustained", help="of moe.py (default %(default)s)")
+    made.add_argument("--directions", default="fwd,fwd_bwd", help="of moe.py (default %(default)s)")
     made.add_argument("--iters", type=int, default=11, help="samples of moe.py (default %(default)s)")
     made.add_argument("--sustained-s", type=float, default=0.1, help="length of a sustained one (default %(default)s)")
     made.add_argument("--no-check", dest="check", action="store_false", help="moe.py compares nothing with fp32")
@@ -388,6 +424,10 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add_file_options(made)
     args = made.parse_args(argv)
+    args.at_once = cores // args.ep if args.at_once is None else args.at_once
+    args.strategies = list(filter(None, args.strategies.split(",")))
+    if unknown := [name for name in args.strategies if name not in NAMED]:
+        made.error(f"--strategies {','.join(unknown)!r} is unknown; use one or more of {', '.join(NAMED)}")
     for peer in filter(None, args.peers.split(",")):
         if peer not in BY_NAME:
             made.error(f"--peers {peer!r} is unknown; use one or more of {', '.join(BY_NAME)}")

@@ -7,6 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,6 +155,7 @@ def test_ncu_that_fails_or_finds_nothing_is_an_error(monkeypatch):
         (energy.options, "--parts product", "--parts 'product' is unknown; use one or more of products, layer,"),
         (worth.options, "--peers nccl,deepep-nowait", "--peers deepep-nowait needs --deepep DIR"),
         (worth.options, "--peers liger-cute --deepep x", "--peers liger-cute needs --liger DIR"),
+        (worth.options, "--strategies comet", "--strategies 'comet' is unknown; use one or more of serial-all-to-all,"),
         (worth.options, "--peers megablocks", "--peers 'megablocks' is unknown; use one or more of uniep"),
     ],
 )  # fmt: skip
@@ -270,13 +274,55 @@ def test_worth_runs_and_its_table_and_picture_are_made(tmp_path, capsys):
 
 
 def test_what_is_compiled_first_may_fail_or_come_too_late(capsys):
-    job = worth.job_of(cases.parse_shape("64x32x4x2"), 16, args := worth.options(["--device", "cpu"]))
+    job = worth.job_of(cases.parse_shape("64x32x4x2"), 16, worth.options(["--device", "cpu"]))
     usual = worth.default_schedule("cpu", job.cfg, 1)
     wrong = dataclasses.replace(usual, chunk_tokens=0)
-    worth.compile_first([(job, usual), (job, wrong), (job, usual)], args, worth.time.monotonic() + 60)
+    worth.compile_first([(job, usual), (job, wrong), (job, usual)], worth.time.monotonic() + 60)
     assert capsys.readouterr().out.count("not compiled first") == 1
-    worth.compile_first([(job, usual)], args, worth.time.monotonic())
+    worth.compile_first([(job, usual)], worth.time.monotonic())
     assert "compiled 0 of 1 in time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sampler", ["model", "optuna"])
+def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler):
+    """The default, the Schedule that others are compared with, strategies, the model's best points; and nccl."""
+    compiled = []
+    monkeypatch.setattr(worth, "compile_first", lambda wanted, until: compiled.extend(wanted))
+    monkeypatch.setattr(worth.tables, "card_name", lambda device: "h200")
+    given = ["--device", "cuda", "--ep", "2", "--sampler", sampler, "--strategies", "deepep-like,serial-all-to-all"]
+    made = worth.prepared(cases.SHAPES["qwen3-30b"], 4096, worth.options(given), float("inf"), worth.Room(1e12))
+    *own, (nccl, of_nccl) = compiled
+    assert (nccl.backend, nccl.cfg.max_rows, of_nccl.overlap) == ("nccl", None, "serial")
+    assert {job for job, _ in own} == {made.job} and made.job.cfg.max_rows
+    usual = worth.default_schedule("hopper", made.job.cfg, 2)
+    schedules = [schedule for _, schedule in own]
+    assert schedules[:2] == [usual, worth.serial(usual)] and len(set(schedules)) == len(schedules)
+    first = [schedule for schedule in made.sampler.first if schedule != usual]
+    assert set(first) < set(schedules) and len(first) >= 7
+    assert sum(s.overlap == "serial" and s.transfer == "push" for s in schedules) >= 1
+    asked = [made.sampler.ask() for _ in made.sampler.first]
+    assert asked == list(made.sampler.first), "and it begins with them"
+
+
+def test_shapes_are_compiled_together_as_far_as_memory_reaches():
+    """One that needs more than there is runs alone."""
+    room, held, most, lock = worth.Room(10.0), [], [], threading.Lock()
+
+    def run(size):
+        with room.taken(size):
+            with lock:
+                held.append(size)
+                most.append(tuple(held))
+            time.sleep(0.02)
+            with lock:
+                held.remove(size)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, [4.0, 4.0, 4.0, 25.0, 4.0, 4.0]))
+    assert max(map(len, most)) == 2 and (25.0,) in most and all(len(m) == 1 for m in most if 25.0 in m)
+    args = worth.options(["--device", "cuda", "--ep", "2"])
+    sizes = [worth.needed(worth.job_of(shape, 4096, args)) / 2**30 for shape in cases.SPANNING.values()]
+    assert max(sizes) == pytest.approx(40, abs=2) and sum(sizes) == pytest.approx(137, abs=3)
 
 
 def test_committed_predictions_can_be_made_again():
