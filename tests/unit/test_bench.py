@@ -56,7 +56,9 @@ def test_harness_runs_on_two_processes_and_the_baseline_equals_fp32(tmp_path):
     harness = [str(ROOT / "benchmarks" / "moe.py"), "--device", "cpu", "--dtype", "fp32", "--json", str(out)]
     small = ["--shapes", "64x32x4x2", "--tokens", "5", "--iters", "2", "--directions", "fwd_bwd", "--phases"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    run_interpreted(*launch, *harness, *small, "--impl", "nccl,peer-compute")
+    also = tmp_path / "points.json"
+    also.write_text(json.dumps({"64x32x4x2/5": ["peer-compute"], "64x32x4x2/6": ["uniep"]}))
+    run_interpreted(*launch, *harness, *small, "--impl", "nccl", "--points", str(also))
     content = json.loads(out.read_text())
     errors = content["checks"]["small"]
     assert errors.pop("against") == "fp32"
@@ -213,6 +215,7 @@ def test_each_shape_has_its_own_choice_and_what_is_timed_is_told_at_once(monkeyp
         def terminate(self):
             pass
 
+    monkeypatch.setenv("UNIEP_TUNE", "cached")
     monkeypatch.setattr(worth.subprocess, "Popen", Process)
     worth.timed(searches, args, 7.5, lambda rows: told.append(list(worth.compared(searches, rows, args))))
     assert [len(rows) for rows in told] == [4, 8]

@@ -25,7 +25,7 @@ from uniep.trials.search import Listed, Optuna, Record, different, in_order, sam
 from uniep.trials.trial import Job, Trial, slowest
 from uniep.tuner import tables
 from uniep.tuner.model import Load, card_text, load_card, predict
-from uniep.tuner.space import Points, points
+from uniep.tuner.space import Points, dimensions, get, points
 
 CFG = uniep.MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
 JOB = Job(CFG, 1, "cpu", "cpu", 64)
@@ -231,6 +231,13 @@ def test_steps_from_the_best_find_what_the_model_does_not_know(record):
         unknown *= 0.95 if s.sum_programs != usual.sum_programs else 1.0
         return unknown * float(predict(Load.uniform(cfg, 2), Points.of([s]), card).both)
 
+    sampler = sampler_of("model", job, card)
+    for _ in sampler.first:
+        sampler.ask()
+        sampler.tell(1.0)
+    names = [d.name for d in dimensions("hopper", cfg, 2)]
+    for schedule in [sampler.ask() for _ in range(8)]:  # steps from the default
+        assert sum(get(schedule, name) != get(usual, name) for name in names) == 1
     sampler = sampler_of("model", job, card)
     result = search(job, sampler, record, 60.0, fleet=Told(lambda s: us(s) / us(usual)), most=24)
     assert tables.as_changes(result.choice, cfg, 2, "hopper").keys() == {
