@@ -106,7 +106,7 @@ class Beside:
 
 # ------------------------------------------------------------------------------------------------- tuned or not
 
-SEARCHING = 0.6
+SEARCHING = 0.7
 """Share of --budget-s behind which no search begins."""
 
 

@@ -369,11 +369,10 @@ class _State:
         self.job, self.ranks, self.usual, self.candidate_s, self.restarts = job, ranks, usual, candidate_s, restarts
         self.incumbent, self.score = usual, 1.0
         try:
-            self.bits = self._ask("prove", serial(usual))
-            if self._ask("prove", usual) != self.bits:
-                raise UniEPError("the default Schedule has other bits than the serial one: a bug; please report it")
+            self.bits = self._ask("prove", usual)
             self._ask("take")
-            self._ask("prove", usual)
+            if self._ask("prove", serial(usual)) != self.bits:
+                raise UniEPError("the default Schedule has other bits than the serial one: a bug; please report it")
             self.usual_us = statistics.median(a for a, _ in slowest(self._ask("time", PAIRS)))
         except DroppedError as error:
             raise UniEPError(f"the default Schedule cannot be timed: {error}") from None
