@@ -32,6 +32,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -457,4 +458,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that ranks end, too
     main()
