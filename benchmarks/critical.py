@@ -64,8 +64,8 @@ def schedules(cfg: uniep.MoEConfig, ranks: int, device: torch.device, args: argp
     """By name.  All of one kernel have the same tiles, so that they differ in their lists alone."""
     cuda = device.type == "cuda"
     usual = default_schedule("hopper" if cuda else "cpu", cfg, ranks)
-    changes: dict[str, Any] = {"overlap": "mega", "mega_to": 0, "transfer": args.transfer} if cuda else {}
-    made = {"stages": dataclasses.replace(usual, mega_to=0) if cuda else dataclasses.replace(usual, overlap="serial")}
+    changes: dict[str, Any] = {"overlap": "mega", "transfer": args.transfer} if cuda else {}
+    made = {"stages": usual if cuda else dataclasses.replace(usual, overlap="serial")}
     for order in ORDERS:
         own = {"chunk_experts": args.chunk_experts} if order == "chunk-major" else {}
         made[order] = dataclasses.replace(usual, tile_order=order, **changes, **own)

@@ -125,7 +125,7 @@ class Emulation:
         rows = sum(int((i < local).sum()) for i in ids)
         self.cfg: MoEConfig = shape.config(ranks, tokens, max_rows=rows + rows // 32)
         usual = default_schedule("hopper", self.cfg, ranks)
-        self.schedule = dataclasses.replace(usual, transfer="copy", mega_to=0)
+        self.schedule = dataclasses.replace(usual, transfer="copy")
         backend = rank_0(self.cfg, ranks, self.schedule, Emulated, self.device)
         assert isinstance(backend, Emulated)
         self.backend, self.table = backend, Timetable()

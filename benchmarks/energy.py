@@ -50,8 +50,8 @@ from uniep.schedule import default_schedule, parse_schedule
 BATCH_MS = 5.0  # of work between two looks at the counter
 LAYERS = {
     "uniep": "",
-    "uniep, mega": "overlap=mega+transfer=push+mega_to=0",
-    "uniep, mega, interleaved": "overlap=mega+transfer=push+mega_to=0+weight_gradient_order=interleaved",
+    "uniep, mega": "overlap=mega+transfer=push",
+    "uniep, mega, interleaved": "overlap=mega+transfer=push+weight_gradient_order=interleaved",
 }  # with `default_schedule`
 L2_METRICS = {
     "lts__t_sectors_op_read.sum": "read",

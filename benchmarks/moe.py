@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import math
 import os
@@ -38,7 +39,7 @@ import uniep
 from cases import ROUTINGS, Case, Shape, make_case, make_weights, parse_shape
 from layers import UniEPCheckpoint, UniEPCompute, UniEPGraph, UniEPLayer, Workspaces, parse_groups
 from peers import DeepEp, DeepEpLayer, Layer, Liger, LigerLayer, NcclLayer, PeerCompute
-from results import best_peer
+from results import best_peer, write
 from uniep.reference import composition
 from uniep.schedule import parse_schedule
 
@@ -89,8 +90,7 @@ class Bench:
 
     def write(self) -> None:
         if self.rank == 0 and self.args.json:
-            self.args.json.parent.mkdir(parents=True, exist_ok=True)
-            self.args.json.write_text(json.dumps(self.results, indent=1) + "\n")
+            write(self.args.json, self.results)
 
     def attempt(self, what: str, call: Callable[[], Result]) -> Result | None:
         """`call()`, or None on every rank (and the reason printed) if it fails on any."""
@@ -353,6 +353,7 @@ class Bench:
         args = self.args
         cases = {routing: make_case(shape, tokens, routing, self.rank, weights) for routing in args.routing.split(",")}
         most_rows = max(self.most_rows(case) for case in cases.values())
+        impls = list(dict.fromkeys([*impls, *args.points.get(f"{shape.name}/{tokens}", ())]))
         with self.layers(shape, tokens, most_rows, impls) as layers:
             for routing, case in cases.items():
                 self.compare(layers, case, f"{shape.name} T={tokens} {routing}")
@@ -463,6 +464,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--directions", default="fwd,fwd_bwd", help="(default %(default)s)")
     made.add_argument("--load", default="window", help="window, sustained (default %(default)s)")
     made.add_argument("--impl", default=",".join(IMPLS), help="(default: all that are there)")
+    made.add_argument(
+        "--points", metavar="FILE", type=Path, help="JSON, {SHAPE/TOKENS: [IMPL, ...]}: also these, in that case"
+    )
     made.add_argument("--iters", type=int, default=11, help="samples of an implementation (default %(default)s)")
     made.add_argument(
         "--sustained-s", type=float, default=0.1, help="length of one sample under sustained load (default %(default)s)"
@@ -499,7 +503,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     try:
         for name in args.shapes.split(","):
             parse_shape(name)
-        for name in args.impl.split(","):
+        args.points = json.loads(args.points.read_text()) if args.points else {}
+        for name in itertools.chain(args.impl.split(","), *args.points.values()):
             base, _, fields = name.partition("@")
             if fields and (base == "uniep" or parse_groups(base, 1)):
                 parse_schedule(fields, uniep.Schedule())
@@ -515,7 +520,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
             for value in getattr(args, option).split(","):
                 if value not in known:
                     raise ValueError(f"--{option} {value!r} is unknown; use {', '.join(known)}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         made.error(str(error))
     return args
 

@@ -11,6 +11,7 @@ its page in a browser).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import runpy
 import sys
@@ -18,9 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import DIRECTIONS, NAMES, RESULTS, Timing, best_peer, load
+from results import DIRECTIONS, NAMES, RESULTS, Timing, best_peer, load, machine_of, of_worth
 from uniep.cli.pictures import BLUE, GREEN, GREY, INK, ORANGE, WIDTH, figure_style, title
 
+WORTH = RESULTS / "h200x2_worth.json"
 IMAGES = RESULTS.parents[1] / "docs" / "images"
 LOADS = {"window": ("window: one call, idle GPU", BLUE), "sustained": ("sustained: calls back to back", ORANGE)}
 LAYERS = {
@@ -125,6 +127,39 @@ def _time_over_saved(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_title(rows[0]["shape"], loc="left")
 
 
+def worth(rows: Sequence[dict[str, Any]], machine: str, commit: str, out: Path) -> None:
+    """Of a file of worth.py: times over the default's, a row for each shape, a panel for each direction and load."""
+    plt = figure_style()
+    directions = [d for d in DIRECTIONS if any(row["direction"] == d for row in rows)]
+    loads = [name for name in LOADS if any(row["load"] == name for row in rows)]
+    cases = list(dict.fromkeys((row["shape"], row["tokens"]) for row in rows))[::-1]
+    counts = list(dict.fromkeys(tokens for _, tokens in cases))
+    size = (WIDTH, 1.6 + len(directions) * (0.7 + 0.3 * len(cases)))
+    figure, panels = plt.subplots(
+        len(directions), len(loads), figsize=size, layout="constrained", squeeze=False, sharey=True, sharex=True
+    )
+    kinds = (("peer_ms", "best peer", GREY), ("strategy_ms", "best fixed strategy", ORANGE), ("tuned", "tuned", BLUE))
+    for axes, (direction, load_name) in zip(panels.flat, itertools.product(directions, loads), strict=True):
+        axes.axvline(1, color=INK, linewidth=1.2, label="default", zorder=1)
+        here = [row for row in rows if (row["direction"], row["load"]) == (direction, load_name)]
+        for key, label, color in kinds:
+            there = [row for row in here if row[key]]
+            places = [cases.index((row["shape"], row["tokens"])) for row in there]
+            axes.plot([row[key] / row["default"] for row in there], places, "o", color=color, label=label, zorder=2)
+        names = [shape if len(counts) == 1 else f"{shape}, {tokens}" for shape, tokens in cases]
+        axes.set_yticks(range(len(cases)), names)
+        axes.set_title(f"{DIRECTIONS[direction]}, {load_name}", loc="left", fontsize=12)
+        axes.grid(zorder=0)
+        axes.tick_params(length=0)
+    for axes in panels[-1]:
+        axes.set_xlabel("time over the default's")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    told = f"{counts[0]} tokens per GPU" if len(counts) == 1 else "tokens per GPU behind the shape"
+    title(figure, "What tuning is worth", f"{machine}, {told}; {commit}")
+    figure.savefig(out)
+    plt.close(figure)
+
+
 def prediction(rows: Sequence[dict[str, Any]], out: Path) -> None:
     """Simulated over measured ms; a point on the line is exact."""
     plt = figure_style()
@@ -165,6 +200,12 @@ def _memory(args: argparse.Namespace, out: Path) -> None:
     memory(*found, out)
 
 
+def _worth(args: argparse.Namespace, out: Path) -> None:
+    (file,) = args.files or [WORTH]
+    meta, _, rows = of_worth(file)
+    worth(rows, machine_of(meta), f"commit {meta['commit']}, {meta['date'][:10]}", out)
+
+
 def _prediction(args: argparse.Namespace, out: Path) -> None:
     prediction(json.loads((RESULTS / "predicted.json").read_text())["rows"], out)
 
@@ -203,6 +244,7 @@ def _command(*words: str) -> Callable[[argparse.Namespace, Path], None]:
 DRAWN: dict[str, Callable[[argparse.Namespace, Path], None]] = {
     "speedup": _speedup,
     "memory": _memory,
+    "worth": _worth,
     "prediction": _prediction,
     "train": _train,
     "scale": _scale,
@@ -218,12 +260,12 @@ DRAWN: dict[str, Callable[[argparse.Namespace, Path], None]] = {
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"pictures, of {', '.join(DRAWN)} (default: all)")
-    parser.add_argument("--files", nargs="+", type=Path, help="result files of moe.py, for speedup")
+    parser.add_argument("--files", nargs="+", type=Path, help="result files of moe.py, for speedup; of worth.py")
     parser.add_argument("--out", type=Path, help="file for one picture (default: docs/images/NAME.png)")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--routing", default="balanced")
     args = parser.parse_args(argv)
-    names = args.names or list(DRAWN)
+    names = args.names or [name for name in DRAWN if name != "worth" or WORTH.is_file()]
     if unknown := [name for name in names if name not in DRAWN]:
         parser.error(f"{', '.join(unknown)}: no such picture; use {', '.join(DRAWN)}")
     if args.out and len(names) > 1:

@@ -1,4 +1,4 @@
-"""Reading result files: what table.py, plot.py, predict.py and model.py share.
+"""Result files: what moe.py, worth.py, table.py, plot.py, predict.py and model.py share.
 
 A file is {"meta": {card, gpus, ep, torch, triton, commit, command, date, ...}, "checks": {...}, "rows": [...]},
 a row {shape, tokens, routing, load, direction, impl, ms, ms_min, ms_max, tflops}, on GPUs with peak_mib (memory of
@@ -43,7 +43,12 @@ class Timing:
 
     @property
     def machine(self) -> str:
-        return f"{self.meta['gpus']}x {self.meta['card'].removeprefix('NVIDIA ')}"
+        return machine_of(self.meta)
+
+
+def machine_of(meta: dict[str, Any]) -> str:
+    """ "2x H200": of a file's meta."""
+    return f"{meta['gpus']}x {meta['card'].removeprefix('NVIDIA ')}"
 
 
 def best_peer(ms: dict[str, float]) -> str | None:
@@ -65,6 +70,14 @@ def load(paths: Iterable[str | Path]) -> list[Timing]:
     return timings
 
 
+def of_worth(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """(meta, searches, rows) of a file of worth.py.  Raises SystemExit for one without a timed case."""
+    content = json.loads(path.read_text())
+    if not content["rows"]:
+        raise SystemExit(f"{path} has no timed case: moe.py failed, or had no time; raise --budget-s of worth.py")
+    return content["meta"], content.get("searches", []), content["rows"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One row of a committed file under a window of one call.  file: its name; card: as its meta says."""
@@ -81,6 +94,15 @@ class Row:
     ms: float
     ms_min: float
     ms_max: float
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """A results file, as a whole or not at all: whoever reads it meanwhile, and a run that is killed, has the one
+    before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
 
 
 R = TypeVar("R", bound=Row)

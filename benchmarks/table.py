@@ -4,6 +4,7 @@ python benchmarks/table.py --pages                              README.md and do
 python benchmarks/table.py benchmarks/results/h200x2_zipf.json
 python benchmarks/table.py benchmarks/results/h200x2_groups.json --impl uniep,uniep-groups,deepep-nowait
 python benchmarks/table.py --products benchmarks/results/h200_products.json
+python benchmarks/table.py --worth benchmarks/results/h200x2_worth.json
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from results import DIRECTIONS, NAMES, PEERS, RESULTS, Timing, best_peer, load
+from results import DIRECTIONS, NAMES, PEERS, RESULTS, Timing, best_peer, load, machine_of, of_worth
 
 LOADS = ("window", "sustained")
 ROOT = RESULTS.parents[1]
@@ -104,6 +105,50 @@ def products(path: Path) -> str:
     return "\n".join(lines)
 
 
+def worth(path: Path) -> str:
+    """Of a file of worth.py: a table for each direction and load, speedup that of tuned over the best peer; then what
+    was chosen from how many points, and of ablations the first MOST_COSTS."""
+    meta, searches, rows = of_worth(path)
+    about = f"{machine_of(meta)} (commit {meta['commit']}, {meta['date'][:10]})"
+    lines: list[str] = []
+    for direction, load_name in dict.fromkeys((row["direction"], row["load"]) for row in rows):
+        lines += [f"**{DIRECTIONS[direction].capitalize()}, {load_name}, {about}**", ""]
+        heads = ["shape", "tokens per GPU", *(f"{name} ms" for name in ("default", "tuned"))]
+        heads += ["gain", *(f"best {name} ms" for name in ("strategy", "peer")), "speedup"]
+        lines += [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+        for row in rows:
+            if (row["direction"], row["load"]) != (direction, load_name):
+                continue
+            others = [
+                f"{NAMES.get(row[kind], row[kind])} {row[f'{kind}_ms']:.3f}" if row[kind] else ""
+                for kind in ("strategy", "peer")
+            ]
+            over = f"**{row['peer_ms'] / row['tuned']:.2f}x**" if row["peer"] else ""
+            cells = [
+                row["shape"], str(row["tokens"]), f"{row['default']:.3f}", f"{row['tuned']:.3f}",
+                f"{row['default'] / row['tuned']:.3f}x", *others, over,
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    lines += [
+        "| shape | tokens per GPU | chosen | points tried | what other values cost there |",
+        "|---|---:|---|---:|---|",
+    ]
+    for of in searches:
+        chosen = ", ".join(f"`{name}={value}`" for name, value in of["changes"].items()) or "the default"
+        costs = [
+            f"`{name}={value}` {ratio - 1:+.1%}".replace("%", " %")
+            for name, values in of.get("ablation", {}).items() for value, ratio in values.items()
+        ]  # fmt: skip
+        cells = [of["shape"], str(of["tokens"]), chosen, str(sum(of["tried"].values())), ", ".join(costs[:MOST_COSTS])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+MOST_COSTS = 4
+"""Of one ablation in a table."""
+
+
 def _number(ms: float | None, mark: bool = False) -> str:
     if ms is None:
         return ""
@@ -156,6 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--impl", help="compare these implementations: names, separated by commas")
     parser.add_argument("--short", action="store_true", help="one row for each shape, with both loads")
     parser.add_argument("--products", type=Path, help="print the table of a file of products.py")
+    parser.add_argument("--worth", type=Path, help="print the tables of a file of worth.py")
     args = parser.parse_args(argv)
     if args.pages:
         for name in PAGES:
@@ -164,6 +210,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.products:
         print(products(args.products))
+        return
+    if args.worth:
+        print(worth(args.worth))
         return
     timings = [
         timing

@@ -1,12 +1,23 @@
 """What tuning is worth: tuned, default, best fixed strategy and best peer; and the search against a whole grid.
 
     python benchmarks/worth.py --ep 2 --json benchmarks/results/h200x2_worth.json
+    python benchmarks/worth.py --ep 2 --budget-s 360 --search-s 12 --ablate-s 4 --iters 5 --sustained-s 0.03 --json FILE
     python benchmarks/worth.py --ep 1 --grid --shapes qwen3-30b,qwen3-235b --json benchmarks/results/h200x1_grid.json
 
-Without `--grid`: `uniep.trials.search` looks for the fastest Schedule of each shape for `--budget-s` seconds; then, in
-fresh processes, `moe.py` times the choice beside the default, the named strategies and the peers, both loads.  `tuned`
-is the choice where the search kept one, else the default.  `left_out`: peers that failed here, as moe.py printed; then
-the exit status is 1.
+Without `--grid`, in turn:
+
+1. What all shapes launch first is compiled: `--at-once` shapes at a time, as far as they fit into the GPU's memory,
+   each in ranks of its own, for at most `--compile-s` seconds each.  Nothing is timed meanwhile.
+2. `uniep.trials.search` looks for the fastest Schedule of each shape for `--search-s` seconds, in the same ranks.  With
+   `--ablate-s`, each dimension is then changed alone at that Schedule, back to the default first: `ablation` has the
+   times over its time.  With `--tables`, choices are kept as `uniep tune` keeps them.
+3. One `moe.py`, in fresh processes, times the choices beside the default, the named strategies and the peers.  `tuned`
+   is the choice where the search kept one, else the default.  `left_out`: peers that failed here, as moe.py printed;
+   then the exit status is 1.
+
+The file is written after each search and each timed case.  `--budget-s` is for all of it: compiling and searching end
+after SEARCHING of it, and moe.py begins no case behind its end.  With `--ep 1` and several GPUs, start one of these for
+each GPU, with its own CUDA_VISIBLE_DEVICES, --shapes and --json.
 
 With `--grid`: every point of a declared grid (`GRID`) is proved (bits) and timed in turn with the default.  Written
 with them: how near the best of the first share of points, in the model's order, comes to the best of all (null without
@@ -16,15 +27,20 @@ a card file, from which the model predicts); and the cost of each dimension's ot
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +48,17 @@ import torch
 
 from cases import SPANNING, parse_shape
 from moe import BY_NAME, add_file_options, commit, of_run
+from results import write
+from uniep.errors import UniEPError
+from uniep.memory import plan_memory
 from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import Shape
 from uniep.trials.fleet import DroppedError, Fleet
-from uniep.trials.search import Record, sampler_of, search
+from uniep.trials.search import SAMPLERS, Record, Sampler, entry, sampler_here, sampler_of, search, serial
 from uniep.trials.trial import Job, slowest
-from uniep.tuner import tables
+from uniep.tuner import strategies, tables
 from uniep.tuner.model import Card, Load, find_card, predict
-from uniep.tuner.space import SEARCHED, Points, points, refusals
-from uniep.tuner.strategies import STRATEGIES, implementations
+from uniep.tuner.space import SEARCHED, Points, get, neighbours, points, refusals
 
 GRID = (
     "gate_up.columns", "down.columns", "gate_up.group_rows", "gate_up.stages", "weight_gradient.columns",
@@ -64,58 +82,257 @@ def card_of(args: argparse.Namespace) -> Card | None:
     return find_card(args.card, tables.card_name(torch.device(args.device)))
 
 
+class Beside:
+    """Times points in turn with one that stays.  Ranks that a fault has ended start anew."""
+
+    def __init__(self, ranks: Fleet, stays: Schedule, candidate_s: float) -> None:
+        self.ranks, self.stays, self.candidate_s = ranks, stays, candidate_s
+        self.starts, self.bits = -1, []
+
+    def time(self, schedule: Schedule) -> tuple[str, list[tuple[float, float]]]:
+        """("timed" or why not, us of both, in pairs)."""
+        try:
+            if not self.ranks.alive or self.ranks.starts != self.starts:
+                self.bits = self._ask("prove", self.stays)
+                self._ask("take")
+                self.starts = self.ranks.starts
+            same = self._ask("prove", schedule) == self.bits
+            return ("timed", slowest(self._ask("time", PAIRS))) if same else ("other bits", [])
+        except DroppedError as error:
+            return str(error), []
+
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        return self.ranks.ask(method, *args, timeout_s=self.candidate_s)
+
+
 # ------------------------------------------------------------------------------------------------- tuned or not
 
+SEARCHING = 0.7
+"""Share of --budget-s behind which no search begins."""
 
-def searched(job: Job, args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """The choice, and what it took."""
-    card = card_of(args)
-    record = Record(Path(folder) / f"{time.monotonic_ns()}.sqlite", {})
-    try:
-        found = search(job, sampler_of("optuna", job, card), record, args.budget_s, card=card)
-    finally:
-        record.close()
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """sampler: made while kernels are compiled."""
+
+    shape: Shape
+    tokens: int
+    job: Job
+    sampler: Sampler
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"shape": self.shape.name, "tokens": self.tokens}
+
+
+class Room:
+    """Memory of a GPU, in bytes.  Who takes some waits until there is enough; who needs more than all of it, until all
+    others have ended."""
+
+    def __init__(self, size: float) -> None:
+        self.size, self.free, self.changed = size, size, threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, size: float) -> Iterator[None]:
+        with self.changed:
+            self.changed.wait_for(lambda: self.free >= min(size, self.size))
+            self.free -= size
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free += size
+                self.changed.notify_all()
+
+
+def needed(job: Job) -> float:
+    """Bytes of a rank: a process, weights, and what a call takes, with what an allocator wastes."""
+    plan = plan_memory(job.cfg, job.ep_size, backend=job.backend)
+    weights = job.cfg.experts_per_rank(job.ep_size) * (job.cfg.h_columns + job.cfg.ffn) * job.cfg.hidden
+    return 2**30 + 1.15 * (weights * job.cfg.dtype.itemsize + plan.total_bytes("shared") + plan.peak_bytes())
+
+
+def prepared(shape: Shape, tokens: int, args: argparse.Namespace, stop: float, room: Room) -> Case:
+    """With GPUs, has compiled what its search and moe.py launch first, unless it became too late."""
+    job, card = job_of(shape, tokens, args), card_of(args)
+    auto, _ = sampler_here(card, tables.card_name(torch.device(args.device)))
+    case = Case(shape, tokens, job, sampler_of(auto if args.sampler == "auto" else args.sampler, job, card))
+    if args.at_once and job.backend == "hopper":
+        usual = default_schedule(job.backend, job.cfg, job.ep_size)
+        there = [name for name in args.strategies if "hopper" in strategies.STRATEGIES[name].points]
+        named = [strategies.point(name, "hopper", job.cfg, job.ep_size) for name in there]
+        wanted = [(job, schedule) for schedule in dict.fromkeys([usual, serial(usual), *named, *case.sampler.first])]
+        nccl = dataclasses.replace(job, backend="nccl", cfg=dataclasses.replace(job.cfg, max_rows=None))
+        wanted.append((nccl, default_schedule("nccl", nccl.cfg, job.ep_size)))
+        with room.taken(needed(job)):
+            compile_first(wanted, min(stop, time.monotonic() + args.compile_s))
+    return case
+
+
+def compile_first(wanted: Sequence[tuple[Job, Schedule]], until: float) -> None:
+    """Run each once, in ranks that end then; one that fails here is told, and is left to who wants its time."""
+    with Fleet(wanted[0][0]) as ranks:
+        for number, (job, schedule) in enumerate(wanted):
+            if (left := until - time.monotonic()) <= 0:
+                print(f"{job.cfg.hidden}x{job.cfg.ffn}: compiled {number} of {len(wanted)} in time", flush=True)
+                return
+            try:
+                if job is not ranks.job:
+                    ranks.becomes(job, timeout_s=left)
+                ranks.ask("prove", schedule, timeout_s=left)
+            except DroppedError as error:
+                print(f"{job.cfg.hidden}x{job.cfg.ffn}, {schedule.name}: not compiled first: {error}", flush=True)
+
+
+def searched(case: Case, ranks: Fleet, args: argparse.Namespace) -> dict[str, Any]:
+    """The choice, what it took, and what each dimension costs there."""
+    job, card = case.job, card_of(args)
+    ranks.becomes(job, timeout_s=args.candidate_s)
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Record(Path(folder) / "x.sqlite", {})) as record:
+        options: Any = {"fleet": ranks, "card": card, "candidate_s": args.candidate_s, "restarts": False}
+        found = search(job, case.sampler, record, args.search_s, **options)
+    if args.tables:
+        key = tables.Key.of(job.cfg, job.ep_size, job.backend, tables.card_name(torch.device(args.device)))
+        tables.keep(args.tables / key.file, key, entry(found, job, args.commit or commit()))
     changes = tables.as_changes(found.choice, job.cfg, job.ep_size, job.backend)
     counts = {status: sum(t.status == status for t in found.tried) for status in {t.status for t in found.tried}}
-    return {"changes": changes, "gain": found.gain, "spread": found.spread, "tried": counts}
+    made = {**case.key, "changes": changes, "gain": found.gain, "spread": found.spread, "tried": counts}
+    return made | {"ablation": ablation(job, found.choice, ranks, args)} if args.ablate_s else made
 
 
-def timed(shape: str, tokens: int, changes: dict[str, Any], args: argparse.Namespace, folder: str) -> list[dict]:
-    """Rows of moe.py: the choice beside all others."""
+def ablation(job: Job, best: Schedule, ranks: Fleet, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """{dimension: {value: time over the best's}} of points with one dimension changed, those with the default's value
+    first; most expensive first.  For `--ablate-s` seconds; the point that is timed at their end is the last."""
+    usual, until = default_schedule(job.backend, job.cfg, job.ep_size), time.monotonic() + args.ablate_s
+    near = sorted(neighbours(best, job.backend, job.cfg, job.ep_size), key=lambda step: step[1] != get(usual, step[0]))
+    costs: dict[str, dict[str, float]] = {}
+    beside = Beside(ranks, best, args.candidate_s)
+    for name, value, schedule in near:
+        if time.monotonic() > until:
+            break
+        _, pairs = beside.time(schedule)
+        if pairs:
+            costs.setdefault(name, {})[str(value)] = round(statistics.median(b / a for a, b in pairs), 4)
+    return most_first(costs)
+
+
+def most_first(costs: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return dict(sorted(costs.items(), key=lambda item: -max(item[1].values())))
+
+
+def implementation(changes: dict[str, Any]) -> str:
+    """moe.py's name of a choice."""
+    return "uniep@" + "+".join(f"{name}={value}" for name, value in changes.items()) if changes else "uniep"
+
+
+def fixed(args: argparse.Namespace) -> dict[str, str]:
+    """{strategy: moe.py's name of it}."""
     backend = "hopper" if args.device == "cuda" else "cpu"
-    named = {name: impl for name in STRATEGIES for impl in implementations(name, backend)[0] if impl != "uniep"}
-    tuned = "uniep@" + "+".join(f"{name}={value}" for name, value in changes.items()) if changes else "uniep"
-    peers = args.peers.split(",") if args.peers else []
-    impls, file = list(dict.fromkeys(["uniep", tuned, *named.values(), *peers])), Path(folder) / "rows.json"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ep}",
-        str(Path(__file__).with_name("moe.py")), "--shape", shape, "--tokens", str(tokens), "--impl", ",".join(impls),
-        "--load", "window,sustained", "--iters", str(args.iters), "--device", args.device, "--json", str(file),
-        "--commit", args.commit or commit(), *(["--deepep", args.deepep] if args.deepep else []),
-        *(["--liger", args.liger] if args.liger else []),
-        *(["--dtype", "fp32"] if args.device == "cpu" else []),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    rows = json.loads(file.read_text())["rows"]
-    made = []
-    for direction, load in itertools.product(("fwd", "fwd_bwd"), ("window", "sustained")):
-        of = {r["impl"]: r["ms"] for r in rows if (r["direction"], r["load"]) == (direction, load)}
-        strategies = {name: of[impl] for name, impl in named.items() if impl in of and impl != tuned}
-        theirs = {name: of[name] for name in peers if name in of}
-        row = {"direction": direction, "load": load, "default": of["uniep"], "tuned": of[tuned]}
-        for name, times in (("strategy", strategies), ("peer", theirs)):
-            best = min(times, key=times.__getitem__, default=None)
-            row |= {name: best, f"{name}_ms": times[best] if best else None}
-        row["left_out"] = [name for name in peers if name not in of]
-        made.append(row)
-    return made
+    return {name: impl for name in args.strategies for impl in strategies.implementations(name, backend)[0]}
 
 
-def worth(shape: Shape, tokens: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def of_peers(args: argparse.Namespace) -> list[str]:
+    return args.peers.split(",") if args.peers else []
+
+
+def timed(
+    searches: Sequence[dict[str, Any]], args: argparse.Namespace, left_s: float, told: Callable[[list[dict]], None]
+) -> None:
+    """Rows of moe.py: the choices beside all others.  told: is given all that there are, again and again."""
+    impls = ",".join(dict.fromkeys(["uniep", *fixed(args).values(), *of_peers(args)]))
+    shapes, tokens = (",".join(dict.fromkeys(str(of[key]) for of in searches)) for key in ("shape", "tokens"))
     with tempfile.TemporaryDirectory() as folder:
-        found = searched(job_of(shape, tokens, args), args, folder)
-        for row in timed(shape.name, tokens, found["changes"], args, folder):
-            yield {"shape": shape.name, "tokens": tokens, **row, **found}
+        file, also = Path(folder) / "rows.json", Path(folder) / "points.json"
+        also.write_text(
+            json.dumps({f"{of['shape']}/{of['tokens']}": [implementation(of["changes"])] for of in searches})
+        )
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ep}",
+            str(Path(__file__).with_name("moe.py")), "--shape", shapes, "--tokens", tokens, "--impl", impls,
+            "--points", str(also), "--load", args.load, "--directions", args.directions,
+            "--iters", str(args.iters), "--device", args.device,
+            "--sustained-s", str(args.sustained_s), "--budget-s", str(left_s), "--json", str(file),
+            "--commit", args.commit or commit(), *(["--deepep", args.deepep] if args.deepep else []),
+            *(["--liger", args.liger] if args.liger else []), *([] if args.check else ["--no-check"]),
+            *(["--dtype", "fp32"] if args.device == "cpu" else []),
+        ]  # fmt: skip
+        # `uniep` is the default here, whatever tables there are.
+        process = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "UNIEP_TUNE": "off"})
+        try:
+            code = None
+            while code is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(timeout=1)
+                if file.exists():
+                    told(json.loads(file.read_text())["rows"])
+        finally:
+            process.terminate()
+    if code:
+        sys.exit(f"moe.py ended with {code}; what it timed before is kept")
+
+
+def compared(
+    searches: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row for each case, direction and load: default, tuned, and the best strategy and peer."""
+    named, peers = fixed(args), of_peers(args)
+    for of_case in searches:
+        tuned = implementation(of_case["changes"])
+        key = of_case["shape"], of_case["tokens"]
+        of_both: dict[tuple[str, str], dict[str, float]] = {}
+        for r in rows:
+            if (r["shape"], r["tokens"]) == key:
+                of_both.setdefault((r["direction"], r["load"]), {})[r["impl"]] = r["ms"]
+        for (direction, load), of in of_both.items():
+            if "uniep" not in of or tuned not in of:
+                continue
+            strategies_ms = {name: of[impl] for name, impl in named.items() if impl in of}
+            theirs = {name: of[name] for name in peers if name in of}
+            row = {"shape": key[0], "tokens": key[1], "direction": direction, "load": load}
+            row |= {"default": of["uniep"], "tuned": of[tuned]}
+            for name, times in (("strategy", strategies_ms), ("peer", theirs)):
+                best = min(times, key=times.__getitem__, default=None)
+                row |= {name: best, f"{name}_ms": times[best] if best else None}
+            yield row | {"left_out": [name for name in peers if name not in of]}
+
+
+def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: argparse.Namespace) -> None:
+    """Fills `results`, and writes it whenever something is known."""
+    began, results["searches"] = time.monotonic(), []
+
+    def written() -> None:
+        if args.json:
+            write(args.json, results)
+
+    def told(rows: list[dict]) -> None:
+        made = list(compared(results["searches"], rows, args))
+        for row in made[len(results["rows"]) :]:
+            print(json.dumps(row), flush=True)
+        results["rows"] = made
+        written()
+
+    stop = began + SEARCHING * args.budget_s
+    room = Room(0.95 * torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 0.0)
+    with ThreadPoolExecutor(max(args.at_once, 1)) as pool:
+        largest_first = sorted(cases, key=lambda case: -needed(job_of(*case, args)))
+        waiting = {case: pool.submit(prepared, *case, args, stop, room) for case in largest_first}
+        made = [waiting[case].result() for case in cases]
+    print(f"[{time.monotonic() - began:6.1f} s] compiled", flush=True)
+    with Fleet(made[0].job) as ranks:
+        for case in made:
+            if time.monotonic() > stop:
+                print(f"no time to search {case.shape.name} T={case.tokens}; raise --budget-s", flush=True)
+                continue
+            try:
+                found = searched(case, ranks, args)
+            except UniEPError as error:
+                print(f"{case.shape.name} T={case.tokens} is left out: {error}", flush=True)
+                continue
+            results["searches"].append(found)
+            print(f"[{time.monotonic() - began:6.1f} s] {json.dumps(found)}", flush=True)
+            written()
+    if results["searches"]:
+        timed(results["searches"], args, args.budget_s - (time.monotonic() - began), told)
 
 
 # ------------------------------------------------------------------------------------------------------ a grid
@@ -138,19 +355,10 @@ def whole_grid(shape: Shape, tokens: int, args: argparse.Namespace) -> dict[str,
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     with Fleet(job) as ranks:
-        want = ranks.ask("prove", usual, timeout_s=args.candidate_s)
-        ranks.ask("take", timeout_s=args.candidate_s)
+        beside = Beside(ranks, usual, args.candidate_s)
         for number, (schedule, us) in enumerate(zip(every, predicted, strict=True)):
             row = {"changes": tables.as_changes(schedule, job.cfg, args.ep, job.backend), "predicted_us": us}
-            try:
-                if not ranks.alive:  # a fault ended them
-                    ranks.ask("prove", usual, timeout_s=args.candidate_s)
-                    ranks.ask("take", timeout_s=args.candidate_s)
-                same = ranks.ask("prove", schedule, timeout_s=args.candidate_s) == want
-                pairs = slowest(ranks.ask("time", PAIRS, timeout_s=args.candidate_s)) if same else []
-                row["status"] = "timed" if same else "other bits"
-            except DroppedError as error:
-                pairs, row["status"] = [], str(error)
+            row["status"], pairs = beside.time(schedule)
             if pairs:
                 row["us"] = round(statistics.median(b for _, b in pairs), 1)
                 row["score"] = round(statistics.median(b / a for a, b in pairs), 4)
@@ -179,10 +387,11 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             costs.setdefault(names[0], {})[str(value)] = round(row["score"] / best["score"], 4)
     return {
         "best": best["changes"], "best_score": best["score"], "timings_allowed": allowed, "reached": reached,
-        "costs": dict(sorted(costs.items(), key=lambda item: -max(item[1].values()))),
+        "costs": most_first(costs),
     }  # fmt: skip
 
 
+NAMED = [name for name in strategies.STRATEGIES if name != "uniep"]
 NEEDS = {"deepep": "deepep", "deepep-nowait": "deepep", "liger-cute": "liger"}
 """Options that peers need."""
 
@@ -194,9 +403,21 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--tokens", default="8192", help="per rank (default %(default)s)")
     made.add_argument("--ep", type=int, default=1, help="ranks (default %(default)s)")
     made.add_argument("--grid", action="store_true", help="time every point of the declared grid")
-    made.add_argument("--budget-s", type=float, default=120, help="of each search (default %(default)s)")
+    made.add_argument("--budget-s", type=float, default=float("inf"), help="of all of it (default %(default)s)")
+    made.add_argument("--search-s", type=float, default=120, help="of each search (default %(default)s)")
+    made.add_argument("--ablate-s", type=float, default=0, help="of each ablation (default: none)")
     made.add_argument("--candidate-s", type=float, default=60, help="longest answer of a point (default %(default)s)")
-    made.add_argument("--iters", type=int, default=12, help="window calls of moe.py (default %(default)s)")
+    made.add_argument("--sampler", choices=SAMPLERS, default="auto", help="as of uniep tune (default %(default)s)")
+    made.add_argument("--tables", metavar="DIR", type=Path, help="keep the choices in tables of this folder")
+    cores = len(os.sched_getaffinity(0))
+    made.add_argument("--at-once", type=int, help=f"shapes compiled together, 0: none (default: {cores} cores / --ep)")
+    made.add_argument("--compile-s", type=float, default=90, help="longest of one of them (default %(default)s)")
+    made.add_argument("--strategies", default=",".join(NAMED), help="named ones to time (default %(default)s)")
+    made.add_argument("--load", default="window,sustained", help="of moe.py (default %(default)s)")
+    made.add_argument("--directions", default="fwd,fwd_bwd", help="of moe.py (default %(default)s)")
+    made.add_argument("--iters", type=int, default=11, help="samples of moe.py (default %(default)s)")
+    made.add_argument("--sustained-s", type=float, default=0.1, help="length of a sustained one (default %(default)s)")
+    made.add_argument("--no-check", dest="check", action="store_false", help="moe.py compares nothing with fp32")
     made.add_argument("--peers", default="", help="implementations of moe.py, such as deepep-nowait,nccl,peer-compute")
     made.add_argument("--deepep", metavar="DIR", help="folder that holds an importable deep_ep")
     made.add_argument("--liger", metavar="DIR", help="folder that holds an importable liger_cute_kernels")
@@ -204,6 +425,10 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add_file_options(made)
     args = made.parse_args(argv)
+    args.at_once = cores // args.ep if args.at_once is None else args.at_once
+    args.strategies = list(filter(None, args.strategies.split(",")))
+    if unknown := [name for name in args.strategies if name not in NAMED]:
+        made.error(f"--strategies {','.join(unknown)!r} is unknown; use one or more of {', '.join(NAMED)}")
     for peer in filter(None, args.peers.split(",")):
         if peer not in BY_NAME:
             made.error(f"--peers {peer!r} is unknown; use one or more of {', '.join(BY_NAME)}")
@@ -216,25 +441,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     shapes, tokens = [*map(parse_shape, args.shapes.split(","))], [int(text) for text in args.tokens.split(",")]
     results: dict[str, Any] = {"meta": of_run("worth.py", torch.device(args.device), args.commit, args.ep), "rows": []}
-    left_out: set[str] = set()
-    for shape, count in itertools.product(shapes, tokens):
-        if args.grid:
-            found = [whole_grid(shape, count, args)]
-            said = {key: found[0][key] for key in ("best", "best_score", "timings_allowed", "reached", "costs")}
-            print(f"{shape.name} T={count}: {json.dumps(said)}", flush=True)
-        else:
-            found = []
-            for row in worth(shape, count, args):
-                found.append(row)
-                left_out.update(row["left_out"])
-                print(json.dumps(row), flush=True)
-        results["rows"] += found
+    cases = list(itertools.product(shapes, tokens))
+    if not args.grid:
+        worth(cases, results, args)
+        if left_out := {name for row in results["rows"] for name in row["left_out"]}:
+            sys.exit(f"left out of some rows, as moe.py printed: {', '.join(sorted(left_out))}")
+        return
+    for shape, count in cases:
+        found = whole_grid(shape, count, args)
+        said = {key: found[key] for key in ("best", "best_score", "timings_allowed", "reached", "costs")}
+        print(f"{shape.name} T={count}: {json.dumps(said)}", flush=True)
+        results["rows"].append(found)
         if args.json:
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
-    if left_out:
-        sys.exit(f"left out of some rows, as moe.py printed: {', '.join(sorted(left_out))}")
+            write(args.json, results)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that ranks end, too
     main()

@@ -1,11 +1,15 @@
 """The benchmark harness without a GPU: peers against a dense reference, and everything that reads results."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,7 +56,9 @@ def test_harness_runs_on_two_processes_and_the_baseline_equals_fp32(tmp_path):
     harness = [str(ROOT / "benchmarks" / "moe.py"), "--device", "cpu", "--dtype", "fp32", "--json", str(out)]
     small = ["--shapes", "64x32x4x2", "--tokens", "5", "--iters", "2", "--directions", "fwd_bwd", "--phases"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    run_interpreted(*launch, *harness, *small, "--impl", "nccl,peer-compute")
+    also = tmp_path / "points.json"
+    also.write_text(json.dumps({"64x32x4x2/5": ["peer-compute"], "64x32x4x2/6": ["uniep"]}))
+    run_interpreted(*launch, *harness, *small, "--impl", "nccl", "--points", str(also))
     content = json.loads(out.read_text())
     errors = content["checks"]["small"]
     assert errors.pop("against") == "fp32"
@@ -151,6 +157,7 @@ def test_ncu_that_fails_or_finds_nothing_is_an_error(monkeypatch):
         (energy.options, "--parts product", "--parts 'product' is unknown; use one or more of products, layer,"),
         (worth.options, "--peers nccl,deepep-nowait", "--peers deepep-nowait needs --deepep DIR"),
         (worth.options, "--peers liger-cute --deepep x", "--peers liger-cute needs --liger DIR"),
+        (worth.options, "--strategies comet", "--strategies 'comet' is unknown; use one or more of serial-all-to-all,"),
         (worth.options, "--peers megablocks", "--peers 'megablocks' is unknown; use one or more of uniep"),
     ],
 )  # fmt: skip
@@ -160,22 +167,165 @@ def test_what_a_benchmark_cannot_do_is_refused_beforehand(options, given, says, 
     assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
-def test_peers_that_failed_are_named(monkeypatch, tmp_path):
-    """Beside the best of the others."""
-    args = worth.options(["--peers", "nccl,liger-cute", "--liger", "folder", "--device", "cpu", "--commit", "x"])
-    ms = {"uniep": 2.0, "nccl": 5.0}
-    rows = [
-        {"impl": impl, "ms": value, "direction": direction, "load": load}
+def rows_of(ms, shape="64x32x4x2", tokens=16):
+    return [
+        {"shape": shape, "tokens": tokens, "impl": impl, "ms": value, "direction": direction, "load": load}
         for impl, value in ms.items() for direction in ("fwd", "fwd_bwd") for load in ("window", "sustained")
     ]  # fmt: skip
 
-    def run(command, **how):
-        assert command[command.index("--liger") + 1] == "folder"
-        Path(command[command.index("--json") + 1]).write_text(json.dumps({"rows": rows}))
 
-    monkeypatch.setattr(worth.subprocess, "run", run)
-    made = worth.timed("64x32x4x2", 16, {}, args, str(tmp_path))
+def test_peers_that_failed_are_named():
+    """Beside the best of the others."""
+    args = worth.options(["--peers", "nccl,liger-cute", "--liger", "folder", "--device", "cpu", "--commit", "x"])
+    found = [{"shape": "64x32x4x2", "tokens": 16, "changes": {}}]
+    made = list(worth.compared(found, rows_of({"uniep": 2.0, "nccl": 5.0}), args))
     assert [(row["peer"], row["peer_ms"], row["left_out"]) for row in made] == [("nccl", 5.0, ["liger-cute"])] * 4
+
+
+def test_each_shape_has_its_own_choice_and_what_is_timed_is_told_at_once(monkeypatch):
+    """moe.py runs once; its rows are told while it runs; `uniep` is the default whatever tables there are."""
+    given = "--device cpu --commit x --liger folder --iters 3 --sustained-s 0.03 --no-check"
+    args = worth.options(given.split())
+    searches = [
+        {"shape": "64x32x4x2", "tokens": 16, "changes": {"chunk_tokens": 32, "tile_order": "natural"}},
+        {"shape": "64x64x8x2", "tokens": 16, "changes": {}},
+    ]
+    told, tuned = [], "uniep@chunk_tokens=32+tile_order=natural"
+
+    class Process:
+        def __init__(self, command, env, **how):
+            given = dict(itertools.pairwise(command))
+            assert env["UNIEP_TUNE"] == "off" and "--no-check" in command
+            assert (given["--shape"], given["--liger"], given["--budget-s"]) == ("64x32x4x2,64x64x8x2", "folder", "7.5")
+            assert (given["--iters"], given["--sustained-s"]) == ("3", "0.03")
+            options = moe.options([*command[command.index("--shape") :]])
+            assert options.points == {"64x32x4x2/16": [tuned], "64x64x8x2/16": ["uniep"]}
+            self.file, self.waits = options.json, 0
+
+        def wait(self, timeout):
+            self.waits += 1
+            rows = rows_of({"uniep": 2.0, tuned: 1.5})
+            if self.waits > 1:
+                rows += rows_of({"uniep": 4.0, tuned: 9.0}, "64x64x8x2")
+            results.write(self.file, {"rows": rows})
+            if self.waits == 1:
+                raise subprocess.TimeoutExpired("moe.py", timeout)
+            return 0
+
+        def terminate(self):
+            pass
+
+    monkeypatch.setenv("UNIEP_TUNE", "cached")
+    monkeypatch.setattr(worth.subprocess, "Popen", Process)
+    worth.timed(searches, args, 7.5, lambda rows: told.append(list(worth.compared(searches, rows, args))))
+    assert [len(rows) for rows in told] == [4, 8]
+    assert {(row["shape"], row["default"], row["tuned"]) for row in told[-1]} == {
+        ("64x32x4x2", 2.0, 1.5), ("64x64x8x2", 4.0, 4.0),
+    }  # fmt: skip
+
+
+class Answers:
+    """In place of ranks: a call takes 100 us, with another `chunk_tokens` than 64 half as long again; fp32 columns of
+    64 have other bits, and `overlap="serial"` ends the ranks once."""
+
+    def __init__(self):
+        self.alive, self.starts, self.schedule = True, 1, None
+
+    def ask(self, method, *args, timeout_s):
+        if not self.alive:
+            self.alive, self.starts = True, self.starts + 1
+        if method == "prove":
+            (self.schedule,) = args
+            if self.schedule.overlap == "serial" and self.starts == 1:
+                self.alive = False
+                raise worth.DroppedError("fault", "as told")
+            return ["other" if self.schedule.gate_up.columns == 64 else "same"]
+        us = 150.0 if self.schedule.chunk_tokens != 64 else 100.0
+        return [[(100.0, us)] * args[0]] if method == "time" else [None]
+
+
+def test_an_ablation_switches_each_dimension_back_first(monkeypatch):
+    args = worth.options(["--device", "cpu", "--ablate-s", "9"])
+    job = worth.job_of(cases.parse_shape("64x32x4x2"), 64, args)
+    best = dataclasses.replace(worth.default_schedule("cpu", job.cfg, 1), tile_order="natural", activation="separate")
+    ranks = Answers()
+    costs = worth.ablation(job, best, ranks, args)
+    assert costs["tile_order"]["local-first"] == costs["activation"]["fused"] == 1.0
+    assert costs["gate_up.columns"] == {"128": 1.0}, "one with other bits has no cost"
+    assert ranks.starts == 2 and "overlap" not in costs, "a fault ends only its own point"
+    now = iter(range(100))
+    monkeypatch.setattr(worth.time, "monotonic", lambda: next(now) * 4.0)
+    assert worth.ablation(job, best, Answers(), args).keys() == {"tile_order", "activation"}, "time for two"
+
+
+@pytest.mark.slow
+def test_worth_runs_and_its_table_and_picture_are_made(tmp_path, capsys):
+    """The whole program on one CPU rank: two shapes, each with a search and an ablation, and moe.py."""
+    out, name = tmp_path / "worth.json", "64x32x4x2"
+    few = ["--search-s", "0.5", "--ablate-s", "0.5", "--iters", "1", "--sustained-s", "0.001", "--sampler", "random"]
+    command = [str(ROOT / "benchmarks" / "worth.py"), "--device", "cpu", "--shapes", f"{name},64x32x8x2", *few]
+    subprocess.run([sys.executable, *command, "--tokens", "16", "--json", str(out)], check=True, timeout=150)
+    content = json.loads(out.read_text())
+    assert [of["shape"] for of in content["searches"]] == [name, "64x32x8x2"] and len(content["rows"]) == 8
+    assert all(of["tried"] and of["ablation"] for of in content["searches"])
+    assert all(row["default"] > 0 and row["tuned"] > 0 and row["strategy"] for row in content["rows"])
+    table.main(["--worth", str(out)])
+    shown = capsys.readouterr().out
+    assert shown.count(f"| {name} | 16 |") == 5 and "**Forward + backward, sustained, 1x CPU" in shown
+    plot.main(["worth", "--files", str(out), "--out", str(tmp_path / "worth.png")])
+    assert (tmp_path / "worth.png").stat().st_size > 10_000
+
+
+def test_what_is_compiled_first_may_fail_or_come_too_late(capsys):
+    job = worth.job_of(cases.parse_shape("64x32x4x2"), 16, worth.options(["--device", "cpu"]))
+    usual = worth.default_schedule("cpu", job.cfg, 1)
+    wrong = dataclasses.replace(usual, chunk_tokens=0)
+    worth.compile_first([(job, usual), (job, wrong), (job, usual)], worth.time.monotonic() + 60)
+    assert capsys.readouterr().out.count("not compiled first") == 1
+    worth.compile_first([(job, usual)], worth.time.monotonic())
+    assert "compiled 0 of 1 in time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sampler", ["model", "optuna"])
+def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler):
+    """The default, the Schedule that others are compared with, strategies, the model's best points; and nccl."""
+    compiled = []
+    monkeypatch.setattr(worth, "compile_first", lambda wanted, until: compiled.extend(wanted))
+    monkeypatch.setattr(worth.tables, "card_name", lambda device: "h200")
+    given = ["--device", "cuda", "--ep", "2", "--sampler", sampler, "--strategies", "deepep-like,serial-all-to-all"]
+    made = worth.prepared(cases.SHAPES["qwen3-30b"], 4096, worth.options(given), float("inf"), worth.Room(1e12))
+    *own, (nccl, of_nccl) = compiled
+    assert (nccl.backend, nccl.cfg.max_rows, of_nccl.overlap) == ("nccl", None, "serial")
+    assert {job for job, _ in own} == {made.job} and made.job.cfg.max_rows
+    usual = worth.default_schedule("hopper", made.job.cfg, 2)
+    schedules = [schedule for _, schedule in own]
+    assert schedules[:2] == [usual, worth.serial(usual)] and len(set(schedules)) == len(schedules)
+    first = [schedule for schedule in made.sampler.first if schedule != usual]
+    assert set(first) < set(schedules) and len(first) >= 7
+    assert sum(s.overlap == "serial" and s.transfer == "push" for s in schedules) >= 1
+    asked = [made.sampler.ask() for _ in made.sampler.first]
+    assert asked == list(made.sampler.first), "and it begins with them"
+
+
+def test_shapes_are_compiled_together_as_far_as_memory_reaches():
+    """One that needs more than there is runs alone."""
+    room, held, most, lock = worth.Room(10.0), [], [], threading.Lock()
+
+    def run(size):
+        with room.taken(size):
+            with lock:
+                held.append(size)
+                most.append(tuple(held))
+            time.sleep(0.02)
+            with lock:
+                held.remove(size)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, [4.0, 4.0, 4.0, 25.0, 4.0, 4.0]))
+    assert max(map(len, most)) == 2 and (25.0,) in most and all(len(m) == 1 for m in most if 25.0 in m)
+    args = worth.options(["--device", "cuda", "--ep", "2"])
+    sizes = [worth.needed(worth.job_of(shape, 4096, args)) / 2**30 for shape in cases.SPANNING.values()]
+    assert max(sizes) == pytest.approx(40, abs=2) and sum(sizes) == pytest.approx(137, abs=3)
 
 
 def test_committed_predictions_can_be_made_again():

@@ -25,6 +25,7 @@ from uniep.errors import ConfigError
 from uniep.schedule import DIMENSION, Schedule, Tile, default_schedule, parse_schedule
 from uniep.shapes import SHAPES
 from uniep.sim import Problem, load_machine
+from uniep.stages import stages as program
 from uniep.trials import calibrate
 from uniep.tuner import choose, space, strategies, tables, timing
 from uniep.tuner.explain import explain
@@ -83,13 +84,15 @@ def test_a_point_is_done_with_its_tokens(tokens):
     """Whatever thresholds the default has: one kernel for both directions only where the point says so."""
     cfg = dataclasses.replace(CFG, max_tokens_per_rank=tokens)
     made, usual = space.points("hopper", cfg, 4), default_schedule("hopper", cfg, 4)
+    names = [d.name for d in space.dimensions("hopper", cfg, 4)]
     for index in range(1, len(made), len(made) // 50):
         schedule = made.schedule(index)
         way = resolve(cfg, 4, tokens, schedule)
         assert way.mega == (schedule.overlap == "mega")
         assert (way.down_sms > 0) == (schedule.overlap == "pipelined")
         assert way.gradient_beside == (schedule.activation_gradient == "beside" and not (way.mega or way.gates))
-        assert space.settled(schedule, usual, "hopper", tokens) == schedule
+        values, default = ({n: space.get(s, n) for n in names} for s in (schedule, usual))
+        assert space.point(values, "hopper", cfg, 4) == (usual if values == default else schedule)
     assert made.schedule(0) == usual
 
 
@@ -132,8 +135,47 @@ def test_what_is_searched_is_declared():
             for backend, values in searched.values.items():
                 assert set(values) <= set(DIMENSION[name].domain), name
                 assert backend in DIMENSION[name].backends or "hopper, mega" in DIMENSION[name].backends
-        for needed, allowed in searched.needs.items():
-            assert set(allowed) <= set(DIMENSION[needed].domain)
+        before = {of.name for of in space.SEARCHED[: space.SEARCHED.index(searched)]}
+        for needs in (*searched.needs, *searched.only.values()):
+            assert set(needs) <= before, searched.name
+            for needed, allowed in needs.items():
+                assert set(allowed) <= set(DIMENSION[needed].domain)
+
+
+def way_of(made, index, ep_size):
+    return resolve(CFG, ep_size, CFG.max_tokens_per_rank, made.schedule(index))
+
+
+@pytest.mark.parametrize("ep_size", [2, 4, 8])
+def test_each_number_of_waves_is_another_order_of_tiles(ep_size):
+    """0 is the model's number, so that number has no value of its own; where no copy is awaited there is one value."""
+    made = space.points("hopper", CFG, ep_size)
+    waves = made.column("arrival_waves")
+    assert made.is_in("transfer", "copy")[waves > 0].all() and made.is_in("operand", "gathered")[waves > 0].all()
+    assert made.is_in("overlap", "fused", "pipelined")[waves > 0].all()
+    first = {int(v): int((waves == v).nonzero()[0]) for v in waves.unique()}
+    assert len(first) > 1
+    like = {n: made.columns[n] == made.columns[n][first[max(first)]] for n in made.columns if n != "arrival_waves"}
+    alike = torch.stack(list(like.values())).all(0).nonzero().flatten().tolist()
+    assert {int(waves[i]) for i in alike} == set(first)
+    found = sorted(way_of(made, i, ep_size).waves for i in alike)
+    assert found == sorted({min(n, ep_size) for n in (1, 2, 4, 8)})
+
+
+def test_passes_are_searched_where_one_runs():
+    """Serial, or a second dispatch that is pushed or pulled."""
+    made = space.points("hopper", CFG, 2, limit=200_000, keep=("preactivation",))
+    few, again = made.column("pass_programs") == 2, made.is_in("received", "again")
+    serial, copied, mega = (
+        made.is_in("overlap", "serial"),
+        made.is_in("transfer", "copy"),
+        made.is_in("overlap", "mega"),
+    )
+    assert (serial | (again & ~copied & ~mega))[few].all()
+    assert bool((few & serial & ~again).any()) and bool((few & ~serial).any())
+    for index in (few & ~serial).nonzero().flatten().tolist()[:5]:
+        stages = {s.name: s for s in program(CFG, way_of(made, index, 2), "backward")}
+        assert "push_tokens_kernel" in stages["dispatch_again"].kernels
 
 
 # --- model ---
@@ -341,6 +383,18 @@ def test_a_table_that_cannot_serve_is_named_and_the_default_serves(spoil, says, 
     assert says in caplog.text
     with uniep.Workspace(SMALL) as workspace:
         assert workspace.backend.schedule == Schedule()
+
+
+def test_a_table_of_the_package_that_cannot_serve_warns_nobody(monkeypatch, tmp_path, caplog):
+    """Whoever uses the package cannot mend it; the reason is there."""
+    key = tables.Key.of(SMALL, 1, "cpu", "cpu")
+    path = stored()
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(tables, "shipped", lambda: path.parent)
+    assert found().file == path
+    document = json.loads(path.read_text())
+    (path.parent / key.file).write_text(json.dumps(document | {"kernels": "others"}))
+    assert found().schedule is None and "other kernels" in found().why and not caplog.records
 
 
 def test_a_full_disk_is_told_and_leaves_the_table(monkeypatch):

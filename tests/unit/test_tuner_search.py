@@ -15,18 +15,17 @@ import torch
 from typer.testing import CliRunner
 
 import uniep
-from uniep.cli import tune
 from uniep.cli.main import app
 from uniep.errors import ConfigError
 from uniep.schedule import Schedule, default_schedule
 from uniep.trials import calibrate, fleet
 from uniep.trials import search as searching
 from uniep.trials.fleet import DroppedError, Fleet
-from uniep.trials.search import Listed, Optuna, Record, different, in_order, search
-from uniep.trials.trial import Job, slowest
+from uniep.trials.search import Listed, Optuna, Record, different, in_order, sampler_here, sampler_of, search
+from uniep.trials.trial import Job, Trial, slowest
 from uniep.tuner import tables
-from uniep.tuner.model import Load, load_card, predict
-from uniep.tuner.space import Points, points
+from uniep.tuner.model import Load, card_text, load_card, predict
+from uniep.tuner.space import Points, dimensions, get, points
 
 CFG = uniep.MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
 JOB = Job(CFG, 1, "cpu", "cpu", 64)
@@ -45,7 +44,7 @@ class Told:
         return self
 
     def __exit__(self, *_):
-        pass
+        raise AssertionError("ranks that were given stay")
 
     def end(self):
         self.alive = False
@@ -221,6 +220,64 @@ def test_a_search_by_a_model_that_is_wrong_finds_98_percent_with_15_percent_of_a
     assert us(result.choice) <= float(predict(load, grid, truth).both.min()) / 0.98
 
 
+def test_steps_from_the_best_find_what_the_model_does_not_know(record):
+    """Behind the model's eight best points: two stages of dimensions that tie in the model, one on the other."""
+    cfg = dataclasses.replace(CFG, hidden=2048, ffn=768, num_experts=128, top_k=8, max_tokens_per_rank=8192)
+    job, card = dataclasses.replace(JOB, cfg=cfg, ep_size=2, backend="hopper", tokens=8192), load_card("h200")
+    usual = default_schedule("hopper", cfg, 2)
+
+    def us(s):
+        unknown = 0.95 if s.gate_up.stages != usual.gate_up.stages else 1.0
+        unknown *= 0.95 if s.sum_programs != usual.sum_programs else 1.0
+        return unknown * float(predict(Load.uniform(cfg, 2), Points.of([s]), card).both)
+
+    sampler = sampler_of("model", job, card)
+    for _ in sampler.first:
+        sampler.ask()
+        sampler.tell(1.0)
+    names = [d.name for d in dimensions("hopper", cfg, 2)]
+    for schedule in [sampler.ask() for _ in range(8)]:  # steps from the default
+        assert sum(get(schedule, name) != get(usual, name) for name in names) == 1
+    sampler = sampler_of("model", job, card)
+    result = search(job, sampler, record, 60.0, fleet=Told(lambda s: us(s) / us(usual)), most=24)
+    assert tables.as_changes(result.choice, cfg, 2, "hopper").keys() == {
+        "gate_up.stages", "down.stages", "sum_programs",
+    }  # fmt: skip
+    assert len({json.dumps(t.changes, sort_keys=True) for t in result.tried}) == len(result.tried) == 24
+
+
+def test_ranks_that_need_not_restart_are_kept(record):
+    """The point that runs at the end of the budget is kept, and the winner is compared in the same processes."""
+    ranks = Told(chunk({32: 0.8}))
+    ask = ranks.ask
+
+    def slowly(method, *args, timeout_s):
+        assert timeout_s == 60.0
+        time.sleep(0.2 if method == "prove" and args[0].chunk_tokens == 32 else 0.0)
+        return ask(method, *args, timeout_s=timeout_s)
+
+    ranks.ask = slowly
+    made = search(JOB, listed({"chunk_tokens": 32}, {"chunk_tokens": 96}), record, 0.1, fleet=ranks, restarts=False)
+    assert made.choice.chunk_tokens == 32 and ranks.starts == 1
+    assert [t.changes for t in made.tried] == [{"chunk_tokens": 32}], "none begins behind the end"
+
+
+def test_one_bit_is_another_hash(monkeypatch):
+    trial = Trial(JOB, 0, None, torch.device("cpu"))
+    hashes, call = [trial.prove(Schedule())], trial.call
+
+    def other(workspace):
+        y, *gradients = call(workspace)
+        gradients[-1].view(torch.int32).view(-1)[-1] ^= 1
+        return y, *gradients
+
+    hashes.append(trial.prove(dataclasses.replace(Schedule(), overlap="serial")))
+    monkeypatch.setattr(trial, "call", other)
+    hashes.append(trial.prove(Schedule()))
+    trial.close()
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
 def test_optuna_asks_for_points_of_the_space(record):
     pytest.importorskip("optuna")
     best = Schedule(tile_order="natural", gate_up=dataclasses.replace(Schedule().gate_up, columns=64))
@@ -345,9 +402,47 @@ def test_a_default_that_stays_needs_no_table(tmp_path, monkeypatch):
     assert tables.read(tmp_path / key.file, "cpu")["entries"][key.place]["schedule"] == usual
 
 
+def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monkeypatch):
+    """One command; one layer that cannot run is left out; the folder serves as the package's, and doctor and explain
+    say so."""
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "user"))
+    monkeypatch.setenv("UNIEP_TUNE", "cached")
+    monkeypatch.setattr(searching, "slowest", lambda of: [(a, 0.5 * a) for a, _ in slowest(of)])
+    state = searching._State
+
+    def refusing(job, *args):
+        if job.cfg.num_experts == 8:
+            raise uniep.UniEPError("the default Schedule cannot be timed")
+        return state(job, *args)
+
+    monkeypatch.setattr(searching, "_State", refusing)
+    layer, into = "--backend cpu --ep 1 --dtype fp32", tmp_path / "shipped"
+    command = f"tune {layer} --shape 32x16x4x2,32x16x8x2 --tokens 16,64 --budget-s 2 --sampler random --into {into}"
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 2 and "32x16x8x2-float32-64: not searched" in " ".join(done.output.split())
+    table = into / "cpu-cpu-ep1.json"
+    assert table.stat().st_mode & 0o777 == 0o644
+    entries = tables.read(table, "cpu")["entries"]
+    assert entries.keys() == {"32x16x4x2-float32-16", "32x16x4x2-float32-64"}
+    assert not list((tmp_path / "user").glob("*.json"))
+    monkeypatch.setattr(tables, "shipped", lambda: into)
+    with uniep.Workspace(CFG, device="cpu") as workspace:
+        assert tables.fields(workspace.backend.schedule) == entries["32x16x4x2-float32-64"]["schedule"]
+    shown = "".join(c for c in CliRunner().invoke(app, ["doctor"]).output if c not in " │\n")
+    assert f"{table}:serves32x16x4x2-float32-16,32x16x4x2-float32-64" in shown
+    written = calibrate.uncalibrated(calibrate.machine_of("cpu"), "cpu")
+    machine = tmp_path / "machine.toml"
+    machine.write_text(calibrate.machine_text(written.machine))
+    (tmp_path / "cpu.toml").write_text(card_text(written, "made here", str(machine)))
+    explain = f"explain {layer} --shape 32x16x4x2 --tokens 64 --card {tmp_path / 'cpu.toml'}"
+    said = CliRunner().invoke(app, [*explain.split(), "--json", str(tmp_path / "x.json")])
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert (document["by"], document["serves"]) == ("table", str(table)), said.output
+
+
 def test_auto_is_the_first_sampler_that_there_is(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert tune._first(None, "cpu")[0] == "random" and tune._first(load_card("h200"), "h200")[0] == "model"
+    assert sampler_here(None, "cpu")[0] == "random" and sampler_here(load_card("h200"), "h200")[0] == "model"
 
 
 def test_calibrate_on_cpu_ranks(tmp_path, monkeypatch):
@@ -375,6 +470,8 @@ def test_calibrate_on_cpu_ranks(tmp_path, monkeypatch):
         ("--backend tpu", "--backend is 'tpu'; use cpu, hopper, nccl or auto"),
         ("--backend cpu --sampler guess", "--sampler is 'guess'; use auto, optuna, model, random"),
         ("--backend cpu --sampler model --shape 32x16x4x2 --tokens 64", "needs a card"),
+        ("--backend cpu --tokens 64,many", "--tokens is '64,many'; give numbers from 1 on, separated by commas"),
+        ("--backend cpu --tokens 60,64", "two have the entry 2048x768x128x8-bfloat16-64; leave out one"),
         ("--calibrate --backend nccl", "--calibrate times backends hopper and cpu, not 'nccl'"),
         pytest.param(
             "--calibrate --backend hopper", "no CUDA device",

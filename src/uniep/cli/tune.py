@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -18,34 +18,37 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import uniep
 from uniep.backends import registry
-from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, write_json
+from uniep.cli.options import DType, Dtype, JsonFile, check_file, write_json
 from uniep.cli.summary import commit
-from uniep.errors import ConfigError, UnsupportedError
-from uniep.schedule import default_schedule
+from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
-from uniep.trials.search import EARLY, Record, Result, sampler_of, search
+from uniep.trials.fleet import Fleet
+from uniep.trials.search import EARLY, SAMPLERS, Record, Result, Sampler, entry, sampler_here, sampler_of, search
 from uniep.trials.trial import Job
 from uniep.tuner import tables
 from uniep.tuner.model import Card, card_text, find_card
 
-SAMPLERS = ("auto", "optuna", "model", "random")
-
 
 def tune(
-    shape: ShapeName = "qwen3-30b",
+    shape: Annotated[str, typer.Option(help="Shapes, DxFxExK (hidden, ffn, experts, top-k) or names.")] = "qwen3-30b",
     ep: Annotated[
         int | None, typer.Option(help="Ranks, as processes of this machine; default: 2, with one GPU 1.", min=1)
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens per rank; the result is kept for their bucket.", min=1)] = 4096,
+    tokens: Annotated[str, typer.Option(help="Tokens per rank; each result is kept for their bucket.")] = "4096",
     backend: Annotated[
         str, typer.Option(help="Backend: hopper, nccl or cpu; auto: hopper if there are GPUs.")
     ] = "auto",
     dtype: Dtype = DType.bf16,
     combine_groups: Annotated[int | None, typer.Option(help="MoEConfig.combine_groups.", min=1)] = None,
     budget_s: Annotated[
-        float, typer.Option(help="Seconds to time candidates, after ranks have started and run the default.", min=0)
+        float,
+        typer.Option(
+            help="Seconds to time candidates of each shape and number of tokens, after ranks have started and run the "
+            "default.",
+            min=0,
+        ),
     ] = 300.0,
     candidate_s: Annotated[
         float, typer.Option(help="Seconds after which a candidate is dropped as too slow.", min=1)
@@ -53,11 +56,14 @@ def tune(
     sampler: Annotated[
         str,
         typer.Option(
-            help="Search: optuna (the extra tune); model: fastest predicted first; random. auto: the first of them "
-            "that there is here."
+            help="Search: optuna (the extra tune); model: fastest predicted first, then steps from the best; random. "
+            "auto: the first of them that there is here."
         ),
     ] = "auto",
     card: Annotated[str | None, typer.Option(help="Card that the model assumes; default: this machine's.")] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="Folder of the tables; default: UNIEP_TUNE_DIR, or the user's cache.")
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Instead measure this card's constants for the model; under a minute.")
     ] = False,
@@ -66,11 +72,12 @@ def tune(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Find the fastest Schedule of a layer on this machine, and keep it for Workspaces of this card.
+    """Find the fastest Schedule of layers on this machine, and keep it for Workspaces of this card.
 
-    Candidates run in child processes of all ranks. A candidate that crashes, takes too long or changes a bit is
-    dropped, with the reason. An interrupted search resumes where it stopped. A table is written if one is faster than
-    the default, which needs none. Tables and trials are in UNIEP_TUNE_DIR, or in the user's cache.
+    Lists, separated by commas, of shapes and of tokens are searched one after the other, in the same ranks. Candidates
+    run in child processes of all ranks. A candidate that crashes, takes too long or changes a bit is dropped, with the
+    reason. An interrupted search resumes where it stopped. A table is written if one is faster than the default, which
+    needs none. Tables and trials are in UNIEP_TUNE_DIR, or in the user's cache; --into names another folder for tables.
     """
     console = Console(highlight=False)
     check_file(json_file, "--json")
@@ -86,30 +93,64 @@ def tune(
         return
     if sampler not in SAMPLERS:
         raise ConfigError(f"--sampler is {sampler!r}; use {', '.join(SAMPLERS)}")
-    made = parse_shape(shape)
-    rows = None if device.type == "cpu" else made.sync_free_rows(tokens)
-    cfg = made.config(ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=rows)
-    cfg.check_group(ep)
-    key = tables.Key.of(cfg, ep, backend, name)
-    path, trials = tables.folder() / key.file, tables.folder() / "trials" / f"{Path(key.file).stem}-{key.place}.sqlite"
-    job, known = Job(cfg, ep, backend, device.type, tokens), find_card(card, name)
-    with tables.held(trials):
-        versions = {**tables.timed_with(backend), "uniep": uniep.__version__, "torch": torch.__version__}
-        record = Record(trials, {**versions, "tokens": tokens})
-        try:
-            if sampler == "auto":
-                sampler, why = _first(known, name)
-                console.print(f"sampler: {sampler} ({why})")
+    known = find_card(card, name)
+    if sampler == "auto":
+        sampler, why = sampler_here(known, name)
+        console.print(f"sampler: {sampler} ({why})")
+    jobs: dict[tables.Key, Job] = {}
+    for text, count in itertools.product(shape.split(","), _counts(tokens)):
+        layer = parse_shape(text)
+        rows = None if device.type == "cpu" else layer.sync_free_rows(count)
+        cfg = layer.config(ep, count, dtype=dtype.torch, combine_groups=combine_groups, max_rows=rows)
+        cfg.check_group(ep)
+        key = tables.Key.of(cfg, ep, backend, name)
+        if key in jobs:
+            raise ConfigError(f"--shape {shape} --tokens {tokens}: two have the entry {key.place}; leave out one")
+        jobs[key] = Job(cfg, ep, backend, device.type, count)
+    entries, failed = {}, []
+    with Fleet(next(iter(jobs.values()))) as ranks:
+        for key, job in jobs.items():
+            if len(jobs) > 1:
+                console.print(f"[bold]{key.place}[/bold]")
             which = sampler_of(sampler, job, known)
-            with _bar(console, budget_s) as progress:
-                result = search(
-                    job, which, record, budget_s, card=known, candidate_s=candidate_s, progress=progress
-                )  # fmt: skip
-        finally:
-            record.close()
-        written = _keep(path, key, entry := _entry(result, job))
+            try:
+                made = _search(console, key, job, which, ranks, budget_s, candidate_s, known, into or tables.folder())
+            except UniEPError as error:
+                if len(jobs) == 1:
+                    raise
+                failed.append(key.place)
+                console.print(f"{key.place} failed, and is left out: {error}")
+            else:
+                entries[key.place] = made
+    write_json(json_file, entries if len(jobs) > 1 else next(iter(entries.values())))
+    if failed:
+        raise UniEPError(f"{', '.join(failed)}: not searched, as said above; all others are kept")
+
+
+def _counts(text: str) -> list[int]:
+    """ "512,4096" -> [512, 4096]."""
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise ConfigError(f"--tokens is {text!r}; give numbers from 1 on, separated by commas")
+    return [int(part) for part in text.split(",")]
+
+
+def _search(
+    console: Console, key: tables.Key, job: Job, sampler: Sampler, ranks: Fleet, budget_s: float, candidate_s: float,
+    card: Card | None, folder: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """-> the entry of the table in `folder`, whether it was written or not."""
+    trials = tables.folder() / "trials" / f"{Path(key.file).stem}-{key.place}.sqlite"
+    path = folder / key.file
+    ranks.becomes(job, timeout_s=candidate_s)
+    with tables.held(trials):
+        versions = {**tables.timed_with(job.backend), "uniep": uniep.__version__, "torch": torch.__version__}
+        with closing(Record(trials, {**versions, "tokens": job.tokens})) as record, _bar(console, budget_s) as progress:
+            result = search(
+                job, sampler, record, budget_s, fleet=ranks, card=card, candidate_s=candidate_s, progress=progress
+            )  # fmt: skip
+        written = tables.keep(path, key, made := entry(result, job, commit()))
     _print(console, result, path if written else None, job)
-    write_json(json_file, entry)
+    return made
 
 
 def _backend(given: str) -> str:
@@ -122,50 +163,12 @@ def _backend(given: str) -> str:
     return given
 
 
-def _first(card: Card | None, name: str) -> tuple[str, str]:
-    """The sampler that `auto` stands for, and why."""
-    if importlib.util.find_spec("optuna") is not None:
-        return "optuna", "installed"
-    if card is not None:
-        return "model", f"optuna is not installed, and there is a card file of {name}"
-    return "random", f"optuna is not installed, and no card file of {name}: uniep tune --calibrate writes one"
-
-
-def _keep(path: Path, key: tables.Key, entry: dict[str, object]) -> bool:
-    """Put the entry into the table: if it is not the default, or takes the place of one.  -> whether it was written."""
-    if entry["schedule"] == entry["default"]:
-        try:
-            known = tables.read(path, key.backend)["entries"] if path.exists() else {}
-        except ConfigError:
-            known = {}
-        if key.place not in known:
-            return False
-    tables.store(path, key, entry)
-    return True
-
-
 @contextmanager
 def _bar(console: Console, budget_s: float) -> Iterator[Callable[[float, str], None]]:
     columns = (TextColumn("tuned"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("ranks start", total=max(budget_s, 1e-9))
         yield lambda seconds, text: bar.update(task, completed=seconds, description=text)
-
-
-def _entry(result: Result, job: Job) -> dict[str, object]:
-    tried = [
-        {
-            "changes": t.changes, "status": t.status, "text": t.text, "score": t.score, "us": t.us,
-            "predicted_us": t.predicted_us, "pairs_us": [[round(a, 1), round(b, 1)] for a, b in t.pairs],
-        }
-        for t in result.tried
-    ]  # fmt: skip
-    usual = default_schedule(job.backend, job.cfg, job.ep_size)
-    return {
-        "schedule": tables.fields(result.choice), "default": tables.fields(usual), "gain": round(result.gain, 4),
-        "spread": round(result.spread, 4), "proof": result.proof, "usual_us": result.usual_us, "commit": commit(),
-        "timed_tokens": job.tokens, "date": time.strftime("%Y-%m-%d"), "tried": tried,
-    }  # fmt: skip
 
 
 def _print(console: Console, result: Result, path: Path | None, job: Job) -> None:

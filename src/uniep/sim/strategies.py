@@ -149,7 +149,7 @@ def _uniep(
     as uniep chooses by default on GPUs."""
 
     def arrange(problem: Problem, machine: Machine) -> Arrangement:
-        usual = dataclasses.replace(default_schedule(GPU, problem.cfg, problem.ep), mega_to=0)
+        usual = default_schedule(GPU, problem.cfg, problem.ep)
         node = machine.per_node(problem.ep)
         if transfer == "copy" and node < problem.ep:
             raise ConfigError(

@@ -142,7 +142,7 @@ def measure(
             job = Job(cfg, ep_size, backend, "cuda" if backend == "hopper" else "cpu", tokens)
             if fleet is None:
                 fleet = Fleet(job)
-            fleet.ask("becomes", job, timeout_s=120)
+            fleet.becomes(job, timeout_s=120)
             for schedule in _schedules(backend, cfg, ep_size):
                 of_rank = fleet.ask("alone", schedule, REPEATS, timeout_s=120)
                 calls = [[max(us) for us in zip(*call, strict=True)] for call in zip(*of_rank, strict=True)]
@@ -160,7 +160,7 @@ def _schedules(backend: str, cfg: MoEConfig, ep_size: int) -> list[Schedule]:
     usual = default_schedule(backend, cfg, ep_size)
     changes: list[dict[str, Any]] = [{}, {"overlap": "serial"}]
     if backend == "hopper":
-        changes.append({"transfer": "copy" if usual.transfer == "push" else "push", "mega_to": 0})
+        changes.append({"transfer": "copy" if usual.transfer == "push" else "push"})
     made = [replaced(usual, change) for change in changes]
     return [schedule for schedule in made if not refusals(schedule, cfg, ep_size, backend)]
 

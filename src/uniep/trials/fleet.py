@@ -80,6 +80,12 @@ class Fleet:
             self.end()
             raise
 
+    def becomes(self, job: Job, timeout_s: float) -> None:
+        """Another job of as many ranks on the same devices, in the same processes.  Raises DroppedError."""
+        self.job = job
+        if self.alive:
+            self.ask("becomes", job, timeout_s=timeout_s)
+
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """The results of `method(*args)`, one per rank.  Raises DroppedError; ranks that are out of step are killed."""
         if not self._processes:

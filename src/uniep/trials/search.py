@@ -1,10 +1,10 @@
 """The search: which points are timed, in which order, and which one is kept.
 
-Candidates come from the model's order, from random draws, or from optuna.  Each is verified (the bits of y and all
-gradients against the serial Schedule) and timed in turns with the incumbent, in lock step on all ranks.  A slow one is
-abandoned early.  A candidate that crashes, runs out of memory, takes too long or changes bits is dropped with the
-reason.  The winner is timed against the default again in fresh processes, and must beat it by more than the spread of
-that run.
+Candidates come from the model's order and steps from the best, from random draws, or from optuna.  Each is verified
+(the bits of y and all gradients against the serial Schedule) and timed in turns with the incumbent, in lock step on all
+ranks.  A slow one is abandoned early.  A candidate that crashes, runs out of memory, takes too long or changes bits is
+dropped with the reason.  The winner is timed against the default again in fresh processes, and must beat it by more
+than the spread of that run.
 
 Every trial is written to SQLite at once, so that an interrupted search resumes where it stopped.
 """
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import logging
 import sqlite3
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.trial import Job, slowest
 from uniep.tuner import tables
 from uniep.tuner.model import Card, Load, predict
-from uniep.tuner.space import Points, dimensions, get, points, refusals, replaced, settled
+from uniep.tuner.space import Points, dimensions, get, neighbours, point, points, refusals
 
 log = logging.getLogger("uniep")
 
@@ -107,6 +108,10 @@ class Record:
 
 
 class Sampler(Protocol):
+    @property
+    def first(self) -> Sequence[Schedule]:
+        """Points that it begins with."""
+
     def ask(self) -> Schedule | None:
         """The next candidate, or None."""
 
@@ -119,6 +124,7 @@ class Listed:
 
     def __init__(self, space: Points, order: torch.Tensor) -> None:
         self.space, self.order = space, iter(order.tolist())
+        self.first = [space.schedule(i) for i in order[:FIRST].tolist()]
 
     def ask(self) -> Schedule | None:
         index = next(self.order, None)
@@ -139,36 +145,62 @@ class Optuna:
                 "optuna is not installed; pip install optuna, or search with --sampler model or random"
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.backend, self.tokens = job.backend, job.cfg.max_tokens_per_rank
-        self.dimensions = dimensions(job.backend, job.cfg, job.ep_size)
-        usual = space.schedule(0)
+        self.job, self.first = job, first
+        usual, chosen = space.schedule(0), dimensions(job.backend, job.cfg, job.ep_size)
         self.distributions: dict[str, Any] = {
             d.name: optuna.distributions.CategoricalDistribution(
                 tuple(dict.fromkeys((get(usual, d.name), *d.values[job.backend])))
             )
-            for d in self.dimensions
+            for d in chosen
         }
         self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=8))
-        self.usual, self.failed = usual, optuna.trial.TrialState.FAIL
+        self.failed = optuna.trial.TrialState.FAIL
         self.trial: Any = None
         for schedule in first:
             self.study.enqueue_trial({name: get(schedule, name) for name in self.distributions})
 
     def ask(self) -> Schedule:
         self.trial = self.study.ask(self.distributions)
-        values: dict[str, Any] = {}
-        for d in self.dimensions:  # one without effect keeps its usual value, so that a point has one name
-            value = self.trial.params[d.name]
-            means = d.allowed(value, lambda name: values.get(name, get(self.usual, name)))
-            values[d.name] = value if means else get(self.usual, d.name)
-        also = {name: values[d.name] for d in self.dimensions for name in d.also}
-        return settled(replaced(self.usual, {**values, **also}), self.usual, self.backend, self.tokens)
+        return point(self.trial.params, self.job.backend, self.job.cfg, self.job.ep_size)
 
     def tell(self, score: float | None) -> None:
         if score is None:
             self.study.tell(self.trial, state=self.failed)
         else:
             self.study.tell(self.trial, score)
+
+
+class Climbing:
+    """The points `first`; then points one step from the best so far, the fastest predicted first; then `rest`."""
+
+    def __init__(self, job: Job, card: Card, first: Sequence[Schedule], rest: Listed) -> None:
+        self.job, self.card, self.first, self.queue, self.rest = job, card, first, list(first), rest
+        self.best, self.score = default_schedule(job.backend, job.cfg, job.ep_size), 1.0
+        self.asked: list[Schedule] = [self.best]
+        self.climbs = False
+
+    def ask(self) -> Schedule | None:
+        if not self.queue and not self.climbs:
+            self.climbs, self.queue = True, self._steps()
+        schedule = self.queue.pop(0) if self.queue else self.rest.ask()
+        if schedule is not None:
+            self.asked.append(schedule)
+        return schedule
+
+    def tell(self, score: float | None) -> None:
+        if score is not None and score < BETTER * self.score:
+            self.best, self.score = self.asked[-1], score
+            if self.climbs:
+                self.queue = self._steps()
+
+    def _steps(self) -> list[Schedule]:
+        job = self.job
+        near = neighbours(self.best, job.backend, job.cfg, job.ep_size)
+        steps = [schedule for _, _, schedule in near if schedule not in self.asked]
+        if not steps:
+            return []
+        us = predict(Load.uniform(job.cfg, job.ep_size, job.tokens), Points.of(steps), self.card).both
+        return [steps[i] for i in us.argsort(stable=True).tolist()]
 
 
 def in_order(space: Points, load: Load, card: Card | None, sampler: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -194,22 +226,34 @@ def different(order: torch.Tensor, predicted: torch.Tensor) -> list[int]:
 
 
 FIRST = 8
-"""Number of the model's best points that optuna starts with."""
+"""Number of the model's best points that a search begins with."""
+
+SAMPLERS = ("auto", "optuna", "model", "random")
+
+
+def sampler_here(card: Card | None, name: str) -> tuple[str, str]:
+    """The sampler that "auto" stands for, and why.  name: of the card that `card` is of."""
+    if importlib.util.find_spec("optuna") is not None:
+        return "optuna", "installed"
+    if card is not None:
+        return "model", f"optuna is not installed, and there is a card file of {name}"
+    return "random", f"optuna is not installed, and no card file of {name}: uniep tune --calibrate writes one"
 
 
 def sampler_of(name: str, job: Job, card: Card | None) -> Sampler:
     """The sampler "optuna", "model" or "random" over the whole space.  card: None: nothing is predicted."""
     space = points(job.backend, job.cfg, job.ep_size)
     order, predicted = in_order(space, Load.uniform(job.cfg, job.ep_size, job.tokens), card, name)
-    if name != "optuna":
-        return Listed(space, order)
     first = [] if predicted is None else [space.schedule(i) for i in different(order, predicted)[:FIRST]]
-    return Optuna(space, job, first)
+    if name == "optuna":
+        return Optuna(space, job, first)
+    listed = Listed(space, order)
+    return listed if name == "random" or card is None else Climbing(job, card, first, listed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """choice: the Schedule that is kept.  gain, spread: the default's time divided by the choice's, in fresh processes,
+    """choice: the Schedule that is kept.  gain, spread: the default's time divided by the choice's, compared again,
     and its spread; 1 and 0 for the default.  proof: hash of the choice, the same on all ranks."""
 
     choice: Schedule
@@ -219,6 +263,23 @@ class Result:
     tried: list[Tried]
     usual_us: float
     starts: int
+
+
+def entry(result: Result, job: Job, commit: str) -> dict[str, Any]:
+    """What a table says of a search."""
+    tried = [
+        {
+            "changes": t.changes, "status": t.status, "text": t.text, "score": t.score, "us": t.us,
+            "predicted_us": t.predicted_us, "pairs_us": [[round(a, 1), round(b, 1)] for a, b in t.pairs],
+        }
+        for t in result.tried
+    ]  # fmt: skip
+    usual = default_schedule(job.backend, job.cfg, job.ep_size)
+    return {
+        "schedule": tables.fields(result.choice), "default": tables.fields(usual), "gain": round(result.gain, 4),
+        "spread": round(result.spread, 4), "proof": result.proof, "usual_us": result.usual_us, "commit": commit,
+        "timed_tokens": job.tokens, "date": time.strftime("%Y-%m-%d"), "tried": tried,
+    }  # fmt: skip
 
 
 Progress = Callable[[float, str], None]
@@ -235,18 +296,20 @@ def search(
     card: Card | None = None,
     candidate_s: float = 60.0,
     most: int | None = None,
+    restarts: bool = True,
     progress: Progress = lambda seconds, text: None,
 ) -> Result:
     """Time candidates for `budget_s` seconds, counted from when all ranks have started and the default was timed; the
     candidate that runs at their end is given up.  most: limit of candidates.  candidate_s: longest time for one
-    question to all ranks.
+    question to all ranks.  fleet: ranks of this job, which stay.  restarts: False: ranks start anew only after a
+    fault: the candidate that runs at the end may finish, and the winner is compared in the same processes.
 
     Raises UniEPError if the default itself cannot be timed.
     """
     cfg, backend = job.cfg, job.backend
     usual = default_schedule(backend, cfg, job.ep_size)
-    with fleet or Fleet(job) as ranks:
-        state = _State(job, ranks, usual, candidate_s)
+    with contextlib.nullcontext(fleet) if fleet is not None else Fleet(job) as ranks:
+        state = _State(job, ranks, usual, candidate_s, restarts)
         began = time.monotonic()
         known = {json.dumps(t.changes, sort_keys=True): t for t in record.all()}
         best = min((t for t in known.values() if t.status == "timed"), key=lambda t: t.score or 9.0, default=None)
@@ -291,20 +354,25 @@ def _said(tried: Tried, count: int) -> str:
     return f"{count} tried, last: {result}"
 
 
+def serial(usual: Schedule) -> Schedule:
+    """The Schedule whose bits all others must have."""
+    return dataclasses.replace(
+        usual, overlap="serial", tile_order="natural", peer_order="natural", weight_gradient_order="last",
+        group_sum="after",
+    )  # fmt: skip
+
+
 class _State:
     """The incumbent, which the running ranks hold, and its score."""
 
-    def __init__(self, job: Job, ranks: Fleet, usual: Schedule, candidate_s: float) -> None:
-        self.job, self.ranks, self.usual, self.candidate_s = job, ranks, usual, candidate_s
+    def __init__(self, job: Job, ranks: Fleet, usual: Schedule, candidate_s: float, restarts: bool) -> None:
+        self.job, self.ranks, self.usual, self.candidate_s, self.restarts = job, ranks, usual, candidate_s, restarts
         self.incumbent, self.score = usual, 1.0
-        oracle = dataclasses.replace(usual, overlap="serial", tile_order="natural", peer_order="natural",
-            weight_gradient_order="last", group_sum="after", mega_to=0)  # fmt: skip
         try:
-            self.bits = self._ask("prove", oracle)
-            if self._ask("prove", usual) != self.bits:
-                raise UniEPError("the default Schedule has other bits than the serial one: a bug; please report it")
+            self.bits = self._ask("prove", usual)
             self._ask("take")
-            self._ask("prove", usual)
+            if self._ask("prove", serial(usual)) != self.bits:
+                raise UniEPError("the default Schedule has other bits than the serial one: a bug; please report it")
             self.usual_us = statistics.median(a for a, _ in slowest(self._ask("time", PAIRS)))
         except DroppedError as error:
             raise UniEPError(f"the default Schedule cannot be timed: {error}") from None
@@ -325,7 +393,7 @@ class _State:
         pairs: list[tuple[float, float]] = []
 
         def ask(method: str, *args: Any) -> list[Any]:
-            left = max(until - time.monotonic(), 0.0)
+            left = max(until - time.monotonic(), 0.0) if self.restarts else self.candidate_s
             return self.ranks.ask(method, *args, timeout_s=min(self.candidate_s, left))
 
         try:
@@ -341,10 +409,10 @@ class _State:
                 ratio = statistics.median(b / a for a, b in pairs)
                 if ratio > EARLY:
                     break
-                if time.monotonic() > until:
+                if self.restarts and time.monotonic() > until:
                     return Tried(changes, "ended")
         except DroppedError as error:
-            if error.reason == "timeout" and time.monotonic() >= until:
+            if self.restarts and error.reason == "timeout" and time.monotonic() >= until:
                 return Tried(changes, "ended")
             return Tried(changes, error.reason, error.text)
         score, us = ratio * self.score, statistics.median(b for _, b in pairs)
@@ -355,17 +423,18 @@ class _State:
         return Tried(changes, status, "", score, us, None, pairs)
 
     def confirmed(self, tried: list[Tried]) -> Result:
-        """The incumbent, if it beats the default again in fresh processes; else the default."""
+        """The incumbent, if it beats the default again; else the default."""
         choice, gain, spread = self.usual, 1.0, 0.0
         if self.incumbent != self.usual:
-            self.ranks.end()
+            if self.restarts:
+                self.ranks.end()
             try:
                 self._ask("prove", self.usual)
                 self._ask("take")
                 same = self._ask("prove", self.incumbent) == self.bits
                 pairs = slowest(self._ask("time", CONFIRM)) if same else []
             except DroppedError as error:
-                log.warning("the winner failed in fresh processes, the default stays: %s", error)
+                log.warning("the winner failed when it was compared again, the default stays: %s", error)
                 pairs = []
             if pairs:
                 ratios = sorted(a / b for a, b in pairs)

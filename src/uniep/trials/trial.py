@@ -17,6 +17,7 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError, UnsupportedError
+from uniep.nn.bits import part_digests
 from uniep.nn.functional import moe
 from uniep.schedule import Schedule
 from uniep.tuner.tables import digest
@@ -64,14 +65,14 @@ class Trial:
         return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.dy_TD)
 
     def prove(self, schedule: Schedule) -> str:
-        """Make this Schedule the candidate.  -> hash of this rank's y and gradients."""
+        """Make this Schedule the candidate.  -> hash of this rank's y and gradients, of numbers that their device makes
+        of their bits: gradients may have gigabytes."""
         self.drop()
         self.candidate = self.workspace(schedule)
-        found = hashlib.sha256()
-        for tensor in self.call(self.candidate):
-            found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        made = [part_digests(tensor, tensor.shape, (0,) * tensor.ndim) for tensor in self.call(self.candidate)]
+        found = torch.cat(made).tolist()
         self.candidate.check()
-        return found.hexdigest()
+        return hashlib.sha256(repr(found).encode()).hexdigest()
 
     def workspace(self, schedule: Schedule) -> Workspace:
         job = self.job
@@ -118,6 +119,9 @@ class Trial:
     def becomes(self, job: Job) -> None:
         """Switch to another shape in the same processes."""
         self.close()
+        self.leaves = []  # their memory is that of the next ones
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         rank = self.group.rank() if self.group is not None else 0
         self.__init__(job, rank, self.group, self.device)  # type: ignore[misc]
 

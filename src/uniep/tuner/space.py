@@ -11,7 +11,9 @@ Column suffix: N points.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,42 +22,72 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.dimension import Measured
 from uniep.schedule import DIMENSION, DIMENSIONS, Schedule, default_schedule, is_valid
+from uniep.way import resolve
 
 PIPELINED_FROM = Measured().pipelined_from
 
 
 Needs = Mapping[str, tuple[Any, ...]]
+Setup = tuple[str, MoEConfig, int]
+"""Backend, layer and ranks."""
+
+
+def _all(values: tuple[Any, ...], setup: Setup) -> tuple[Any, ...]:
+    return values
+
+
+def _distinct_waves(values: tuple[int, ...], setup: Setup) -> tuple[int, ...]:
+    """0, and the numbers of waves that differ from what 0 chooses for a full call, and from each other."""
+    backend, cfg, ep_size = setup
+    usual, found = default_schedule(backend, cfg, ep_size), dict[int, int]()
+    acting = {name: allowed[0] for name, allowed in _WAVES.items()}
+    for value in values:
+        schedule = replaced(usual, {**acting, "arrival_waves": value})
+        waves = resolve(cfg, ep_size, cfg.max_tokens_per_rank, schedule, backend=backend).waves
+        found.setdefault(waves, value)
+    return tuple(found.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Searched:
     """name: of the dimension; `also`: dimensions that take the same value.  values: the values to try, by backend; a
-    backend that is not listed has no choice.  needs: {dimension: values}: this dimension has an effect only if one of
-    them holds.  only: {value: needs}: the same of a single value."""
+    backend that is not listed has no choice.  needs: alternatives, {dimension: values} each; this dimension has an
+    effect only if all dimensions of one of them have one of these values.  only: {value: {dimension: values}}, which
+    this value needs as well.  distinct: of the values, those that differ in a setup."""
 
     name: str
     values: Mapping[str, tuple[Any, ...]]
     also: tuple[str, ...] = ()
-    needs: Needs = dataclasses.field(default_factory=dict)
+    needs: tuple[Needs, ...] = ({},)
     only: Mapping[Any, Needs] = dataclasses.field(default_factory=dict)
+    distinct: Callable[[tuple[Any, ...], Setup], tuple[Any, ...]] = _all
 
-    def allowed(self, value: Any, other: Callable[[str], Any]) -> bool:
-        """Whether `value` has an effect beside the values that `other` gives of other dimensions."""
-        needs = *self.needs.items(), *self.only.get(value, {}).items()
-        return all(other(name) in values for name, values in needs)
+    def allowed(self, value: Any, holds: Callable[[str, tuple[Any, ...]], Any]) -> Any:
+        """Whether `value` has an effect.  holds(name, values): whether that dimension has one of the values, a bool or
+        (N,) bool; so is the result."""
+
+        def every(needs: Needs) -> Any:
+            return functools.reduce(operator.and_, (holds(name, values) for name, values in needs.items()), True)
+
+        return functools.reduce(operator.or_, map(every, self.needs)) & every(self.only.get(value, {}))
 
 
 _MEGA, _NOT_SERIAL = {"overlap": ("mega",)}, {"overlap": ("fused", "pipelined", "mega")}
 _STAGED = {"overlap": ("fused", "serial", "pipelined")}
 _ORDERS, _LISTS = ("local-first", "natural", "critical-path"), {"transfer": ("push", "pull")}
+_SERIAL, _FUSED = {"overlap": ("serial",)}, {"overlap": ("fused", "pipelined")}
+_WAVES = {**_FUSED, "transfer": ("copy",), "tile_order": ("local-first",), "operand": ("gathered",)}
 SEARCHED = (
     Searched("overlap", {"cpu": ("fused", "serial"), "hopper": ("fused", "serial", "pipelined", "mega")}),
     Searched("transfer", {"hopper": ("push", "copy", "pull")}),
     Searched("send_order", {"cpu": ("token", "expert")}),
-    Searched("send_order", {"hopper": ("token", "expert")}, needs=_LISTS),
+    Searched("send_order", {"hopper": ("token", "expert")}, needs=(_LISTS,)),
     Searched("tile_order", {"cpu": _ORDERS}),
     Searched("tile_order", {"hopper": _ORDERS}, only={"critical-path": _MEGA}),
-    Searched("operand", {"hopper": ("gathered", "expanded")}, needs=_STAGED),
+    Searched("operand", {"hopper": ("gathered", "expanded")}, needs=(_STAGED,)),
+    Searched("arrival_waves", {"hopper": (0, 1, 2, 4, 8)}, needs=(_WAVES,), distinct=_distinct_waves),
+    Searched("received", dict.fromkeys(("cpu", "hopper", "nccl"), ("saved", "again"))),
+    Searched("preactivation", dict.fromkeys(("cpu", "hopper", "nccl"), ("saved", "recomputed"))),
     Searched("gate_up.rows", {"cpu": (128, 64), "hopper": (128, 64)}, also=("down.rows",)),
     Searched("gate_up.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
     Searched("down.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
@@ -64,29 +96,29 @@ SEARCHED = (
     Searched("weight_gradient.columns", {"hopper": (256, 128), "nccl": (256, 128)}),
     Searched("weight_gradient.stages", {"hopper": (3, 4), "nccl": (3, 4)}),
     Searched("chunk_tokens", {"cpu": (64, 32, 128)}),
-    Searched("chunk_tokens", {"hopper": (32, 128)}, needs=_LISTS),
-    Searched("push_programs", {"hopper": (8, 16, 32)}, needs={**_LISTS, **_NOT_SERIAL}),
-    Searched("sum_programs", {"hopper": (16, 8)}, needs=_STAGED),
-    Searched("pass_programs", {"hopper": (1, 2)}, needs={"overlap": ("serial",)}),
-    Searched("down_sms", {"hopper": (16, 32, 48)}, needs={"overlap": ("pipelined",)}),
-    Searched("activation_gradient", {"hopper": ("after", "beside")}, needs={"overlap": ("fused", "pipelined")}),
-    Searched("group_sum", {"hopper": ("after", "beside")}, needs={"overlap": ("fused",)}),
-    Searched("peer_order", {"cpu": ("natural", "rotated")}, needs={"overlap": ("fused",)}),
-    Searched("peer_order", {"hopper": ("natural", "rotated")}, needs=_MEGA),
-    Searched("weight_gradient_order", {"cpu": ("last", "interleaved")}, needs={"overlap": ("fused",)}),
-    Searched("weight_gradient_order", {"hopper": ("last", "interleaved")}, needs={**_MEGA, "tile_order": _ORDERS[:2]}),
+    Searched("chunk_tokens", {"hopper": (32, 128)}, needs=(_LISTS,)),
+    Searched("push_programs", {"hopper": (8, 16, 32)}, needs=({**_LISTS, **_NOT_SERIAL},)),
+    Searched("sum_programs", {"hopper": (16, 8)}, needs=(_STAGED,)),
+    Searched("pass_programs", {"hopper": (1, 2)}, needs=(_SERIAL, {**_FUSED, **_LISTS, "received": ("again",)})),
+    Searched("down_sms", {"hopper": (16, 32, 48)}, needs=({"overlap": ("pipelined",)},)),
+    Searched("activation_gradient", {"hopper": ("after", "beside")}, needs=(_FUSED,)),
+    Searched("group_sum", {"hopper": ("after", "beside")}, needs=({"overlap": ("fused",)},)),
+    Searched("peer_order", {"cpu": ("natural", "rotated")}, needs=({"overlap": ("fused",)},)),
+    Searched("peer_order", {"hopper": ("natural", "rotated")}, needs=(_MEGA,)),
+    Searched("weight_gradient_order", {"cpu": ("last", "interleaved")}, needs=({"overlap": ("fused",)},)),
+    Searched(
+        "weight_gradient_order", {"hopper": ("last", "interleaved")}, needs=({**_MEGA, "tile_order": _ORDERS[:2]},)
+    ),
     Searched("activation", {"cpu": ("fused", "separate")}),
-    Searched("received", {"cpu": ("saved", "again"), "hopper": ("saved", "again"), "nccl": ("saved", "again")}),
-    Searched("preactivation", dict.fromkeys(("cpu", "hopper", "nccl"), ("saved", "recomputed"))),
     Searched("matrix_workers", {"cpu": (1, 2)}),
     Searched("vector_workers", {"cpu": (1, 2)}),
 )
 """Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
-tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes,
-arrival_waves."""
+tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes.  A
+dimension is behind those that it needs."""
 
 
-OF_PEERS = ("transfer", "send_order", "chunk_tokens", "push_programs", "peer_order")
+OF_PEERS = ("transfer", "send_order", "arrival_waves", "chunk_tokens", "push_programs", "peer_order")
 """Dimensions without effect on one rank."""
 
 OF_MEMORY = ("received", "preactivation")
@@ -94,10 +126,14 @@ OF_MEMORY = ("received", "preactivation")
 
 
 def dimensions(backend: str, cfg: MoEConfig, ep_size: int, keep: Sequence[str] = OF_MEMORY) -> list[Searched]:
-    """The searched dimensions of a backend for a configuration.  keep: names that are not searched, such as those that
-    trade memory for time."""
+    """The searched dimensions of a backend for a configuration, with the values that differ there.  keep: names that
+    are not searched, such as those that trade memory for time."""
     left_out = {*keep, *(OF_PEERS if ep_size == 1 else ()), *(("group_sum",) if cfg.combine_groups is None else ())}
-    return [d for d in SEARCHED if backend in d.values and d.name not in left_out]
+    return [
+        dataclasses.replace(d, values={backend: d.distinct(d.values[backend], (backend, cfg, ep_size))})
+        for d in SEARCHED
+        if backend in d.values and d.name not in left_out
+    ]
 
 
 def get(schedule: Schedule, name: str) -> Any:
@@ -178,15 +214,16 @@ def points(
     values = [_default_first(d.values[backend], get(usual, d.name)) for d in chosen]
     at = {d.name: i for i, d in enumerate(chosen)}
     place_ND = torch.zeros(1, len(chosen), dtype=torch.int64)
+
+    def holds(name: str, allowed: tuple[Any, ...]) -> Any:
+        if name not in at:
+            return get(usual, name) in allowed
+        return torch.tensor([value in allowed for value in values[at[name]]])[place_ND[:, at[name]]]
+
     for i, dimension in enumerate(chosen):
         means_NV = torch.ones(len(place_ND), len(values[i]), dtype=torch.bool)
         for place, value in list(enumerate(values[i]))[1:]:  # the usual one, where none has an effect
-            for needed, allowed in (*dimension.needs.items(), *dimension.only.get(value, {}).items()):
-                if needed in at:
-                    fits = torch.tensor([other in allowed for other in values[at[needed]]])
-                    means_NV[:, place] &= fits[place_ND[:, at[needed]]]
-                else:
-                    means_NV[:, place] &= get(usual, needed) in allowed
+            means_NV[:, place] = dimension.allowed(value, holds)
         point_N, place_N = means_NV.nonzero(as_tuple=True)
         place_ND = place_ND[point_N]
         place_ND[:, i] = place_N
@@ -215,20 +252,41 @@ def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
     it and others do not; with other numbers of tokens, the usual thresholds apply."""
     usual = made.base
     pipelined = min(usual.pipelined_from or PIPELINED_FROM, tokens)
-    mega_to = torch.where(made.is_in("operand", "gathered"), float(min(usual.mega_to, tokens - 1)), 0.0)
     return {
         "pipelined_from": torch.where(made.is_in("overlap", "pipelined"), float(pipelined), usual.pipelined_from),
         "beside_from": torch.full((), float(min(usual.beside_from, tokens))),
-        "mega_to": torch.where(made.is_in("overlap", "mega"), float(usual.mega_to), mega_to),
     }
 
 
-def settled(schedule: Schedule, usual: Schedule, backend: str, tokens: int) -> Schedule:
-    """A point made from values, with the thresholds that `points` uses."""
-    if backend != "hopper" or schedule == usual:
-        return schedule
-    made = Points(usual, {name: torch.tensor([_code(name, get(schedule, name))]) for name in NAMES}, 1)
-    return replaced(schedule, {name: int(column) for name, column in _thresholds(made, tokens).items()})
+def point(values: Mapping[str, Any], backend: str, cfg: MoEConfig, ep_size: int) -> Schedule:
+    """The point with these values of searched dimensions, the usual ones of others, and the thresholds that `points`
+    uses.  A dimension without effect there keeps its usual value, so that a point has one name."""
+    usual, chosen = default_schedule(backend, cfg, ep_size), dimensions(backend, cfg, ep_size)
+    kept: dict[str, Any] = {}
+    for d in chosen:
+        value = values.get(d.name, get(usual, d.name))
+        means = d.allowed(value, lambda name, allowed: kept.get(name, get(usual, name)) in allowed)
+        kept[d.name] = value if means else get(usual, d.name)
+    made = replaced(usual, kept | {name: kept[d.name] for d in chosen for name in d.also})
+    if backend != "hopper" or made == usual:
+        return made
+    alone = Points(usual, {name: torch.tensor([_code(name, get(made, name))]) for name in NAMES}, 1)
+    thresholds = _thresholds(alone, cfg.max_tokens_per_rank)
+    return replaced(made, {name: int(column) for name, column in thresholds.items()})
+
+
+def neighbours(schedule: Schedule, backend: str, cfg: MoEConfig, ep_size: int) -> Iterator[tuple[str, Any, Schedule]]:
+    """(dimension, value, point): every point that can run with one searched dimension changed, the usual value first;
+    each point once."""
+    usual, chosen = default_schedule(backend, cfg, ep_size), dimensions(backend, cfg, ep_size)
+    values = {d.name: get(schedule, d.name) for d in chosen}
+    seen = {schedule, point(values, backend, cfg, ep_size)}
+    for d in chosen:
+        for value in _default_first(d.values[backend], get(usual, d.name)):
+            made = point({**values, d.name: value}, backend, cfg, ep_size)
+            if made not in seen and not refusals(made, cfg, ep_size, backend):
+                seen.add(made)
+                yield d.name, value, made
 
 
 def _default_first(values: tuple[Any, ...], usual: Any) -> list[Any]:

@@ -6,7 +6,8 @@ one shape, dtype and bucket of tokens, and only while the sources that decide sp
 timed (`timed_with`).  It has all fields of its choice, because the default that a choice differs from depends on the
 size of the call.
 
-A table that cannot be used is no error: a warning names it, and the default is used.
+A table that cannot be used is no error: the default is used.  A warning names one of the user; one of the package,
+which nobody here can mend, only `uniep doctor` names.
 """
 
 from __future__ import annotations
@@ -164,25 +165,26 @@ def shipped() -> Path:
 
 
 def find(cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Found:
-    """The Schedule for a Workspace of `cfg` on a card, from the nearest bucket of a table.  Warns of unusable
-    tables."""
+    """The Schedule for a Workspace of `cfg` on a card, from the nearest bucket of a table.  Warns of the user's tables
+    that cannot be used; `uniep doctor` also names the package's."""
     key = Key.of(cfg, ep_size, backend, card)
     why = f"no table of {key.file.removesuffix('.json')} has {key.shape} in {key.dtype}"
     for path in (folder() / key.file, shipped() / key.file):
         if not path.is_file():
             continue
+        told = log.warning if path.parent == folder() else log.info
         try:
             entry = _nearest(read(path, backend), key)
             if entry is None:
                 continue
             schedule = whole(entry["schedule"])
         except ConfigError as error:
-            log.warning("%s; the default Schedule is used", error)
+            told("%s; the default Schedule is used", error)
             why = str(error)
             continue
         if reasons := refusals(schedule, cfg, ep_size, backend):
             why = f"table {path}: {key.place} cannot run: {'; '.join(reasons)}"
-            log.warning("%s; the default Schedule is used", why)
+            told("%s; the default Schedule is used", why)
             continue
         return Found(schedule, path, f"tuned at {entry['tokens']} tokens, commit {entry.get('commit', '?')}", entry)
     return Found(None, None, why)
@@ -283,6 +285,19 @@ def store(path: Path, key: Key, entry: dict[str, Any]) -> None:
         write(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
 
 
+def keep(path: Path, key: Key, entry: dict[str, Any]) -> bool:
+    """`store` an entry whose choice is not the default, or which takes the place of one.  -> whether it was stored."""
+    if entry["schedule"] == entry["default"]:
+        try:
+            known = read(path, key.backend)["entries"] if path.exists() else {}
+        except ConfigError:
+            known = {}
+        if key.place not in known:
+            return False
+    store(path, key, entry)
+    return True
+
+
 def write(path: Path, text: str) -> None:
     """Raises ConfigError; an existing file stays intact."""
     try:
@@ -291,6 +306,7 @@ def write(path: Path, text: str) -> None:
             try:
                 file.write(text)
                 file.flush()
+                os.fchmod(file.fileno(), 0o644)  # others may read it, as a table of the package
                 os.fsync(file.fileno())
                 os.replace(file.name, path)
             except BaseException:
