@@ -274,8 +274,8 @@ class Bench:
 
     def memory(self, layer: Layer, case: Case, direction: str) -> dict[str, float]:
         """MiB on the device beyond what was there before, this rank's: the most of one call, and what a forward saves
-        for its backward; {} on CPU."""
-        if self.device.type != "cuda":
+        for its backward; {} on CPU and of captured calls."""
+        if self.device.type != "cuda" or isinstance(layer, UniEPGraph):  # a graph keeps its memory
             return {}
         timing.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -192,9 +192,13 @@ def _usual_sum_warps(d: Dimension, at: Setting) -> int:
 
 def _usual_overlap(d: Dimension, at: Setting) -> str:
     cfg, ep_size, measured = at.cfg, at.ep_size, at.measured
-    if ep_size == 1 or cfg.max_tokens_per_rank <= measured.few_tokens or cfg.combine_groups is not None:
+    if ep_size == 1 or cfg.max_tokens_per_rank < measured.pipelined_from or cfg.combine_groups is not None:
         return "fused"
     return "pipelined" if wire_share(cfg, ep_size, measured) >= measured.worth_pipelining else "fused"
+
+
+def _usual_activation_gradient(d: Dimension, at: Setting) -> str:
+    return "beside" if at.cfg.max_tokens_per_rank >= Schedule().beside_from else "after"
 
 
 def _usual_pipelined_from(d: Dimension, at: Setting) -> int:
@@ -406,7 +410,7 @@ class Schedule:
         "after", backends=(GPU,), source=_OWN,
         doc="When the activation gradient runs. after: in a pass after down_grad. beside: by separate programs during "
         "down_grad, when its row tiles are done and still in L2 (not serial).",
-        helps="beside from 2048 tokens of a rank on.", usual={GPU: "beside"},
+        helps="beside from 2048 tokens of a rank on.", usual={GPU: _usual_activation_gradient},
     )  # fmt: skip
     beside_from: int = dimension(
         2048, (0, 1024, 2048, 4096), backends=(GPU,), source=_OWN, least=0, unit=" tokens",

@@ -158,7 +158,8 @@ class Way:
             f"{tokens}, up to {s.mega_to}" if by_tokens else s.overlap,
         )  # fmt: skip
         wanted = f"a peer wants {cfg.wanted(self.ep_size):.2f} of the tokens, copies from {measured.worth_copying} on"
-        few = cfg.max_tokens_per_rank <= measured.few_tokens  # nothing was weighed
+        few = cfg.max_tokens_per_rank <= measured.few_tokens
+        weighed = cfg.max_tokens_per_rank >= measured.pipelined_from
         travel = wanted
         if s.transfer != usual.transfer:
             travel = "as set"
@@ -168,7 +169,7 @@ class Way:
             travel = f"usual for up to {measured.few_tokens} tokens"
         share = f"results take {wire_share(cfg, self.ep_size, measured):.2f} of the down product's time on the wire"
         overlap: str = s.overlap
-        if self.backend == GPU and s.overlap == usual.overlap and not few and cfg.combine_groups is None:
+        if self.backend == GPU and s.overlap == usual.overlap and weighed and cfg.combine_groups is None:
             overlap += f"; {share}, pipelined from {measured.worth_pipelining} on"
         if cfg.gradient_shards > 1:
             why = f"{cfg.gradient_shards}: one kernel would sum an expert's rows in one chain"

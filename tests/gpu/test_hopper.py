@@ -789,12 +789,13 @@ def check_large_weights(r):
 def check_memory(r):
     """Peak memory of a forward and its backward is what `plan_memory` says, within 5 %."""
     plain = MoEConfig(hidden=2048, ffn=768, num_experts=16, top_k=8, max_tokens_per_rank=8192, max_rows=66_000)
-    few = dataclasses.replace(plain, max_tokens_per_rank=512, max_rows=8192)  # one kernel for each direction
-    for cfg in (plain, dataclasses.replace(plain, combine_groups=r.size), few):
+    few = dataclasses.replace(plain, max_tokens_per_rank=512, max_rows=8192)
+    grouped = dataclasses.replace(plain, combine_groups=r.size)
+    for cfg, schedule in ((plain, None), (grouped, None), (few, None), (few, MEGA["mega"])):
         x, ids, weights, w13, w2, dy = r.data(cfg, cfg.max_tokens_per_rank, unused=0.0)
-        planned = uniep.plan_memory(cfg, r.size).peak_bytes()
+        planned = uniep.plan_memory(cfg, r.size, schedule=schedule).peak_bytes()
         leaves = [t.requires_grad_() for t in (x, weights, w13, w2)]
-        with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
             for _ in range(2):
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated()

@@ -112,8 +112,6 @@ class Case:
     def schedule(self) -> Schedule:
         names = "overlap", "operand", "transfer", "group_sum", "tile_order", "preactivation"
         fields = {name: getattr(self, name) for name in names}
-        if self.operand == "expanded":
-            fields["mega_to"] = 0  # one kernel knows gathered rows alone
         usual = default_schedule("hopper", self.config(), self.ep_size)
         return parse_schedule(self.more, dataclasses.replace(usual, **fields))
 
@@ -159,13 +157,13 @@ CASES = (
     Case("qwen3-30b", ep_size=4, transfer="copy", operand="expanded", lora=16),
     Case("qwen3-30b", overlap="serial", lora=64),
     Case("qwen3-30b", overlap="pipelined", transfer="copy", lora=16, adapted=("w13",)),
-    Case("dsv2-lite", FP16, combine_groups=8, group_sum="beside", lora=64, adapted=("w13",), more="mega_to=0"),
+    Case("dsv2-lite", FP16, combine_groups=8, group_sum="beside", lora=64, adapted=("w13",)),
     Case("deepseek-v3", weight_at="activation", layout="split", lora=64),
     Case("deepseek-v3", ep_size=8, transfer="copy", lora=128),
     Case(GPT_OSS, activation="swiglu_oai", limit=7.0, bias=True, lora=128),
     Case("dsv2-lite", FP16, "activation", layout="split", activation="geglu_tanh", limit=7.0, bias=True, lora=128),
     # Tokens are fetched; send lists by expert; other tiles.
-    Case("qwen3-30b", BF16, "output", 8, "fused", transfer="pull", more="send_order=expert,mega_to=0"),
+    Case("qwen3-30b", BF16, "output", 8, "fused", transfer="pull", more="send_order=expert"),
     Case("dsv2-lite", FP16, "activation", 4, "serial", transfer="pull", more=f"send_order=expert,{SMALL}"),
     Case("qwen3-30b", BF16, "output", 4, "mega", transfer="pull", more="send_order=expert"),
     # The first product again in the backward; the forward keeps tokens, but not h.

@@ -23,7 +23,7 @@ from uniep.weights import ExpertWeights, Lora
 
 STREAMS = tuple(range(3))
 WAYS = {
-    "default, few tokens": (None, 300),
+    "one kernel by threshold": (Schedule(transfer="push", mega_to=512), 300),
     "default": (None, 700),
     "serial": (Schedule(overlap="serial"), 700),
     "copied": (Schedule(transfer="copy", activation_gradient="beside", beside_from=0), 700),

@@ -116,7 +116,7 @@ def test_neighbours(at):
 )
 def test_what_cannot_run_on_a_gpu_is_known_before_it_is_compiled(text, says):
     cfg = MoEConfig(hidden=512, ffn=256, num_experts=8, top_k=2, max_tokens_per_rank=4096)
-    usual = parse_schedule("mega_to=0", default_schedule("hopper", cfg, 2))
+    usual = default_schedule("hopper", cfg, 2)
     schedule = parse_schedule(text, usual)
     (reason,) = is_valid(schedule, cfg, 2, "hopper")
     assert reason.startswith(says)

@@ -270,7 +270,7 @@ def test_pad_rows_are_in_the_wave_of_the_last_source_before_them():
     the first."""
     cfg = MoEConfig(hidden=64, ffn=64, num_experts=12, top_k=1, max_tokens_per_rank=10, dtype=torch.float32)
     ids = [torch.full((10, 1), expert) for expert in (1, 0, 5, 2)]  # rank 0 has experts 0 to 2
-    schedule = Schedule(overlap="fused", transfer="copy", arrival_waves=4, gate_up=Tile(rows=64), mega_to=0)
+    schedule = Schedule(overlap="fused", transfer="copy", arrival_waves=4, gate_up=Tile(rows=64))
     way = resolve(cfg, 4, 10, schedule)
     assert way.waves == 4
     graph = lower_forward([build_plan(ids, rank, cfg) for rank in range(4)], [10] * 4, cfg, way, keep=False)

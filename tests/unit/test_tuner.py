@@ -72,20 +72,20 @@ def test_points_are_distinct_and_run(backend, least):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "nccl", "hopper"])
-@pytest.mark.parametrize("tokens", [64, 8192])
+@pytest.mark.parametrize("tokens", [64, 1024, 8192])
 def test_the_first_point_is_the_default(backend, tokens):
     for ep_size in (1, 4):
         cfg = dataclasses.replace(CFG, max_tokens_per_rank=tokens)
         assert space.points(backend, cfg, ep_size).schedule(0) == default_schedule(backend, cfg, ep_size)
 
 
-@pytest.mark.parametrize("tokens", [64, 8192])
+@pytest.mark.parametrize("tokens", [64, 1024, 8192])
 def test_a_point_is_done_with_its_tokens(tokens):
     """Whatever thresholds the default has: one kernel for both directions only where the point says so."""
     cfg = dataclasses.replace(CFG, max_tokens_per_rank=tokens)
     made, usual = space.points("hopper", cfg, 4), default_schedule("hopper", cfg, 4)
     names = [d.name for d in space.dimensions("hopper", cfg, 4)]
-    for index in range(1, len(made), len(made) // 50):
+    for index in range(0, len(made), len(made) // 50):
         schedule = made.schedule(index)
         way = resolve(cfg, 4, tokens, schedule)
         assert way.mega == (schedule.overlap == "mega")

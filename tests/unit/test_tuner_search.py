@@ -159,6 +159,14 @@ def test_a_search_goes_on_where_it_was(record):
     assert again.tried[-1].score == pytest.approx(0.7)
 
 
+def test_a_search_goes_on_behind_many_kept_trials(record):
+    """More of them than a sampler may repeat points without an end of the search."""
+    order = in_order(SPACE, Load.uniform(CFG, 1), None, "random")[0]
+    for most in (searching.REPEATED + 20, searching.REPEATED + 25):
+        search(JOB, Listed(SPACE, order), record, 60.0, fleet=Told(), most=most)
+        assert len(record.all()) == most
+
+
 def test_trials_of_other_kernels_are_dropped(tmp_path, caplog):
     record = Record(tmp_path / "x.sqlite", {"kernels": "1"})
     run(record, Told(), {"chunk_tokens": 32})

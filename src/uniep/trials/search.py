@@ -315,8 +315,10 @@ def search(
         best = min((t for t in known.values() if t.status == "timed"), key=lambda t: t.score or 9.0, default=None)
         if best is not None and best.score is not None and best.score < BETTER:
             state.resume(tables.parse(best.changes, usual), best.score)
-        repeated = 0
-        while time.monotonic() - began < budget_s and (most is None or len(known) < most) and repeated < REPEATED:
+        kept, repeated = len(known), 0  # a resumed sampler returns what is kept first
+        while (
+            time.monotonic() - began < budget_s and (most is None or len(known) < most) and repeated < kept + REPEATED
+        ):
             schedule = sampler.ask()
             if schedule is None:
                 break

@@ -237,24 +237,21 @@ def points(
             columns[name] = coded[place_ND[:, i]]
     made = Points(usual, columns, len(place_ND))
     if backend == "hopper":
-        thresholds = {k: v.expand(len(made)) for k, v in _thresholds(made, cfg.max_tokens_per_rank).items()}
-        columns |= thresholds
-        if any(float(v[0]) != get(usual, k) for k, v in thresholds.items()):  # else both are one point
-            columns = {k: torch.cat([v[:1], v]) for k, v in columns.items()}
-            for name in thresholds:
-                columns[name][0] = get(usual, name)
-        made = Points(usual, columns, len(next(iter(columns.values()))))
-    return made
+        columns |= _thresholds(made, cfg.max_tokens_per_rank)
+    return Points(usual, columns, len(place_ND))
 
 
 def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
     """Values for the fields that are thresholds in tokens.  With `tokens` tokens, a point that chooses the feature gets
     it and others do not; with other numbers of tokens, the usual thresholds apply."""
     usual = made.base
-    pipelined = min(usual.pipelined_from or PIPELINED_FROM, tokens)
+    features = {
+        "pipelined_from": ("overlap", "pipelined", usual.pipelined_from or PIPELINED_FROM),
+        "beside_from": ("activation_gradient", "beside", usual.beside_from),
+    }
     return {
-        "pipelined_from": torch.where(made.is_in("overlap", "pipelined"), float(pipelined), usual.pipelined_from),
-        "beside_from": torch.full((), float(min(usual.beside_from, tokens))),
+        name: torch.where(made.is_in(dimension, value), float(min(least, tokens)), get(usual, name))
+        for name, (dimension, value, least) in features.items()
     }
 
 
