@@ -31,6 +31,7 @@ import energy  # noqa: E402
 import kernels  # noqa: E402
 import moe  # noqa: E402
 import peers  # noqa: E402
+import ping_pong  # noqa: E402
 import plot  # noqa: E402
 import predict  # noqa: E402
 import results  # noqa: E402
@@ -787,3 +788,34 @@ def test_groups_by_name():
     assert [parse_groups(name, 4) for name in ("uniep-groups", "uniep-groups8", "uniep-groups@sum_x=1")] == [4, 8, 4]
     with pytest.raises(ValueError, match="'uniep-groupsx'"):
         parse_groups("uniep-groupsx", 4)
+
+
+# ------------------------------------------------------------------------------------------------- ping_pong
+
+
+@pytest.mark.parametrize(
+    ("ends", "doing"), [("time.sleep(60)", "second"), ("sys.exit(3)", "second"), ("sys.exit(0)", "")]
+)
+def test_a_variant_that_hangs_or_fails_is_named_and_its_rows_stay(ends, doing):
+    lines = [{"begin": "first"}, {"variant": "first", "ms": 1.5}, {"begin": "second"}]
+    program = f"import sys, time\nfor line in {[json.dumps(line) for line in lines]}: print(line)\n{ends}"
+    rows, started = [], time.monotonic()
+    command = [sys.executable, "-u", "-c", program]
+    assert ping_pong.watch(command, 0.5, started + 50, rows.append) == doing
+    assert rows == [lines[1]] and time.monotonic() - started < 40
+
+
+def test_ping_pong_ends_in_time():
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    started = time.monotonic()
+    assert ping_pong.watch(command, 50, started + 0.2, lambda row: None) == "set-up"
+    assert time.monotonic() - started < 40
+
+
+@pytest.mark.slow
+def test_ping_pong_compiles_for_hopper_without_spills():
+    variants = "pp64 s4 h2,pp128 s4 ahead h8 b2"
+    script = [str(ROOT / "benchmarks" / "ping_pong.py"), "--offline", "--shapes", "qwen3-30b", "--variants", variants]
+    done = subprocess.run([sys.executable, *script], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("spills 0") == 2
