@@ -346,6 +346,17 @@ def test_ranks_are_started_anew_after_a_fault():
         assert ranks.ask("number", timeout_s=30) == [0, 1] and ranks.starts == 2
         with pytest.raises(DroppedError, match=r"timeout: rank 0, 1 did not answer within 0\.5 s"):
             ranks.ask("sleep", timeout_s=0.5)
+        assert ranks.ask("number", timeout_s=30) == [0, 1]
+        ranks.until = time.monotonic() + 0.3
+        with pytest.raises(DroppedError, match=r"timeout: rank 0, 1 did not answer within 0\.3 s"):
+            ranks.ask("sleep", timeout_s=60)
+        ranks.until = time.monotonic() + 60
+        assert ranks.ask("number", timeout_s=30) == [0, 1]
+        threading.Timer(0.3, ranks.stop).start()
+        with pytest.raises(DroppedError, match=r"fault: rank \d died by signal 9"):
+            ranks.ask("sleep", timeout_s=60)
+        with pytest.raises(DroppedError, match="timeout"):
+            ranks.ask("number", timeout_s=30)
     assert not ranks.alive
 
 
