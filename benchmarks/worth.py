@@ -8,16 +8,18 @@ Without `--grid`, in turn:
 
 1. What all shapes launch first is compiled: `--at-once` shapes at a time, as far as they fit into the GPU's memory,
    each in ranks of its own, for at most `--compile-s` seconds each.  Nothing is timed meanwhile.
-2. `uniep.trials.search` looks for the fastest Schedule of each shape for `--search-s` seconds, in the same ranks.  With
-   `--ablate-s`, each dimension is then changed alone at that Schedule, back to the default first: `ablation` has the
-   times over its time.  With `--tables`, choices are kept as `uniep tune` keeps them.
-3. One `moe.py`, in fresh processes, times the choices beside the default, the named strategies and the peers.  `tuned`
-   is the choice where the search kept one, else the default.  `left_out`: peers that failed here, as moe.py printed;
-   then the exit status is 1.
+2. `uniep.trials.search` looks for the fastest Schedule of each shape for `--search-s` seconds, in the same ranks:
+   `points` has all that it tried.  With `--ablate-s`, each dimension is then changed alone at that Schedule, back to
+   the default first: `ablation` has the times over its time, `dropped` why a point has none.  With `--tables`, choices
+   are kept as `uniep tune` keeps them.
+3. `moe.py`, in fresh processes, times the choices beside the default, the named strategies and the peers; one run has
+   all shapes with the same numbers of tokens.  `tuned` is the choice where the search kept one, else the default.
+   `left_out`: peers that failed here, as moe.py printed.
 
 The file is written after each search and each timed case.  `--budget-s` is for all of it: compiling and searching end
-after SEARCHING of it, and moe.py begins no case behind its end.  With `--ep 1` and several GPUs, start one of these for
-each GPU, with its own CUDA_VISIBLE_DEVICES, --shapes and --json.
+after SEARCHING of it, with the point that is timed then; moe.py is given the rest, and begins no case when its ranks
+have run for as long.  The exit status is 1 if a shape or a peer was left out of some rows.  With `--ep 1` and several
+GPUs, start one of these for each GPU, with its own CUDA_VISIBLE_DEVICES, --shapes and --json.
 
 With `--grid`: every point of a declared grid (`GRID`) is proved (bits) and timed in turn with the default.  Written
 with them: how near the best of the first share of points, in the model's order, comes to the best of all (null without
@@ -31,6 +33,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -39,8 +42,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +112,12 @@ class Beside:
 # ------------------------------------------------------------------------------------------------- tuned or not
 
 SEARCHING = 0.7
-"""Share of --budget-s behind which no search begins."""
+"""Share of --budget-s for compiling and searching."""
+
+
+def left(end: float, most: float = math.inf) -> float:
+    """Seconds until `end` (`time.monotonic()`), 0 behind it; at most `most`."""
+    return max(min(end - time.monotonic(), most), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +136,11 @@ class Case:
 
 class Room:
     """Memory of a GPU, in bytes.  Who takes some waits until there is enough; who needs more than all of it, until all
-    others have ended."""
+    others have ended.  ranks: that compile there."""
 
     def __init__(self, size: float) -> None:
         self.size, self.free, self.changed = size, size, threading.Condition()
+        self.ranks: set[Fleet] = set()
 
     @contextlib.contextmanager
     def taken(self, size: float) -> Iterator[None]:
@@ -164,56 +174,92 @@ def prepared(shape: Shape, tokens: int, args: argparse.Namespace, stop: float, r
         wanted = [(job, schedule) for schedule in dict.fromkeys([usual, serial(usual), *named, *case.sampler.first])]
         nccl = dataclasses.replace(job, backend="nccl", cfg=dataclasses.replace(job.cfg, max_rows=None))
         wanted.append((nccl, default_schedule("nccl", nccl.cfg, job.ep_size)))
-        with room.taken(needed(job)):
-            compile_first(wanted, min(stop, time.monotonic() + args.compile_s))
+        with room.taken(needed(job)), Fleet(job, time.monotonic() + left(stop, args.compile_s)) as ranks:
+            room.ranks.add(ranks)
+            compile_first(wanted, ranks)
+            room.ranks.remove(ranks)
     return case
 
 
-def compile_first(wanted: Sequence[tuple[Job, Schedule]], until: float) -> None:
-    """Run each once, in ranks that end then; one that fails here is told, and is left to who wants its time."""
-    with Fleet(wanted[0][0]) as ranks:
-        for number, (job, schedule) in enumerate(wanted):
-            if (left := until - time.monotonic()) <= 0:
-                print(f"{job.cfg.hidden}x{job.cfg.ffn}: compiled {number} of {len(wanted)} in time", flush=True)
-                return
-            try:
-                if job is not ranks.job:
-                    ranks.becomes(job, timeout_s=left)
-                ranks.ask("prove", schedule, timeout_s=left)
-            except DroppedError as error:
-                print(f"{job.cfg.hidden}x{job.cfg.ffn}, {schedule.name}: not compiled first: {error}", flush=True)
+def compile_first(wanted: Sequence[tuple[Job, Schedule]], ranks: Fleet) -> None:
+    """Run each once, as long as ranks may; one that fails here is told, and is left to who wants its time."""
+    for number, (job, schedule) in enumerate(wanted):
+        if not (seconds := left(ranks.until)):
+            print(f"{job.cfg.hidden}x{job.cfg.ffn}: compiled {number} of {len(wanted)} in time", flush=True)
+            return
+        try:
+            if job is not ranks.job:
+                ranks.becomes(job, timeout_s=seconds)
+            ranks.ask("prove", schedule, timeout_s=seconds)
+        except DroppedError as error:
+            print(f"{job.cfg.hidden}x{job.cfg.ffn}, {schedule.name}: not compiled first: {error}", flush=True)
 
 
-def searched(case: Case, ranks: Fleet, args: argparse.Namespace) -> dict[str, Any]:
-    """The choice, what it took, and what each dimension costs there."""
+def all_prepared(cases: Sequence[tuple[Shape, int]], args: argparse.Namespace, stop: float, room: Room) -> list[Case]:
+    """`prepared` of each, `--at-once` at a time, those that need most first.  An error of one, or an interrupt, ends
+    all."""
+    largest_first = sorted(cases, key=lambda case: -needed(job_of(case[0], case[1], args)))
+    made: dict[tuple[Shape, int], Future[Case]] = {}
+    with ThreadPoolExecutor(max(args.at_once, 1)) as pool:
+        try:
+            for case in largest_first:
+                made[case] = pool.submit(prepared, *case, args, stop, room)
+            for future in as_completed(made.values()):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in made.values()):
+                for ranks in [*room.ranks]:
+                    ranks.stop()
+                time.sleep(0.1)
+            raise
+    return [made[case].result() for case in cases]
+
+
+def searched(case: Case, ranks: Fleet, args: argparse.Namespace, stop: float) -> dict[str, Any]:
+    """The choice, what was tried, and what each dimension costs there."""
     job, card = case.job, card_of(args)
-    ranks.becomes(job, timeout_s=args.candidate_s)
+    usual = default_schedule(job.backend, job.cfg, job.ep_size)
+    ranks.becomes(job, timeout_s=left(stop, args.candidate_s))
+    for schedule in (usual, serial(usual)):  # ranks start and these compile, before the search knows its time
+        ranks.ask("prove", schedule, timeout_s=left(stop, args.candidate_s))
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Record(Path(folder) / "x.sqlite", {})) as record:
-        options: Any = {"fleet": ranks, "card": card, "candidate_s": args.candidate_s, "restarts": False}
-        found = search(job, case.sampler, record, args.search_s, **options)
+        candidate_s = left(stop, args.candidate_s)
+        options: Any = {"fleet": ranks, "card": card, "candidate_s": candidate_s, "restarts": False}
+        found = search(job, case.sampler, record, left(stop, args.search_s), **options)
     if args.tables:
         key = tables.Key.of(job.cfg, job.ep_size, job.backend, tables.card_name(torch.device(args.device)))
         tables.keep(args.tables / key.file, key, entry(found, job, args.commit or commit()))
     changes = tables.as_changes(found.choice, job.cfg, job.ep_size, job.backend)
     counts = {status: sum(t.status == status for t in found.tried) for status in {t.status for t in found.tried}}
     made = {**case.key, "changes": changes, "gain": found.gain, "spread": found.spread, "tried": counts}
-    return made | {"ablation": ablation(job, found.choice, ranks, args)} if args.ablate_s else made
+    made["points"] = [{"changes": t.changes, "status": t.status, "score": t.score} for t in found.tried]
+    if args.ablate_s:
+        made["ablation"], made["dropped"] = ablation(job, found.choice, ranks, args, stop)
+    return made
 
 
-def ablation(job: Job, best: Schedule, ranks: Fleet, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """{dimension: {value: time over the best's}} of points with one dimension changed, those with the default's value
-    first; most expensive first.  For `--ablate-s` seconds; the point that is timed at their end is the last."""
-    usual, until = default_schedule(job.backend, job.cfg, job.ep_size), time.monotonic() + args.ablate_s
+def ablation(
+    job: Job, best: Schedule, ranks: Fleet, args: argparse.Namespace, stop: float = math.inf
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, str]]]:
+    """Of points with one dimension changed, those with the default's value first: {dimension: {value: time over the
+    best's}}, most expensive first, and {dimension: {value: why it has no time}}.  For `--ablate-s` seconds, or until
+    `stop`; the point that is timed at their end is the last."""
+    usual, until = default_schedule(job.backend, job.cfg, job.ep_size), time.monotonic() + left(stop, args.ablate_s)
     near = sorted(neighbours(best, job.backend, job.cfg, job.ep_size), key=lambda step: step[1] != get(usual, step[0]))
     costs: dict[str, dict[str, float]] = {}
-    beside = Beside(ranks, best, args.candidate_s)
+    dropped: dict[str, dict[str, str]] = {}
+    beside = Beside(ranks, best, left(stop, args.candidate_s))
     for name, value, schedule in near:
         if time.monotonic() > until:
             break
-        _, pairs = beside.time(schedule)
+        status, pairs = beside.time(schedule)
         if pairs:
             costs.setdefault(name, {})[str(value)] = round(statistics.median(b / a for a, b in pairs), 4)
-    return most_first(costs)
+        else:
+            print(f"dropped {name}={value}: {status}", flush=True)
+            dropped.setdefault(name, {})[str(value)] = status
+    return most_first(costs), dropped
 
 
 def most_first(costs: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -236,11 +282,32 @@ def of_peers(args: argparse.Namespace) -> list[str]:
 
 
 def timed(
-    searches: Sequence[dict[str, Any]], args: argparse.Namespace, left_s: float, told: Callable[[list[dict]], None]
+    searches: Sequence[dict[str, Any]], args: argparse.Namespace, end: float, told: Callable[[list[dict]], None]
 ) -> None:
-    """Rows of moe.py: the choices beside all others.  told: is given all that there are, again and again."""
+    """Rows of moe.py: the choices beside all others.  told: is given all that there are, whenever there are more."""
+    of_shape: dict[str, list[int]] = {}
+    for of in searches:
+        of_shape.setdefault(of["shape"], []).append(of["tokens"])
+    runs: dict[tuple[int, ...], list[str]] = {}
+    for shape, counts in of_shape.items():
+        runs.setdefault(tuple(counts), []).append(shape)
+    rows: list[dict] = []
+    for tokens, shapes in runs.items():
+        if not (seconds := left(end)):
+            print(f"no time for moe.py with {','.join(shapes)}; raise --budget-s", flush=True)
+            continue
+        before = rows
+        for known in of_moe(shapes, tokens, searches, args, seconds):
+            rows = before + known
+            told(rows)
+
+
+def of_moe(
+    shapes: Sequence[str], tokens: Sequence[int], searches: Sequence[dict[str, Any]], args: argparse.Namespace,
+    budget_s: float,
+) -> Iterator[list[dict]]:  # fmt: skip
+    """All rows of one moe.py, again whenever there are more."""
     impls = ",".join(dict.fromkeys(["uniep", *fixed(args).values(), *of_peers(args)]))
-    shapes, tokens = (",".join(dict.fromkeys(str(of[key]) for of in searches)) for key in ("shape", "tokens"))
     with tempfile.TemporaryDirectory() as folder:
         file, also = Path(folder) / "rows.json", Path(folder) / "points.json"
         also.write_text(
@@ -248,10 +315,10 @@ def timed(
         )
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ep}",
-            str(Path(__file__).with_name("moe.py")), "--shape", shapes, "--tokens", tokens, "--impl", impls,
-            "--points", str(also), "--load", args.load, "--directions", args.directions,
-            "--iters", str(args.iters), "--device", args.device,
-            "--sustained-s", str(args.sustained_s), "--budget-s", str(left_s), "--json", str(file),
+            str(Path(__file__).with_name("moe.py")), "--shape", ",".join(shapes),
+            "--tokens", ",".join(map(str, tokens)), "--impl", impls, "--points", str(also), "--load", args.load,
+            "--directions", args.directions, "--iters", str(args.iters), "--device", args.device,
+            "--sustained-s", str(args.sustained_s), "--budget-s", str(budget_s), "--json", str(file),
             "--commit", args.commit or commit(), *(["--deepep", args.deepep] if args.deepep else []),
             *(["--liger", args.liger] if args.liger else []), *([] if args.check else ["--no-check"]),
             *(["--dtype", "fp32"] if args.device == "cpu" else []),
@@ -259,12 +326,14 @@ def timed(
         # `uniep` is the default here, whatever tables there are.
         process = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "UNIEP_TUNE": "off"})
         try:
-            code = None
+            code, count = None, 0
             while code is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = process.wait(timeout=1)
-                if file.exists():
-                    told(json.loads(file.read_text())["rows"])
+                rows = json.loads(file.read_text())["rows"] if file.exists() else []
+                if len(rows) > count:
+                    count = len(rows)
+                    yield rows
         finally:
             process.terminate()
     if code:
@@ -305,34 +374,41 @@ def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: arg
             write(args.json, results)
 
     def told(rows: list[dict]) -> None:
-        made = list(compared(results["searches"], rows, args))
-        for row in made[len(results["rows"]) :]:
-            print(json.dumps(row), flush=True)
-        results["rows"] = made
+        known, results["rows"] = results["rows"], list(compared(results["searches"], rows, args))
+        for row in results["rows"]:
+            if row not in known:
+                print(json.dumps(row), flush=True)
         written()
 
-    stop = began + SEARCHING * args.budget_s
+    stop, end = began + SEARCHING * args.budget_s, began + args.budget_s
     room = Room(0.95 * torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 0.0)
-    with ThreadPoolExecutor(max(args.at_once, 1)) as pool:
-        largest_first = sorted(cases, key=lambda case: -needed(job_of(*case, args)))
-        waiting = {case: pool.submit(prepared, *case, args, stop, room) for case in largest_first}
-        made = [waiting[case].result() for case in cases]
+    made = all_prepared(cases, args, stop, room)
     print(f"[{time.monotonic() - began:6.1f} s] compiled", flush=True)
-    with Fleet(made[0].job) as ranks:
+    with Fleet(made[0].job, end) as ranks:
         for case in made:
-            if time.monotonic() > stop:
+            if not left(stop):
                 print(f"no time to search {case.shape.name} T={case.tokens}; raise --budget-s", flush=True)
                 continue
             try:
-                found = searched(case, ranks, args)
+                found = searched(case, ranks, args, stop)
             except UniEPError as error:
                 print(f"{case.shape.name} T={case.tokens} is left out: {error}", flush=True)
                 continue
             results["searches"].append(found)
-            print(f"[{time.monotonic() - began:6.1f} s] {json.dumps(found)}", flush=True)
+            said = {key: value for key, value in found.items() if key != "points"}
+            print(f"[{time.monotonic() - began:6.1f} s] {json.dumps(said)}", flush=True)
             written()
-    if results["searches"]:
-        timed(results["searches"], args, args.budget_s - (time.monotonic() - began), told)
+    timed(results["searches"], args, end, told)
+
+
+def left_out(cases: Sequence[tuple[Shape, int]], rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    """What is missing in the rows, in words: cases that have not all of their loads and directions, and peers."""
+    count = len(args.load.split(",")) * len(args.directions.split(","))
+    of = Counter((row["shape"], row["tokens"]) for row in rows)
+    short = [f"{shape.name} T={tokens}" for shape, tokens in cases if of[shape.name, tokens] < count]
+    peers = sorted({name for row in rows for name in row["left_out"]})
+    said = [f"not timed, or not all of it, as printed above: {', '.join(short)}"] if short else []
+    return said + ([f"left out of some rows, as moe.py printed: {', '.join(peers)}"] if peers else [])
 
 
 # ------------------------------------------------------------------------------------------------------ a grid
@@ -444,8 +520,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = list(itertools.product(shapes, tokens))
     if not args.grid:
         worth(cases, results, args)
-        if left_out := {name for row in results["rows"] for name in row["left_out"]}:
-            sys.exit(f"left out of some rows, as moe.py printed: {', '.join(sorted(left_out))}")
+        if missing := left_out(cases, results["rows"], args):
+            sys.exit("\n".join(missing))
         return
     for shape, count in cases:
         found = whole_grid(shape, count, args)

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ import torch
 from sources import PACKAGE, imported
 from typer.testing import CliRunner
 
+import uniep
 from uniep.reference import composition
 from uniep.schedule import DEFAULT_SCHEDULES, parse_schedule
 
@@ -197,7 +200,8 @@ def test_each_shape_has_its_own_choice_and_what_is_timed_is_told_at_once(monkeyp
         def __init__(self, command, env, **how):
             given = dict(itertools.pairwise(command))
             assert env["UNIEP_TUNE"] == "off" and "--no-check" in command
-            assert (given["--shape"], given["--liger"], given["--budget-s"]) == ("64x32x4x2,64x64x8x2", "folder", "7.5")
+            assert (given["--shape"], given["--tokens"], given["--liger"]) == ("64x32x4x2,64x64x8x2", "16", "folder")
+            assert 5 < float(given["--budget-s"]) <= 7.5
             assert (given["--iters"], given["--sustained-s"]) == ("3", "0.03")
             options = moe.options([*command[command.index("--shape") :]])
             assert options.points == {"64x32x4x2/16": [tuned], "64x64x8x2/16": ["uniep"]}
@@ -206,10 +210,10 @@ def test_each_shape_has_its_own_choice_and_what_is_timed_is_told_at_once(monkeyp
         def wait(self, timeout):
             self.waits += 1
             rows = rows_of({"uniep": 2.0, tuned: 1.5})
-            if self.waits > 1:
+            if self.waits > 2:
                 rows += rows_of({"uniep": 4.0, tuned: 9.0}, "64x64x8x2")
             results.write(self.file, {"rows": rows})
-            if self.waits == 1:
+            if self.waits < 3:
                 raise subprocess.TimeoutExpired("moe.py", timeout)
             return 0
 
@@ -218,11 +222,61 @@ def test_each_shape_has_its_own_choice_and_what_is_timed_is_told_at_once(monkeyp
 
     monkeypatch.setenv("UNIEP_TUNE", "cached")
     monkeypatch.setattr(worth.subprocess, "Popen", Process)
-    worth.timed(searches, args, 7.5, lambda rows: told.append(list(worth.compared(searches, rows, args))))
-    assert [len(rows) for rows in told] == [4, 8]
+    end = time.monotonic() + 7.5
+    worth.timed(searches, args, end, lambda rows: told.append(list(worth.compared(searches, rows, args))))
+    assert [len(rows) for rows in told] == [4, 8], "only what is new"
     assert {(row["shape"], row["default"], row["tuned"]) for row in told[-1]} == {
         ("64x32x4x2", 2.0, 1.5), ("64x64x8x2", 4.0, 4.0),
     }  # fmt: skip
+
+
+def test_only_what_was_searched_is_timed_and_only_with_time_left(monkeypatch, capsys):
+    """The search of one of four pairs failed: two runs, whose rows are told together; what is missing is named."""
+    args = worth.options(["--device", "cpu", "--commit", "x", "--load", "window", "--directions", "fwd"])
+    pairs = [("64x32x4x2", 16), ("64x64x8x2", 16), ("64x64x8x2", 32)]
+    searches = [{"shape": shape, "tokens": tokens, "changes": {}} for shape, tokens in pairs]
+    runs, told = [], []
+
+    def of_moe(shapes, tokens, of, args, budget_s):
+        runs.append((shapes, tokens))
+        rows = [row for pair in itertools.product(shapes, tokens) for row in rows_of({"uniep": 2.0}, *pair)]
+        yield [row for row in rows if (row["load"], row["direction"]) == ("window", "fwd")]
+
+    monkeypatch.setattr(worth, "of_moe", of_moe)
+    worth.timed(searches, args, time.monotonic() + 9, told.append)
+    assert runs == [(["64x32x4x2"], (16,)), (["64x64x8x2"], (16, 32))]
+    assert [(row["shape"], row["tokens"]) for row in told[-1]] == pairs
+    every = list(itertools.product(map(cases.parse_shape, ("64x32x4x2", "64x64x8x2")), (16, 32)))
+    rows = list(worth.compared(searches, told[-1], args))
+    assert worth.left_out(every, rows, args) == ["not timed, or not all of it, as printed above: 64x32x4x2 T=32"]
+    assert "64x64x8x2 T=32" in worth.left_out(every, rows[:2], args)[0], "its own time ended"
+    runs.clear()
+    worth.timed(searches, args, time.monotonic(), told.append)
+    assert not runs and capsys.readouterr().out.count("raise --budget-s") == 2
+
+
+def test_a_search_and_its_candidates_end_with_their_share_of_the_budget(monkeypatch):
+    """So does an ablation.  Scores of all that was tried are kept."""
+    args = worth.options(["--device", "cpu", "--search-s", "6", "--candidate-s", "60", "--ablate-s", "4"])
+    shape = cases.parse_shape("64x32x4x2")
+    job = worth.job_of(shape, 64, args)
+    case = worth.Case(shape, 64, job, None)
+    usual, ranks, given = worth.default_schedule("cpu", job.cfg, 1), Answers(), {}
+    ranks.becomes = lambda job, timeout_s: None
+    ranks.starts = 2  # nothing ends them
+    tried = [SimpleNamespace(changes={"chunk_tokens": 32}, status="slow", score=1.5)]
+
+    def search(job, sampler, record, budget_s, **options):
+        given.update(options, budget_s=budget_s)
+        return SimpleNamespace(choice=usual, gain=1.0, spread=0.0, tried=tried)
+
+    monkeypatch.setattr(worth, "search", search)
+    found = worth.searched(case, ranks, args, time.monotonic() + 3)
+    assert 1 < given["budget_s"] <= 3 and 1 < given["candidate_s"] <= 3
+    assert found["points"] == [{"changes": {"chunk_tokens": 32}, "status": "slow", "score": 1.5}]
+    assert found["tried"] == {"slow": 1} and found["ablation"] and found["dropped"]
+    found = worth.searched(case, ranks, args, time.monotonic())
+    assert given["budget_s"] == given["candidate_s"] == 0 and not found["ablation"]
 
 
 class Answers:
@@ -245,18 +299,22 @@ class Answers:
         return [[(100.0, us)] * args[0]] if method == "time" else [None]
 
 
-def test_an_ablation_switches_each_dimension_back_first(monkeypatch):
+def test_an_ablation_switches_each_dimension_back_first(monkeypatch, capsys):
     args = worth.options(["--device", "cpu", "--ablate-s", "9"])
     job = worth.job_of(cases.parse_shape("64x32x4x2"), 64, args)
     best = dataclasses.replace(worth.default_schedule("cpu", job.cfg, 1), tile_order="natural", activation="separate")
     ranks = Answers()
-    costs = worth.ablation(job, best, ranks, args)
+    costs, dropped = worth.ablation(job, best, ranks, args)
     assert costs["tile_order"]["local-first"] == costs["activation"]["fused"] == 1.0
     assert costs["gate_up.columns"] == {"128": 1.0}, "one with other bits has no cost"
     assert ranks.starts == 2 and "overlap" not in costs, "a fault ends only its own point"
+    assert dropped["gate_up.columns"] == {"64": "other bits"} and dropped["overlap"] == {"serial": "fault: as told"}
+    said = capsys.readouterr().out
+    assert "dropped gate_up.columns=64: other bits\n" in said and "dropped overlap=serial: fault: as told\n" in said
     now = iter(range(100))
-    monkeypatch.setattr(worth.time, "monotonic", lambda: next(now) * 4.0)
-    assert worth.ablation(job, best, Answers(), args).keys() == {"tile_order", "activation"}, "time for two"
+    monkeypatch.setattr(worth.time, "monotonic", lambda: next(now) * 2.0)
+    costs, _ = worth.ablation(job, best, Answers(), args)
+    assert costs.keys() == {"tile_order", "activation"}, "time for two"
 
 
 @pytest.mark.slow
@@ -281,9 +339,11 @@ def test_what_is_compiled_first_may_fail_or_come_too_late(capsys):
     job = worth.job_of(cases.parse_shape("64x32x4x2"), 16, worth.options(["--device", "cpu"]))
     usual = worth.default_schedule("cpu", job.cfg, 1)
     wrong = dataclasses.replace(usual, chunk_tokens=0)
-    worth.compile_first([(job, usual), (job, wrong), (job, usual)], worth.time.monotonic() + 60)
-    assert capsys.readouterr().out.count("not compiled first") == 1
-    worth.compile_first([(job, usual)], worth.time.monotonic())
+    with worth.Fleet(job, time.monotonic() + 60) as ranks:
+        worth.compile_first([(job, usual), (job, wrong), (job, usual)], ranks)
+        assert capsys.readouterr().out.count("not compiled first") == 1
+        ranks.stop()
+        worth.compile_first([(job, usual)], ranks)
     assert "compiled 0 of 1 in time" in capsys.readouterr().out
 
 
@@ -291,7 +351,7 @@ def test_what_is_compiled_first_may_fail_or_come_too_late(capsys):
 def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler):
     """The default, the Schedule that others are compared with, strategies, the model's best points; and nccl."""
     compiled = []
-    monkeypatch.setattr(worth, "compile_first", lambda wanted, until: compiled.extend(wanted))
+    monkeypatch.setattr(worth, "compile_first", lambda wanted, ranks: compiled.extend(wanted))
     monkeypatch.setattr(worth.tables, "card_name", lambda device: "h200")
     given = ["--device", "cuda", "--ep", "2", "--sampler", sampler, "--strategies", "deepep-like,serial-all-to-all"]
     made = worth.prepared(cases.SHAPES["qwen3-30b"], 4096, worth.options(given), float("inf"), worth.Room(1e12))
@@ -308,6 +368,54 @@ def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler
     assert asked == list(made.sampler.first), "and it begins with them"
 
 
+@pytest.mark.parametrize("why", [KeyboardInterrupt, uniep.UniEPError])
+def test_an_interrupt_or_an_error_ends_all_that_compiles(monkeypatch, why):
+    """Of five shapes one compiles, and one waits for memory; the last one waits for a thread, and never begins."""
+    start, inside, asked = time.monotonic(), threading.Event(), []
+
+    class Ranks:
+        def __init__(self, job, until):
+            self.job, self.until, self.stopped = job, until, threading.Event()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            assert self.stopped.is_set()
+
+        def stop(self):
+            self.until = -math.inf
+            self.stopped.set()
+
+        def ask(self, method, schedule, timeout_s):
+            asked.append(self.job)
+            inside.set()
+            self.stopped.wait(timeout_s)
+            raise worth.DroppedError("fault", "as told")
+
+    def fail():
+        inside.wait(30)
+        if why is KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            raise why("as told")
+
+    prepared = worth.prepared
+    monkeypatch.setattr(worth, "Fleet", Ranks)
+    monkeypatch.setattr(worth, "needed", lambda job: 8.0)
+    monkeypatch.setattr(worth, "sampler_of", lambda name, job, card: SimpleNamespace(first=[]))
+    monkeypatch.setattr(
+        worth, "prepared", lambda shape, *how: fail() if shape.num_experts == 64 else prepared(shape, *how)
+    )
+    args = worth.options(["--device", "cuda", "--ep", "2", "--sampler", "random", "--at-once", "3"])
+    monkeypatch.setattr(worth.tables, "card_name", lambda device: "h200")
+    shapes = [(cases.parse_shape(f"2048x768x{experts}x4"), 512) for experts in (16, 32, 64, 128, 256)]
+    with pytest.raises(why):
+        worth.all_prepared(shapes, args, time.monotonic() + 50, worth.Room(10.0))
+    assert time.monotonic() - start < 20
+    assert 16 in (began := [job.cfg.num_experts for job in asked]) and len(began) <= 3 and 256 not in began
+
+
 def test_shapes_are_compiled_together_as_far_as_memory_reaches():
     """One that needs more than there is runs alone."""
     room, held, most, lock = worth.Room(10.0), [], [], threading.Lock()
@@ -317,7 +425,7 @@ def test_shapes_are_compiled_together_as_far_as_memory_reaches():
             with lock:
                 held.append(size)
                 most.append(tuple(held))
-            time.sleep(0.02)
+            time.sleep(0.2)
             with lock:
                 held.remove(size)
 

@@ -411,6 +411,15 @@ def test_a_full_disk_is_told_and_leaves_the_table(monkeypatch):
     assert sorted(p.name for p in path.parent.iterdir()) == sorted([path.name, f"{path.name}.lock"])
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_the_umask_says_who_may_read_a_table(umask, mode):
+    before = os.umask(umask)
+    try:
+        assert stored().stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+
+
 def test_two_processes_that_tune_at_once(monkeypatch):
     path = stored()
     monkeypatch.setattr(tables, "PATIENCE_S", 0.1)

@@ -1,6 +1,7 @@
 """Searches: with ranks that answer as told, and with real child processes that fault."""
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -353,6 +354,17 @@ def test_ranks_are_started_anew_after_a_fault():
         assert ranks.ask("number", timeout_s=30) == [0, 1] and ranks.starts == 2
         with pytest.raises(DroppedError, match=r"timeout: rank 0, 1 did not answer within 0\.5 s"):
             ranks.ask("sleep", timeout_s=0.5)
+        assert ranks.ask("number", timeout_s=30) == [0, 1]
+        ranks.until = time.monotonic() + 0.3
+        with pytest.raises(DroppedError, match=r"timeout: rank 0, 1 did not answer within 0\.3 s"):
+            ranks.ask("sleep", timeout_s=60)
+        ranks.until = time.monotonic() + 60
+        assert ranks.ask("number", timeout_s=30) == [0, 1]
+        threading.Timer(0.3, ranks.stop).start()
+        with pytest.raises(DroppedError, match=r"fault: rank \d died by signal 9"):
+            ranks.ask("sleep", timeout_s=60)
+        with pytest.raises(DroppedError, match="timeout"):
+            ranks.ask("number", timeout_s=30)
     assert not ranks.alive
 
 
@@ -411,25 +423,26 @@ def test_a_default_that_stays_needs_no_table(tmp_path, monkeypatch):
 
 
 def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monkeypatch):
-    """One command; one layer that cannot run is left out; the folder serves as the package's, and doctor and explain
-    say so."""
+    """One command; what is found is written at once; one layer that cannot run is left out; the folder serves as the
+    package's, and doctor and explain say so."""
     monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "user"))
     monkeypatch.setenv("UNIEP_TUNE", "cached")
     monkeypatch.setattr(searching, "slowest", lambda of: [(a, 0.5 * a) for a, _ in slowest(of)])
-    state = searching._State
+    state, out, known = searching._State, tmp_path / "x.json", []
 
     def refusing(job, *args):
         if job.cfg.num_experts == 8:
+            known.append(list(json.loads(out.read_text())))
             raise uniep.UniEPError("the default Schedule cannot be timed")
         return state(job, *args)
 
     monkeypatch.setattr(searching, "_State", refusing)
     layer, into = "--backend cpu --ep 1 --dtype fp32", tmp_path / "shipped"
     command = f"tune {layer} --shape 32x16x4x2,32x16x8x2 --tokens 16,64 --budget-s 2 --sampler random --into {into}"
-    done = CliRunner().invoke(app, command.split())
-    assert done.exit_code == 2 and "32x16x8x2-float32-64: not searched" in " ".join(done.output.split())
+    done = CliRunner().invoke(app, [*command.split(), "--json", str(out)])
+    assert done.exit_code == 2 and "32x16x8x2-float32-64: failed, as said above" in " ".join(done.output.split())
+    assert known == [["32x16x4x2-float32-16", "32x16x4x2-float32-64"]] * 2
     table = into / "cpu-cpu-ep1.json"
-    assert table.stat().st_mode & 0o777 == 0o644
     entries = tables.read(table, "cpu")["entries"]
     assert entries.keys() == {"32x16x4x2-float32-16", "32x16x4x2-float32-64"}
     assert not list((tmp_path / "user").glob("*.json"))
@@ -446,6 +459,29 @@ def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monk
     said = CliRunner().invoke(app, [*explain.split(), "--json", str(tmp_path / "x.json")])
     document = json.loads((tmp_path / "x.json").read_text())
     assert (document["by"], document["serves"]) == ("table", str(table)), said.output
+
+
+def test_a_choice_is_told_whose_table_cannot_be_written(tmp_path, monkeypatch):
+    """A file in place of the folder is refused before anything is timed; a disk that is full later leaves the choice on
+    the screen and in the JSON file, and the remedy names the option."""
+    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "user"))
+    monkeypatch.setattr(searching, "slowest", lambda of: [(a, 0.5 * a) for a, _ in slowest(of)])
+    (tmp_path / "file").write_text("")
+    layer = "--backend cpu --ep 1 --dtype fp32 --shape 32x16x4x2 --budget-s 1 --sampler random"
+    done = CliRunner().invoke(app, f"tune {layer} --tokens 16,64 --into {tmp_path / 'file'}".split())
+    assert done.exit_code == 2 and not (tmp_path / "user").exists()
+    assert "--into" in done.output and "name a folder that can be written" in " ".join(done.output.split())
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    out, into = tmp_path / "x.json", tmp_path / "into"
+    done = CliRunner().invoke(app, f"tune {layer} --tokens 16,64 --into {into} --json {out}".split())
+    said = " ".join(done.output.split())
+    assert done.exit_code == 2 and said.count("x the default in fresh processes") == 2
+    assert said.count("name another folder with --into") == 2 and "UNIEP_TUNE_DIR" not in said
+    assert json.loads(out.read_text()).keys() == {"32x16x4x2-float32-16", "32x16x4x2-float32-64"}
 
 
 def test_auto_is_the_first_sampler_that_there_is(monkeypatch):

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import uniep
 from uniep.backends import registry
-from uniep.cli.options import DType, Dtype, JsonFile, check_file, write_json
+from uniep.cli.options import DType, Dtype, JsonFile, check_file, check_folder, write_json
 from uniep.cli.summary import commit
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.shapes import parse_shape
@@ -81,6 +81,8 @@ def tune(
     """
     console = Console(highlight=False)
     check_file(json_file, "--json")
+    if into is not None:
+        check_folder(into, "--into")
     backend = _backend(backend)
     device = torch.device("cuda" if backend == "hopper" or (torch.cuda.is_available() and backend == "nccl") else "cpu")
     name = tables.card_name(device)
@@ -107,24 +109,29 @@ def tune(
         if key in jobs:
             raise ConfigError(f"--shape {shape} --tokens {tokens}: two have the entry {key.place}; leave out one")
         jobs[key] = Job(cfg, ep, backend, device.type, count)
-    entries, failed = {}, []
+    entries: dict[str, Any] = {}
+    failed = []
+    folder, folder_by = (into, "--into") if into is not None else (tables.folder(), tables.FOLDER_BY)
     with Fleet(next(iter(jobs.values()))) as ranks:
         for key, job in jobs.items():
             if len(jobs) > 1:
                 console.print(f"[bold]{key.place}[/bold]")
             which = sampler_of(sampler, job, known)
             try:
-                made = _search(console, key, job, which, ranks, budget_s, candidate_s, known, into or tables.folder())
+                made = _search(console, key, job, which, ranks, budget_s, candidate_s, known)
+                entries[key.place] = made
+                write_json(json_file, entries if len(jobs) > 1 else made)
+                written = tables.keep(folder / key.file, key, made, folder_by)
             except UniEPError as error:
                 if len(jobs) == 1:
                     raise
                 failed.append(key.place)
-                console.print(f"{key.place} failed, and is left out: {error}")
+                console.print(f"{key.place} failed: {error}")
             else:
-                entries[key.place] = made
-    write_json(json_file, entries if len(jobs) > 1 else next(iter(entries.values())))
+                kept = f"written: {folder / key.file}" if written else "no table is written: the default needs none"
+                console.print(kept)
     if failed:
-        raise UniEPError(f"{', '.join(failed)}: not searched, as said above; all others are kept")
+        raise UniEPError(f"{', '.join(failed)}: failed, as said above; all others are kept")
 
 
 def _counts(text: str) -> list[int]:
@@ -136,11 +143,10 @@ def _counts(text: str) -> list[int]:
 
 def _search(
     console: Console, key: tables.Key, job: Job, sampler: Sampler, ranks: Fleet, budget_s: float, candidate_s: float,
-    card: Card | None, folder: Path,
+    card: Card | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """-> the entry of the table in `folder`, whether it was written or not."""
+    """Print the choice.  -> its entry for a table."""
     trials = tables.folder() / "trials" / f"{Path(key.file).stem}-{key.place}.sqlite"
-    path = folder / key.file
     ranks.becomes(job, timeout_s=candidate_s)
     with tables.held(trials):
         versions = {**tables.timed_with(job.backend), "uniep": uniep.__version__, "torch": torch.__version__}
@@ -148,9 +154,8 @@ def _search(
             result = search(
                 job, sampler, record, budget_s, fleet=ranks, card=card, candidate_s=candidate_s, progress=progress
             )  # fmt: skip
-        written = tables.keep(path, key, made := entry(result, job, commit()))
-    _print(console, result, path if written else None, job)
-    return made
+    _print(console, result, job)
+    return entry(result, job, commit())
 
 
 def _backend(given: str) -> str:
@@ -171,7 +176,7 @@ def _bar(console: Console, budget_s: float) -> Iterator[Callable[[float, str], N
         yield lambda seconds, text: bar.update(task, completed=seconds, description=text)
 
 
-def _print(console: Console, result: Result, path: Path | None, job: Job) -> None:
+def _print(console: Console, result: Result, job: Job) -> None:
     words = {"timed": "timed", "slow": f"given up, over {EARLY:g} times the fastest so far"}
     counts = Counter(t.status for t in result.tried)
     listed = ", ".join(f"{n} {words.get(status, status)}" for status, n in counts.most_common())
@@ -186,7 +191,6 @@ def _print(console: Console, result: Result, path: Path | None, job: Job) -> Non
         better = f"; the best reached {result.gain:.3f}x, spread {result.spread:.3f}" if result.gain != 1 else ""
         console.print(f"the default stays, {result.usual_us:.0f} us{better}")
     console.print(f"all {job.ep_size} ranks have choice {result.proof}")
-    console.print(f"written: {path}" if path is not None else "no table is written: the default needs none")
 
 
 def _calibrate(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
@@ -38,10 +39,11 @@ class DroppedError(UniEPError):
 
 
 class Fleet:
-    """`job.made(rank, group, device)` in one process per rank; `ask` calls its methods."""
+    """`job.made(rank, group, device)` in one process per rank; `ask` calls its methods.  until: the time
+    (`time.monotonic()`) behind which no answer is waited for."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, until: float = math.inf) -> None:
+        self.job, self.until = job, until
         self.starts = 0
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -81,7 +83,11 @@ class Fleet:
             raise
 
     def becomes(self, job: Job, timeout_s: float) -> None:
-        """Another job of as many ranks on the same devices, in the same processes.  Raises DroppedError."""
+        """Another job of as many ranks on the same devices, in the same processes.
+
+        Raises DroppedError if ranks cannot make it.  `job` is the new one also then, and that of ranks that start anew;
+        ranks that still run have none until they become another.
+        """
         self.job = job
         if self.alive:
             self.ask("becomes", job, timeout_s=timeout_s)
@@ -99,6 +105,7 @@ class Fleet:
 
     def _answers(self, timeout_s: float) -> list[Any]:
         answers: dict[int, Any] = {}
+        timeout_s = max(0.0, min(timeout_s, self.until - time.monotonic()))
         until = time.monotonic() + timeout_s
         while len(answers) < len(self._pipes):
             waiting: dict[Any, int] = {pipe: r for r, pipe in enumerate(self._pipes) if r not in answers}
@@ -106,7 +113,7 @@ class Fleet:
             if not ready:
                 ranks = ", ".join(map(str, waiting.values()))
                 self.end()
-                raise DroppedError("timeout", f"rank {ranks} did not answer within {timeout_s:g} s")
+                raise DroppedError("timeout", f"rank {ranks} did not answer within {round(timeout_s, 1):g} s")
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
@@ -127,6 +134,12 @@ class Fleet:
             value = failed[rank]
             raise DroppedError(value["reason"], f"rank {rank}: {value['text']}")
         return [answers[rank][1] for rank in range(len(self._pipes))]
+
+    def stop(self) -> None:
+        """For another thread than that which asks: kill all ranks, and let it wait for no more answers."""
+        self.until = -math.inf
+        for process in [*self._processes]:
+            process.kill()
 
     def end(self) -> None:
         """Kill all ranks; the next `ask` starts new ones."""

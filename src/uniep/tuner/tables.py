@@ -22,7 +22,7 @@ import logging
 import math
 import os
 import re
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator
 from importlib import metadata, resources
@@ -265,10 +265,14 @@ def digest(schedule: Schedule) -> str:
     return hashlib.sha256(repr(schedule).encode()).hexdigest()[:16]
 
 
-def store(path: Path, key: Key, entry: dict[str, Any]) -> None:
+FOLDER_BY = "UNIEP_TUNE_DIR"
+"""What names the folder of the tables, in errors; of some callers it is an option."""
+
+
+def store(path: Path, key: Key, entry: dict[str, Any], folder_by: str = FOLDER_BY) -> None:
     """Put an entry into a table, atomically.  entry: "schedule", the choice, and "default", what it was compared with,
     as `fields`; "tried"; and more to read.  Raises ConfigError, also for a full disk."""
-    with held(path, PATIENCE_S):
+    with held(path, PATIENCE_S, folder_by):
         try:
             document = read(path, key.backend) if path.exists() else None
         except ConfigError as error:
@@ -282,10 +286,10 @@ def store(path: Path, key: Key, entry: dict[str, Any]) -> None:
         document["entries"][key.place] = {
             "shape": key.shape, "dtype": key.dtype, "tokens": key.tokens, **versions, **entry,
         }  # fmt: skip
-        write(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
+        write(path, json.dumps(document, indent=1, sort_keys=True) + "\n", folder_by)
 
 
-def keep(path: Path, key: Key, entry: dict[str, Any]) -> bool:
+def keep(path: Path, key: Key, entry: dict[str, Any], folder_by: str = FOLDER_BY) -> bool:
     """`store` an entry whose choice is not the default, or which takes the place of one.  -> whether it was stored."""
     if entry["schedule"] == entry["default"]:
         try:
@@ -294,27 +298,27 @@ def keep(path: Path, key: Key, entry: dict[str, Any]) -> bool:
             known = {}
         if key.place not in known:
             return False
-    store(path, key, entry)
+    store(path, key, entry, folder_by)
     return True
 
 
-def write(path: Path, text: str) -> None:
-    """Raises ConfigError; an existing file stays intact."""
+def write(path: Path, text: str, folder_by: str = FOLDER_BY) -> None:
+    """Who may read it, the umask says.  Raises ConfigError; an existing file stays intact."""
+    made = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        with made.open("x") as file:
             try:
                 file.write(text)
                 file.flush()
-                os.fchmod(file.fileno(), 0o644)  # others may read it, as a table of the package
                 os.fsync(file.fileno())
-                os.replace(file.name, path)
+                os.replace(made, path)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    os.unlink(file.name)
+                    made.unlink()
                 raise
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; free space or name another folder with UNIEP_TUNE_DIR") from None
+        raise ConfigError(f"{path}: {error.strerror}; free space or name another folder with {folder_by}") from None
 
 
 PATIENCE_S = 10.0
@@ -322,7 +326,7 @@ PATIENCE_S = 10.0
 
 
 @contextlib.contextmanager
-def held(path: Path, patience_s: float = 0.0) -> Iterator[None]:
+def held(path: Path, patience_s: float = 0.0, folder_by: str = FOLDER_BY) -> Iterator[None]:
     """Lock `path` for writing by this process only, until the block or the process ends.
 
     Raises ConfigError if another process holds the lock for longer than `patience_s`.
@@ -332,14 +336,14 @@ def held(path: Path, patience_s: float = 0.0) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(f"{lock}: {error.strerror}; name another folder with UNIEP_TUNE_DIR") from None
+        raise ConfigError(f"{lock}: {error.strerror}; name another folder with {folder_by}") from None
     try:
         until = time.monotonic() + patience_s
         while not _locked(handle):
             if time.monotonic() >= until:
                 raise ConfigError(
                     f"{path} is locked by another process, which tunes the same; wait for it, or name another "
-                    "folder with UNIEP_TUNE_DIR"
+                    f"folder with {folder_by}"
                 )
             time.sleep(0.05)
         yield
