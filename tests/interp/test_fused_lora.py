@@ -112,7 +112,7 @@ def test_ways():
 def test_a_call_with_factors_is_explained_as_it_runs():
     """In stages, where one without would be one kernel."""
     case = next(iter(LORA_CASES.values()))
-    backend = host_backends(case.config(sum(case.tokens)), 1)[0]
+    backend = host_backends(case.config(sum(case.tokens)), 1, Schedule(overlap="mega"))[0]
     ways = [backend.way_of(1, lora) for lora in ((), ("w13", "w2"))]
     assert [way.mega for way in ways] == [True, False] and "one kernel has no low-rank terms" in ways[1].explain()
     made = [s.name for s in stages(backend.cfg, ways[1], "forward")]
