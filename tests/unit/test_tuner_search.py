@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import logging
 import os
@@ -383,12 +384,18 @@ def test_an_interrupt_waits_until_all_ranks_are_known():
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch):
+@pytest.fixture
+def always_faster(monkeypatch):
+    """`uniep tune` ends after three candidates, however slow the machine is, and any takes half of the default's
+    time, so that there is a choice to keep."""
+    monkeypatch.setattr(searching, "slowest", lambda of: [(a, 0.5 * a) for a, _ in slowest(of)])
+    monkeypatch.setattr("uniep.cli.tune.search", functools.partial(search, most=3))
+
+
+def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch, always_faster):
     monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path))
     monkeypatch.delenv("UNIEP_TUNE", raising=False)
-    # Any Schedule takes half of the default's time, so that there is a choice to keep.
-    monkeypatch.setattr(searching, "slowest", lambda of: [(a, 0.5 * a) for a, _ in slowest(of)])
-    command = "tune --backend cpu --shape 32x16x4x2 --tokens 64 --ep 1 --dtype fp32 --budget-s 2 --sampler random"
+    command = "tune --backend cpu --shape 32x16x4x2 --tokens 64 --ep 1 --dtype fp32 --budget-s 60 --sampler random"
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output
     assert "all 1 ranks have choice" in done.output
@@ -422,12 +429,11 @@ def test_a_default_that_stays_needs_no_table(tmp_path, monkeypatch):
     assert tables.read(tmp_path / key.file, "cpu")["entries"][key.place]["schedule"] == usual
 
 
-def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monkeypatch):
+def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monkeypatch, always_faster):
     """One command; what is found is written at once; one layer that cannot run is left out; the folder serves as the
     package's, and doctor and explain say so."""
     monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "user"))
     monkeypatch.setenv("UNIEP_TUNE", "cached")
-    monkeypatch.setattr(searching, "slowest", lambda of: [(a, 0.5 * a) for a, _ in slowest(of)])
     state, out, known = searching._State, tmp_path / "x.json", []
 
     def refusing(job, *args):
@@ -438,7 +444,7 @@ def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monk
 
     monkeypatch.setattr(searching, "_State", refusing)
     layer, into = "--backend cpu --ep 1 --dtype fp32", tmp_path / "shipped"
-    command = f"tune {layer} --shape 32x16x4x2,32x16x8x2 --tokens 16,64 --budget-s 2 --sampler random --into {into}"
+    command = f"tune {layer} --shape 32x16x4x2,32x16x8x2 --tokens 16,64 --budget-s 60 --sampler random --into {into}"
     done = CliRunner().invoke(app, [*command.split(), "--json", str(out)])
     assert done.exit_code == 2 and "32x16x8x2-float32-64: failed, as said above" in " ".join(done.output.split())
     assert known == [["32x16x4x2-float32-16", "32x16x4x2-float32-64"]] * 2
@@ -461,13 +467,12 @@ def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monk
     assert (document["by"], document["serves"]) == ("table", str(table)), said.output
 
 
-def test_a_choice_is_told_whose_table_cannot_be_written(tmp_path, monkeypatch):
+def test_a_choice_is_told_whose_table_cannot_be_written(tmp_path, monkeypatch, always_faster):
     """A file in place of the folder is refused before anything is timed; a disk that is full later leaves the choice on
     the screen and in the JSON file, and the remedy names the option."""
     monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "user"))
-    monkeypatch.setattr(searching, "slowest", lambda of: [(a, 0.5 * a) for a, _ in slowest(of)])
     (tmp_path / "file").write_text("")
-    layer = "--backend cpu --ep 1 --dtype fp32 --shape 32x16x4x2 --budget-s 1 --sampler random"
+    layer = "--backend cpu --ep 1 --dtype fp32 --shape 32x16x4x2 --budget-s 60 --sampler random"
     done = CliRunner().invoke(app, f"tune {layer} --tokens 16,64 --into {tmp_path / 'file'}".split())
     assert done.exit_code == 2 and not (tmp_path / "user").exists()
     assert "--into" in done.output and "name a folder that can be written" in " ".join(done.output.split())
