@@ -123,28 +123,25 @@ class UniEPGraph(UniEPLayer):
     """The layer captured once for each direction; results lie where the capture put them."""
 
     def prepare(self, case: Case, backward: bool) -> None:
-        super().prepare(case, backward)
-        self.captured: dict[bool, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self.layer = UniEPLayer(self.workspace)
+        self.layer.prepare(case, backward)
+        self.captured: dict[Callable[..., Any], tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def forward(self, case: Case) -> tuple[Tensor, Any]:
-        return self._replayed(False, lambda: super(UniEPGraph, self).forward(case))
+        return self._replayed(self.layer.forward, case)
 
     def forward_backward(self, case: Case) -> tuple[Tensor, ...]:
-        def call() -> tuple[Tensor, ...]:
-            y_TD, _ = super(UniEPGraph, self).forward(case)
-            return y_TD.detach(), *timing.gradients(y_TD, self.leaves, case.dy_TD)
+        return self._replayed(self.layer.forward_backward, case)
 
-        return self._replayed(True, call)
-
-    def _replayed(self, backward: bool, call: Callable[[], Any]) -> Any:
-        if backward not in self.captured:
-            call()  # compiles, and makes what a captured call may not
+    def _replayed(self, call: Callable[[Case], Any], case: Case) -> Any:
+        if call not in self.captured:
+            call(case)  # compiles, and makes what a captured call may not
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                got = call()
-            self.captured[backward] = graph, got
-        graph, got = self.captured[backward]
+                got = call(case)
+            self.captured[call] = graph, got
+        graph, got = self.captured[call]
         graph.replay()
         return got
 

@@ -72,6 +72,7 @@ import timing
 from cases import parse_shape
 from moe import add_file_options, of_run
 from products import Products
+from results import write
 from uniep.kernels.activation import activate, gate_gradient, up_gradient
 from uniep.kernels.arguments import ALL_HERE, Activation, Rows, Tokens
 from uniep.kernels.gemm import halves, tile_coordinates
@@ -625,9 +626,9 @@ def work(text: str, skip: Sequence[str], args: argparse.Namespace) -> None:
     for call in calls.values():
         call()
     torch.cuda.synchronize()
-    windows = timing.in_turn(calls, args.iters)
-    for name, call in calls.items():
-        times = {"ms": statistics.median(windows[name]), "sustained_ms": timing.sustained(call, args.sustained_s)}
+    windows, back_to_back = timing.in_turn(calls, args.iters), timing.sustained_in_turn(calls, args.sustained_s)
+    for name in calls:
+        times = {"ms": statistics.median(windows[name]), "sustained_ms": statistics.median(back_to_back[name])}
         row = {"shape": text, "variant": name, "tflop": products.tflop_of("dO @ W2")} | times
         print(json.dumps({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()}), flush=True)
     products.workspace.close()
@@ -683,7 +684,7 @@ def measure(args: argparse.Namespace, own: list[str]) -> None:
         rows.append(row)
         print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         if args.json:
-            args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            write(args.json, {"meta": meta, "rows": rows})
 
     for shape in args.shapes.split(","):
         skip: list[str] = []
@@ -702,7 +703,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--tokens", type=int, default=8192, help="(default %(default)s)")
     made.add_argument("--variants", default=",".join(VARIANTS), help="(default all)")
     made.add_argument("--iters", type=int, default=20, help="window calls of each (default %(default)s)")
-    made.add_argument("--sustained-s", type=float, default=0.2, help="of each (default %(default)s)")
+    made.add_argument("--sustained-s", type=float, default=0.2, help="of each, in parts, in turn")
     made.add_argument("--limit-s", type=float, default=10, help="of a variant (default %(default)s)")
     made.add_argument("--total-s", type=float, default=120, help="of everything (default %(default)s)")
     made.add_argument("--offline", action="store_true", help="compile only, without a GPU; exits with 1 if one spills")

@@ -37,7 +37,6 @@ except ImportError:
     quack_gemm = None
 
 RANKS = 2
-SUSTAINED_SAMPLES = 9
 
 
 def quack(a: Tensor, b: Tensor, start_e1: Tensor) -> Tensor:
@@ -161,10 +160,7 @@ def timed(products: Products, name: str, args: argparse.Namespace) -> dict[str, 
     if name in products.quack:
         sides["quack"] = products.quack[name]
     windows = timing.in_turn(sides, args.iters)
-    back_to_back: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(SUSTAINED_SAMPLES):
-        for side, call in sides.items():
-            back_to_back[side].append(timing.sustained(call, args.sustained_s / SUSTAINED_SAMPLES))
+    back_to_back = timing.sustained_in_turn(sides, args.sustained_s)
     row: dict[str, Any] = {
         "product": name,
         "tflop": round(products.tflop_of(name), 4),
@@ -200,7 +196,7 @@ def main() -> None:
     arguments.add_argument("--shapes", default="qwen3-30b,dsv2-lite,qwen3-235b,deepseek-v3,mixtral-8x7b")
     arguments.add_argument("--tokens", type=int, default=8192, help="per rank")
     arguments.add_argument("--iters", type=int, default=20, help="window calls of each")
-    arguments.add_argument("--sustained-s", type=float, default=0.4, help=f"of each, {SUSTAINED_SAMPLES} parts in turn")
+    arguments.add_argument("--sustained-s", type=float, default=0.4, help="of each, in parts, in turn")
     add_file_options(arguments)
     args = arguments.parse_args()
     if quack_gemm is None:

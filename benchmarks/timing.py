@@ -109,15 +109,28 @@ def window(call: Callable[[], object]) -> float:
     return start.elapsed_time(end)
 
 
-def in_turn(calls: Mapping[str, Callable[[], object]], samples: int) -> dict[str, list[float]]:
-    """Milliseconds of `samples` windows of each call, the slowest rank's; in turn, from another one on each time."""
+def in_turn(
+    calls: Mapping[str, Callable[[], object]], samples: int,
+    measure: Callable[[Callable[[], object]], float] = window,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Milliseconds of `samples` samples of each call, the slowest rank's; in turn, from another one on each time.
+    measure: takes a sample."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(samples):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
-            taken[name].append(window(calls[name]))
+            taken[name].append(measure(calls[name]))
     return {name: max_over_ranks(times) for name, times in taken.items()}
+
+
+SAMPLES = 9
+"""Parts of a sustained time that is taken in turn."""
+
+
+def sustained_in_turn(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of `SAMPLES` samples of each call, `seconds` together: all meet the same temperatures."""
+    return in_turn(calls, SAMPLES, lambda call: sustained(call, seconds / SAMPLES))
 
 
 def sustained(call: Callable[[], object], seconds: float) -> float:

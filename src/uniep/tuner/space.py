@@ -236,9 +236,9 @@ def points(
         for name in (dimension.name, *dimension.also):
             columns[name] = coded[place_ND[:, i]]
     made = Points(usual, columns, len(place_ND))
-    if backend == "hopper":
-        columns |= _thresholds(made, cfg.max_tokens_per_rank)
-    return Points(usual, columns, len(place_ND))
+    if backend != "hopper":
+        return made
+    return Points(usual, columns | _thresholds(made, cfg.max_tokens_per_rank), len(made))
 
 
 def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
