@@ -64,6 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     rank, ranks, shape = dist.get_rank(), dist.get_world_size(), parse_shape(args.shape)
     tokens = [int(text) for text in args.tokens.split(",")]
     rows: list[dict[str, Any]] = []
+    meta = of_run("shared.py", device, args.commit)
     cfg = shape.config(ranks, max(tokens), dtype=DTYPES[args.dtype])
     with uniep.Workspace(cfg, dist.group.WORLD, device=device, timeout_s=120) as workspace:
         every = layers(cfg, workspace, args.shared_ffn)
@@ -83,10 +84,9 @@ def main(argv: list[str] | None = None) -> None:
                 rows[-1] |= {"hidden_ms": round(hidden, 4), "hidden_share": round(hidden / ms["shared"], 3)}
                 if rank == 0:
                     print("bits equal;", " ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+                    if args.json:
+                        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
         workspace.check()
-    if rank == 0 and args.json:
-        meta = of_run("shared.py", device, args.commit)
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,7 +3,7 @@
 All checks run in one launch, because every new shape compiles its kernels; each is reported as its own test, and with
 -s as a line when it ends.  On one card two ranks take turns (`one_gpu.py`).  UNIEP_TEST_RANKS sets their number, a
 power of two: where it is more than there are cards, all are on the first one.  UNIEP_TEST_SCHEDULES, names with
-semicolons between them, is what `same_everywhere` compares instead of everything.
+semicolons between them, are what checks of bits compare with the serial one instead of everything.
 """
 
 import dataclasses
@@ -166,6 +166,12 @@ class Rank:
         local = w13.shape[0]
         experts = slice(self.rank * local, (self.rank + 1) * local)
         return [t[mine] for t in out[:3]] + [t[experts] for t in out[3:]], joined, mine, experts
+
+
+def chosen(variants):
+    """Those that UNIEP_TEST_SCHEDULES names, or all."""
+    some = os.environ.get("UNIEP_TEST_SCHEDULES")
+    return {name: variant for name, variant in variants.items() if not some or name in some.split(";")}
 
 
 def named(biases):
@@ -331,7 +337,7 @@ def check_biases(r):
     cfg = MoEConfig(**SHAPE, bias=True, weight_at="activation", combine_groups=8)
     data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
     want = r.once(cfg, data, SERIAL)
-    wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in GROUP_SCHEDULES.items()}
+    wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in chosen(GROUP_SCHEDULES).items()}
     wrong |= {
         "nccl": differing(want, r.once(cfg, data, backend="nccl")),
         "EP=1": differing(want, r.alone(cfg, data)[0]),
@@ -348,8 +354,8 @@ def check_biases(r):
     cfg = MoEConfig(**gpt_oss, bias=True, activation="swiglu_oai", activation_limit=7.0)
     data = r.data(cfg, 2000)
     want = r.once(cfg, data, SERIAL)
-    chosen = {how: SCHEDULES[how] for how in ("copied", "pipelined", "gradient beside", "mega", "mega, copied")}
-    wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in {**chosen, "": None}.items()}
+    few = {how: SCHEDULES[how] for how in ("copied", "pipelined", "gradient beside", "mega", "mega, copied")}
+    wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in {**few, "": None}.items()}
     wrong |= {
         "nccl": differing(want, r.once(cfg, data, backend="nccl")),
         "EP=1": differing(want, r.alone(cfg, data)[0]),
@@ -372,9 +378,7 @@ def same_everywhere(r, changes):
         "tiles": (cfg, Schedule(gate_up=narrow, down=narrow, weight_gradient=narrow)),
         "sync-free": (dataclasses.replace(cfg, max_rows=8192), None),
     }
-    some = os.environ.get("UNIEP_TEST_SCHEDULES", "").split(";")
-    chosen = {name: variants[name] for name in (variants if some == [""] else some)}
-    wrong = {name: differing(want, r.once(c, data, s)) for name, (c, s) in chosen.items()}
+    wrong = {name: differing(want, r.once(c, data, s)) for name, (c, s) in chosen(variants).items()}
     one, joined, mine, experts = r.alone(cfg, data)
     wrong["EP=1"] = differing(want, one)
     assert not any(wrong.values()), {k: v for k, v in wrong.items() if v}
@@ -402,7 +406,7 @@ def check_many_tiles(r):
         cfg = dataclasses.replace(cfg, combine_groups=groups)
         data = r.data(cfg, 4000, seed=6)
         want = r.once(cfg, data, SERIAL)
-        wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in schedules.items()}
+        wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in chosen(schedules).items()}
         assert not any(wrong.values()), (groups, {k: v for k, v in wrong.items() if v})
 
 
@@ -424,7 +428,7 @@ def check_combine_groups(r):
             data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
             want, joined, mine, _ = r.alone(cfg, data)
             wrong = {}
-            for how, schedule in GROUP_SCHEDULES.items():
+            for how, schedule in chosen(GROUP_SCHEDULES).items():
                 with Workspace(cfg, r.group, schedule=schedule, timeout_s=60) as workspace:
                     for repeat in range(5):
                         torch.cuda._sleep(chance.randrange(2_000_000))
