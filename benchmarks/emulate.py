@@ -122,8 +122,8 @@ class Emulation:
         self, way: Way, direction: str, *, played: bool = True
     ) -> tuple[dict[str, float], list[Tensor], ExpertGradients | None]:
         """(Milliseconds of each phase, as moe.py names them, and of all as `ms`; what the forward saves; gradients).
-        Not played: nothing waits, as in a first call, since kernels cannot be loaded while a stream, or a kernel, waits
-        for the host."""
+        Not played: nothing waits, as in a first call: kernels cannot be loaded, and memory should not be allocated,
+        while a stream, or a kernel, waits for the host."""
         backend, timetable, stream = self.backend, self.backend.timetable, torch.cuda.current_stream()
         first, until = backend.planner.calls_made + 1, time.monotonic() + PATIENCE_S
         for number, operation in enumerate(DIRECTIONS[direction], first):
@@ -193,8 +193,8 @@ def results_of(emulation: Emulation, way: Way, direction: str) -> dict[str, Tens
     """What a forward leaves, and a backward, if `direction` has one: what lies at every rank, h of the rows in use,
     gradients."""
     backend, found = emulation.backend, dict[str, Tensor]()
-    emulation.call(way, direction, played=False)
     for turn in DIRECTIONS if direction == "fwd_bwd" else [direction]:
+        emulation.call(way, turn, played=False)
         everywhere = {name: backend.arena.everywhere[name] for name in ("returns", "dweights")}
         for t in (t for ts in everywhere.values() for t in ts):
             t.zero_()
@@ -235,6 +235,8 @@ def with_serial_bits(emulation: Emulation, variants: list[str], direction: str) 
 def measure(emulation: Emulation, ways: dict[str, Way], direction: str, repeats: int) -> list[dict[str, Any]]:
     """Rows of one direction, all ways in turn."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for way in ways.values():
+        emulation.call(way, direction, played=False)
     for repeat in range(repeats):
         for name in list(ways)[:: 1 if repeat % 2 else -1]:
             found[name].append(emulation.call(ways[name], direction)[0])

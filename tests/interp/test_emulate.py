@@ -2,7 +2,9 @@
 have returned their results as soon as they may begin."""
 
 import ctypes
+import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,12 @@ class Moment(Nothing):
         return 1.0
 
 
+class OnHost(emulate.Emulation):
+    def __init__(self, *given):
+        super().__init__(*given, device="cpu", dtype=torch.float16)
+        self.backend.timetable.returned = self.backend.arena.flag_view("returned")[1 : self.ranks]
+
+
 @pytest.fixture(scope="module")
 def streams():
     """What was queued: (waits or writes, address, value)."""
@@ -61,10 +69,7 @@ def streams():
 
 @pytest.fixture(scope="module")
 def emulation(streams):
-    shape = Shape("small", 64, 128, 8, 2)
-    made = emulate.Emulation(shape, RANKS, 40, 361.0, 303.0, device="cpu", dtype=torch.float16)
-    made.backend.timetable.returned = made.backend.arena.flag_view("returned")[1:RANKS]
-    return made
+    return OnHost(Shape("small", 64, 128, 8, 2), RANKS, 40, 361.0, 303.0)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +127,7 @@ def test_one_call_at_a_time_and_each_when_it_is_due(emulation, monkeypatch):
 
     class Words(list):
         def __setitem__(self, word, value):
-            told.append((word, value, emulate.time.perf_counter_ns() / 1e6))
+            told.append((word, value, time.perf_counter_ns() / 1e6))
             super().__setitem__(word, value)
             if word == played.GO:
                 super().__setitem__(played.BEGAN, 7)
@@ -133,7 +138,7 @@ def test_one_call_at_a_time_and_each_when_it_is_due(emulation, monkeypatch):
                 super().__setitem__(played.RETURNING, 8)
 
     monkeypatch.setattr(table, "words", Words([0] * 96))
-    emulation._play(range(7, 9), emulate.time.monotonic() + 60)
+    emulation._play(range(7, 9), time.monotonic() + 60)
     of_7 = [(played.ARRIVED, 7 * 64 + step) for step in (1, 2, 3)]
     of_8 = [(played.ARRIVED, 8 * 64 + step) for step in (1, 2, 3)]
     turns = [(word, value) for word, value, _ in told]
@@ -141,7 +146,24 @@ def test_one_call_at_a_time_and_each_when_it_is_due(emulation, monkeypatch):
     at = dict(zip(turns, (ms for *_, ms in told), strict=True))
     assert at[of_7[0]] - at[played.GO, 7] >= 2 and at[played.RETURNED, 7] - at[of_7[2]] >= 3
     with pytest.raises(RuntimeError, match=r"calls \[9\] did not end within .* waiting for \[\(16, 9\), \(48, 9\)\]"):
-        emulation._play(range(9, 10), emulate.time.monotonic())
+        emulation._play(range(9, 10), time.monotonic())
+
+
+def test_a_host_that_waits_for_the_device_is_let_go(emulation, monkeypatch):
+    backend = emulation.backend
+    usual, words = backend.forward, backend.timetable.words
+
+    def loads_a_kernel(*given, **how):
+        while words[played.GO] < 2**30:
+            time.sleep(0.01)
+        return usual(*given, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(emulate, "PATIENCE_S", 0.1)
+        patch.setattr(backend, "forward", loads_a_kernel)
+        with pytest.raises(RuntimeError, match=r"did not end within 0\.1 s: words \["):
+            emulation.call(emulation.way(""), "fwd")
+    assert emulation.call(emulation.way(""), "fwd")[0]["ms"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -170,5 +192,32 @@ def test_a_variant_with_other_bits_is_left_out(emulation, monkeypatch, capsys):
         "preactivation=recomputed"
     ]
     assert "bits differ from serial: returns of rank 0, fwd" in capsys.readouterr().out
-    rows = emulate.measure(emulation, {"": emulation.way("")}, "fwd_bwd", 1)
-    assert [(row["direction"], row["ms"], row["overlap"]) for row in rows] == [("fwd_bwd", 1.0, "fused")]
+
+
+def test_a_run_from_its_arguments_to_its_file(streams, monkeypatch, tmp_path):
+    file = tmp_path / "rows.json"
+    of_run = ["--shapes", "64x128x8x2", "--tokens", "40", "--variants", ";overlap=serial", "--json", str(file)]
+    monkeypatch.setattr(emulate, "Emulation", OnHost)
+    monkeypatch.setattr(sys, "argv", ["emulate.py", *of_run, "--ranks", "4", "--repeats", "1"])
+    emulate.main()
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["direction"], row["impl"], row["overlap"], row["ms"], row["ms_all"]) for row in rows] == [
+        (direction, impl, overlap, 1.0, [1.0])
+        for direction in ("fwd", "fwd_bwd")
+        for impl, overlap in (("uniep", "fused"), ("uniep@overlap=serial", "serial"))
+    ]
+    monkeypatch.setattr(sys, "argv", ["emulate.py", "--directions", "fwd,bwd"])
+    with pytest.raises(SystemExit):
+        emulate.main()
+
+
+def test_processes_compile_first(monkeypatch, tmp_path):
+    """Each its shape and ranks, with the other arguments of the run; one that fails ends it."""
+    script = tmp_path / "told.py"
+    script.write_text("import sys; open(f'{sys.argv[5]}.txt', 'w').write(' '.join(sys.argv[1:])); "
+                      "sys.exit(sys.argv[5] == '8')")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), "--tokens=40"])
+    with pytest.raises(RuntimeError, match=r"compiling failed for \[\('large', 8\)\]"):
+        emulate.compile_beside([("small", 4), ("large", 8)])
+    assert (tmp_path / "4.txt").read_text() == "--tokens=40 --shapes small --ranks 4 --repeats 0"
