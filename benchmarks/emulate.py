@@ -211,16 +211,16 @@ def results_of(emulation: Emulation, way: Way, direction: str) -> dict[str, Tens
     return found
 
 
-def compile_all(emulation: Emulation, variants: list[str], direction: str) -> None:
+def compile_all(emulation: Emulation, ways: dict[str, Way], direction: str) -> None:
     """Also the serial way, with which bits are compared."""
-    for change in dict.fromkeys(["overlap=serial", *variants]):
-        emulation.call(emulation.way(change), direction, played=False)
+    for way in (emulation.way("overlap=serial"), *ways.values()):
+        emulation.call(way, direction, played=False)
 
 
-def with_serial_bits(emulation: Emulation, variants: list[str], direction: str) -> dict[str, Way]:
-    """The ways of variants whose results are those of the serial one; what is wrong with others is printed."""
+def with_serial_bits(emulation: Emulation, ways: dict[str, Way], direction: str) -> dict[str, Way]:
+    """Those whose results are those of the serial way; what is wrong with others is printed."""
     want, right = results_of(emulation, emulation.way("overlap=serial"), direction), dict[str, Way]()
-    for name, way in {name: emulation.way(name) for name in variants}.items():
+    for name, way in ways.items():
         try:
             got = results_of(emulation, way, direction)
             if wrong := [part for part, t in got.items() if not torch.equal(t, want[part])]:
@@ -290,7 +290,7 @@ def main() -> None:
     meta = of_run("emulate.py", torch.device("cuda"), args.commit, 1) | {"emulated": True}
     meta |= {name: getattr(args, name) for name in ("copy_rate", "return_rate", "repeats")}
     cases = [(name, int(ranks)) for name in args.shapes.split(",") for ranks in args.ranks.split(",")]
-    variants, rows = args.variants.split(";"), []
+    rows: list[dict[str, Any]] = []
     most = "fwd_bwd" if "fwd_bwd" in args.directions else "fwd"
     if args.repeats and len(cases) > 1:
         started = time.monotonic()
@@ -299,14 +299,15 @@ def main() -> None:
     for name, ranks in cases:
         started = time.monotonic()
         emulation = Emulation(parse_shape(name), ranks, args.tokens, args.copy_rate, args.return_rate)
+        ways = {change: emulation.way(change) for change in args.variants.split(";")}
         if args.repeats:
-            ways = with_serial_bits(emulation, variants, most)
+            ways = with_serial_bits(emulation, ways, most)
             compared = time.monotonic() - started
             for direction in args.directions:
                 rows += measure(emulation, ways, direction, args.repeats)
             took = f"{time.monotonic() - started:.1f} s, {compared:.1f} until bits were compared"
         else:
-            compile_all(emulation, variants, most)
+            compile_all(emulation, ways, most)
             took = f"{time.monotonic() - started:.1f} s, compiled only"
         emulation.backend.close()
         del emulation

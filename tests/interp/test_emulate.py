@@ -188,9 +188,8 @@ def test_a_variant_with_other_bits_is_left_out(emulation, monkeypatch, capsys):
         return {name: t + (way.waits and not way.recomputes) for name, t in found.items()}
 
     monkeypatch.setattr(emulate, "results_of", of_fused_wrong)
-    assert list(emulate.with_serial_bits(emulation, ["", "preactivation=recomputed"], "fwd")) == [
-        "preactivation=recomputed"
-    ]
+    ways = {change: emulation.way(change) for change in ("", "preactivation=recomputed")}
+    assert list(emulate.with_serial_bits(emulation, ways, "fwd")) == ["preactivation=recomputed"]
     assert "bits differ from serial: returns of rank 0, fwd" in capsys.readouterr().out
 
 
