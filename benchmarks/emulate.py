@@ -1,28 +1,38 @@
-"""An emulated forward at EP 4 or 8 on one GPU, which is rank 0: all times are labelled "emulated".
+"""An emulated forward, and its backward, at EP 4 or 8 on one GPU, which is rank 0: all times are labelled "emulated".
 
     python benchmarks/emulate.py --json benchmarks/results/h200x1_emulated.json
 
 What is real: every kernel of rank 0, its plan of all ranks' ids, rows and tiles.  What is played: peers have entered;
-their tokens lie in the receive buffer beforehand, and `finished` of one source after the other, from the rank before
-this one downwards, is raised when its copy would have come at `--copy-rate`; `returned` of all peers is raised once
-this rank's own returns would have been on the wire at `--return-rate` since the down product began (pipelined: since
-gate_up began), for all ranks do the same.  Nothing crosses a wire: copies are left out (on one card they would take
-multiprocessors), and rows go to memory that stands for the peers'.  So contention on the wire and what incoming bytes
-take from this card's memory do not show, nor can a push be emulated, whose cost is the pace of the wire.
+their tokens lie in the receive buffer beforehand (in a backward they stand for dO), and `finished` of one source after
+the other, from the rank before this one downwards, is raised when its copy would have come at `--copy-rate` since this
+rank entered; `returned` of all peers is raised once this rank's own returns would have been on the wire at
+`--return-rate` since the product that returns them began (pipelined: since gate_up began), for all ranks do the same.
+d(weight) comes with the same flag and takes no time of the wire.  Nothing crosses a wire: copies are left out (on one
+card they would take multiprocessors), and rows go to memory that stands for the peers'.  So contention on the wire and
+what incoming bytes take from this card's memory do not show, nor can a push be emulated, whose cost is the pace of the
+wire.
 
 The timetable is kept by the host, which writes words of pinned memory that streams wait for: no multiprocessor is
-taken.  Everything is queued before the first kernel begins (`--load window` of moe.py).  Before they are timed, the
-rows that leave and h of every variant are compared with those of the serial one, bit by bit.
+taken.  Everything, a backward too, is queued before the first kernel begins (`--load window` of moe.py).  Before they
+are timed, what each variant leaves (rows at every rank, h, d(weight), gradients) is compared with what the serial one
+leaves, bit by bit.
+
+Compiling takes longest.  Processes beside each other do it first, one for each shape and number of ranks; what is
+measured then takes seconds.  `--directions fwd` and `--variants ''` shorten both, fewer `--repeats` what is measured;
+`--repeats 0` compiles only.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import json
 import statistics
+import subprocess
+import sys
+import threading
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -30,10 +40,24 @@ from torch import Tensor
 
 from cases import choose_experts, make_case, make_weights, parse_shape
 from moe import add_file_options, of_run
-from played import ALWAYS, enter_peers, rank_0
-from uniep.backends.base import Inputs
-from uniep.backends.hopper.backend import HopperBackend
+from played import (
+    ALWAYS,
+    ARRIVED,
+    BEGAN,
+    DIRECTIONS,
+    GO,
+    RETURNED,
+    RETURNING,
+    STEPS,
+    Emulated,
+    enter_as,
+    enter_peers,
+    rank_0,
+    unplayed,
+)
+from uniep.backends.base import ExpertGradients, Inputs, Needs
 from uniep.config import MoEConfig
+from uniep.errors import UnsupportedError
 from uniep.launch.driver import tensor
 from uniep.routing.plan import recv_base
 from uniep.schedule import default_schedule, parse_schedule
@@ -41,64 +65,7 @@ from uniep.shapes import Shape
 from uniep.way import Way, Ways
 from uniep.weights import ExpertWeights
 
-GO, BEGAN, ARRIVED, RETURNING, RETURNED = range(0, 80, 16)  # words, 64 bytes apart
-STEPS = 64  # values of ARRIVED that a call has
-PATIENCE_NS = 3_000_000_000
-
-
-class Timetable:
-    """Words of pinned memory that streams wait for, or write, and the host as well."""
-
-    def __init__(self) -> None:
-        self._pinned = torch.zeros(96, dtype=torch.int32).pin_memory()
-        self.words = (ctypes.c_int32 * 96).from_address(self._pinned.data_ptr())
-        self._driver = ctypes.CDLL("libcuda.so.1")
-
-    def _queue(self, name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        words = ctypes.c_uint32(value), ctypes.c_uint(0)
-        given = ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), *words
-        if code := getattr(self._driver, name)(*given):
-            raise RuntimeError(f"{name} failed with CUDA error {code}")
-
-    def wait(self, stream: torch.cuda.Stream, word: int, value: int) -> None:
-        """`stream` goes on when the word is `value` or more."""
-        self._queue("cuStreamWaitValue32_v2", stream, self._pinned.data_ptr() + 4 * word, value)
-
-    def tell(self, stream: torch.cuda.Stream, word: int, value: int) -> None:
-        self.write(stream, self._pinned.data_ptr() + 4 * word, value)
-
-    def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        self._queue("cuStreamWriteValue32_v2", stream, address, value)
-
-    def release(self) -> None:
-        """Whatever waits goes on."""
-        for word in (GO, ARRIVED, RETURNED):
-            self.words[word] = 2**30
-
-
-class Emulated(HopperBackend):
-    """Rank 0, whose peers play."""
-
-    timetable: Timetable
-    number = 0  # of the call
-
-    def send(self, x_TD: Tensor, first: int = 1, last: int | None = None) -> None:
-        """The flags behind the peers' copies, which take as long as this rank's own."""
-        if first == 1:
-            self.fork(self.copies)
-            self.timetable.tell(self.copies, BEGAN, self.number)
-        for step in range(first, last or self.num_ranks):
-            self.timetable.wait(self.copies, ARRIVED, self.number * STEPS + step)
-            self.raise_flag("finished", (self.rank - step) % self.num_ranks, self.copies)
-
-    def raise_flag(self, name: str, source: int, stream: torch.cuda.Stream) -> None:
-        flag = self.arena.flag_view(name)[source:]
-        self.timetable.write(stream, flag.data_ptr(), self.planner.calls_made)
-
-    def mark(self, name: str) -> None:
-        super().mark(name)
-        if name == ("plan" if self.way.down_sms else "gate_up"):
-            self.timetable.tell(self._stream, RETURNING, self.number)
+PATIENCE_S = 3.0
 
 
 @dataclasses.dataclass
@@ -112,143 +79,199 @@ class Emulation:
     copy_rate: float
     return_rate: float
     device: str = "cuda:0"
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         shape, ranks, tokens, device = self.shape, self.ranks, self.tokens, torch.device(self.device)
-        weights = make_weights(shape, 0, ranks, torch.bfloat16, device)
-        case = make_case(shape, tokens, "balanced", 0, weights)
+        case = make_case(shape, tokens, "balanced", 0, make_weights(shape, 0, ranks, self.dtype, device))
         generators = [torch.Generator(device).manual_seed(rank) for rank in range(1, ranks)]
         ids = [case.ids_TK, *(choose_experts(tokens, shape, "balanced", g) for g in generators)]
         drawn = (torch.rand(case.weights_TK.shape, device=device, generator=g) for g in generators)
         of_slots = [case.weights_TK, *drawn]
         local = shape.num_experts // ranks
         rows = sum(int((i < local).sum()) for i in ids)
-        self.cfg: MoEConfig = shape.config(ranks, tokens, max_rows=rows + rows // 32)
+        self.cfg: MoEConfig = shape.config(ranks, tokens, max_rows=rows + rows // 32, dtype=self.dtype)
         usual = default_schedule("hopper", self.cfg, ranks)
         self.schedule = dataclasses.replace(usual, transfer="copy")
         backend = rank_0(self.cfg, ranks, self.schedule, Emulated, self.device)
         assert isinstance(backend, Emulated)
-        self.backend, self.table = backend, Timetable()
-        backend.timetable = self.table
+        self.backend = backend
         for source, generator in enumerate(generators, 1):
             x_TD = torch.randn(tokens, shape.hidden, device=device, generator=generator)
             backend.arena.views["receive"][recv_base(self.cfg, source, 0) :][:tokens] = x_TD
         enter_peers(backend, ids, of_slots, "forward")
         experts = ExpertWeights((case.w13_e2FD,), (case.w2_eDF,), "stacked")
         self.inputs = Inputs(case.x_TD, case.ids_TK, case.weights_TK, experts)
+        self.dy_TD = case.dy_TD
         row_bytes = shape.hidden * self.cfg.dtype.itemsize
         self.copy_us = tokens * row_bytes / self.copy_rate / 1e3
         away = sum(int((i < local).sum()) for i in ids[1:])
         self.return_us = away * row_bytes / self.return_rate / 1e3
-        self.returned_stream = torch.cuda.Stream()
 
     def way(self, change: str) -> Way:
         schedule = parse_schedule(change, self.schedule)
-        return Ways(self.cfg, self.ranks, schedule, "hopper", self.backend.ways.measured)[self.tokens]
+        way = Ways(self.cfg, self.ranks, schedule, "hopper", self.backend.ways.measured)[self.tokens]
+        if waits := unplayed(self.cfg, way):
+            raise UnsupportedError(
+                f"variant {change!r} waits for {', '.join(waits)}, which nobody plays on one GPU; leave it out, or use "
+                "transfer=copy, received=saved and any overlap but mega"
+            )
+        return way
 
-    def call(self, way: Way, *, played: bool = True) -> tuple[dict[str, float], list[Tensor]]:
-        """(Milliseconds of each phase, of the call as `ms`; what the call saves).  Not played: nothing waits, as in a
-        first call, since kernels cannot be loaded while a stream, or a kernel, waits for the host."""
-        backend, table = self.backend, self.table
-        backend.number += 1
-        n, stream = backend.number, torch.cuda.current_stream()
+    def call(
+        self, way: Way, direction: str, *, played: bool = True
+    ) -> tuple[dict[str, float], list[Tensor], ExpertGradients | None]:
+        """(Milliseconds of each phase, as moe.py names them, and of all as `ms`; what the forward saves; gradients).
+        Not played: nothing waits, as in a first call: kernels cannot be loaded, and memory should not be allocated,
+        while a stream, or a kernel, waits for the host."""
+        backend, timetable, stream = self.backend, self.backend.timetable, torch.cuda.current_stream()
+        first, until = backend.planner.calls_made + 1, time.monotonic() + PATIENCE_S
+        for number, operation in enumerate(DIRECTIONS[direction], first):
+            enter_as(backend, number, operation, first if operation == "backward" else 0)
+        returned = backend.arena.flag_view("returned")[1 : self.ranks]
+        returned.fill_(backend.planner.calls_made if played else ALWAYS)
         torch.cuda.synchronize()
-        for flag in ("finished", "returned"):  # as the call before has left them
-            backend.arena.flag_view(flag)[1 : self.ranks] = backend.planner.calls_made if played else ALWAYS
-        backend.phases = []
-        if not played:
-            table.release()
+        backend.phases, gradients = [], None
+        watchdog = threading.Timer(PATIENCE_S, timetable.release)  # should the host, which queues, wait for the device
+        if played:
+            watchdog.start()
+        else:
+            timetable.release()
         try:
-            table.wait(stream, GO, n)
+            timetable.wait(stream, GO, first)
             began = torch.cuda.Event(enable_timing=True)
             began.record(stream)
             _, saved = backend.forward(self.inputs, save=True, way=way)
-            table.wait(self.returned_stream, RETURNED, n)
             if played:
-                for rank in range(1, self.ranks):
-                    backend.raise_flag("returned", rank, self.returned_stream)
-                self._play(n)
+                backend.peers_return()
+            if direction == "fwd_bwd":
+                gradients = backend.backward(self.dy_TD, self.inputs, saved, Needs(), way=way)
+                if played:
+                    backend.peers_return()
+            if played:
+                self._play(range(first, backend.planner.calls_made + 1), until)
         finally:
-            table.release()
+            watchdog.cancel()
+            timetable.release()
             torch.cuda.synchronize()
-            for word in (GO, ARRIVED, RETURNED):
-                table.words[word] = n * (STEPS if word == ARRIVED else 1)
+            timetable.end(backend.planner.calls_made)
         backend.check()
-        times, before = dict[str, float](), began
+        times, seen, before = dict[str, float](), Counter[str](), began
         for name, event in backend.phases:
-            times[name], before = times.get(name, 0.0) + before.elapsed_time(event), event
+            seen[name] += 1
+            times[name if seen[name] == 1 else f"{name} {seen[name]}"] = before.elapsed_time(event)
+            before = event
         times["ms"] = began.elapsed_time(before)
-        return times, saved
+        return times, saved, gradients
 
-    def _play(self, n: int) -> None:
-        """The timetable of call `n`, kept by this thread."""
-        words, clock = self.table.words, time.perf_counter_ns
+    def _play(self, calls: range, until: float) -> None:
+        """The timetable of calls that are queued, kept by this thread."""
+        words, clock = self.backend.timetable.words, time.perf_counter_ns
         due: list[tuple[float, int, int]] = []  # when, word, value
-        steps = range(1, self.ranks)
-        words[GO], started = n, clock()
-        waiting = {BEGAN: n, RETURNING: n}
+        waiting = {(word, number) for number in calls for word in (BEGAN, RETURNING)}
+        words[GO] = calls[0]
         while waiting or due:
             now = clock()
-            if now - started > PATIENCE_NS:
-                raise RuntimeError(f"call {n}: words {list(self.table.words[:80:16])}, waiting for {list(waiting)}")
-            for word in [w for w in waiting if words[w] == n]:
-                del waiting[word]
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"calls {list(calls)} did not end within {PATIENCE_S:g} s: words {list(words[:80:16])}, "
+                    f"waiting for {sorted(waiting)}"
+                )
+            for word, number in [w for w in waiting if words[w[0]] >= w[1]]:
+                waiting.remove((word, number))
                 if word == RETURNING:
-                    due.append((now + 1e3 * self.return_us, RETURNED, n))
+                    due.append((now + 1e3 * self.return_us, RETURNED, number))
                     continue
-                due += [(now + 1e3 * self.copy_us * step, ARRIVED, n * STEPS + step) for step in steps]
+                steps = range(1, self.ranks)
+                due += [(now + 1e3 * self.copy_us * step, ARRIVED, number * STEPS + step) for step in steps]
             while due and min(due)[0] <= clock():
                 _, word, value = due.pop(due.index(min(due)))
                 words[word] = value
 
 
-def result_of(emulation: Emulation, way: Way) -> list[Tensor]:
-    """What a forward leaves: the rows at every rank, and h of the rows in use."""
-    backend = emulation.backend
-    emulation.call(way, played=False)
-    for returns in backend.arena.everywhere["returns"]:
-        returns.zero_()
-    saved = emulation.call(way)[1]
-    totals = tensor(backend.planner.restore(emulation.tokens, saved[:2]).rows.totals)
-    return [*(t.clone() for t in backend.arena.everywhere["returns"]), saved[2][:, : int(totals[0])].clone()]
+def results_of(emulation: Emulation, way: Way, direction: str) -> dict[str, Tensor]:
+    """What a forward leaves, and a backward, if `direction` has one: what lies at every rank, h of the rows in use,
+    gradients."""
+    backend, found = emulation.backend, dict[str, Tensor]()
+    for turn in DIRECTIONS if direction == "fwd_bwd" else [direction]:
+        emulation.call(way, turn, played=False)
+        everywhere = {name: backend.arena.everywhere[name] for name in ("returns", "dweights")}
+        for t in (t for ts in everywhere.values() for t in ts):
+            t.zero_()
+        _, saved, gradients = emulation.call(way, turn)
+        for name, ts in everywhere.items():
+            found |= {f"{name} of rank {rank}, {turn}": t.clone() for rank, t in enumerate(ts)}
+        if not way.recomputes:
+            totals = tensor(backend.planner.restore(emulation.tokens, saved[:2]).rows.totals)
+            found["h"] = saved[2][:, : int(totals[0])].clone()
+        if gradients is not None:
+            assert gradients.x is not None and gradients.weights is not None and gradients.w13 and gradients.w2
+            found |= {"dx": gradients.x, "d(weight)": gradients.weights, "dw13": gradients.w13[0]}
+            found["dw2"] = gradients.w2[0]
+    return found
 
 
-def measure(emulation: Emulation, variants: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Interleaved, after their bits; with 0 repeats kernels are only compiled."""
-    ways = {name: emulation.way(name) for name in variants}
-    if repeats == 0:
-        for way in (emulation.way("overlap=serial"), *ways.values()):
-            emulation.call(way, played=False)
-        return []
-    want = result_of(emulation, emulation.way("overlap=serial"))
-    found: dict[str, list[dict[str, float]]] = {}
-    for name, way in list(ways.items()):
+def compile_all(emulation: Emulation, ways: dict[str, Way], direction: str) -> None:
+    """Also the serial way, with which bits are compared."""
+    for way in (emulation.way("overlap=serial"), *ways.values()):
+        emulation.call(way, direction, played=False)
+
+
+def with_serial_bits(emulation: Emulation, ways: dict[str, Way], direction: str) -> dict[str, Way]:
+    """Those whose results are those of the serial way; what is wrong with others is printed."""
+    want, right = results_of(emulation, emulation.way("overlap=serial"), direction), dict[str, Way]()
+    for name, way in ways.items():
         try:
-            got = result_of(emulation, way)
-            wrong = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not torch.equal(a, b)]
-            if wrong:
-                raise RuntimeError(f"bits differ from serial: parts {wrong}")
-            found[name] = []
+            got = results_of(emulation, way, direction)
+            if wrong := [part for part, t in got.items() if not torch.equal(t, want[part])]:
+                raise RuntimeError(f"bits differ from serial: {', '.join(wrong)}")
+            right[name] = way
         except Exception as error:  # one variant must not end the others
             print(f"{emulation.shape.name} EP {emulation.ranks} {name or 'default'}: {error!r}"[:400], flush=True)
-            del ways[name]
             emulation.backend.planner.status[0], emulation.backend.planner._words[0] = 0, 0
-    del want
+    return right
+
+
+def measure(emulation: Emulation, ways: dict[str, Way], direction: str, repeats: int) -> list[dict[str, Any]]:
+    """Rows of one direction, all ways in turn."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for way in ways.values():
+        emulation.call(way, direction, played=False)
     for repeat in range(repeats):
         for name in list(ways)[:: 1 if repeat % 2 else -1]:
-            found[name].append(emulation.call(ways[name])[0])
+            found[name].append(emulation.call(ways[name], direction)[0])
     rows = []
     for name, times in found.items():
         median = {phase: round(statistics.median(t[phase] for t in times), 4) for phase in times[0]}
         way = ways[name]
         rows.append({
-            "shape": emulation.shape.name, "ranks": emulation.ranks, "tokens": emulation.tokens, "direction": "fwd",
-            "impl": f"uniep@{name}" if name else "uniep", "overlap": "pipelined" if way.down_sms else "fused",
-            "waves": way.waves, "emulated": True, "ms": median.pop("ms"), "phases": median,
-            "ms_all": [round(t["ms"], 4) for t in times],
+            "shape": emulation.shape.name, "ranks": emulation.ranks, "tokens": emulation.tokens, "direction": direction,
+            "impl": f"uniep@{name}" if name else "uniep",
+            "overlap": "serial" if way.gates else "pipelined" if way.down_sms else "fused", "waves": way.waves,
+            "emulated": True, "ms": median.pop("ms"), "phases": median, "ms_all": [round(t["ms"], 4) for t in times],
         })  # fmt: skip
         print(json.dumps({k: v for k, v in rows[-1].items() if k != "ms_all"}), flush=True)
     return rows
+
+
+def compile_beside(cases: list[tuple[str, int]]) -> None:
+    """Each case in a process of its own, all at once: what they compile lies in Triton's cache."""
+    of_case = (["--shapes", name, "--ranks", str(ranks), "--repeats", "0"] for name, ranks in cases)
+    children = [subprocess.Popen([sys.executable, *sys.argv, *more]) for more in of_case]
+    try:
+        failed = [case for case, child in zip(cases, children, strict=True) if child.wait()]
+    finally:
+        for child in children:
+            child.kill()
+    if failed:
+        raise RuntimeError(f"compiling failed for {failed}; see above, or run one case at a time")
+
+
+def parse_directions(text: str) -> list[str]:
+    for value in text.split(","):
+        if value not in DIRECTIONS:
+            raise argparse.ArgumentTypeError(f"{value!r} is unknown; use {', '.join(DIRECTIONS)}")
+    return text.split(",")
 
 
 def main() -> None:
@@ -256,6 +279,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="qwen3-30b,deepseek-v3")
     parser.add_argument("--ranks", default="4,8")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--directions", default="fwd,fwd_bwd", type=parse_directions)
     parser.add_argument("--variants", default=";arrival_waves=1;arrival_waves=2;arrival_waves=4;arrival_waves=8",
                         help="what differs from the default, apart by ';'")  # fmt: skip
     parser.add_argument("--copy-rate", type=float, default=361.0, help="GB/s of a copy from peer to peer")
@@ -265,18 +289,32 @@ def main() -> None:
     args = parser.parse_args()
     meta = of_run("emulate.py", torch.device("cuda"), args.commit, 1) | {"emulated": True}
     meta |= {name: getattr(args, name) for name in ("copy_rate", "return_rate", "repeats")}
-    rows = []
-    for name in args.shapes.split(","):
-        for ranks in map(int, args.ranks.split(",")):
-            started = time.monotonic()
-            emulation = Emulation(parse_shape(name), ranks, args.tokens, args.copy_rate, args.return_rate)
-            rows += measure(emulation, args.variants.split(";"), args.repeats)
-            emulation.backend.close()
-            del emulation
-            torch.cuda.empty_cache()
-            print(f"{name} EP {ranks}: {time.monotonic() - started:.1f} s", flush=True)
-            if args.json:
-                args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    cases = [(name, int(ranks)) for name in args.shapes.split(",") for ranks in args.ranks.split(",")]
+    rows: list[dict[str, Any]] = []
+    most = "fwd_bwd" if "fwd_bwd" in args.directions else "fwd"
+    if args.repeats and len(cases) > 1:
+        started = time.monotonic()
+        compile_beside(cases)
+        print(f"compiled in {time.monotonic() - started:.1f} s", flush=True)
+    for name, ranks in cases:
+        started = time.monotonic()
+        emulation = Emulation(parse_shape(name), ranks, args.tokens, args.copy_rate, args.return_rate)
+        ways = {change: emulation.way(change) for change in args.variants.split(";")}
+        if args.repeats:
+            ways = with_serial_bits(emulation, ways, most)
+            compared = time.monotonic() - started
+            for direction in args.directions:
+                rows += measure(emulation, ways, direction, args.repeats)
+            took = f"{time.monotonic() - started:.1f} s, {compared:.1f} until bits were compared"
+        else:
+            compile_all(emulation, ways, most)
+            took = f"{time.monotonic() - started:.1f} s, compiled only"
+        emulation.backend.close()
+        del emulation
+        torch.cuda.empty_cache()
+        print(f"{name} EP {ranks}: {took}", flush=True)
+        if args.json and args.repeats:
+            args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
