@@ -6,6 +6,7 @@ uniep-serial   sync-free, every stage waits for the one before.
 uniep-nccl     the explicit collective backend.
 uniep-checkpoint  sync-free, inside torch.utils.checkpoint: a backward first makes the whole forward again.
 uniep-graph    sync-free, captured in a CUDA graph and replayed.
+uniep-shards   sync-free, with gradient_shards = the number of ranks (another rounding of dW13 and dW2).
 uniep-compute  own kernels with communication removed; needs a backend that offers it.
 uniep@FIELD=VALUE+FIELD=VALUE  sync-free with these fields of Schedule, e.g. uniep@gate_up.columns=128.
 uniep-groups   sync-free, with combine_groups = the number of ranks (other roundings, fewer rows on the wire);
@@ -59,7 +60,9 @@ class Workspaces:
         if key not in self.made:
             default = impl in ("uniep-default", "uniep-nccl")
             groups = parse_groups(impl, dist.get_world_size(self.group))
-            cfg = dataclasses.replace(self.cfg, max_rows=None if default else self.max_rows, combine_groups=groups)
+            shards = dist.get_world_size(self.group) if impl == "uniep-shards" else 1
+            rows = None if default else self.max_rows
+            cfg = dataclasses.replace(self.cfg, max_rows=rows, combine_groups=groups, gradient_shards=shards)
             change = "overlap=serial" if impl == "uniep-serial" else impl.partition("@")[2]
             backend = "hopper" if self.device.type == "cuda" else "cpu"
             usual = default_schedule(backend, cfg, dist.get_world_size(self.group))

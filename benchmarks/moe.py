@@ -48,7 +48,7 @@ IMPLS = (
     "uniep", "uniep-default", "uniep-serial", "uniep-nccl", "uniep-compute", "uniep-groups",
     "nccl", "deepep", "deepep-nowait", "liger-cute", "peer-compute",
 )  # fmt: skip
-BY_NAME = (*IMPLS, "uniep-checkpoint", "uniep-graph")
+BY_NAME = (*IMPLS, "uniep-checkpoint", "uniep-graph", "uniep-shards")
 OUTPUTS = ("y", "dx", "dweights", "dw13", "dw2")
 TOLERANCE = 1e-2
 PIECE = 2**26  # elements that are compared at once

@@ -1035,7 +1035,7 @@ CHECKS = {
 
 def _main(rank, size, port, results, names, environment):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= environment
+    os.environ |= {variable: text.format(node=2 * rank // size) for variable, text in environment.items()}
     if SHARED:
         one_gpu.install()
         dist.init_process_group("cpu:gloo,cuda:gloo")
@@ -1056,7 +1056,8 @@ def _main(rank, size, port, results, names, environment):
 
 
 def launched(*names, **environment):
-    """{check: {rank: error text}} of one launch of all ranks."""
+    """{check: {rank: error text}} of one launch of all ranks.  environment: "{node}" is 0 for the first half of ranks,
+    1 for the other."""
     import torch.multiprocessing as mp
 
     with socket.socket() as s:
@@ -1088,6 +1089,13 @@ def test_hopper(name, outcomes):
     if SHARED and name in one_gpu.NEEDS_OWN_GPU:
         pytest.skip(f"a GPU for each rank: {one_gpu.NEEDS_OWN_GPU[name]}")
     assert_right(outcomes[name])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(SHARED, reason="a GPU for each rank: ranks that share one have no NCCL")
+def test_two_logical_nodes():
+    """NCCL takes the halves of the ranks for two hosts, and sends between them by sockets."""
+    assert_right(launched("collective_backend", NCCL_HOSTID="host {node}")["collective_backend"])
 
 
 @pytest.mark.timeout(300)
