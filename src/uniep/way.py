@@ -143,13 +143,13 @@ class Way:
         return self.down if self.device_tiles else self.gate_up
 
     def sms_of_gate_up_grad(self, cfg: MoEConfig, beside: Sequence[str]) -> int:
-        """Its multiprocessors while the gradients of these weights run on the others."""
-        if not beside:
-            return self.sms
-        operations = {"w2": cfg.ffn, "w13": cfg.h_columns}  # of a row and column of x; gate_up_grad has those of w13
-        others = sum(operations[weight] for weight in beside)
-        share = round(self.sms * cfg.h_columns / (cfg.h_columns + others))
-        return min(self.gate_up_grad_sms or share, self.sms - 1)
+        """Its multiprocessors while the gradients of these weights run on the others: by default so many that all end
+        together."""
+        *_, measured = self.given
+        operations = {"w2": cfg.ffn, "w13": cfg.h_columns}  # of a row and a column of x
+        rows, others = operations["w13"], sum(operations[weight] for weight in beside)
+        share = round(self.sms * rows / (rows + others * measured.weight_gradient_time))
+        return min(self.gate_up_grad_sms or share, self.sms - 1) if beside else self.sms
 
     @property
     def kernels(self) -> tuple[bool, bool, bool]:
@@ -252,7 +252,7 @@ class Way:
         if beside:
             names = " and ".join(f"d{weight.upper()}" for weight in beside)
             value = f"{names} beside gate_up_grad on {self.sms_of_gate_up_grad(cfg, beside)} SMs"
-            rule, why = f"{rule}, gate_up_grad_sms", f"{why}, {s.gate_up_grad_sms or 'by operations'}"
+            rule, why = f"{rule}, gate_up_grad_sms", f"{why}, {s.gate_up_grad_sms or 'by time'}"
         return Choice("weight gradients", value, rule, why)
 
     def explain(self) -> str:

@@ -83,24 +83,24 @@ def sms_beside(way, **needed):
 
 
 def test_weight_gradients_beside_gate_up_grad():
-    """By operations all end together; what is frozen takes no multiprocessors, and rows of dX then get them."""
+    """By their time all end together; what is frozen takes no multiprocessors, and rows of dX then get them."""
     rows, none = ["gate_up_grad"], []
     for value, frozen, expected in (
         ("none", {}, ([132, 132, 132], none)),
-        ("w2", {}, ([88, 44, 132], rows)),
-        ("both", {}, ([53, 79, 79], rows)),
+        ("w2", {}, ([84, 48, 132], rows)),
+        ("both", {}, ([48, 84, 84], rows)),
         ("w2", {"w2": False}, ([132, 132], none)),
-        ("w2", {"w13": False}, ([88, 44], rows)),
-        ("both", {"w2": False}, ([66, 66], rows)),
-        ("both", {"w13": False}, ([88, 44], rows)),
+        ("w2", {"w13": False}, ([84, 48], rows)),
+        ("both", {"w2": False}, ([61, 71], rows)),
+        ("both", {"w13": False}, ([84, 48], rows)),
         ("both", {"w13": False, "w2": False}, ([132], none)),
-        ("both", {"x": False, "weights": False}, ([53, 79, 79], rows)),  # a peer may need dX
+        ("both", {"x": False, "weights": False}, ([48, 84, 84], rows)),  # a peer may need dX
     ):
         assert sms_beside(resolve(CFG, 2, 70, Schedule(weights_beside=value)), **frozen) == expected, (value, frozen)
     chosen = resolve(CFG, 2, 70, Schedule(weights_beside="both", gate_up_grad_sms=80, free_sms=8))
     assert sms_beside(chosen) == ([80, 44, 44], rows)
     plain = dataclasses.replace(CFG, activation="relu2")
-    assert resolve(plain, 2, 70, Schedule(weights_beside="w2")).sms_of_gate_up_grad(plain, ["w2"]) == 66
+    assert resolve(plain, 2, 70, Schedule(weights_beside="w2")).sms_of_gate_up_grad(plain, ["w2"]) == 61
 
 
 def test_where_weight_gradients_stay_behind():
@@ -115,8 +115,8 @@ def test_where_weight_gradients_stay_behind():
         assert way.weights_beside == () and all(s.sms in (0, 132) for s in stages(CFG, way, "backward"))
         assert next(c[1:3] for c in way.choices() if c.what == "weight gradients") == ("behind gate_up_grad", rule)
     way = resolve(CFG, 2, 70, again)
-    assert sms_beside(way) == ([88, 44, 132], ["gate_up_grad"])
-    assert "dW2 beside gate_up_grad on 88 SMs  received, gate_up_grad_sms" in str(way)
+    assert sms_beside(way) == ([84, 48, 132], ["gate_up_grad"])
+    assert "dW2 beside gate_up_grad on 84 SMs  received, gate_up_grad_sms" in str(way)
     recomputed = resolve(CFG, 2, 70, dataclasses.replace(again, preactivation="recomputed"))
     assert recomputed.weights_beside == ("w2", "w13") == resolve(CFG, 1, 70, again).weights_beside
     mega = [stages(CFG, resolve(CFG, 2, 70, Schedule(overlap="mega", **how)), "backward") for how in (

@@ -173,17 +173,14 @@ def _uniep(
         operators, sending = with_transfer(operators, of_gpus)
         lanes = [sending]
         if problem.direction == "bwd":
-            first, sums = ("push", "down_grad", "activation_gradient", "dweight"), ("group_sum", "collect", "combine")
-            rows, beside = ("gate_up_grad",), of_gpus.weights_beside
-            sms = of_gpus.sms_of_gate_up_grad(problem.cfg, beside)
-            if beside == ("w2", "w13"):
-                kernels = [[*first], [*rows, "down_wgrad", "gate_up_wgrad", *sums]]
-                lanes.append(Lane((*rows, *sums), sms, last=True, shares=first[1:]))
-            elif beside:
-                kernels = [[*first], [*rows, "down_wgrad"], ["group_sum"], ["gate_up_wgrad", *sums[1:]]]
-                lanes.append(Lane(rows, sms, shares=first[1:]))
-            else:
-                kernels = [[*first], [*rows], ["group_sum"], ["down_wgrad", "gate_up_wgrad", *sums[1:]]]
+            first = ("push", "down_grad", "activation_gradient", "dweight")
+            rows, weights = ("gate_up_grad", "group_sum"), ("down_wgrad", "gate_up_wgrad", "collect", "combine")
+            kernels = [[*first], *([name] for name in rows), [*weights]]
+            if beside := of_gpus.weights_beside:
+                kernels = [[*first], [*rows, *weights]]
+                both = len(beside) > 1  # then the sums of dX are behind rows, not behind weight gradients
+                sms = of_gpus.sms_of_gate_up_grad(problem.cfg, beside)
+                lanes.append(Lane(rows + weights[2:] * both, sms, last=both, shares=first[1:]))
         elif of_gpus.down_sms:
             kernels = [["push", "gate_up", "keep", "down"], ["group_sum"], ["combine"]]
             lanes.append(Lane(("down", "group_sum", "combine"), of_gpus.down_sms, last=True))

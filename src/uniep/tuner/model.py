@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from uniep.config import ROW_ALIGN, MoEConfig
+from uniep.dimension import MEASURED
 from uniep.errors import ConfigError
 from uniep.sim.machine import Machine, load_machine
 from uniep.tuner.space import Points
@@ -340,7 +341,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     one, both = (is_in("weights_beside", value) & ~serial & ~mega for value in ("w2", "both"))
     between = (again > 0) & ~recomputes  # x once more, behind the sum of dX and before dW13
     one, both = one | (both & between), both & ~between
-    chosen, share = column("gate_up_grad_sms"), torch.where(both, 2 / 5, 2 / 3)
+    chosen, share = column("gate_up_grad_sms"), 2 / (2 + torch.where(both, 3.0, 1.0) * MEASURED.weight_gradient_time)
     rows_sms = torch.where(chosen > 0, torch.minimum(chosen, sms - 1), torch.round(sms * share))
     rows_us = together(product("down", 2 * ffn, width, 0.0, rows_sms), outgoing)
     dw2_us, dw13_us = (weight_gradient(*of, sms - rows_sms) for of in ((width, ffn), (2 * ffn, width)))
