@@ -36,7 +36,7 @@ class Measured(NamedTuple):
     push_latency_us: float = 30
     copy_bytes_per_us: float = 350_000
     copy_lead_us: float = 30
-    weight_gradient_time: float = 1.15
+    weight_gradient_time: float = 1.18
     sm_flop_per_us: float = 5.5e6
     memory_bytes_per_us: float = 3_800_000
 

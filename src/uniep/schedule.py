@@ -432,17 +432,18 @@ class Schedule:
     )  # fmt: skip
     weights_beside: Literal["none", "w2", "both"] = dimension(
         "none", backends=(GPU,), source=_OWN,
-        doc="Weights whose gradients run beside gate_up_grad, on other multiprocessors, so that fewer programs wait for "
-        "the wire. none: they run behind it. w2: dW2 runs beside it, then dW13 on all, with the sum of dX beside that. "
-        "both: dW2 and dW13 run beside it, and beside the sum of dX, which begins when rows have returned. (Not serial, "
-        "nor with low-rank factors or operators of one's own behind gate_up_grad; dW13 not with received=again, unless "
-        "h is recomputed.)",
-        helps="Where gate_up_grad takes longer than its products, since results wait for the wire.", shown={"w2": "dW2 beside", "both": "dW beside"},
+        doc="Weights whose gradients run beside gate_up_grad, on other multiprocessors, so that fewer programs wait "
+        "for the wire. none: they run behind it. w2: dW2 runs beside it, then dW13 on all, with the sum of dX beside "
+        "that. both: dW2 and dW13 run beside it, and beside the sum of dX, which begins when rows have returned. (Not "
+        "serial, nor with low-rank factors or operators of one's own behind gate_up_grad; dW13 not with "
+        "received=again, unless h is recomputed.)",
+        helps="Where gate_up_grad takes longer than its products, since results wait for the wire.",
+        shown={"w2": "dW2 beside", "both": "dW beside"},
     )  # fmt: skip
     gate_up_grad_sms: int = dimension(
         0, (0, 48, 64, 80, 96, 112), backends=(GPU,), source=_OWN, least=0,
-        doc="Multiprocessors of gate_up_grad while weight gradients run beside it; 0: so many that all end together, by "
-        "their operations and measured rates.",
+        doc="Multiprocessors of gate_up_grad while weight gradients run beside it; 0: so many that all end together, "
+        "by their operations and measured rates.",
         helps="More end it, and the sum of dX, sooner.", condition=_leaves_weights,
     )  # fmt: skip
     mega_to: int = dimension(

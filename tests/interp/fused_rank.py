@@ -444,7 +444,9 @@ def main(rank: int, folder: Path, suite: str) -> None:
         entry_ns, data_ns = backend.waited().tolist()
         assert suite == "mega" or (data_ns > LATE_S * 1e9 and entry_ns > LATE_S * 1e9 * rank), (entry_ns, data_ns)
         if suite == "usual" and key in OPERAND_OF_BLOCKS:
-            hopper_on_host.use(backend, dataclasses.replace(SCHEDULE, operand=OPERAND_OF_BLOCKS[key], weights_beside="w2"))
+            hopper_on_host.use(
+                backend, dataclasses.replace(SCHEDULE, operand=OPERAND_OF_BLOCKS[key], weights_beside="w2")
+            )
             results[-1] |= run_blocks(backend, case, rank, ranks)
         torch.save(results, folder / f"result-{number}-{rank}")
 

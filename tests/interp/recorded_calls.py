@@ -149,8 +149,8 @@ def record(backend, given, call):
 
 
 def races(recording):
-    """Streams wait for each other: all end before the call does, and what uses a gradient comes behind everything before
-    that uses it, or memory that was released, whose place it may take."""
+    """Streams wait for each other: all end before the call does, and what uses a gradient comes behind all before that
+    uses it, or memory that was released, whose place it may take."""
     now = {stream: [0] * len(STREAMS) for stream in STREAMS}  # of each stream, what it has seen of all
     users = {}
     for kind, *note in recording.notes:

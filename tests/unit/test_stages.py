@@ -87,12 +87,12 @@ def test_weight_gradients_beside_gate_up_grad():
     rows, none = ["gate_up_grad"], []
     for value, frozen, expected in (
         ("none", {}, ([132, 132, 132], none)),
-        ("w2", {}, ([84, 48, 132], rows)),
+        ("w2", {}, ([83, 49, 132], rows)),
         ("both", {}, ([48, 84, 84], rows)),
         ("w2", {"w2": False}, ([132, 132], none)),
-        ("w2", {"w13": False}, ([84, 48], rows)),
+        ("w2", {"w13": False}, ([83, 49], rows)),
         ("both", {"w2": False}, ([61, 71], rows)),
-        ("both", {"w13": False}, ([84, 48], rows)),
+        ("both", {"w13": False}, ([83, 49], rows)),
         ("both", {"w13": False, "w2": False}, ([132], none)),
         ("both", {"x": False, "weights": False}, ([48, 84, 84], rows)),  # a peer may need dX
     ):
@@ -115,8 +115,8 @@ def test_where_weight_gradients_stay_behind():
         assert way.weights_beside == () and all(s.sms in (0, 132) for s in stages(CFG, way, "backward"))
         assert next(c[1:3] for c in way.choices() if c.what == "weight gradients") == ("behind gate_up_grad", rule)
     way = resolve(CFG, 2, 70, again)
-    assert sms_beside(way) == ([84, 48, 132], ["gate_up_grad"])
-    assert "dW2 beside gate_up_grad on 84 SMs  received, gate_up_grad_sms" in str(way)
+    assert sms_beside(way) == ([83, 49, 132], ["gate_up_grad"])
+    assert "dW2 beside gate_up_grad on 83 SMs  received, gate_up_grad_sms" in str(way)
     recomputed = resolve(CFG, 2, 70, dataclasses.replace(again, preactivation="recomputed"))
     assert recomputed.weights_beside == ("w2", "w13") == resolve(CFG, 1, 70, again).weights_beside
     mega = [stages(CFG, resolve(CFG, 2, 70, Schedule(overlap="mega", **how)), "backward") for how in (
