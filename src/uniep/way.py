@@ -20,8 +20,6 @@ from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_shar
 ADAPTABLE = "w13", "w2"
 """The weights that may have low-rank factors."""
 _BEHIND_RESULTS = {"down", "gate_up_grad"}  # products whose rows return
-
-
 _WEIGHTS_BESIDE = {"none": (), "w2": ("w2",), "both": ("w2", "w13")}
 
 

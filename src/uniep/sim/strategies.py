@@ -311,8 +311,8 @@ def queues_of(graph: TaskGraph, arrangement: Arrangement, machine: Machine, alon
             ops = torch.tensor([graph.ops.index(name) for name in lane.operators if name in graph.ops])
             lane_n[torch.isin(graph.op_N[tasks], ops)] = number + 1
             shared = torch.tensor([graph.ops.index(name) for name in lane.shares if name in graph.ops])
-            (both,) = torch.isin(graph.op_N[tasks], shared).nonzero(as_tuple=True)
-            lane_n[both[torch.arange(len(both)) % workers["matrix"] < lane.workers]] = number + 1
+            (places,) = torch.isin(graph.op_N[tasks], shared).nonzero(as_tuple=True)
+            lane_n[places[torch.arange(len(places)) % workers["matrix"] < lane.workers]] = number + 1
         busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(arrangement.lanes)]
         busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
         left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
