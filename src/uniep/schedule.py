@@ -153,6 +153,19 @@ def _leaves_sms(d: Dimension, schedule: Schedule, at: Setting) -> str:
     return f"free_sms is {schedule.free_sms}, but this GPU has {sms} multiprocessors; lower it"
 
 
+def _leaves_weights(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    """Leave at least one multiprocessor to weight gradients beside gate_up_grad."""
+    if at.backend != GPU or schedule.weights_beside == "none" or _leaves_sms(d, schedule, at):
+        return ""
+    sms = at.measured.sms - schedule.free_sms
+    if schedule.gate_up_grad_sms < sms:
+        return ""
+    return (
+        f"gate_up_grad_sms is {schedule.gate_up_grad_sms}, but kernels take {sms} multiprocessors here, of which "
+        f"weights_beside={schedule.weights_beside!r} needs one; lower it"
+    )
+
+
 def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
     """Leave at least one program to compute while tokens are pushed or pulled."""
     if at.backend != GPU or at.ep_size == 1 or schedule.transfer == "copy" or _leaves_sms(d, schedule, at):
@@ -416,6 +429,22 @@ class Schedule:
         2048, (0, 1024, 2048, 4096), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
         doc="Tokens of a rank from which the activation's gradient runs beside; with fewer, after.",
         helps="Programs that wait for row tiles pay off when there are many tiles.",
+    )  # fmt: skip
+    weights_beside: Literal["none", "w2", "both"] = dimension(
+        "none", backends=(GPU,), source=_OWN,
+        doc="Weights whose gradients run beside gate_up_grad, on other multiprocessors, so that fewer programs wait "
+        "for the wire. none: they run behind it. w2: dW2 runs beside it, then dW13 on all, with the sum of dX beside "
+        "that. both: dW2 and dW13 run beside it, and beside the sum of dX, which begins when rows have returned. (Not "
+        "serial, nor with low-rank factors or operators of one's own behind gate_up_grad; dW13 not with "
+        "received=again, unless h is recomputed.)",
+        helps="Where gate_up_grad takes longer than its products, since results wait for the wire.",
+        shown={"w2": "dW2 beside", "both": "dW beside"},
+    )  # fmt: skip
+    gate_up_grad_sms: int = dimension(
+        0, (0, 48, 64, 80, 96, 112), backends=(GPU,), source=_OWN, least=0,
+        doc="Multiprocessors of gate_up_grad while weight gradients run beside it; 0: so many that all end together, "
+        "by their operations and measured rates.",
+        helps="More end it, and the sum of dX, sooner.", condition=_leaves_weights,
     )  # fmt: skip
     mega_to: int = dimension(
         0, (0, 128, 256, 512, 1024, 2048), backends=(GPU,), source=_OWN, least=0, unit=" tokens",

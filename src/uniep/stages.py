@@ -229,8 +229,9 @@ class _Call:
         made.append(self.combine("combine", "", after=("down",) * bool(self.beside), buffers=(("y", CALLER),)))
         return made
 
-    def returning(self, name: str) -> list[Stage]:
-        """The product whose rows return: from its epilogue, by a pass behind it, or added by combine groups."""
+    def returning(self, name: str, **fields: Any) -> list[Stage]:
+        """The product whose rows return: from its epilogue, by a pass behind it, or added by combine groups.  fields:
+        of its stage."""
         way, kernel, sent = self.way, "product_kernel", {"signals": self.flag("returned")}
         kept = way.keeps_results
         results: Any = {"buffers": (("results", END),) * kept}
@@ -244,7 +245,7 @@ class _Call:
         else:
             weight, low = ("w2", ("u2", name)) if name == "down" else ("w13", ("v13", END))
             made = self.shrink(name, weight, low, self.make)
-            made.append(self.make(name, name, kernel, **results, **({} if kept else sent)))
+            made.append(self.make(name, name, kernel, **results, **({} if kept else sent), **fields))
         made += self.own(name)
         after = (name,) * bool(self.beside)
         if way.grouped:
@@ -267,23 +268,26 @@ class _Call:
         return self.make("combine", operators, f"{self.barrier} combine_kernel {more}", waits=waits, **fields)
 
     def backward(self) -> list[Stage]:
-        """Weight gradients need nothing from peers: on GPUs the sums are beside them, on another stream."""
+        """Weight gradients need nothing from peers: on GPUs the sums are beside them, on another stream, and so is
+        gate_up_grad where some of them take multiprocessors of their own."""
         way, flags = self.way, self.flags
-        apart = way.separate_gradient
         until = "activation_gradient" if self.device else END
-        raw = (("raw", until),) * (apart or not self.in_torch)
+        raw = (("raw", until),) * (way.separate_gradient or not self.in_torch)
         through = (*raw, ("dh", END), ("act", END), ("dweight_groups", END))
         made = [self.recompute(until)] if way.recomputes else []
         low = self.shrink("down_grad", "w2", ("v2", END), self.product)
         make = self.make if low else self.product
         made += [*low, make("down_grad", "down_grad", "gathered_product_kernel", buffers=through)]
         made += self.own("down_grad")
-        if apart:
+        if way.separate_gradient:
             kernel = "claimed_activation_gradient_kernel" if way.gradient_beside else "activation_gradient_kernel"
             made.append(self.make("activation_gradient", "activation_gradient", kernel))
         if self.device or flags.weights:  # a GPU makes what its peers may need
             made.append(self.make("dweight", "dweight", "dweights_kernel"))
-        made += self.returning("gate_up_grad") if self.device or flags.x else []
+        beside = [weight for weight in way.weights_beside if getattr(flags, weight)]
+        sms = way.sms_of_gate_up_grad(self.cfg, beside)
+        apart: dict[str, Any] = {"stream": "side", "sms": sms} if beside else {}
+        made += self.returning("gate_up_grad", **apart) if self.device or flags.x else []
         operators = f"{'collect' * flags.weights} {'combine' * (self.device or flags.x)}"
         used = "used_dweights_kernel" * flags.weights
         sums = self.combine(operators, used, buffers=(("dx", CALLER),), stream="side")
@@ -291,12 +295,13 @@ class _Call:
         if self.device and flags.biases and self.cfg.bias:
             biases = ("db13", CALLER), ("db2", CALLER)
             weights.append(self.make("bias_gradient", "", "bias_gradient_kernel", buffers=biases))
+        left = {weight: {"sms": way.sms - sms} for weight in beside}
         if flags.w2 and self.trains("w2"):
-            weights.append(self.weight_gradient("down_wgrad", "dw2"))
+            weights.append(self.weight_gradient("down_wgrad", "dw2", **left.get("w2", {})))
         if not way.recomputes:
             weights += self.again()
         if flags.w13 and self.trains("w13"):
-            weights.append(self.weight_gradient("gate_up_wgrad", "dw13"))
+            weights.append(self.weight_gradient("gate_up_wgrad", "dw13", **left.get("w13", {})))
         return [*made, sums, *weights] if self.device and not way.mega else [*made, *weights, sums]
 
     def trains(self, weight: str) -> bool:
@@ -324,7 +329,7 @@ class _Call:
         buffers = (("h", END if alone else until),)
         return self.make("recompute", "recompute" * (not alone), "gate_up_kernel", buffers=buffers, order=order)
 
-    def weight_gradient(self, name: str, dw: str) -> Stage:
+    def weight_gradient(self, name: str, dw: str, **fields: Any) -> Stage:
         """Of W, or of its factors A and B."""
         lora, kernels = self.way.lora, "weight_gradient_kernel"
         made = ((dw.replace("w", "lora") if lora else dw, CALLER),) * (not self.flags.main_grad)
@@ -333,7 +338,7 @@ class _Call:
             made += (("u2", END),) * (name == "down_wgrad")
         if not self.device and self.flags.biases and self.cfg.bias:
             made += ((dw.replace("w", "b"), CALLER),)
-        return self.make(name, name, kernels, buffers=made)
+        return self.make(name, name, kernels, buffers=made, **fields)
 
     def in_one_kernel(self, name: str, behind: list[Stage]) -> list[Stage]:
         """The lists of its tasks, and the kernel that carries out the operators of all stages; h is recomputed before

@@ -20,6 +20,7 @@ from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_shar
 ADAPTABLE = "w13", "w2"
 """The weights that may have low-rank factors."""
 _BEHIND_RESULTS = {"down", "gate_up_grad"}  # products whose rows return
+_WEIGHTS_BESIDE = {"none": (), "w2": ("w2",), "both": ("w2", "w13")}
 
 
 class Choice(NamedTuple):
@@ -40,6 +41,8 @@ class Way:
     returns: how results reach their tokens' ranks: from the product's "epilogue", by a "pass" behind it, or as sums of
         combine groups, made "sums after" the product or "sums beside" it.
     gradient_beside: the activation's gradient runs beside the product that feeds it.
+    weights_beside: weights, "w2" and "w13", whose gradients, if needed, run beside gate_up_grad.  gate_up_grad_sms: its
+        multiprocessors meanwhile, see `sms_of_gate_up_grad`.
     transfer: how tokens travel.  copies: by copy engines here.  pulls: they are fetched.  waits: kernels wait for
         tokens on their way.
     sends_by_expert: the order of send lists.
@@ -71,6 +74,8 @@ class Way:
     down_sms: int
     returns: Literal["epilogue", "pass", "sums after", "sums beside"]
     gradient_beside: bool
+    weights_beside: tuple[str, ...]
+    gate_up_grad_sms: int
     transfer: Literal["push", "copy", "pull"]
     copies: bool
     pulls: bool
@@ -135,6 +140,15 @@ class Way:
         """Of down_grad."""
         return self.down if self.device_tiles else self.gate_up
 
+    def sms_of_gate_up_grad(self, cfg: MoEConfig, beside: Sequence[str]) -> int:
+        """Its multiprocessors while the gradients of these weights run on the others: by default so many that all end
+        together."""
+        *_, measured = self.given
+        operations = {"w2": cfg.ffn, "w13": cfg.h_columns}  # of a row and a column of x
+        rows, others = operations["w13"], sum(operations[weight] for weight in beside)
+        share = round(self.sms * rows / (rows + others * measured.weight_gradient_time))
+        return min(self.gate_up_grad_sms or share, self.sms - 1) if beside else self.sms
+
     @property
     def kernels(self) -> tuple[bool, bool, bool]:
         """Equal for ways of one Schedule that launch the same kernels."""
@@ -189,6 +203,7 @@ class Way:
                 "activation's gradient", "beside its product" if self.gradient_beside else "behind its product",
                 "activation_gradient, beside_from", f"{s.activation_gradient}, {tokens}, from {s.beside_from} on",
             ),
+            self._weight_gradients(),
         )  # fmt: skip
         sent = self.ep_size > 1 and s.transfer != "copy"  # copy engines send every token
         wired = (
@@ -218,6 +233,25 @@ class Way:
             Choice("gate and up", s.preactivation, "preactivation", "as set"),
             *(Choice(op.name, f"after {op.after}", "operators", PLACES[op.after].cost) for op in self.operators),
         ]  # fmt: skip
+
+    def _weight_gradients(self) -> Choice:
+        """Which run beside gate_up_grad, and why fewer than the schedule asks for."""
+        s, cfg, _ = self.given
+        beside, asked = self.weights_beside, _WEIGHTS_BESIDE[s.weights_beside]
+        reasons = {
+            "weights_beside": (beside == asked, s.weights_beside),
+            "overlap": (self.gates, s.overlap),
+            "lora": (self.lora, "gradients of factors are few operations"),
+            "operators": (self.own("gate_up_grad"), "rows return by a pass behind gate_up_grad"),
+            "received": (self.again, f"{s.received}: x comes once more, behind the sum of dX and before dW13"),
+        }
+        rule, why = next((rule, why) for rule, (holds, why) in reasons.items() if holds)
+        value = "behind gate_up_grad"
+        if beside:
+            names = " and ".join(f"d{weight.upper()}" for weight in beside)
+            value = f"{names} beside gate_up_grad on {self.sms_of_gate_up_grad(cfg, beside)} SMs"
+            rule, why = f"{rule}, gate_up_grad_sms", f"{why}, {s.gate_up_grad_sms or 'by time'}"
+        return Choice("weight gradients", value, rule, why)
 
     def explain(self) -> str:
         """One line per choice: what, by which rule, why."""
@@ -276,10 +310,15 @@ def resolve(
     staged = device and not mega and not gates
     beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
     beside = beside and "down_grad" not in behind
+    apart = staged and not lora and "gate_up_grad" not in behind
+    weights_beside: tuple[str, ...] = _WEIGHTS_BESIDE[s.weights_beside] if apart else ()
+    if ep_size > 1 and s.received == "again" and s.preactivation == "saved":  # which comes after the sum of dX
+        weights_beside = weights_beside[:1]
     gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
-        returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies,
+        returns=returns, gradient_beside=beside, weights_beside=weights_beside,
+        gate_up_grad_sms=s.gate_up_grad_sms, transfer=s.transfer, copies=copies,
         pulls=device and ep_size > 1 and s.transfer == "pull", waits=waits, sends_by_expert=s.send_order == "expert",
         chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
         push_rounds=(rounds[0], rounds[1]), sum_programs=s.sum_programs, sum_warps=s.sum_warps,

@@ -6,6 +6,7 @@ at other addresses and of another layer, launches otherwise.  See test_recorded_
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import hopper_on_host
@@ -37,6 +38,14 @@ WAYS = {
     "recomputed, mega": (Schedule(overlap="mega", transfer="push", preactivation="recomputed"), 700),
     "again": (Schedule(transfer="copy", received="again"), 700),
     "again, recomputed": (Schedule(transfer="copy", received="again", preactivation="recomputed"), 700),
+    "dW2 beside": (Schedule(transfer="push", weights_beside="w2", preactivation="recomputed"), 700),
+    "dW beside": (
+        Schedule(
+            transfer="copy", weights_beside="both", gate_up_grad_sms=3, activation_gradient="beside", beside_from=0
+        ),
+        700,
+    ),
+    "dW beside, again": (Schedule(transfer="copy", weights_beside="both", received="again"), 700),
 }
 
 
@@ -135,7 +144,30 @@ def record(backend, given, call):
     with driver.watching(recording), records.NothingElse(recording):
         result = call()
     assert not recording.why_not, recording.why_not
+    races(recording)
     return result, [step(note) for note in recording.notes], records.RecordedCall(recording)
+
+
+def races(recording):
+    """Streams wait for each other: all end before the call does, and what uses a gradient comes behind all before that
+    uses it, or memory that was released, whose place it may take."""
+    now = {stream: [0] * len(STREAMS) for stream in STREAMS}  # of each stream, what it has seen of all
+    users = {}
+    for kind, *note in recording.notes:
+        if kind == records.FOLLOW:
+            later, earlier, _ = note
+            now[later] = list(map(max, now[later], now[earlier]))
+            continue
+        now[note[-1]][note[-1]] += 1
+        owners = note[4].values() if kind == records.LAUNCH else note[: 2 if kind == records.COPY else 1]
+        for base in {owner.base for owner in owners}:
+            users.setdefault(base, []).append((note[-1], list(now[note[-1]])))
+    assert all(now[0][stream] == now[stream][stream] for stream in STREAMS), "a stream goes on behind the call"
+    first = recording.results_before_release
+    for number in range(len(recording.results) if first is None else first, len(recording.results)):
+        of_both = [*users.get(("brief", 0), ()), *users[("result", number)]]
+        for (stream, seen), (_, later) in itertools.pairwise(of_both):
+            assert later[stream] >= seen[stream], f"result {number} is used by streams that do not wait for each other"
 
 
 def joined_before_entries(backend):

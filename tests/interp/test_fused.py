@@ -98,7 +98,8 @@ def alone():
 
     def computed(key: str):
         case = CASES[key]
-        return run(host_backends(case.config(sum(case.tokens)), 1, SCHEDULE)[0], case, 0, 1)
+        schedule = dataclasses.replace(SCHEDULE, weights_beside="both")
+        return run(host_backends(case.config(sum(case.tokens)), 1, schedule)[0], case, 0, 1)
 
     return {key: computed(key) for key in CASES}
 

@@ -74,6 +74,56 @@ def test_pipelined_is_two_launches_that_share_a_cursor():
     assert not [s for s in stages(CFG, plain, "forward") if s.shares_cursor]
 
 
+def sms_beside(way, **needed):
+    """Of gate_up_grad and weight gradients, and those that are on the stream of the sum of dX."""
+    made = {s.name: s for s in stages(CFG, way, "backward", Flags(**needed))}
+    products = [made[name] for name in ("gate_up_grad", "down_wgrad", "gate_up_wgrad") if name in made]
+    assert made["combine"].stream == "side" and made["combine"].sms == way.sms
+    return [s.sms for s in products], [s.name for s in products if s.stream == "side"]
+
+
+def test_weight_gradients_beside_gate_up_grad():
+    """By their time all end together; what is frozen takes no multiprocessors, and rows of dX then get them."""
+    rows, none = ["gate_up_grad"], []
+    for value, frozen, expected in (
+        ("none", {}, ([132, 132, 132], none)),
+        ("w2", {}, ([83, 49, 132], rows)),
+        ("both", {}, ([48, 84, 84], rows)),
+        ("w2", {"w2": False}, ([132, 132], none)),
+        ("w2", {"w13": False}, ([83, 49], rows)),
+        ("both", {"w2": False}, ([61, 71], rows)),
+        ("both", {"w13": False}, ([83, 49], rows)),
+        ("both", {"w13": False, "w2": False}, ([132], none)),
+        ("both", {"x": False, "weights": False}, ([48, 84, 84], rows)),  # a peer may need dX
+    ):
+        assert sms_beside(resolve(CFG, 2, 70, Schedule(weights_beside=value)), **frozen) == expected, (value, frozen)
+    chosen = resolve(CFG, 2, 70, Schedule(weights_beside="both", gate_up_grad_sms=80, free_sms=8))
+    assert sms_beside(chosen) == ([80, 44, 44], rows)
+    plain = dataclasses.replace(CFG, activation="relu2")
+    assert resolve(plain, 2, 70, Schedule(weights_beside="w2")).sms_of_gate_up_grad(plain, ["w2"]) == 61
+
+
+def test_where_weight_gradients_stay_behind():
+    """Way says why; one kernel is as it was."""
+    asked = Schedule(weights_beside="both")
+    after = uniep.RowOperator(name="scale", after="gate_up_grad", rows=lambda values, valid: values)
+    serial, again = (dataclasses.replace(asked, **how) for how in ({"overlap": "serial"}, {"received": "again"}))
+    for schedule, more, rule in (
+        (serial, {}, "overlap"), (asked, {"lora": ("w13",)}, "lora"), (asked, {"operators": [after]}, "operators"),
+    ):  # fmt: skip
+        way = resolve(CFG, 2, 70, schedule, **more)
+        assert way.weights_beside == () and all(s.sms in (0, 132) for s in stages(CFG, way, "backward"))
+        assert next(c[1:3] for c in way.choices() if c.what == "weight gradients") == ("behind gate_up_grad", rule)
+    way = resolve(CFG, 2, 70, again)
+    assert sms_beside(way) == ([83, 49, 132], ["gate_up_grad"])
+    assert "dW2 beside gate_up_grad on 83 SMs  received, gate_up_grad_sms" in str(way)
+    recomputed = resolve(CFG, 2, 70, dataclasses.replace(again, preactivation="recomputed"))
+    assert recomputed.weights_beside == ("w2", "w13") == resolve(CFG, 1, 70, again).weights_beside
+    mega = [stages(CFG, resolve(CFG, 2, 70, Schedule(overlap="mega", **how)), "backward") for how in (
+        {}, {"weights_beside": "both"})]  # fmt: skip
+    assert mega[0] == mega[1]
+
+
 def test_rows_are_shrunk_before_their_products():
     """Of those weights that have factors; what gathers rows waits for tokens, once."""
     weights = {"gate_up": "w13", "down": "w2", "down_grad": "w2", "gate_up_grad": "w13"}

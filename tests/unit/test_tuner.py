@@ -106,6 +106,8 @@ def test_what_is_switched_off_has_one_value():
     assert len(torch.unique(made.column("push_programs")[~pushed])) == 1
     assert len(torch.unique(made.column("push_programs")[pushed])) > 1
     assert len(torch.unique(made.column("down_sms")[~made.is_in("overlap", "pipelined")])) == 1
+    staged, behind = made.is_in("overlap", "fused", "pipelined"), made.is_in("weights_beside", "none")
+    assert behind[~staged].all() and not behind[staged].all()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "hopper"])
@@ -179,6 +181,25 @@ def test_passes_are_searched_where_one_runs():
 
 
 # --- model ---
+
+
+def test_weight_gradients_beside_gate_up_grad_hide_its_wire():
+    """The more where results take long on it; what cannot run so costs what it did."""
+
+    def backward(ep_size, values, **fields):
+        usual = dataclasses.replace(default_schedule("hopper", CFG, ep_size), **fields)
+        made = space.Points.of([dataclasses.replace(usual, weights_beside=value) for value in values])
+        return predict(Load.uniform(CFG, ep_size), made, load_card("h200")).bwd.tolist()
+
+    times = [backward(ep_size, ("none", "w2")) for ep_size in (1, 2, 8)]
+    gains = [1 - beside / behind for behind, beside in times]
+    assert gains == sorted(gains) and gains[0] < 0.02 < gains[2]
+    for fields in ({"overlap": "serial"}, {"overlap": "mega"}):
+        assert len(set(backward(2, ("none", "w2", "both"), **fields))) == 1
+    again = backward(2, ("w2", "both"), received="again")
+    assert again[0] == again[1] != backward(2, ("both",), received="again", preactivation="recomputed")[0]
+    few = backward(2, ("w2",), gate_up_grad_sms=20)[0]
+    assert few > 1.3 * backward(2, ("w2",))[0], "gate_up_grad ends late"
 
 
 def test_1e5_points_in_150_ms_of_one_core(benchmark):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from uniep import MoEConfig, RowOperator, Schedule
-from uniep.schedule import DIMENSIONS, default_schedule
+from uniep.dimension import Measured
+from uniep.schedule import DIMENSIONS, default_schedule, is_valid
 from uniep.shapes import SHAPES
 from uniep.way import Way, Ways, resolve, wave_of
 
@@ -167,6 +168,20 @@ def test_where_ways_part():
     assert {resolve(config(QWEN), 2, tokens, one).kernels for tokens in expected} == {mega}
     assert resolve(config(QWEN), 2, 20, schedule).down_sms == 32
     assert resolve(config(QWEN), 2, 20, dataclasses.replace(schedule, down_sms=100)).down_sms == 66, "at most half"
+
+
+def test_weight_gradients_need_a_multiprocessor():
+    cfg, gpu = config(QWEN), Measured(sms=114)
+    found = {
+        (sms, value): is_valid(Schedule(weights_beside=value, gate_up_grad_sms=sms), cfg, 2, "hopper", gpu)
+        for sms in (0, 113, 114)
+        for value in ("none", "w2")
+    }
+    refused = found.pop((114, "w2"))
+    assert not any(found.values()) and refused == [
+        "gate_up_grad_sms is 114, but kernels take 114 multiprocessors here, of which weights_beside='w2' needs one; "
+        "lower it"
+    ]
 
 
 def test_how_results_return():

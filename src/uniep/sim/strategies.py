@@ -33,11 +33,14 @@ from uniep.way import Way, resolve
 
 class Lane(NamedTuple):
     """Operators that `workers` workers run.  extra: these workers are not part of the die's, as copy engines; others
-    join the rest afterwards."""
+    join the rest afterwards.  last: the rest joins them instead.  shares: operators that they run with the rest before,
+    tiles in turn."""
 
     operators: tuple[str, ...]
     workers: int
     extra: bool = False
+    last: bool = False
+    shares: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,10 +146,11 @@ def with_transfer(operators: Operators, way: Way) -> tuple[Operators, Lane]:
 
 
 def _uniep(
-    transfer: Literal["push", "copy"] | None = None, pipelined: bool | None = None
-) -> Callable[[Problem, Machine], Arrangement]:
-    """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first.  None:
-    as uniep chooses by default on GPUs."""
+    transfer: Literal["push", "copy"] | None = None, pipelined: bool | None = None,
+    weights_beside: Literal["w2", "both"] | None = None,
+) -> Callable[[Problem, Machine], Arrangement]:  # fmt: skip
+    """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first.
+    weights_beside: gradients beside the product whose rows return.  None: as uniep chooses by default on GPUs."""
 
     def arrange(problem: Problem, machine: Machine) -> Arrangement:
         usual = default_schedule(GPU, problem.cfg, problem.ep)
@@ -159,6 +163,8 @@ def _uniep(
             usual = dataclasses.replace(usual, transfer=transfer or "push")
         if pipelined is not None:
             usual = dataclasses.replace(usual, overlap="pipelined" if pipelined else "fused", pipelined_from=0)
+        if weights_beside is not None:
+            usual = dataclasses.replace(usual, weights_beside=weights_beside)
         of_gpus = resolve(problem.cfg, problem.ep, problem.tokens, usual)
         operators, way = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
         # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads only waves and
@@ -167,11 +173,17 @@ def _uniep(
         operators, sending = with_transfer(operators, of_gpus)
         lanes = [sending]
         if problem.direction == "bwd":
-            kernels = [["push", "down_grad", "activation_gradient", "dweight"], ["gate_up_grad"], ["group_sum"],
-                       ["down_wgrad", "gate_up_wgrad", "collect", "combine"]]  # fmt: skip
+            first = ("push", "down_grad", "activation_gradient", "dweight")
+            rows, weights = ("gate_up_grad", "group_sum"), ("down_wgrad", "gate_up_wgrad", "collect", "combine")
+            kernels = [[*first], *([name] for name in rows), [*weights]]
+            if beside := of_gpus.weights_beside:
+                kernels = [[*first], [*rows, *weights]]
+                both = len(beside) > 1  # then the sums of dX are behind rows, not behind weight gradients
+                sms = of_gpus.sms_of_gate_up_grad(problem.cfg, beside)
+                lanes.append(Lane(rows + weights[2:] * both, sms, last=both, shares=first[1:]))
         elif of_gpus.down_sms:
             kernels = [["push", "gate_up", "keep", "down"], ["group_sum"], ["combine"]]
-            lanes.append(Lane(("down", "group_sum", "combine"), of_gpus.down_sms))
+            lanes.append(Lane(("down", "group_sum", "combine"), of_gpus.down_sms, last=True))
         else:
             kernels = [["push", "gate_up", "keep"], ["down"], ["group_sum"], ["combine"]]
         return Arrangement(operators=operators, way=way, kernels=kernels, lanes=tuple(lanes))
@@ -213,6 +225,8 @@ STRATEGIES = {
         Strategy("uniep-push", "as uniep, tokens pushed by programs", _uniep("push", False)),
         Strategy("uniep-copy", "as uniep, tokens sent by copy engines", _uniep("copy", False)),
         Strategy("uniep-pipelined", "as uniep, the second product beside the first", _uniep(None, True)),
+        Strategy("uniep-dw2-beside", "as uniep, dW2 beside the product whose rows return", _uniep(weights_beside="w2")),
+        Strategy("uniep-dw-beside", "as uniep, all weight gradients beside it", _uniep(weights_beside="both")),
         Strategy("uniep-mega", "uniep's operators in one kernel, own rows first", _uniep_mega("local-first")),
         Strategy("uniep-mega-natural", "as uniep-mega, experts in turn", _uniep_mega("natural")),
         Strategy("uniep-mega-chunk-major", "as uniep-mega, four experts at a time",
@@ -296,14 +310,17 @@ def queues_of(graph: TaskGraph, arrangement: Arrangement, machine: Machine, alon
         for number, lane in enumerate(arrangement.lanes):
             ops = torch.tensor([graph.ops.index(name) for name in lane.operators if name in graph.ops])
             lane_n[torch.isin(graph.op_N[tasks], ops)] = number + 1
+            shared = torch.tensor([graph.ops.index(name) for name in lane.shares if name in graph.ops])
+            (places,) = torch.isin(graph.op_N[tasks], shared).nonzero(as_tuple=True)
+            lane_n[places[torch.arange(len(places)) % workers["matrix"] < lane.workers]] = number + 1
         busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(arrangement.lanes)]
         busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
         left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
         # When their queue is empty, the workers of the first products join the lane of the next ones.
-        then = next((len(queues) + n + 1 for n, (lane, _) in enumerate(busy) if "down" in lane.operators), None)
+        then = next((len(queues) + n + 1 for n, (lane, _) in enumerate(busy) if lane.last), None)
         rest = len(queues)
         queues.append(Queue(rank, "worker", left, tasks[lane_n == 0].tolist(), then))
         for lane, of_lane in busy:
-            joins = None if lane.extra or "down" in lane.operators else rest
+            joins = None if lane.extra or lane.last else rest
             queues.append(Queue(rank, COPIES if lane.extra else "worker", lane.workers, of_lane, joins))
     return queues

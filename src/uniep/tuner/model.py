@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from uniep.config import ROW_ALIGN, MoEConfig
+from uniep.dimension import MEASURED
 from uniep.errors import ConfigError
 from uniep.sim.machine import Machine, load_machine
 from uniep.tuner.space import Points
@@ -263,13 +264,13 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         one = torch.maximum(once, fed) + c["tile_us"] + extra_us + mega * c["mega_tile_us"]
         return one * _waves(tiles, workers)
 
-    def weight_gradient(out, of):  # type: ignore[no-untyped-def]
+    def weight_gradient(out, of, workers=sms):  # type: ignore[no-untyped-def]
         rows, wide = column("weight_gradient.rows"), column("weight_gradient.columns")
         tiles = load.local * torch.ceil(out / rows) * torch.ceil(of / wide)
         deep = load.tiles[0] * ROW_ALIGN / load.local  # of each tile
         once = torch.maximum(2 * rows * wide * deep / rate, (rows + wide) * deep * size / cache)
         one = once + c["tile_us"] + c["gather_us"] + mega * c["mega_tile_us"]
-        return torch.maximum(one * _waves(tiles, sms), tiles * rows * wide * size / memory)
+        return torch.maximum(one * _waves(tiles, workers), tiles * rows * wide * size / memory)
 
     def stored(tile: str, results):  # type: ignore[no-untyped-def]
         """us of a tile's stores beyond one result."""
@@ -329,12 +330,23 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     down_grad = product("down", width, ffn, gather + stored("down", 1.0))
     gradient = load.rows * ffn * (4 + 5 * size) / memory
     gate_up_grad = product("down", 2 * ffn, width, 0.0)
-    wgrad = weight_gradient(width, ffn) + weight_gradient(2 * ffn, width)
+    dw2, dw13 = weight_gradient(width, ffn), weight_gradient(2 * ffn, width)
+    wgrad = dw2 + dw13
     again = is_in("received", "again") * (torch.where(copy, copied, alone) + published)
     outgoing = results + again * ~recomputes
     tail = torch.where(
         serial, gate_up_grad + outgoing + wgrad, torch.maximum(together(gate_up_grad, outgoing) + wgrad, outgoing)
     )
+    # weight gradients beside gate_up_grad: its own multiprocessors, with the wire and the sum behind; theirs meanwhile
+    one, both = (is_in("weights_beside", value) & ~serial & ~mega for value in ("w2", "both"))
+    between = (again > 0) & ~recomputes  # x once more, behind the sum of dX and before dW13
+    one, both = one | (both & between), both & ~between
+    chosen, share = column("gate_up_grad_sms"), 2 / (2 + torch.where(both, 3.0, 1.0) * MEASURED.weight_gradient_time)
+    rows_sms = torch.where(chosen > 0, torch.minimum(chosen, sms - 1), torch.round(sms * share))
+    rows_us = together(product("down", 2 * ffn, width, 0.0, rows_sms), outgoing)
+    dw2_us, dw13_us = (weight_gradient(*of, sms - rows_sms) for of in ((width, ffn), (2 * ffn, width)))
+    behind_us = torch.where(both, dw2_us + dw13_us, torch.maximum(rows_us, dw2_us) + dw13)
+    tail = torch.where(one | both, torch.maximum(rows_us + combine, behind_us), tail)
     tail = tail + sums
     middle = gradient * torch.where(beside, torch.as_tensor(c["beside_share"]), 1.0)
     recomputed = recomputes * product("gate_up", width, 2 * ffn, gather + stored("gate_up", 0.5))  # h in place of act

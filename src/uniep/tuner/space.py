@@ -102,6 +102,7 @@ SEARCHED = (
     Searched("pass_programs", {"hopper": (1, 2)}, needs=(_SERIAL, {**_FUSED, **_LISTS, "received": ("again",)})),
     Searched("down_sms", {"hopper": (16, 32, 48)}, needs=({"overlap": ("pipelined",)},)),
     Searched("activation_gradient", {"hopper": ("after", "beside")}, needs=(_FUSED,)),
+    Searched("weights_beside", {"hopper": ("none", "w2", "both")}, needs=(_FUSED,)),
     Searched("group_sum", {"hopper": ("after", "beside")}, needs=({"overlap": ("fused",)},)),
     Searched("peer_order", {"cpu": ("natural", "rotated")}, needs=({"overlap": ("fused",)},)),
     Searched("peer_order", {"hopper": ("natural", "rotated")}, needs=(_MEGA,)),
@@ -114,8 +115,8 @@ SEARCHED = (
     Searched("vector_workers", {"cpu": (1, 2)}),
 )
 """Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
-tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes.  A
-dimension is behind those that it needs."""
+tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes,
+gate_up_grad_sms.  A dimension is behind those that it needs."""
 
 
 OF_PEERS = ("transfer", "send_order", "arrival_waves", "chunk_tokens", "push_programs", "peer_order")
@@ -205,7 +206,7 @@ class Points:
 
 
 def points(
-    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 500_000, keep: Sequence[str] = OF_MEMORY
+    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 1_500_000, keep: Sequence[str] = OF_MEMORY
 ) -> Points:
     """All points of the space, each once; if there are more than `limit`, a uniform sample, the same every time.  Point
     0 is the backend's default.  Some may still be refused: `refusals` says why."""

@@ -354,6 +354,7 @@ class Backward(_Call):
 
         tile, dy_N = self.link.way.down, self.addresses.dy_N
         launch_dweights(self.through, dy_N, self.planned.bundle, self.peers, self.link.cfg, tile, stage.sms)
+        self.make_sums()  # on this stream, for another
 
     @property
     def dh(self) -> Tensor:
@@ -368,7 +369,6 @@ class Backward(_Call):
         from uniep.launch.staged import launch_gate_up_gradient
 
         self.return_rows(stage, launch_gate_up_gradient, self.dh, low=self.low.get("w13"))
-        self.make_sums()  # on this stream, for another
 
     def make_sums(self) -> None:
         ids_TK = self.inputs.ids_TK
