@@ -58,34 +58,22 @@ def check_gradient_shards(r):
 
 
 def check_bias_shards(r):
-    """The same of experts with biases.  With nccl in fp32, whose casts do nothing: their gradients are sums of those of
-    each block.  In a dtype that kernels have, all ways have the bits of nccl."""
-    plain = MoEConfig(**SHAPE, dtype=torch.float32, bias=True, activation="swiglu_oai", activation_limit=1.0)
-
-    def found(dtype, ways):
-        cfg = dataclasses.replace(plain, gradient_shards=r.size, dtype=dtype)
-        x, ids, weights, w13, w2, dy, *biases = data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
-        every = [torch.cat(r.gather(w)) for w in (w13, w2, *biases)]
-        given = x, ids, weights, *every[:2], dy, *every[2:]
-        experts = slice(r.rank * len(w13), (r.rank + 1) * len(w13))
-        got = {how: (r.once(cfg, data, **options)[3:], experts) for how, options in ways.items()}
-        for backend in sorted({options.get("backend", "hopper") for options in ways.values()}):
-            how = {"copies": r.group, "device": r.device, "backend": backend, "timeout_s": 60}
-            with Workspace(cfg, None, **how) as workspace:
-                got[f"{backend}, copies"] = r.run(workspace, given)[3:], slice(None)
-        return given, got
-
-    given, got = found(torch.float32, {"nccl": WAYS["nccl"]})
-    with Workspace(plain, None, device=r.device, backend="nccl", timeout_s=60) as workspace:
-        blocks = [r.gather(grad) for grad in r.run(workspace, given)[3:]]
-    sums = [functools.reduce(torch.add, of_ranks) for of_ranks in blocks]
-    _, of_kernels = found(torch.bfloat16, WAYS)
-    whole = of_kernels["nccl, copies"][0]
-    for want, ways in ((sums, got), (whole, of_kernels)):
-        for how, (grads, mine) in ways.items():
-            fields = zip(("dw13", "dw2", "db13", "db2"), want, grads, strict=True)
-            wrong = [name for name, a, b in fields if not torch.equal(a[mine], b)]
-            assert not wrong, (how, wrong)
+    """The same of experts with biases: all ways, and copies, have one set of bits."""
+    cfg = MoEConfig(**SHAPE, bias=True, activation="swiglu_oai", activation_limit=1.0, gradient_shards=r.size)
+    x, ids, weights, w13, w2, dy, *biases = data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
+    every = [torch.cat(r.gather(w)) for w in (w13, w2, *biases)]
+    experts = slice(r.rank * len(w13), (r.rank + 1) * len(w13))
+    found = {how: r.once(cfg, data, **options)[3:] for how, options in WAYS.items()}
+    for backend in ("hopper", "nccl"):
+        how = {"copies": r.group, "device": r.device, "backend": backend, "timeout_s": 60}
+        with Workspace(cfg, None, **how) as workspace:
+            grads = r.run(workspace, (x, ids, weights, *every[:2], dy, *every[2:]))[3:]
+        found[f"{backend}, copies"] = [grad[experts] for grad in grads]
+    want = found["nccl"]
+    for how, grads in found.items():
+        fields = zip(("dw13", "dw2", "db13", "db2"), want, grads, strict=True)
+        wrong = [name for name, a, b in fields if not torch.equal(a, b)]
+        assert not wrong, (how, wrong)
 
 
 LORA_WAYS = {

@@ -331,20 +331,20 @@ def check_activations(r):
 
 
 def check_biases(r):
-    """The same with biases, a limit and no gate; with combine groups; in calls that are made again; then a layer of
-    GPT-OSS-20B's shape."""
+    """The same with biases, a limit and no gate."""
     same_everywhere(r, {"bias": True, "activation": "swiglu_oai", "activation_limit": 1.0})
     same_everywhere(r, {"bias": True, "activation": "relu2", "weight_at": "activation", "dtype": torch.float16})
     same_everywhere(r, {"bias": True, "activation": "silu"})
+
+
+def check_biases_and_groups(r):
+    """Biases with combine groups."""
     cfg = MoEConfig(**SHAPE, bias=True, weight_at="activation", combine_groups=8)
-    data = r.data(cfg, [900, 300, 0, 17][r.rank % 4])
-    want = r.once(cfg, data, SERIAL)
-    wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in chosen(GROUP_SCHEDULES).items()}
-    wrong |= {
-        "nccl": differing(want, r.once(cfg, data, backend="nccl")),
-        "EP=1": differing(want, r.alone(cfg, data)[0]),
-    }
-    assert not any(wrong.values()), wrong
+    same_as_serial(r, cfg, r.data(cfg, [900, 300, 0, 17][r.rank % 4]), chosen(GROUP_SCHEDULES))
+
+
+def check_biases_again(r):
+    """Biases in calls that are made again."""
     cfg = MoEConfig(**SHAPE, max_rows=8192, bias=True, activation="swiglu_oai", activation_limit=1.0)
     data = r.data(cfg, 700)
     want = r.once(cfg, data, SERIAL)
@@ -352,17 +352,23 @@ def check_biases(r):
         with Workspace(cfg, r.group, schedule=AGAIN[how], timeout_s=60) as workspace:
             wrong = [differing(want, r.run(workspace, data)) for _ in range(5)]
             assert not any(wrong), (how, wrong)
-    gpt_oss = {"hidden": 2880, "ffn": 2880, "num_experts": 32, "top_k": 4, "max_tokens_per_rank": 2048}
-    cfg = MoEConfig(**gpt_oss, bias=True, activation="swiglu_oai", activation_limit=7.0)
-    data = r.data(cfg, 2000)
-    want = r.once(cfg, data, SERIAL)
+
+
+def check_gpt_oss(r):
+    """A layer of GPT-OSS-20B's shape."""
+    shape = {"hidden": 2880, "ffn": 2880, "num_experts": 32, "top_k": 4, "max_tokens_per_rank": 2048}
+    cfg = MoEConfig(**shape, bias=True, activation="swiglu_oai", activation_limit=7.0)
     few = {how: SCHEDULES[how] for how in ("copied", "pipelined", "gradient beside", "mega", "mega, copied")}
-    wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in {**few, "": None}.items()}
-    wrong |= {
-        "nccl": differing(want, r.once(cfg, data, backend="nccl")),
-        "EP=1": differing(want, r.alone(cfg, data)[0]),
-    }
-    assert not any(wrong.values()), wrong
+    same_as_serial(r, cfg, r.data(cfg, 2000), {**few, "": None})
+
+
+def same_as_serial(r, cfg, data, schedules):
+    """These schedules, the collective backend and EP=1."""
+    want = r.once(cfg, data, SERIAL)
+    wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in schedules.items()}
+    wrong["nccl"] = differing(want, r.once(cfg, data, backend="nccl"))
+    wrong["EP=1"] = differing(want, r.alone(cfg, data)[0])
+    assert not any(wrong.values()), {how: names for how, names in wrong.items() if names}
 
 
 def same_everywhere(r, changes):
