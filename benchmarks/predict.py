@@ -29,10 +29,12 @@ from uniep.sim import STRATEGIES, Machine, Problem, load_machine, simulate
 CALIBRATED = ("qwen3-30b", "deepseek-v3")
 FILES = ("h200x2_layer", "h200x4_layer", "h200x4_groups", "h200x2_tokens", "h200x2_4096", "h200x2_zipf", "h100x2_layer")
 IMPLS = {
-    "uniep": "uniep", "uniep-serial": "uniep-serial", "uniep@transfer=push": "uniep-push",
+    "uniep": "uniep-dw2-after", "uniep-serial": "uniep-serial", "uniep@transfer=push": "uniep-push",
     "uniep@transfer=copy": "uniep-copy", "uniep@overlap=pipelined": "uniep-pipelined", "deepep-nowait": "deepep",
     "nccl": "serialized", "uniep-compute": "uniep-copy",
 }  # fmt: skip
+"""Strategies.  In all FILES, dW2 ran after gate_up_grad."""
+
 STAGES_OF = {"c9b6eff": {"uniep": "uniep-copy"}}
 """What `uniep` did by default at a commit, where that is not what it does now."""
 

@@ -22,7 +22,7 @@ class Measured(NamedTuple):
     few_tokens: up to so many tokens of a rank are pushed. Copies took 0.96 to 1.07 of that time (512).
     push_bytes_per_us: all pushing programs of a rank together, beside a GEMM.  copy_bytes_per_us: one copy engine.
     push_latency_us: until the first tokens arrive.  copy_lead_us: from the entry of all ranks to the first tile.
-    weight_gradient_time: of a weight gradient, by operation, relative to gate_up_grad (dW2 1.18, dW13 1.12).
+    weight_gradient_time: of dW2, by operation, relative to gate_up_grad.
     sm_flop_per_us: operations of one multiprocessor in a grouped GEMM.  memory_bytes_per_us: passes over memory.
     """
 

@@ -153,19 +153,6 @@ def _leaves_sms(d: Dimension, schedule: Schedule, at: Setting) -> str:
     return f"free_sms is {schedule.free_sms}, but this GPU has {sms} multiprocessors; lower it"
 
 
-def _leaves_weights(d: Dimension, schedule: Schedule, at: Setting) -> str:
-    """Leave at least one multiprocessor to weight gradients beside gate_up_grad."""
-    if at.backend != GPU or schedule.weights_beside == "none" or _leaves_sms(d, schedule, at):
-        return ""
-    sms = at.measured.sms - schedule.free_sms
-    if schedule.gate_up_grad_sms < sms:
-        return ""
-    return (
-        f"gate_up_grad_sms is {schedule.gate_up_grad_sms}, but kernels take {sms} multiprocessors here, of which "
-        f"weights_beside={schedule.weights_beside!r} needs one; lower it"
-    )
-
-
 def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
     """Leave at least one program to compute while tokens are pushed or pulled."""
     if at.backend != GPU or at.ep_size == 1 or schedule.transfer == "copy" or _leaves_sms(d, schedule, at):
@@ -203,11 +190,20 @@ def _usual_sum_warps(d: Dimension, at: Setting) -> int:
     return 4 if at.cfg.hidden > 512 else 2 if at.cfg.hidden > 256 else 1
 
 
-def _usual_overlap(d: Dimension, at: Setting) -> str:
+def _waits_for_wire(at: Setting) -> bool:
+    """Whether results take so long on the wire that more should run beside the products whose rows return."""
     cfg, ep_size, measured = at.cfg, at.ep_size, at.measured
     if ep_size == 1 or cfg.max_tokens_per_rank < measured.pipelined_from or cfg.combine_groups is not None:
-        return "fused"
-    return "pipelined" if wire_share(cfg, ep_size, measured) >= measured.worth_pipelining else "fused"
+        return False
+    return wire_share(cfg, ep_size, measured) >= measured.worth_pipelining
+
+
+def _usual_overlap(d: Dimension, at: Setting) -> str:
+    return "pipelined" if _waits_for_wire(at) else "fused"
+
+
+def _usual_down_wgrad(d: Dimension, at: Setting) -> str:
+    return "beside" if _waits_for_wire(at) else "after"
 
 
 def _usual_activation_gradient(d: Dimension, at: Setting) -> str:
@@ -215,7 +211,7 @@ def _usual_activation_gradient(d: Dimension, at: Setting) -> str:
 
 
 def _usual_pipelined_from(d: Dimension, at: Setting) -> int:
-    return at.measured.pipelined_from if _usual_overlap(d, at) == "pipelined" else 0
+    return at.measured.pipelined_from if _waits_for_wire(at) else 0
 
 
 def _usual_group_rows(d: Dimension, at: Setting) -> int:
@@ -409,7 +405,8 @@ class Schedule:
     )  # fmt: skip
     pipelined_from: int = dimension(
         0, (0, 1024, 2048, 4096, 8192, 16384), backends=(GPU,), source=_OWN, least=0, unit=" tokens",
-        doc="Tokens of a rank from which its calls are pipelined; with fewer, fused.",
+        doc="Tokens of a rank from which its calls are pipelined, and dW2 is beside gate_up_grad; with fewer, fused, "
+        "and after it.",
         helps="Sharing multiprocessors costs more than the wire in small calls.", usual={GPU: _usual_pipelined_from},
     )  # fmt: skip
     group_sum: Literal["after", "beside"] = dimension(
@@ -430,21 +427,13 @@ class Schedule:
         doc="Tokens of a rank from which the activation's gradient runs beside; with fewer, after.",
         helps="Programs that wait for row tiles pay off when there are many tiles.",
     )  # fmt: skip
-    weights_beside: Literal["none", "w2", "both"] = dimension(
-        "none", backends=(GPU,), source=_OWN,
-        doc="Weights whose gradients run beside gate_up_grad, on other multiprocessors, so that fewer programs wait "
-        "for the wire. none: they run behind it. w2: dW2 runs beside it, then dW13 on all, with the sum of dX beside "
-        "that. both: dW2 and dW13 run beside it, and beside the sum of dX, which begins when rows have returned. (Not "
-        "serial, nor with low-rank factors or operators of one's own behind gate_up_grad; dW13 not with "
-        "received=again, unless h is recomputed.)",
-        helps="Where gate_up_grad takes longer than its products, since results wait for the wire.",
-        shown={"w2": "dW2 beside", "both": "dW beside"},
-    )  # fmt: skip
-    gate_up_grad_sms: int = dimension(
-        0, (0, 48, 64, 80, 96, 112), backends=(GPU,), source=_OWN, least=0,
-        doc="Multiprocessors of gate_up_grad while weight gradients run beside it; 0: so many that all end together, "
-        "by their operations and measured rates.",
-        helps="More end it, and the sum of dX, sooner.", condition=_leaves_weights,
+    down_wgrad: Literal["after", "beside"] = dimension(
+        "after", backends=(GPU,), source=_OWN,
+        doc="When dW2 is computed. after: after gate_up_grad. beside: during gate_up_grad, on other multiprocessors, "
+        "so that fewer programs wait for the wire; then dW13 runs on all, with the sum of dX beside it. (Not serial, "
+        "nor with low-rank factors or operators of one's own behind gate_up_grad.)",
+        helps="beside where results take longer on the wire than the down product.",
+        usual={GPU: _usual_down_wgrad}, shown={"beside": "dW2 beside"},
     )  # fmt: skip
     mega_to: int = dimension(
         0, (0, 128, 256, 512, 1024, 2048), backends=(GPU,), source=_OWN, least=0, unit=" tokens",

@@ -269,7 +269,7 @@ class _Call:
 
     def backward(self) -> list[Stage]:
         """Weight gradients need nothing from peers: on GPUs the sums are beside them, on another stream, and so is
-        gate_up_grad where some of them take multiprocessors of their own."""
+        gate_up_grad where dW2 takes multiprocessors of its own."""
         way, flags = self.way, self.flags
         until = "activation_gradient" if self.device else END
         raw = (("raw", until),) * (way.separate_gradient or not self.in_torch)
@@ -284,10 +284,11 @@ class _Call:
             made.append(self.make("activation_gradient", "activation_gradient", kernel))
         if self.device or flags.weights:  # a GPU makes what its peers may need
             made.append(self.make("dweight", "dweight", "dweights_kernel"))
-        beside = [weight for weight in way.weights_beside if getattr(flags, weight)]
-        sms = way.sms_of_gate_up_grad(self.cfg, beside)
-        apart: dict[str, Any] = {"stream": "side", "sms": sms} if beside else {}
-        made += self.returning("gate_up_grad", **apart) if self.device or flags.x else []
+        rows: dict[str, Any] = {}
+        of_w2: dict[str, Any] = {}
+        if way.down_wgrad_beside and flags.w2:
+            rows, of_w2 = {"stream": "side", "sms": way.gate_up_grad_sms}, {"sms": way.sms - way.gate_up_grad_sms}
+        made += self.returning("gate_up_grad", **rows) if self.device or flags.x else []
         operators = f"{'collect' * flags.weights} {'combine' * (self.device or flags.x)}"
         used = "used_dweights_kernel" * flags.weights
         sums = self.combine(operators, used, buffers=(("dx", CALLER),), stream="side")
@@ -295,13 +296,12 @@ class _Call:
         if self.device and flags.biases and self.cfg.bias:
             biases = ("db13", CALLER), ("db2", CALLER)
             weights.append(self.make("bias_gradient", "", "bias_gradient_kernel", buffers=biases))
-        left = {weight: {"sms": way.sms - sms} for weight in beside}
         if flags.w2 and self.trains("w2"):
-            weights.append(self.weight_gradient("down_wgrad", "dw2", **left.get("w2", {})))
+            weights.append(self.weight_gradient("down_wgrad", "dw2", **of_w2))
         if not way.recomputes:
             weights += self.again()
         if flags.w13 and self.trains("w13"):
-            weights.append(self.weight_gradient("gate_up_wgrad", "dw13", **left.get("w13", {})))
+            weights.append(self.weight_gradient("gate_up_wgrad", "dw13"))
         return [*made, sums, *weights] if self.device and not way.mega else [*made, *weights, sums]
 
     def trains(self, weight: str) -> bool:

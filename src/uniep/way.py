@@ -20,7 +20,6 @@ from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_shar
 ADAPTABLE = "w13", "w2"
 """The weights that may have low-rank factors."""
 _BEHIND_RESULTS = {"down", "gate_up_grad"}  # products whose rows return
-_WEIGHTS_BESIDE = {"none": (), "w2": ("w2",), "both": ("w2", "w13")}
 
 
 class Choice(NamedTuple):
@@ -41,8 +40,7 @@ class Way:
     returns: how results reach their tokens' ranks: from the product's "epilogue", by a "pass" behind it, or as sums of
         combine groups, made "sums after" the product or "sums beside" it.
     gradient_beside: the activation's gradient runs beside the product that feeds it.
-    weights_beside: weights, "w2" and "w13", whose gradients, if needed, run beside gate_up_grad.  gate_up_grad_sms: its
-        multiprocessors meanwhile, see `sms_of_gate_up_grad`.
+    down_wgrad_beside: dW2, if needed, runs beside gate_up_grad.
     transfer: how tokens travel.  copies: by copy engines here.  pulls: they are fetched.  waits: kernels wait for
         tokens on their way.
     sends_by_expert: the order of send lists.
@@ -74,8 +72,7 @@ class Way:
     down_sms: int
     returns: Literal["epilogue", "pass", "sums after", "sums beside"]
     gradient_beside: bool
-    weights_beside: tuple[str, ...]
-    gate_up_grad_sms: int
+    down_wgrad_beside: bool
     transfer: Literal["push", "copy", "pull"]
     copies: bool
     pulls: bool
@@ -140,14 +137,12 @@ class Way:
         """Of down_grad."""
         return self.down if self.device_tiles else self.gate_up
 
-    def sms_of_gate_up_grad(self, cfg: MoEConfig, beside: Sequence[str]) -> int:
-        """Its multiprocessors while the gradients of these weights run on the others: by default so many that all end
-        together."""
-        *_, measured = self.given
-        operations = {"w2": cfg.ffn, "w13": cfg.h_columns}  # of a row and a column of x
-        rows, others = operations["w13"], sum(operations[weight] for weight in beside)
-        share = round(self.sms * rows / (rows + others * measured.weight_gradient_time))
-        return min(self.gate_up_grad_sms or share, self.sms - 1) if beside else self.sms
+    @property
+    def gate_up_grad_sms(self) -> int:
+        """Multiprocessors of gate_up_grad while dW2 runs on the others: so many that both end together."""
+        _, cfg, measured = self.given
+        rows, weights = cfg.h_columns, cfg.ffn * measured.weight_gradient_time  # times of a row and a column of x
+        return round(self.sms * rows / (rows + weights))
 
     @property
     def kernels(self) -> tuple[bool, bool, bool]:
@@ -173,7 +168,6 @@ class Way:
         )  # fmt: skip
         wanted = f"a peer wants {cfg.wanted(self.ep_size):.2f} of the tokens, copies from {measured.worth_copying} on"
         few = cfg.max_tokens_per_rank <= measured.few_tokens
-        weighed = cfg.max_tokens_per_rank >= measured.pipelined_from
         travel = wanted
         if s.transfer != usual.transfer:
             travel = "as set"
@@ -182,9 +176,12 @@ class Way:
         elif few:
             travel = f"usual for up to {measured.few_tokens} tokens"
         share = f"results take {wire_share(cfg, self.ep_size, measured):.2f} of the down product's time on the wire"
-        overlap: str = s.overlap
-        if self.backend == GPU and s.overlap == usual.overlap and weighed and cfg.combine_groups is None:
-            overlap += f"; {share}, pipelined from {measured.worth_pipelining} on"
+        weighed = device and cfg.max_tokens_per_rank >= measured.pipelined_from and cfg.combine_groups is None
+
+        def by_wire(chosen: str, usually: str, from_here_on: str) -> str:
+            weighs = weighed and chosen == usually
+            return f"{chosen}; {share}, {from_here_on} from {measured.worth_pipelining} on" if weighs else chosen
+
         if cfg.gradient_shards > 1:
             why = f"{cfg.gradient_shards}: one kernel would sum an expert's rows in one chain"
             kernels = Choice("kernels", "in stages", "gradient_shards", why)
@@ -203,7 +200,7 @@ class Way:
                 "activation's gradient", "beside its product" if self.gradient_beside else "behind its product",
                 "activation_gradient, beside_from", f"{s.activation_gradient}, {tokens}, from {s.beside_from} on",
             ),
-            self._weight_gradients(),
+            self._down_wgrad(by_wire(s.down_wgrad, usual.down_wgrad, "beside")),
         )  # fmt: skip
         sent = self.ep_size > 1 and s.transfer != "copy"  # copy engines send every token
         wired = (
@@ -221,7 +218,10 @@ class Way:
             back = Choice("results return", self.returns, "lora", "rows are shrunk for w2 in between")
         return [
             *((kernels,) if device else ()),
-            Choice("stages", "one after the other" if self.gates else "beside each other", "overlap", overlap),
+            Choice(
+                "stages", "one after the other" if self.gates else "beside each other", "overlap",
+                by_wire(s.overlap, usual.overlap, "pipelined"),
+            ),
             *(staged if device and not self.mega else ()),
             back,
             Choice(
@@ -234,24 +234,23 @@ class Way:
             *(Choice(op.name, f"after {op.after}", "operators", PLACES[op.after].cost) for op in self.operators),
         ]  # fmt: skip
 
-    def _weight_gradients(self) -> Choice:
-        """Which run beside gate_up_grad, and why fewer than the schedule asks for."""
-        s, cfg, _ = self.given
-        beside, asked = self.weights_beside, _WEIGHTS_BESIDE[s.weights_beside]
-        reasons = {
-            "weights_beside": (beside == asked, s.weights_beside),
-            "overlap": (self.gates, s.overlap),
-            "lora": (self.lora, "gradients of factors are few operations"),
-            "operators": (self.own("gate_up_grad"), "rows return by a pass behind gate_up_grad"),
-            "received": (self.again, f"{s.received}: x comes once more, behind the sum of dX and before dW13"),
-        }
-        rule, why = next((rule, why) for rule, (holds, why) in reasons.items() if holds)
-        value = "behind gate_up_grad"
-        if beside:
-            names = " and ".join(f"d{weight.upper()}" for weight in beside)
-            value = f"{names} beside gate_up_grad on {self.sms_of_gate_up_grad(cfg, beside)} SMs"
-            rule, why = f"{rule}, gate_up_grad_sms", f"{why}, {s.gate_up_grad_sms or 'by time'}"
-        return Choice("weight gradients", value, rule, why)
+    def _down_wgrad(self, asked: str) -> Choice:
+        """Where dW2 runs, and why not as asked."""
+        s, *_ = self.given
+        value = f"beside gate_up_grad on {self.sms - self.gate_up_grad_sms} SMs"
+        why = f"{asked}, T={self.num_tokens}, from {s.pipelined_from} on"
+        choice = Choice(
+            "dW2", value if self.down_wgrad_beside else "behind gate_up_grad", "down_wgrad, pipelined_from", why
+        )
+        if s.down_wgrad == "after" or self.down_wgrad_beside:
+            return choice
+        if self.gates:
+            return choice._replace(rule="overlap", why=s.overlap)
+        if self.lora:
+            return choice._replace(rule="lora", why="gradients of factors are few operations")
+        if self.own("gate_up_grad"):
+            return choice._replace(rule="operators", why="rows return by a pass behind gate_up_grad")
+        return choice
 
     def explain(self) -> str:
         """One line per choice: what, by which rule, why."""
@@ -311,14 +310,12 @@ def resolve(
     beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
     beside = beside and "down_grad" not in behind
     apart = staged and not lora and "gate_up_grad" not in behind
-    weights_beside: tuple[str, ...] = _WEIGHTS_BESIDE[s.weights_beside] if apart else ()
-    if ep_size > 1 and s.received == "again" and s.preactivation == "saved":  # which comes after the sum of dX
-        weights_beside = weights_beside[:1]
+    apart = apart and s.down_wgrad == "beside" and num_tokens >= s.pipelined_from
     gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
-        returns=returns, gradient_beside=beside, weights_beside=weights_beside,
-        gate_up_grad_sms=s.gate_up_grad_sms, transfer=s.transfer, copies=copies,
+        returns=returns, gradient_beside=beside, down_wgrad_beside=apart,
+        transfer=s.transfer, copies=copies,
         pulls=device and ep_size > 1 and s.transfer == "pull", waits=waits, sends_by_expert=s.send_order == "expert",
         chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
         push_rounds=(rounds[0], rounds[1]), sum_programs=s.sum_programs, sum_warps=s.sum_warps,

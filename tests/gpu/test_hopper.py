@@ -69,8 +69,8 @@ SCHEDULES = {
         transfer="pull", send_order="expert", overlap="serial", pass_programs=2, pass_warps=4
     ),
     "pulled again": Schedule(transfer="pull", received="again"),
-    "dW2 beside": Schedule(transfer="copy", weights_beside="w2"),
-    "dW beside, pushed": Schedule(transfer="push", weights_beside="both", gate_up_grad_sms=40),
+    "dW2 beside": Schedule(transfer="copy", down_wgrad="beside"),
+    "dW2 beside, pushed": Schedule(transfer="push", down_wgrad="beside"),
 }
 FUSED = Schedule(transfer="copy", activation_gradient="beside", beside_from=0)
 MEGA = {

@@ -40,10 +40,9 @@ ROUNDS = (  # overlap, operand, transfer, received, activation_gradient
     {"preactivation": "recomputed", "overlap": "serial", "received": "again"},
     {"preactivation": "recomputed", "operand": "expanded", "transfer": "copy"},
     {"preactivation": "recomputed", "overlap": "pipelined", "received": "again", "transfer": "copy"},
-    {"weights_beside": "w2", "activation_gradient": "beside"},
-    {"weights_beside": "both", "gate_up_grad_sms": 1, "transfer": "copy", "received": "again"},
-    {"weights_beside": "both", "preactivation": "recomputed", "received": "again"},
-    {"weights_beside": "both", "transfer": "copy"},
+    {"down_wgrad": "beside", "activation_gradient": "beside"},
+    {"down_wgrad": "beside", "transfer": "copy", "received": "again"},
+    {"down_wgrad": "beside", "preactivation": "recomputed", "received": "again"},
 )
 BEFORE = 1.0  # in main_grads that are added to
 LATE_S = 0.05
@@ -97,7 +96,7 @@ GROUPED_CASES = {
 GROUPED_ROUNDS = (
     (*ROUNDS[0], "after"), (*ROUNDS[1], "after"), (*ROUNDS[4], "after"), (*ROUNDS[1], "beside"),
     {"overlap": "pipelined", "pipelined_from": 40, "activation_gradient": "beside", "beside_from": 40},  # one of two
-    {"weights_beside": "both"},
+    {"down_wgrad": "beside"},
 )  # fmt: skip
 # With stacked weights, tiles of dW13 begin where serial tiles do: an interpreted product rounds by its place in a tile.
 MEGA_CASES = {
@@ -445,7 +444,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
         assert suite == "mega" or (data_ns > LATE_S * 1e9 and entry_ns > LATE_S * 1e9 * rank), (entry_ns, data_ns)
         if suite == "usual" and key in OPERAND_OF_BLOCKS:
             hopper_on_host.use(
-                backend, dataclasses.replace(SCHEDULE, operand=OPERAND_OF_BLOCKS[key], weights_beside="w2")
+                backend, dataclasses.replace(SCHEDULE, operand=OPERAND_OF_BLOCKS[key], down_wgrad="beside")
             )
             results[-1] |= run_blocks(backend, case, rank, ranks)
         torch.save(results, folder / f"result-{number}-{rank}")

@@ -38,14 +38,12 @@ WAYS = {
     "recomputed, mega": (Schedule(overlap="mega", transfer="push", preactivation="recomputed"), 700),
     "again": (Schedule(transfer="copy", received="again"), 700),
     "again, recomputed": (Schedule(transfer="copy", received="again", preactivation="recomputed"), 700),
-    "dW2 beside": (Schedule(transfer="push", weights_beside="w2", preactivation="recomputed"), 700),
-    "dW beside": (
-        Schedule(
-            transfer="copy", weights_beside="both", gate_up_grad_sms=3, activation_gradient="beside", beside_from=0
-        ),
+    "dW2 beside": (Schedule(transfer="push", down_wgrad="beside", preactivation="recomputed"), 700),
+    "dW2 beside, copied": (
+        Schedule(transfer="copy", down_wgrad="beside", activation_gradient="beside", beside_from=0),
         700,
     ),
-    "dW beside, again": (Schedule(transfer="copy", weights_beside="both", received="again"), 700),
+    "dW2 beside, again": (Schedule(transfer="copy", down_wgrad="beside", received="again"), 700),
 }
 
 

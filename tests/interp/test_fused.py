@@ -98,7 +98,7 @@ def alone():
 
     def computed(key: str):
         case = CASES[key]
-        schedule = dataclasses.replace(SCHEDULE, weights_beside="both")
+        schedule = dataclasses.replace(SCHEDULE, down_wgrad="beside")
         return run(host_backends(case.config(sum(case.tokens)), 1, schedule)[0], case, 0, 1)
 
     return {key: computed(key) for key in CASES}

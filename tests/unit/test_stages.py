@@ -82,45 +82,40 @@ def sms_beside(way, **needed):
     return [s.sms for s in products], [s.name for s in products if s.stream == "side"]
 
 
-def test_weight_gradients_beside_gate_up_grad():
-    """By their time all end together; what is frozen takes no multiprocessors, and rows of dX then get them."""
+def test_dw2_beside_gate_up_grad():
+    """By their time both end together; what is frozen takes no multiprocessors, and rows of dX then get them."""
     rows, none = ["gate_up_grad"], []
     for value, frozen, expected in (
-        ("none", {}, ([132, 132, 132], none)),
-        ("w2", {}, ([83, 49, 132], rows)),
-        ("both", {}, ([48, 84, 84], rows)),
-        ("w2", {"w2": False}, ([132, 132], none)),
-        ("w2", {"w13": False}, ([83, 49], rows)),
-        ("both", {"w2": False}, ([61, 71], rows)),
-        ("both", {"w13": False}, ([83, 49], rows)),
-        ("both", {"w13": False, "w2": False}, ([132], none)),
-        ("both", {"x": False, "weights": False}, ([48, 84, 84], rows)),  # a peer may need dX
+        ("after", {}, ([132, 132, 132], none)),
+        ("beside", {}, ([83, 49, 132], rows)),
+        ("beside", {"w2": False}, ([132, 132], none)),
+        ("beside", {"w13": False}, ([83, 49], rows)),
+        ("beside", {"x": False, "weights": False}, ([83, 49, 132], rows)),  # a peer may need dX
     ):
-        assert sms_beside(resolve(CFG, 2, 70, Schedule(weights_beside=value)), **frozen) == expected, (value, frozen)
-    chosen = resolve(CFG, 2, 70, Schedule(weights_beside="both", gate_up_grad_sms=80, free_sms=8))
-    assert sms_beside(chosen) == ([80, 44, 44], rows)
-    plain = dataclasses.replace(CFG, activation="relu2")
-    assert resolve(plain, 2, 70, Schedule(weights_beside="w2")).sms_of_gate_up_grad(plain, ["w2"]) == 61
+        assert sms_beside(resolve(CFG, 2, 70, Schedule(down_wgrad=value)), **frozen) == expected, (value, frozen)
+    assert sms_beside(resolve(CFG, 2, 70, Schedule(down_wgrad="beside", received="again"))) == ([83, 49, 132], rows)
+    assert sms_beside(resolve(CFG, 2, 70, Schedule(down_wgrad="beside", free_sms=8)))[0] == [78, 46, 124]
+    plain, few = dataclasses.replace(CFG, activation="relu2"), Schedule(down_wgrad="beside", free_sms=130)
+    assert resolve(plain, 2, 70, Schedule(down_wgrad="beside")).gate_up_grad_sms == 61
+    assert [resolve(cfg, 2, 70, few).gate_up_grad_sms for cfg in (CFG, plain)] == [1, 1], "of two"
 
 
-def test_where_weight_gradients_stay_behind():
+def test_where_dw2_stays_behind():
     """Way says why; one kernel is as it was."""
-    asked = Schedule(weights_beside="both")
+    asked = Schedule(down_wgrad="beside")
     after = uniep.RowOperator(name="scale", after="gate_up_grad", rows=lambda values, valid: values)
-    serial, again = (dataclasses.replace(asked, **how) for how in ({"overlap": "serial"}, {"received": "again"}))
+    serial, many = (dataclasses.replace(asked, **how) for how in ({"overlap": "serial"}, {"pipelined_from": 71}))
     for schedule, more, rule in (
         (serial, {}, "overlap"), (asked, {"lora": ("w13",)}, "lora"), (asked, {"operators": [after]}, "operators"),
+        (many, {}, "down_wgrad, pipelined_from"), (Schedule(), {"lora": ("w13",)}, "down_wgrad, pipelined_from"),
     ):  # fmt: skip
         way = resolve(CFG, 2, 70, schedule, **more)
-        assert way.weights_beside == () and all(s.sms in (0, 132) for s in stages(CFG, way, "backward"))
-        assert next(c[1:3] for c in way.choices() if c.what == "weight gradients") == ("behind gate_up_grad", rule)
-    way = resolve(CFG, 2, 70, again)
-    assert sms_beside(way) == ([83, 49, 132], ["gate_up_grad"])
-    assert "dW2 beside gate_up_grad on 83 SMs  received, gate_up_grad_sms" in str(way)
-    recomputed = resolve(CFG, 2, 70, dataclasses.replace(again, preactivation="recomputed"))
-    assert recomputed.weights_beside == ("w2", "w13") == resolve(CFG, 1, 70, again).weights_beside
+        assert not way.down_wgrad_beside and all(s.sms in (0, 132) for s in stages(CFG, way, "backward"))
+        assert next(c[1:3] for c in way.choices() if c.what == "dW2") == ("behind gate_up_grad", rule)
+    found = next(c for c in resolve(CFG, 2, 70, asked).choices() if c.what == "dW2")
+    assert found[1:] == ("beside gate_up_grad on 49 SMs", "down_wgrad, pipelined_from", "beside, T=70, from 0 on")
     mega = [stages(CFG, resolve(CFG, 2, 70, Schedule(overlap="mega", **how)), "backward") for how in (
-        {}, {"weights_beside": "both"})]  # fmt: skip
+        {}, {"down_wgrad": "beside"})]  # fmt: skip
     assert mega[0] == mega[1]
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from uniep import MoEConfig, RowOperator, Schedule
-from uniep.dimension import Measured
-from uniep.schedule import DIMENSIONS, default_schedule, is_valid
+from uniep.schedule import DIMENSIONS, default_schedule
 from uniep.shapes import SHAPES
 from uniep.way import Way, Ways, resolve, wave_of
 
@@ -26,6 +25,7 @@ def described(cfg, ep_size, num_tokens):
     """What kernels of the default way are told, in one line."""
     way = resolve(cfg, ep_size, num_tokens)
     how = f"down:{way.down_sms} gradient:{'beside' if way.gradient_beside else 'after'}"
+    how += " dw2:beside" * way.down_wgrad_beside
     numbers = " rounds:{},{} leads:{},{}".format(*way.push_rounds, *way.leads) + f" waves:{way.waves}" * (way.waves > 1)
     sent = ("copy" if way.copies else way.transfer) if ep_size > 1 else "none"
     return (
@@ -111,8 +111,8 @@ def test_waves_by_arrival():
     assert [waves(8, arrival_waves=8, **fields) for fields in here] == [1, 1], "all tokens have come before a product"
     assert resolve(config(QWEN), 8, 8192, lora=("w13",)).waves == 1
     assert [wave_of(arrival, 4, 8) for arrival in range(8)] == [0, 1, 1, 2, 2, 3, 3, 4]
-    explained = str(resolve(config(QWEN), 8, 8192))
-    assert "all, then 8 waves by arrival  tile_order, arrival_waves" in explained
+    found = next(c for c in resolve(config(QWEN), 8, 8192).choices() if c.what == "local tiles first")
+    assert found[1:3] == ("all, then 8 waves by arrival", "tile_order, arrival_waves")
 
 
 def test_no_rows_come_first_where_nothing_arrives():
@@ -170,18 +170,19 @@ def test_where_ways_part():
     assert resolve(config(QWEN), 2, 20, dataclasses.replace(schedule, down_sms=100)).down_sms == 66, "at most half"
 
 
-def test_weight_gradients_need_a_multiprocessor():
-    cfg, gpu = config(QWEN), Measured(sms=114)
-    found = {
-        (sms, value): is_valid(Schedule(weights_beside=value, gate_up_grad_sms=sms), cfg, 2, "hopper", gpu)
-        for sms in (0, 113, 114)
-        for value in ("none", "w2")
-    }
-    refused = found.pop((114, "w2"))
-    assert not any(found.values()) and refused == [
-        "gate_up_grad_sms is 114, but kernels take 114 multiprocessors here, of which weights_beside='w2' needs one; "
-        "lower it"
-    ]
+def test_dw2_is_beside_where_calls_are_pipelined():
+    """By default, by one rule; a call of fewer tokens than that has it behind."""
+    for shape, ep, most, groups in itertools.product(("qwen3-30b", "deepseek-v3"), (1, 2, 4), (2048, MOST), (None, 4)):
+        cfg = config(SHAPES[shape], most, combine_groups=groups)
+        for tokens in (most, 2048):
+            way = resolve(cfg, ep, tokens)
+            assert (
+                way.down_wgrad_beside
+                == (way.down_sms > 0)
+                == ((shape, ep, tokens, groups) == ("qwen3-30b", 4, MOST, None))
+            )
+    few = Schedule(down_wgrad="beside", pipelined_from=2049)
+    assert [resolve(config(QWEN), 2, tokens, few).down_wgrad_beside for tokens in (2048, 2049)] == [False, True]
 
 
 def test_how_results_return():
@@ -203,7 +204,10 @@ def test_a_way_explains_itself():
     many, few = str(resolve(cfg, 4, 8192)), str(resolve(cfg, 4, 100, dataclasses.replace(usual, mega_to=512)))
     assert "beside gate_up on 32 SMs" in many and "pipelined, T=8192, from 4096 on" in many
     assert "a peer wants 0.91 of the tokens, copies from 0.35 on" in many
-    assert "results take 2.03 of the down product's time on the wire, pipelined from 1.7 on" in many
+    share = "results take 2.03 of the down product's time on the wire"
+    assert f"pipelined; {share}, pipelined from 1.7 on" in many
+    assert f"beside; {share}, beside from 1.7 on, T=8192, from 4096 on" in many
+    assert share not in str(resolve(cfg, 4, 8192, dataclasses.replace(usual, overlap="fused", down_wgrad="after")))
     assert "mega_to" in few and "T=100, up to 512" in few and "one each way" in few and "gate_up" not in few
     assert "sums after" in str(resolve(config(QWEN, combine_groups=8), 4, 8192))
     serial = str(resolve(cfg, 4, 100, Schedule(overlap="serial")))

@@ -147,10 +147,10 @@ def with_transfer(operators: Operators, way: Way) -> tuple[Operators, Lane]:
 
 def _uniep(
     transfer: Literal["push", "copy"] | None = None, pipelined: bool | None = None,
-    weights_beside: Literal["w2", "both"] | None = None,
+    down_wgrad: Literal["after", "beside"] | None = None,
 ) -> Callable[[Problem, Machine], Arrangement]:  # fmt: skip
     """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first.
-    weights_beside: gradients beside the product whose rows return.  None: as uniep chooses by default on GPUs."""
+    down_wgrad: "beside" the product whose rows return, or "after" it.  None: as uniep chooses by default on GPUs."""
 
     def arrange(problem: Problem, machine: Machine) -> Arrangement:
         usual = default_schedule(GPU, problem.cfg, problem.ep)
@@ -163,8 +163,8 @@ def _uniep(
             usual = dataclasses.replace(usual, transfer=transfer or "push")
         if pipelined is not None:
             usual = dataclasses.replace(usual, overlap="pipelined" if pipelined else "fused", pipelined_from=0)
-        if weights_beside is not None:
-            usual = dataclasses.replace(usual, weights_beside=weights_beside)
+        if down_wgrad is not None:
+            usual = dataclasses.replace(usual, down_wgrad=down_wgrad)
         of_gpus = resolve(problem.cfg, problem.ep, problem.tokens, usual)
         operators, way = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
         # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads only waves and
@@ -176,11 +176,9 @@ def _uniep(
             first = ("push", "down_grad", "activation_gradient", "dweight")
             rows, weights = ("gate_up_grad", "group_sum"), ("down_wgrad", "gate_up_wgrad", "collect", "combine")
             kernels = [[*first], *([name] for name in rows), [*weights]]
-            if beside := of_gpus.weights_beside:
+            if of_gpus.down_wgrad_beside:
                 kernels = [[*first], [*rows, *weights]]
-                both = len(beside) > 1  # then the sums of dX are behind rows, not behind weight gradients
-                sms = of_gpus.sms_of_gate_up_grad(problem.cfg, beside)
-                lanes.append(Lane(rows + weights[2:] * both, sms, last=both, shares=first[1:]))
+                lanes.append(Lane(rows, of_gpus.gate_up_grad_sms, shares=first[1:]))
         elif of_gpus.down_sms:
             kernels = [["push", "gate_up", "keep", "down"], ["group_sum"], ["combine"]]
             lanes.append(Lane(("down", "group_sum", "combine"), of_gpus.down_sms, last=True))
@@ -222,11 +220,11 @@ STRATEGIES = {
         Strategy("uniep-serial", "uniep's operators, one after the other", _uniep_serial),
         Strategy("uniep", "uniep's operators: tokens travel under the first product, results under the second",
                  _uniep()),
-        Strategy("uniep-push", "as uniep, tokens pushed by programs", _uniep("push", False)),
-        Strategy("uniep-copy", "as uniep, tokens sent by copy engines", _uniep("copy", False)),
-        Strategy("uniep-pipelined", "as uniep, the second product beside the first", _uniep(None, True)),
-        Strategy("uniep-dw2-beside", "as uniep, dW2 beside the product whose rows return", _uniep(weights_beside="w2")),
-        Strategy("uniep-dw-beside", "as uniep, all weight gradients beside it", _uniep(weights_beside="both")),
+        Strategy("uniep-push", "as uniep-dw2-after, tokens pushed by programs", _uniep("push", False, "after")),
+        Strategy("uniep-copy", "as uniep-dw2-after, tokens sent by copy engines", _uniep("copy", False, "after")),
+        Strategy("uniep-pipelined", "as uniep-dw2-after, both products beside each other", _uniep(None, True, "after")),
+        Strategy("uniep-dw2-after", "as uniep, dW2 after the product whose rows return", _uniep(down_wgrad="after")),
+        Strategy("uniep-dw2-beside", "as uniep, dW2 beside the product whose rows return", _uniep(down_wgrad="beside")),
         Strategy("uniep-mega", "uniep's operators in one kernel, own rows first", _uniep_mega("local-first")),
         Strategy("uniep-mega-natural", "as uniep-mega, experts in turn", _uniep_mega("natural")),
         Strategy("uniep-mega-chunk-major", "as uniep-mega, four experts at a time",

@@ -337,16 +337,12 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     tail = torch.where(
         serial, gate_up_grad + outgoing + wgrad, torch.maximum(together(gate_up_grad, outgoing) + wgrad, outgoing)
     )
-    # weight gradients beside gate_up_grad: its own multiprocessors, with the wire and the sum behind; theirs meanwhile
-    one, both = (is_in("weights_beside", value) & ~serial & ~mega for value in ("w2", "both"))
-    between = (again > 0) & ~recomputes  # x once more, behind the sum of dX and before dW13
-    one, both = one | (both & between), both & ~between
-    chosen, share = column("gate_up_grad_sms"), 2 / (2 + torch.where(both, 3.0, 1.0) * MEASURED.weight_gradient_time)
-    rows_sms = torch.where(chosen > 0, torch.minimum(chosen, sms - 1), torch.round(sms * share))
+    # dW2 beside gate_up_grad, each on its multiprocessors; then dW13 beside the sum
+    apart = is_in("down_wgrad", "beside") & ~serial & ~mega & (column("pipelined_from") <= load.tokens)
+    rows_sms = torch.round(sms * 2 / (2 + MEASURED.weight_gradient_time))
     rows_us = together(product("down", 2 * ffn, width, 0.0, rows_sms), outgoing)
-    dw2_us, dw13_us = (weight_gradient(*of, sms - rows_sms) for of in ((width, ffn), (2 * ffn, width)))
-    behind_us = torch.where(both, dw2_us + dw13_us, torch.maximum(rows_us, dw2_us) + dw13)
-    tail = torch.where(one | both, torch.maximum(rows_us + combine, behind_us), tail)
+    behind_us = torch.maximum(rows_us, weight_gradient(width, ffn, sms - rows_sms)) + dw13
+    tail = torch.where(apart, torch.maximum(rows_us + combine, behind_us), tail)
     tail = tail + sums
     middle = gradient * torch.where(beside, torch.as_tensor(c["beside_share"]), 1.0)
     recomputed = recomputes * product("gate_up", width, 2 * ffn, gather + stored("gate_up", 0.5))  # h in place of act

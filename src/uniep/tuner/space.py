@@ -102,7 +102,7 @@ SEARCHED = (
     Searched("pass_programs", {"hopper": (1, 2)}, needs=(_SERIAL, {**_FUSED, **_LISTS, "received": ("again",)})),
     Searched("down_sms", {"hopper": (16, 32, 48)}, needs=({"overlap": ("pipelined",)},)),
     Searched("activation_gradient", {"hopper": ("after", "beside")}, needs=(_FUSED,)),
-    Searched("weights_beside", {"hopper": ("none", "w2", "both")}, needs=(_FUSED,)),
+    Searched("down_wgrad", {"hopper": ("after", "beside")}, needs=(_FUSED,)),
     Searched("group_sum", {"hopper": ("after", "beside")}, needs=({"overlap": ("fused",)},)),
     Searched("peer_order", {"cpu": ("natural", "rotated")}, needs=({"overlap": ("fused",)},)),
     Searched("peer_order", {"hopper": ("natural", "rotated")}, needs=(_MEGA,)),
@@ -115,8 +115,8 @@ SEARCHED = (
     Searched("vector_workers", {"cpu": (1, 2)}),
 )
 """Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
-tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes,
-gate_up_grad_sms.  A dimension is behind those that it needs."""
+tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes.
+A dimension is behind those that it needs."""
 
 
 OF_PEERS = ("transfer", "send_order", "arrival_waves", "chunk_tokens", "push_programs", "peer_order")
@@ -206,7 +206,7 @@ class Points:
 
 
 def points(
-    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 1_500_000, keep: Sequence[str] = OF_MEMORY
+    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 1_000_000, keep: Sequence[str] = OF_MEMORY
 ) -> Points:
     """All points of the space, each once; if there are more than `limit`, a uniform sample, the same every time.  Point
     0 is the backend's default.  Some may still be refused: `refusals` says why."""
@@ -247,12 +247,15 @@ def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
     it and others do not; with other numbers of tokens, the usual thresholds apply."""
     usual = made.base
     features = {
-        "pipelined_from": ("overlap", "pipelined", usual.pipelined_from or PIPELINED_FROM),
-        "beside_from": ("activation_gradient", "beside", usual.beside_from),
+        "pipelined_from": (
+            made.is_in("overlap", "pipelined") | made.is_in("down_wgrad", "beside"),
+            usual.pipelined_from or PIPELINED_FROM,
+        ),
+        "beside_from": (made.is_in("activation_gradient", "beside"), usual.beside_from),
     }
     return {
-        name: torch.where(made.is_in(dimension, value), float(min(least, tokens)), get(usual, name))
-        for name, (dimension, value, least) in features.items()
+        name: torch.where(chosen, float(min(least, tokens)), get(usual, name))
+        for name, (chosen, least) in features.items()
     }
 
 
