@@ -36,7 +36,9 @@ class Way:
     """One call of one rank.  `explain()` says which rule chose what.
 
     gates: every stage waits for the one before.  mega: one kernel for each direction.
-    down_sms: multiprocessors of the down product beside gate_up; 0: it runs after it.
+    down_sms: multiprocessors of the down product beside gate_up; 0: it runs after it.  gate_up_parts: then, launches of
+        gate_up, each for a part of the row tiles, whose down product runs beside the next part; 1: it claims what is
+        done.
     returns: how results reach their tokens' ranks: from the product's "epilogue", by a "pass" behind it, or as sums of
         combine groups, made "sums after" the product or "sums beside" it.
     gradient_beside: the activation's gradient runs beside the product that feeds it.
@@ -69,6 +71,7 @@ class Way:
     gates: bool
     mega: bool
     down_sms: int
+    gate_up_parts: int
     returns: Literal["epilogue", "pass", "sums after", "sums beside"]
     gradient_beside: bool
     transfer: Literal["push", "copy", "pull"]
@@ -178,10 +181,14 @@ class Way:
             kernels = Choice("kernels", "in stages", "operators", "one kernel has no place for one's own")
         if self.lora:
             kernels = Choice("kernels", "in stages", "lora", "one kernel has no low-rank terms")
+        how = f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up"
+        how += f", in {self.gate_up_parts} parts" * (self.gate_up_parts > 1)
+        unused_parts = f"; gate_up_parts={s.gate_up_parts} is for pipelined calls"
+        unused_parts *= self.gate_up_parts < s.gate_up_parts
         staged = (
             Choice(
-                "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
-                "overlap, pipelined_from", f"{s.overlap}, {tokens}, from {s.pipelined_from} on",
+                "down product", how, "overlap, pipelined_from" + ", gate_up_parts" * (self.gate_up_parts > 1),
+                f"{s.overlap}, {tokens}, from {s.pipelined_from} on{unused_parts}",
             )
             if "w2" not in self.lora
             else Choice("down product", "behind gate_up", "lora", "rows are shrunk for w2 in between"),
@@ -255,7 +262,7 @@ def resolve(
     mega = device and wanted and cfg.gradient_shards == 1 and not operators and not lora
     behind = {op.after for op in operators}
     waits, copies = ep_size > 1 and not gates, ep_size > 1 and s.transfer == "copy"
-    down = down_sms(s, num_tokens, sms) if device and not (mega or "w2" in lora or "gate_up" in behind) else 0
+    down = down_sms(s, cfg, num_tokens, sms) if device and not (mega or "w2" in lora or "gate_up" in behind) else 0
     local_first: Literal["none", "leading", "all"] = "none"
     if s.tile_order in ("local-first", "critical-path"):
         local_first = "all" if mega or not device else "leading" if waits else "none"
@@ -279,7 +286,7 @@ def resolve(
     gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
-        returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies,
+        gate_up_parts=s.gate_up_parts if down else 1, returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies,
         pulls=device and ep_size > 1 and s.transfer == "pull", waits=waits, sends_by_expert=s.send_order == "expert",
         chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
         push_rounds=(rounds[0], rounds[1]), sum_programs=s.sum_programs, sum_warps=s.sum_warps,

@@ -302,12 +302,14 @@ class PlanShape(NamedTuple):
 
 class Dispatch(NamedTuple):
     """Whether a kernel that gathers rows waits for them, how many of its programs push this rank's tokens meanwhile, for
-    how many turns of the others, and whether it counts finished tiles of each row tile."""
+    how many turns of the others, and whether it counts finished tiles of each row tile.  part: (number, of how many), of
+    the row tiles; None: all."""
 
     fused: bool = False
     push_programs: int = 0
     push_rounds: int = 0
     count_tiles: bool = False
+    part: tuple[int, int] | None = None
 
 
 ALL_HERE = Dispatch()

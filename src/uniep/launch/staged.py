@@ -75,13 +75,15 @@ BESIDE_PROGRAMS = 6  # of a multiprocessor, for what runs beside a product; most
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """A product that runs beside the one that makes its rows, in several launches.
+    """A launch, of several, of a product that runs beside the one that makes its rows.
 
-    tiles_before: tiles of a row tile there.  programs: of all launches together.
+    programs: of all launches together.  tiles_before: tiles of a row tile there, where launches claim what is done.
+    part: (number, of how many) of the row tiles, where each launch is behind its part there.
     """
 
-    tiles_before: int
     programs: int
+    tiles_before: int = 0
+    part: tuple[int, int] | None = None
 
 
 def launch_expand(
@@ -125,7 +127,7 @@ def launch_gate_up(
         (
             tokens, rows, peers.wire, *peers.waiting, tokens.local.shape[0], dispatch.push_programs,
             dispatch.push_rounds, address_N, rows_desc, w13_desc, gate_desc, up_desc, act_desc, experts.b13,
-            *low_blocks(low, tile, 1, 1 + cfg.gated, half, -1),
+            *low_blocks(low, tile, 1, 1 + cfg.gated, half, -1), *(dispatch.part or (None, None)),
         ),
         {
             "LAYER": layer_shape(cfg), "TILE": tile_shape(tile),
@@ -199,17 +201,18 @@ def _launch_product(
     peers: Peers, tile: Tile, multiprocessors: int, beside: Beside | None = None, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     programs = multiprocessors * tile.programs_per_sm
+    beside = beside or Beside(programs)
     launch(
         product_kernel,
         programs,
         (
-            rows, peers.wire, peers.returned_offset, beside.programs if beside else programs, peers.timeout_ns,
-            peers.rank, rows_block(a, tile.rows, tile.depth), b_desc, *low,
-            rows_block(out, tile.rows, stored_columns(tile, out)), bias,
+            rows, peers.wire, peers.returned_offset, beside.programs, peers.timeout_ns, peers.rank,
+            rows_block(a, tile.rows, tile.depth), b_desc, *low,
+            rows_block(out, tile.rows, stored_columns(tile, out)), bias, *(beside.part or (None, None)),
         ),
         {
             "PRODUCT": product, "TILE": tile_shape(tile), "NUM_RANKS": peers.num_ranks,
-            "TILES_BEFORE": beside.tiles_before if beside else 0,
+            "TILES_BEFORE": beside.tiles_before,
         },
         **options(tile),
     )  # fmt: skip

@@ -221,27 +221,33 @@ class Forward(_Call):
         from uniep.launch.staged import launch_gate_up
 
         link, way = self.link, self.link.way
-        if self.x_ND is None:
+        is_first = stage.part is None or stage.part[0] == 0
+        if self.x_ND is None and is_first:
             self.make_h()
         gathers = self.x_ND is None and "w13" not in self.low
-        dispatch = link.dispatching(way.push_rounds[0]) if gathers else ALL_HERE
+        dispatch = ALL_HERE
+        if gathers:  # the first part pushes all
+            dispatch = link.dispatching(way.push_rounds[0]) if is_first else Dispatch(link.fused)
+        counts = way.down_sms > 0 and stage.part is None
         launch_gate_up(
             self.sent, self.x_ND, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, way.gate_up,
-            stage.sms, self.h_2NF, self.act_NF, dispatch._replace(count_tiles=way.down_sms > 0),
-            low=self.low.get("w13"),
+            stage.sms, self.h_2NF, self.act_NF, 
+            dispatch._replace(count_tiles=counts, part=stage.part), low=self.low.get("w13"),
         )  # fmt: skip
 
     def keep(self, stage: Stage) -> None:
         self.kept = self.link.keep(self.out_TD.shape[0])
 
     def down(self, stage: Stage) -> None:
-        """Two launches that share a cursor: one beside gate_up, until that is done, then both."""
+        """Beside gate_up, in two launches that share a cursor: one until that is done, then both; or a launch for each
+        part of gate_up, beside the next part, the last one behind it."""
         from uniep.launch.staged import Beside, launch_down
 
-        link, tile = self.link, self.link.way.gate_up
-        beside = None
+        way, beside, each = self.link.way, None, self.link.way.down.programs_per_sm
         if stage.shares_cursor:
-            beside = Beside(-(-link.cfg.ffn // (tile.columns // 2)), link.sms * link.way.down.programs_per_sm)
+            beside = Beside(way.sms * each, -(-self.link.cfg.ffn // (way.gate_up.columns // 2)))
+        elif stage.part:
+            beside = Beside((way.sms + (way.gate_up_parts - 1) * way.down_sms) * each, part=stage.part)
         self.return_rows(stage, launch_down, self.act_NF, beside=beside, low=self.low.get("w2"))
 
     def group_sum(self, stage: Stage) -> None:
