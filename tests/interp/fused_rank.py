@@ -181,6 +181,7 @@ PARTS_CASES = {
     ),
     "fp16, one rank, sync-free": Case(torch.float16, "output", True, (90,), max_rows=1024),
 }
+OF_GROUPS = {name: dataclasses.replace(SMALL, group_rows=rows) for name, rows in (("gate_up", 2), ("down", 3))}
 PARTS_ROUNDS = (
     {"overlap": "serial"},
     {"gate_up_parts": 2, "transfer": "copy"},
@@ -204,7 +205,7 @@ SUITES = {
 
 def schedule_of(suite: str) -> Schedule:
     """The one that memory is made for."""
-    changes = {"pull": {"transfer": "pull"}, "parts": {"overlap": "pipelined", "gate_up_parts": 2, "down_sms": 0}}
+    changes = {"pull": {"transfer": "pull"}, "parts": {"overlap": "pipelined", "gate_up_parts": 2, "down_sms": 0, **OF_GROUPS}}
     return dataclasses.replace(SCHEDULE, **changes.get(suite, {}))
 
 

@@ -23,15 +23,17 @@ from uniep.kernels.transfer import push_tokens
 
 
 @triton.jit
-def ordered_row_tiles(rows: Rows, part, parts):
-    """(Row tiles in the order of `order`, how many): all of them, or a part, consecutive there; it may have none."""
-    order_ptr = rows.order_M
+def part_of_row_tiles(rows: Rows, PART: tl.constexpr):
+    """(First position in an order, the position behind the last) of a part, which may have none; None: of all."""
     num_m = num_row_tiles(rows)
-    if part is not None:
-        first = num_m * part // parts
-        order_ptr += first
-        num_m = num_m * (part + 1) // parts - first
-    return order_ptr, num_m
+    first = 0
+    end = num_m
+    if PART is not None:
+        if PART.NUMBER > 0:
+            first = num_m * PART.NUMBER // PART.COUNT // PART.GROUP_M * PART.GROUP_M
+        if PART.NUMBER + 1 < PART.COUNT:
+            end = num_m * (PART.NUMBER + 1) // PART.COUNT // PART.GROUP_M * PART.GROUP_M
+    return first, end
 
 
 @triton.jit
@@ -247,7 +249,6 @@ def gate_up_tile(
 @triton.jit(
     do_not_specialize=[
         "timeout_ns", "rank", "arrived_offset", "finished_offset", "num_tokens", "push_programs", "push_rounds",
-        "part", "parts",
     ]
 )  # fmt: skip
 def gate_up_kernel(
@@ -270,14 +271,13 @@ def gate_up_kernel(
     b13_ptr,
     low_desc,
     factor_desc,
-    part,
-    parts,
     LAYER: tl.constexpr,
     TILE: tl.constexpr,
     SENDING: tl.constexpr,
     FUSED: tl.constexpr,
     UP_FIRST: tl.constexpr,
     COUNT_TILES: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """h = rows @ W13^T, plus b13 unless it is None; act = ACTIVATION of h (times the routing weight if WEIGHTED).
 
@@ -285,7 +285,7 @@ def gate_up_kernel(
     and receive slots.
     FUSED (and gathered): tiles wait for their tokens; where programs push (CHUNK > 0), the first `push_programs`
     push this rank's before they join.
-    part: of `parts`, the row tiles that are multiplied, see `ordered_row_tiles`; None: all.
+    PART: of the row tiles, groups of this kernel; the first one pushes all tokens.  None: all row tiles.
     COUNT_TILES: progress (M,) counts the finished tiles of each row tile, for a product that runs beside.
     w13_desc: (e, 2, F, D); a tile multiplies TILE.N/2 gate columns and the same up columns.  Without a gate: (e, 1, F, D),
     tiles of TILE.N/2 columns, and no up_desc.  b13: (e, 2F or F).
@@ -309,28 +309,33 @@ def gate_up_kernel(
     else:
         source_ptr = address_ptr
     program = tl.program_id(0)
-    if FUSED and SENDING.CHUNK > 0:
+    IS_FIRST: tl.constexpr = PART is None or PART.NUMBER == 0
+    if not IS_FIRST:
+        push_programs = 0
+        push_rounds = 0
+    if FUSED and IS_FIRST and SENDING.CHUNK > 0:
         if program < push_programs:
             offsets = Offsets(arrived_offset, finished_offset, None)
             push_tokens(tokens.local, rows, wire, offsets, num_tokens, rank, program, push_programs, SENDING)
-    order_ptr, num_m = ordered_row_tiles(rows, part, parts)
+    first, num_m = part_of_row_tiles(rows, PART)
     num_steps = num_m * NUM_N
     deadline_ns = deadline(wire.status, timeout_ns)
-    alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
+    alone, shared, count = turns(num_steps - first * NUM_N, program, push_programs, push_rounds)
+    shared += first * NUM_N
     all_here = 0
     if AHEAD:
         step = step_of_turn(0, alone, shared, program, push_programs)
-        m, expert, n = tile_of_step(step, num_m, order_ptr, rows.expert_M, NUM_N, TILE.GROUP_M)
+        m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
         source = tl.load(source_ptr + m * TILE.M + tl.arange(0, TILE.M), mask=step < num_steps, other=0)
     for turn in tl.range(0, count, flatten=FLAT):
         if not AHEAD:
             step = step_of_turn(turn, alone, shared, program, push_programs)
-            m, expert, n = tile_of_step(step, num_m, order_ptr, rows.expert_M, NUM_N, TILE.GROUP_M)
+            m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
         row = m * TILE.M
         if COUNT_TILES:
             step_before = step_of_turn(turn - 1, alone, shared, program, push_programs)
             step_before = tl.where(turn > 0, step_before, -1)
-            before = row_tile_of_step(step_before, num_m, order_ptr, NUM_N, TILE.GROUP_M)
+            before = row_tile_of_step(step_before, num_m, rows.order_M, NUM_N, TILE.GROUP_M)
             counted = Counted(rows.progress_M, turn, before)
         else:
             counted = None
@@ -351,7 +356,7 @@ def gate_up_kernel(
             a_ptrs = None
         if AHEAD:
             step = step_of_turn(turn + 1, alone, shared, program, push_programs)
-            next_m, next_expert, next_n = tile_of_step(step, num_m, order_ptr, rows.expert_M, NUM_N, TILE.GROUP_M)
+            next_m, next_expert, next_n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
             next_rows = next_m * TILE.M + tl.arange(0, TILE.M)
             next_source = tl.load(source_ptr + next_rows, mask=step < num_steps, other=0)
         gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, UP_FIRST)
@@ -363,7 +368,7 @@ def gate_up_kernel(
     if COUNT_TILES:
         if count > 0:
             last = step_of_turn(count - 1, alone, shared, program, push_programs)
-            count_tile(rows.progress_M, row_tile_of_step(last, num_m, order_ptr, NUM_N, TILE.GROUP_M))
+            count_tile(rows.progress_M, row_tile_of_step(last, num_m, rows.order_M, NUM_N, TILE.GROUP_M))
 
 
 @triton.jit
@@ -526,7 +531,7 @@ def biased(
     return half
 
 
-@triton.jit(do_not_specialize=["returned_offset", "programs", "rank", "timeout_ns", "part", "parts"])
+@triton.jit(do_not_specialize=["returned_offset", "programs", "rank", "timeout_ns"])
 def product_kernel(
     rows: Rows,
     wire: Wire,
@@ -540,12 +545,11 @@ def product_kernel(
     factor_desc,
     out_desc,
     bias_ptr,
-    part,
-    parts,
     PRODUCT: tl.constexpr,
     TILE: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     TILES_BEFORE: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """out = a @ B, each row stored straight into its slot at the source rank (SCATTER) or in place.
 
@@ -556,7 +560,7 @@ def product_kernel(
     low_desc (N, R), factor_desc (e, WIDTH, r) if TRANSPOSED, else (e, r, WIDTH): low @ factor is added; or None.
     out_desc: (N, WIDTH) in the layer's dtype, or fp32 for a product that is not rounded.
     programs: of all launches that share this product.
-    part: of `parts`, as in `gate_up_kernel`, behind that part there; None: all row tiles.
+    PART: of the row tiles, that of the `gate_up_kernel` that this one follows; None: all.
     TILES_BEFORE: 0, or this product runs beside the one that makes `a`, in one or more launches.  A column of
     GROUP_M row tiles, in the order of `order`, is then claimed at the shared cursor, and begins when `progress` counts
     TILES_BEFORE finished tiles for each of them.
@@ -567,14 +571,15 @@ def product_kernel(
         low = None
     else:
         low = LowRank(low_desc, factor_desc)
-    order_ptr, num_m = ordered_row_tiles(rows, part, parts)
+    first_m, num_m = part_of_row_tiles(rows, PART)
+    num_m -= first_m
     if PRODUCT.SCATTER:
         num_m = tl.where(failed(wire.status), 0, num_m)  # a late peer may still read what an earlier call returned
     if TILES_BEFORE == 0:
         for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
             m, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
-            if part is not None:
-                m = tl.load(order_ptr + m)
+            if PART is not None:
+                m = tl.load(rows.order_M + first_m + m)
             product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, n, PRODUCT, TILE, False)
     else:
         # Twice the time: whoever makes `a` may wait for its peers as long as that.

@@ -21,6 +21,7 @@ from uniep.kernels.arguments import (
     Dispatch,
     LowRank,
     Product,
+    RowPart,
     Rows,
     Sums,
     TileShape,
@@ -78,12 +79,12 @@ class Beside:
     """A launch, of several, of a product that runs beside the one that makes its rows.
 
     programs: of all launches together.  tiles_before: tiles of a row tile there, where launches claim what is done.
-    part: (number, of how many) of the row tiles, where each launch is behind its part there.
+    part: of the row tiles, where each launch is behind its part there.
     """
 
     programs: int
     tiles_before: int = 0
-    part: tuple[int, int] | None = None
+    part: RowPart | None = None
 
 
 def launch_expand(
@@ -127,12 +128,12 @@ def launch_gate_up(
         (
             tokens, rows, peers.wire, *peers.waiting, tokens.local.shape[0], dispatch.push_programs,
             dispatch.push_rounds, address_N, rows_desc, w13_desc, gate_desc, up_desc, act_desc, experts.b13,
-            *low_blocks(low, tile, 1, 1 + cfg.gated, half, -1), *(dispatch.part or (None, None)),
+            *low_blocks(low, tile, 1, 1 + cfg.gated, half, -1),
         ),
         {
             "LAYER": layer_shape(cfg), "TILE": tile_shape(tile),
             "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS), "FUSED": dispatch.fused, "UP_FIRST": up_first,
-            "COUNT_TILES": dispatch.count_tiles,
+            "COUNT_TILES": dispatch.count_tiles, "PART": dispatch.part,
         },
         **options(tile),
     )  # fmt: skip
@@ -208,11 +209,11 @@ def _launch_product(
         (
             rows, peers.wire, peers.returned_offset, beside.programs, peers.timeout_ns, peers.rank,
             rows_block(a, tile.rows, tile.depth), b_desc, *low,
-            rows_block(out, tile.rows, stored_columns(tile, out)), bias, *(beside.part or (None, None)),
+            rows_block(out, tile.rows, stored_columns(tile, out)), bias,
         ),
         {
             "PRODUCT": product, "TILE": tile_shape(tile), "NUM_RANKS": peers.num_ranks,
-            "TILES_BEFORE": beside.tiles_before,
+            "TILES_BEFORE": beside.tiles_before, "PART": beside.part,
         },
         **options(tile),
     )  # fmt: skip

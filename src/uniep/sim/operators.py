@@ -17,9 +17,10 @@ from torch import Tensor
 
 from uniep.schedule import Tile
 from uniep.sim.problem import Problem, to_peer
-from uniep.taskflow.graph import Block, ranges
+from uniep.taskflow.graph import Block, lexsort, ranges
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.operators import Access, Operator, Operators, Pairs, Work, returns, rows_of
+from uniep.taskflow.order import places
 from uniep.taskflow.site import Site, blocks, steps
 from uniep.way import Way
 
@@ -440,6 +441,26 @@ def sent_whole(operators: Operators) -> Operators:
         return [(torch.as_tensor(part) * more_n).round().long() for part in operators["push"].work(site, tiles)]
 
     return Operators([dataclasses.replace(op, work=work) if op.name == "push" else op for op in operators])
+
+
+PART = "part of gate_up"
+
+
+def in_parts(operators: Operators) -> Operators:
+    """The down product of a part of gate_up's row tiles begins when gate_up of that part is done."""
+
+    def pairs(site: Site, tiles: Tensor) -> Pairs:
+        inside_n = places(operators, operators["gate_up"], site, tiles)[:, 2]
+        row_M, tile_n = torch.unique(tiles[:, 1], return_inverse=True)
+        inside_M = torch.zeros_like(row_M).scatter_(0, tile_n, inside_n)
+        position_M = lexsort(row_M, inside_M).argsort()
+        part_n = ((position_M + 1) * site.way.gate_up_parts - 1)[tile_n] // max(len(row_M), 1)
+        used = torch.unique(part_n)
+        return Pairs(torch.searchsorted(used, part_n), torch.arange(len(used)), torch.full_like(used, site.rank), used)
+
+    part = Access(PART, pairs)
+    of = {"gate_up": lambda op: {"writes": (*op.writes, part)}, "down": lambda op: {"reads": (*op.reads, part)}}
+    return Operators([dataclasses.replace(op, **of[op.name](op)) if op.name in of else op for op in operators])
 
 
 def kept_in_pieces(operators: Operators) -> Operators:

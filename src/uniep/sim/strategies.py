@@ -143,10 +143,10 @@ def with_transfer(operators: Operators, way: Way) -> tuple[Operators, Lane]:
 
 
 def _uniep(
-    transfer: Literal["push", "copy"] | None = None, pipelined: bool | None = None
+    transfer: Literal["push", "copy"] | None = None, pipelined: bool | None = None, parts: int = 1
 ) -> Callable[[Problem, Machine], Arrangement]:
-    """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first.  None:
-    as uniep chooses by default on GPUs."""
+    """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first, in
+    `parts` if more than one.  None: as uniep chooses by default on GPUs."""
 
     def arrange(problem: Problem, machine: Machine) -> Arrangement:
         usual = default_schedule(GPU, problem.cfg, problem.ep)
@@ -159,11 +159,16 @@ def _uniep(
             usual = dataclasses.replace(usual, transfer=transfer or "push")
         if pipelined is not None:
             usual = dataclasses.replace(usual, overlap="pipelined" if pipelined else "fused", pipelined_from=0)
+        if parts > 1:
+            usual = dataclasses.replace(usual, gate_up_parts=parts, down_sms=0)
         of_gpus = resolve(problem.cfg, problem.ep, problem.tokens, usual)
         operators, way = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
-        # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads only waves and
-        # down_sms; `leads` it never reads: own rows come first in all experts.
-        way = dataclasses.replace(way, waves=of_gpus.waves, down_sms=of_gpus.down_sms)
+        # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads only waves,
+        # down_sms and parts; `leads` it never reads: own rows come first in all experts.
+        names = "waves", "down_sms", "gate_up_parts"
+        way = dataclasses.replace(way, **{name: getattr(of_gpus, name) for name in names})
+        if way.gate_up_parts > 1 and problem.direction == "fwd":
+            operators = made.in_parts(operators)
         operators, sending = with_transfer(operators, of_gpus)
         lanes = [sending]
         if problem.direction == "bwd":
@@ -213,6 +218,8 @@ STRATEGIES = {
         Strategy("uniep-push", "as uniep, tokens pushed by programs", _uniep("push", False)),
         Strategy("uniep-copy", "as uniep, tokens sent by copy engines", _uniep("copy", False)),
         Strategy("uniep-pipelined", "as uniep, the second product beside the first", _uniep(None, True)),
+        Strategy("uniep-parts", "as uniep-pipelined, the second product of one half beside the first product of the next",
+                 _uniep(None, True, 2)),
         Strategy("uniep-mega", "uniep's operators in one kernel, own rows first", _uniep_mega("local-first")),
         Strategy("uniep-mega-natural", "as uniep-mega, experts in turn", _uniep_mega("natural")),
         Strategy("uniep-mega-chunk-major", "as uniep-mega, four experts at a time",
@@ -296,6 +303,8 @@ def queues_of(graph: TaskGraph, arrangement: Arrangement, machine: Machine, alon
         for number, lane in enumerate(arrangement.lanes):
             ops = torch.tensor([graph.ops.index(name) for name in lane.operators if name in graph.ops])
             lane_n[torch.isin(graph.op_N[tasks], ops)] = number + 1
+            if "down" in lane.operators:
+                lane_n[_first_part(graph, tasks, arrangement.way, lane.workers / workers["matrix"])] = number + 1
         busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(arrangement.lanes)]
         busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
         left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
@@ -307,3 +316,13 @@ def queues_of(graph: TaskGraph, arrangement: Arrangement, machine: Machine, alon
             joins = None if lane.extra or "down" in lane.operators else rest
             queues.append(Queue(rank, COPIES if lane.extra else "worker", lane.workers, of_lane, joins))
     return queues
+
+
+def _first_part(graph: TaskGraph, tasks: Tensor, way: Way, share: float) -> Tensor:
+    """Of a rank's tasks, the places of a share of those of the first part of gate_up, which all workers carry out."""
+    if way.gate_up_parts == 1 or "gate_up" not in graph.ops:
+        return torch.zeros(0, dtype=torch.int64)
+    place_n = torch.nonzero(graph.op_N[tasks] == graph.ops.index("gate_up")).flatten()
+    first_n = place_n[: len(place_n) // way.gate_up_parts]
+    turn_n = (torch.arange(len(first_n) + 1) * share).long()
+    return first_n[turn_n.diff() > 0]

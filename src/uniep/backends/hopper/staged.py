@@ -14,7 +14,7 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
-from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, LowRank, Sums, Tokens
+from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, LowRank, RowPart, Sums, Tokens
 from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
 from uniep.layout import padded_rank
 from uniep.routing import RowBlock, row_block
@@ -231,9 +231,13 @@ class Forward(_Call):
         counts = way.down_sms > 0 and stage.part is None
         launch_gate_up(
             self.sent, self.x_ND, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, way.gate_up,
-            stage.sms, self.h_2NF, self.act_NF, 
-            dispatch._replace(count_tiles=counts, part=stage.part), low=self.low.get("w13"),
+            stage.sms, self.h_2NF, self.act_NF,
+            dispatch._replace(count_tiles=counts, part=self.part_of(stage)), low=self.low.get("w13"),
         )  # fmt: skip
+
+    def part_of(self, stage: Stage) -> RowPart | None:
+        """Of gate_up's row tiles, if there are parts."""
+        return stage.part and RowPart(*stage.part, self.link.way.gate_up.group_rows)
 
     def keep(self, stage: Stage) -> None:
         self.kept = self.link.keep(self.out_TD.shape[0])
@@ -247,7 +251,7 @@ class Forward(_Call):
         if stage.shares_cursor:
             beside = Beside(way.sms * each, -(-self.link.cfg.ffn // (way.gate_up.columns // 2)))
         elif stage.part:
-            beside = Beside((way.sms + (way.gate_up_parts - 1) * way.down_sms) * each, part=stage.part)
+            beside = Beside((way.sms + (way.gate_up_parts - 1) * way.down_sms) * each, part=self.part_of(stage))
         self.return_rows(stage, launch_down, self.act_NF, beside=beside, low=self.low.get("w2"))
 
     def group_sum(self, stage: Stage) -> None:
