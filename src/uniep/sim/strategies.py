@@ -163,12 +163,13 @@ def _uniep(
             usual = dataclasses.replace(usual, gate_up_parts=parts, down_sms=0)
         of_gpus = resolve(problem.cfg, problem.ep, problem.tokens, usual)
         operators, way = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
-        # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads only waves,
-        # down_sms and parts; `leads` it never reads: own rows come first in all experts.
-        names = "waves", "down_sms", "gate_up_parts"
+        # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads waves, down_sms
+        # and parts, and with those, whose results return in this order, how many experts lead; else own rows come first
+        # in all experts.
+        names = ["waves", "down_sms", "gate_up_parts"]
+        if of_gpus.gate_up_parts > 1 and problem.direction == "fwd":
+            operators, names = made.in_parts(operators), [*names, "local_first", "leads"]
         way = dataclasses.replace(way, **{name: getattr(of_gpus, name) for name in names})
-        if way.gate_up_parts > 1 and problem.direction == "fwd":
-            operators = made.in_parts(operators)
         operators, sending = with_transfer(operators, of_gpus)
         lanes = [sending]
         if problem.direction == "bwd":

@@ -108,6 +108,8 @@ def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     late, step = torch.zeros_like(expert), torch.zeros_like(expert)
     if arriving and way.local_first != "none":
         late = _late(site, block_n5)
+    if way.local_first == "leading":
+        late = torch.where(expert < way.leads[op.name == "down_grad"], 2 * late, 1)
     if way.rotated and not arriving and not in_waves:
         step = torch.where(rows == 0, size, (first - rank - 1) % size)
     elif way.rotated or in_waves:
