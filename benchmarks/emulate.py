@@ -6,7 +6,7 @@ What is real: every kernel of rank 0, its plan of all ranks' ids, rows and tiles
 their tokens lie in the receive buffer beforehand, and `finished` of one source after the other, from the rank before
 this one downwards, is raised when its copy would have come at `--copy-rate`; `returned` of all peers is raised once
 this rank's own returns would have been on the wire at `--return-rate` since the down product began (pipelined: since
-gate_up began), for all ranks do the same.  Nothing crosses a wire: copies are left out (on one card they would take
+gate_up began, or its first part ended), for all ranks do the same.  Nothing crosses a wire: copies are left out (on one card they would take
 multiprocessors), and rows go to memory that stands for the peers'.  So contention on the wire and what incoming bytes
 take from this card's memory do not show, nor can a push be emulated, whose cost is the pace of the wire.
 
@@ -97,7 +97,7 @@ class Emulated(HopperBackend):
 
     def mark(self, name: str) -> None:
         super().mark(name)
-        if name == ("plan" if self.way.down_sms else "gate_up"):
+        if name == ("plan" if self.way.down_sms and self.way.gate_up_parts == 1 else "gate_up"):
             self.timetable.tell(self._stream, RETURNING, self.number)
 
 
