@@ -166,6 +166,14 @@ CASES = (
     Case("qwen3-30b", BF16, "output", 8, "fused", transfer="pull", more="send_order=expert"),
     Case("dsv2-lite", FP16, "activation", 4, "serial", transfer="pull", more=f"send_order=expert,{SMALL}"),
     Case("qwen3-30b", BF16, "output", 4, "mega", transfer="pull", more="send_order=expert"),
+    # gate_up in parts, first and later ones; with the fewest registers left.
+    Case("qwen3-30b", BF16, "output", 2, "pipelined", transfer="push", more="gate_up_parts=2"),
+    Case("qwen3-30b", BF16, "output", 2, "pipelined", transfer="copy", more="gate_up_parts=4", sync_free=True),
+    Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", bias=True, activation="geglu_tanh", limit=7.0,
+         more="gate_up_parts=2"),
+    Case("qwen3-235b", BF16, "activation", 4, "pipelined", operand="expanded", transfer="copy", more="gate_up_parts=2"),
+    Case("deepseek-v3", FP16, "output", 8, "pipelined", transfer="copy", combine_groups=8, more="gate_up_parts=2"),
+    Case("qwen3-30b", overlap="pipelined", transfer="copy", lora=16, adapted=("w13",), more="gate_up_parts=2"),
     # The first product again in the backward; the forward keeps tokens, but not h.
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", bias=True, preactivation="recomputed"),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", preactivation="recomputed"),
