@@ -50,7 +50,7 @@ class Way:
     sum_programs, sum_warps: programs per multiprocessor that add slots, and their warps.  pass_programs, pass_warps:
         of passes that move rows.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
-    leads: how many these few are, in the forward and the backward.  waves: of tiles by arrival, which take their place.
+    leads: how many these few are, in the forward and the backward; their other tiles come last, or `leads_in_turn`.  waves: of tiles by arrival, which take their place.
     chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling, of tiles on
         the CPU, of stretches on a device (`taskflow.stretches`).
     rotated: inside an expert, tiles in the order of peers.  interleaved: weight gradients behind their expert's rows.
@@ -119,6 +119,12 @@ class Way:
         """Whether results are stored by row first, and return behind their product."""
         return self.returns != "epilogue" or self.backend == COLLECTIVE
 
+    @property
+    def leads_in_turn(self) -> bool:
+        """Whether, in the forward, the other tiles of leading experts come behind their local ones, and not last, where
+        so many rows of other ranks would make the last part long."""
+        return self.gate_up_parts > 1
+
     def own(self, after: str) -> list[RowOperator]:
         """Operators of one's own behind this product."""
         return [op for op in self.operators if op.after == after]
@@ -150,6 +156,7 @@ class Way:
         usual = default_schedule(self.backend, cfg, self.ep_size, measured)
         tokens, by_tokens = f"T={self.num_tokens}", s.mega_to > 0 and s.overlap not in ("serial", "mega")
         leading = f"leading {self.leads}" if self.local_first == "leading" else self.local_first
+        leading += ", then their others" * (self.leads_in_turn and self.local_first == "leading")
         if self.waves > 1:
             leading = f"all, then {self.waves} waves by arrival"
         unused = ""

@@ -351,7 +351,9 @@ def check_biases(r):
     cfg = MoEConfig(**gpt_oss, bias=True, activation="swiglu_oai", activation_limit=7.0)
     data = r.data(cfg, 2000)
     want = r.once(cfg, data, SERIAL)
-    chosen = {how: SCHEDULES[how] for how in ("copied", "pipelined", "parts", "gradient beside", "mega", "mega, copied")}
+    chosen = {
+        how: SCHEDULES[how] for how in ("copied", "pipelined", "parts", "gradient beside", "mega", "mega, copied")
+    }
     wrong = {how: differing(want, r.once(cfg, data, schedule)) for how, schedule in {**chosen, "": None}.items()}
     wrong |= {
         "nccl": differing(want, r.once(cfg, data, backend="nccl")),

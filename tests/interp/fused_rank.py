@@ -205,7 +205,10 @@ SUITES = {
 
 def schedule_of(suite: str) -> Schedule:
     """The one that memory is made for."""
-    changes = {"pull": {"transfer": "pull"}, "parts": {"overlap": "pipelined", "gate_up_parts": 2, "down_sms": 0, **OF_GROUPS}}
+    changes = {
+        "pull": {"transfer": "pull"},
+        "parts": {"overlap": "pipelined", "gate_up_parts": 2, "down_sms": 0, **OF_GROUPS},
+    }
     return dataclasses.replace(SCHEDULE, **changes.get(suite, {}))
 
 

@@ -174,6 +174,7 @@ def test_parts_of_gate_up():
     schedule = Schedule(overlap="pipelined", gate_up_parts=4, down_sms=0)
     way = resolve(config(QWEN), 2, 8192, schedule)
     assert (way.gate_up_parts, way.down_sms) == (4, 44) and "beside gate_up on 44 SMs, in 4 parts" in str(way)
+    assert "leading (58, 115), then their others" in str(way)
     assert resolve(config(QWEN, activation="relu2"), 2, 8192, schedule).down_sms == 66
     assert resolve(config(QWEN), 2, 8192, dataclasses.replace(schedule, gate_up_parts=1)).down_sms == 44
     alone = RowOperator(name="scale", after="gate_up", rows=lambda values, valid: values)

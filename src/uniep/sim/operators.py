@@ -458,9 +458,12 @@ def in_parts(operators: Operators) -> Operators:
         used = torch.unique(part_n)
         return Pairs(torch.searchsorted(used, part_n), torch.arange(len(used)), torch.full_like(used, site.rank), used)
 
-    part = Access(PART, pairs)
-    of = {"gate_up": lambda op: {"writes": (*op.writes, part)}, "down": lambda op: {"reads": (*op.reads, part)}}
-    return Operators([dataclasses.replace(op, **of[op.name](op)) if op.name in of else op for op in operators])
+    def with_parts(op: Operator) -> Operator:
+        if op.name == "gate_up":
+            return dataclasses.replace(op, writes=(*op.writes, Access(PART, pairs)))
+        return dataclasses.replace(op, reads=(*op.reads, Access(PART, pairs))) if op.name == "down" else op
+
+    return Operators(list(map(with_parts, operators)))
 
 
 def kept_in_pieces(operators: Operators) -> Operators:

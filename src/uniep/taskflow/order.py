@@ -109,7 +109,8 @@ def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     if arriving and way.local_first != "none":
         late = _late(site, block_n5)
     if way.local_first == "leading":
-        late = torch.where(expert < way.leads[op.name == "down_grad"], 2 * late, 1)
+        behind = late if way.leads_in_turn else 2 * late
+        late = torch.where(expert < way.leads[op.name == "down_grad"], behind, 1)
     if way.rotated and not arriving and not in_waves:
         step = torch.where(rows == 0, size, (first - rank - 1) % size)
     elif way.rotated or in_waves:

@@ -250,7 +250,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     serial, pipelined = is_in("overlap", "serial"), is_in("overlap", "pipelined")
     mega = is_in("overlap", "mega") | (~serial & (column("mega_to") > 0) & (column("mega_to") >= load.tokens))
     pipelined = pipelined & ~mega & (column("pipelined_from") <= load.tokens)
-    parts = column("gate_up_parts")
+    num_parts = column("gate_up_parts")
     copy, expanded = is_in("transfer", "copy"), is_in("operand", "expanded")
     beside = is_in("activation_gradient", "beside") & ~serial & ~mega & (column("beside_from") <= load.tokens)
     grouped = torch.as_tensor(load.lines) > 0
@@ -324,12 +324,12 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     claimed = torch.maximum(work, together(work, begins + results))
     # in parts: gate_up of the first on all multiprocessors; then both products on their own; then what is left of down
     share = torch.where(column("down_sms") > 0, column("down_sms") / sms, 1 / 3).clamp(max=0.5)
-    shared = first * (parts - 1) / parts / (1 - share)
-    left = 1 - torch.minimum(shared * share / down, 1 - 1 / parts)
+    shared = first * (num_parts - 1) / num_parts / (1 - share)
+    left = 1 - torch.minimum(shared * share / down, 1 - 1 / num_parts)
     sent = torch.where(grouped, 0.0, results)
-    in_parts = first / parts + torch.maximum(shared + together(down * left, sent * left), sent)
-    in_parts = in_parts + (parts - 1) * c["launch_us"] + torch.where(grouped, results + sums, 0.0)
-    both_products = torch.where(pipelined, torch.where(parts > 1, in_parts, claimed), first + second)
+    in_parts = first / num_parts + torch.maximum(shared + together(down * left, sent * left), sent)
+    in_parts = in_parts + (num_parts - 1) * c["launch_us"] + torch.where(grouped, results + sums, 0.0)
+    both_products = torch.where(pipelined, torch.where(num_parts > 1, in_parts, claimed), first + second)
     products_fwd = gate_up + down
     slow_fwd = _slow(products_fwd, 0.0, c)
     fwd = plan + both_products * slow_fwd + combine + launches_fwd * c["launch_us"]

@@ -103,7 +103,9 @@ SEARCHED = (
     Searched("pass_programs", {"hopper": (1, 2)}, needs=(_SERIAL, {**_FUSED, **_LISTS, "received": ("again",)})),
     Searched("gate_up_parts", {"hopper": (1, 2, 4)}, needs=({"overlap": ("pipelined",)},)),
     Searched(
-        "down_sms", {"hopper": (16, 32, 48, 0)}, needs=({"overlap": ("pipelined",)},),
+        "down_sms",
+        {"hopper": (16, 32, 48, 0)},
+        needs=({"overlap": ("pipelined",)},),
         only={16: _CLAIMS, 48: _CLAIMS, 0: {"gate_up_parts": (2, 4)}},
     ),
     Searched("activation_gradient", {"hopper": ("after", "beside")}, needs=(_FUSED,)),

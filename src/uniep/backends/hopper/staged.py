@@ -193,7 +193,8 @@ class Forward(_Call):
 
     def plan(self, stage: Stage) -> None:
         link, way, tokens = self.link, self.link.way, self.out_TD.shape[0]
-        link.planner.make(self.planned, tokens, way.leads, way.waves, link.copying, way.sends_by_expert)
+        how = link.copying, way.sends_by_expert, way.leads_in_turn
+        link.planner.make(self.planned, tokens, way.leads, way.waves, *how)
 
     def expand(self, stage: Stage) -> None:
         """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
