@@ -272,8 +272,8 @@ class Schedule:
         "fused", backends=(CPU, GPU), source=f"{_UNIEP}; pipelined: {_COMET}; mega: {_HYPER}, {_UNIEP}",
         doc="What overlaps with what. serial: every stage waits for the one before (the reference). fused: transfers "
         "overlap with the GEMMs that consume or produce them. pipelined: as fused, and the down product runs on "
-        "reserved multiprocessors during gate_up, so that rows return from the first tile, or part, on. mega: one kernel per "
-        "direction after the plan or the entry; its programs claim tasks from the compiler's lists.",
+        "reserved multiprocessors during gate_up, so that rows return from the first tile, or part, on. mega: one "
+        "kernel per direction after the plan or the entry; its programs claim tasks from the compiler's lists.",
         helps="fused always; pipelined where results take longer on the wire than the down product; mega for few "
         "tokens.",
         only={"pipelined": (GPU,), "mega": (GPU,)}, condition=_no_groups,
@@ -399,9 +399,9 @@ class Schedule:
     )  # fmt: skip
     gate_up_parts: int = dimension(
         1, (1, 2, 4), backends=(GPU,), source=_OWN, most=16,
-        doc="Launches of the pipelined gate and up, each for one part of the row tiles. The down product of a part runs on "
-        "down_sms beside the next part; the first part of gate and up and the last one of down run on all. 1: a single "
-        "launch, and the down product claims each row tile when it is counted as done.",
+        doc="Launches of the pipelined gate and up, each for one part of the row tiles. The down product of a part "
+        "runs on down_sms beside the next part; the first part of gate and up and the last one of down run on all. 1: a "
+        "single launch, and the down product claims row tiles when they are counted as done.",
         helps="Parts need no claims and no counters, but a launch each; more return rows sooner.",
     )  # fmt: skip
     pipelined_from: int = dimension(

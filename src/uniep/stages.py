@@ -76,8 +76,8 @@ class Stage:
     multiprocessors of its kernels; 0: it takes none.  waits, signals: flags of peers.  after: stages of other streams
     that it waits for.  beside: the stage from whose start on its stream goes on; "": from its own.  shares_cursor: it
     is a launch of a product whose other launch takes tiles from the same cursor.  part: it is a launch of a product for
-    one part of its row tiles: its number, of how many.  buffers: memory that it makes, each
-    with the last stage that uses it, or END, SAVED or CALLER.  own: the operator of one's own that it is.
+    one part of the row tiles, (number, of how many).  buffers: memory that it makes, each with the last stage that uses
+    it, or END, SAVED or CALLER.  own: the operator of one's own that it is.
     """
 
     name: str
@@ -181,19 +181,17 @@ class _Call:
             ))  # fmt: skip
         return made
 
-    def product(
-        self, name: str, operators: str, kernels: str, part: tuple[int, int] | None = None, **fields: Any
-    ) -> Stage:
+    def product(self, name: str, operators: str, kernels: str, **fields: Any) -> Stage:
         """Whose tiles wait for tokens, and whose first programs push this rank's or pull its peers', unless something
         else has, such as its first part."""
-        way, is_first = self.way, part is None or part[0] == 0
-        pushes = self.device and not self.copies and not self.dispatched and is_first
+        way, (number, _) = self.way, fields.get("part", (0, 1))
+        pushes = self.device and not self.copies and not self.dispatched and number == 0
         waits = not self.device or (self.wired and way.waits)
         return self.make(
             name, f"{self.move * pushes} {operators}", kernels,
             waits=self.flag("finished" if self.copies else "arrived", waits),
             signals=self.flag("arrived", pushes and waits and not way.pulls),
-            **{"part": part, "order": self.order(way.leads[not self.is_forward])} | fields,
+            **{"order": self.order(way.leads[not self.is_forward])} | fields,
         )  # fmt: skip
 
     def order(self, leads: int) -> Order | None:

@@ -50,7 +50,8 @@ class Way:
     sum_programs, sum_warps: programs per multiprocessor that add slots, and their warps.  pass_programs, pass_warps:
         of passes that move rows.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
-    leads: how many these few are, in the forward and the backward; their other tiles come last, or `leads_in_turn`.  waves: of tiles by arrival, which take their place.
+    leads: how many these few are, in the forward and the backward; their other tiles come last, or `leads_in_turn`.
+        waves: of tiles by arrival, which take their place.
     chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling, of tiles on
         the CPU, of stretches on a device (`taskflow.stretches`).
     rotated: inside an expert, tiles in the order of peers.  interleaved: weight gradients behind their expert's rows.
@@ -293,8 +294,9 @@ def resolve(
     gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
-        gate_up_parts=s.gate_up_parts if down else 1, returns=returns, gradient_beside=beside, transfer=s.transfer, copies=copies,
-        pulls=device and ep_size > 1 and s.transfer == "pull", waits=waits, sends_by_expert=s.send_order == "expert",
+        gate_up_parts=s.gate_up_parts if down else 1, returns=returns, gradient_beside=beside, transfer=s.transfer,
+        copies=copies, pulls=device and ep_size > 1 and s.transfer == "pull", waits=waits,
+        sends_by_expert=s.send_order == "expert",
         chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
         push_rounds=(rounds[0], rounds[1]), sum_programs=s.sum_programs, sum_warps=s.sum_warps,
         pass_programs=s.pass_programs, pass_warps=s.pass_warps, local_first=local_first, leads=leads, waves=waves,

@@ -33,8 +33,8 @@ def test_calls_differ_in_what_recordings_leave_open(printed):
 
 
 def test_calls_launch_what_their_stages_list(printed):
-    """Every kernel and copy of a call is in its stages, in this order, on the stream that they say, behind the stages of
-    other streams that they say."""
+    """Every kernel and copy of a call is in its stages, in this order, on the stream that they say, and behind the
+    stages of other streams that they say."""
     lines = [line for line in printed if "launches what" in line or ", not [" in line]
     assert len(lines) == 57
     assert not [line for line in lines if not line.endswith("launches what its stages list, too early []")]

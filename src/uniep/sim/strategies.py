@@ -219,8 +219,8 @@ STRATEGIES = {
         Strategy("uniep-push", "as uniep, tokens pushed by programs", _uniep("push", False)),
         Strategy("uniep-copy", "as uniep, tokens sent by copy engines", _uniep("copy", False)),
         Strategy("uniep-pipelined", "as uniep, the second product beside the first", _uniep(None, True)),
-        Strategy("uniep-parts", "as uniep-pipelined, the second product of one half beside the first product of the next",
-                 _uniep(None, True, 2)),
+        Strategy("uniep-parts", "as uniep-pipelined, in two parts: the second product of one beside the first of the "
+                 "other", _uniep(None, True, 2)),
         Strategy("uniep-mega", "uniep's operators in one kernel, own rows first", _uniep_mega("local-first")),
         Strategy("uniep-mega-natural", "as uniep-mega, experts in turn", _uniep_mega("natural")),
         Strategy("uniep-mega-chunk-major", "as uniep-mega, four experts at a time",
