@@ -400,8 +400,8 @@ class Schedule:
     gate_up_parts: int = dimension(
         1, (1, 2, 4), backends=(GPU,), source=_OWN, most=16,
         doc="Launches of the pipelined gate and up, each for one part of the row tiles. The down product of a part "
-        "runs on down_sms beside the next part; the first part of gate and up and the last one of down run on all. 1: a "
-        "single launch, and the down product claims row tiles when they are counted as done.",
+        "runs on down_sms beside the next part; the first part of gate and up and the last one of down run on all. 1: "
+        "a single launch, and the down product claims row tiles when they are counted as done.",
         helps="Parts need no claims and no counters, but a launch each; more return rows sooner.",
     )  # fmt: skip
     pipelined_from: int = dimension(
