@@ -447,7 +447,7 @@ PART = "part of gate_up"
 
 
 def in_parts(operators: Operators) -> Operators:
-    """The down product of a part of gate_up's row tiles begins when gate_up of that part is done."""
+    """When gate_up of a part of the row tiles is done, its down product begins, and gate_up of the next part."""
 
     def pairs(site: Site, tiles: Tensor) -> Pairs:
         inside_n = places(operators, operators["gate_up"], site, tiles)[:, 2]
@@ -458,9 +458,14 @@ def in_parts(operators: Operators) -> Operators:
         used = torch.unique(part_n)
         return Pairs(torch.searchsorted(used, part_n), torch.arange(len(used)), torch.full_like(used, site.rank), used)
 
+    def before(site: Site, tiles: Tensor) -> Pairs:
+        made = pairs(site, tiles)
+        return made._replace(group_P=made.group_P[1:], rank_P=made.rank_P[1:], number_P=made.number_P[:-1])
+
     def with_parts(op: Operator) -> Operator:
         if op.name == "gate_up":
-            return dataclasses.replace(op, writes=(*op.writes, Access(PART, pairs)))
+            here, earlier = Access(PART, pairs), Access(PART, before)
+            return dataclasses.replace(op, reads=(*op.reads, earlier), writes=(*op.writes, here))
         return dataclasses.replace(op, reads=(*op.reads, Access(PART, pairs))) if op.name == "down" else op
 
     return Operators(list(map(with_parts, operators)))
