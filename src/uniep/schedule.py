@@ -403,6 +403,7 @@ class Schedule:
         "runs on down_sms beside the next part; the first part of gate and up and the last one of down run on all. 1: "
         "a single launch, and the down product claims row tiles when they are counted as done.",
         helps="Parts need no claims and no counters, but a launch each; more return rows sooner.",
+        shown={2: "2 parts", 4: "4 parts"},
     )  # fmt: skip
     pipelined_from: int = dimension(
         0, (0, 1024, 2048, 4096, 8192, 16384), backends=(GPU,), source=_OWN, least=0, unit=" tokens",

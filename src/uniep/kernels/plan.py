@@ -256,9 +256,9 @@ def tiles_kernel(
     Order: segments, which are the tiles of one expert that wait for one source last, go in waves, and inside a wave by
     expert.  waves = 1: the local segments of the first `lead` experts; the segments of all other experts; the remaining
     ones of the first.  lead = 0 is the natural order; few leading experts hide the dispatch at the least cost in L2, which
-    sees their weights twice.  IN_TURN: these remaining ones are among the others instead, first by expert; not in the
-    backward, which leads by a number of its own.  waves > 1: local segments, then the sources in
-    the order in which their copies arrive, from the rank before this one downwards, about NUM_RANKS / waves at a time.
+    sees their weights twice.  IN_TURN: the remaining ones come before those of all other experts, in the forward alone.
+    The backward leads by a number of its own.  waves > 1: local segments, then the sources in the order in which their
+    copies arrive, from the rank before this one downwards, about NUM_RANKS / waves at a time.
     Each program looks at all segments, then at TILES tiles at once, every one of which finds its segment and its places.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.

@@ -204,10 +204,9 @@ class Planner(Calls):
         self, plan: DevicePlan, num_tokens: int, leads: tuple[int, int] = (0, 0), waves: int = 1, copies: bool = False,
         by_expert: bool = False, in_turn: bool = False,
     ) -> None:  # fmt: skip
-        """leads: experts whose local tiles run first, in the forward and the backward.  in_turn: the forward's others
-        of them are not last.  waves: of tiles by arrival; 1:
+        """leads: experts whose local tiles run first, in the forward and the backward.  waves: of tiles by arrival; 1:
         none.  copies: all tokens are sent, whatever their ids; else those of the send lists.  by_expert: the order of
-        these lists, else ascending."""
+        these lists, else ascending.  in_turn: the forward's other tiles of leading experts are not last."""
         from uniep.kernels.plan import histogram_kernel, place_kernel, scan_kernel, tiles_kernel
 
         cfg, ranks = self.cfg, self.num_ranks
