@@ -41,6 +41,9 @@ FILES = (
 FEW = 2048
 """Tokens of a rank up to which a call shows the host's time."""
 
+BEFORE_PARTS = {"gate_up_parts": 1, "down_sms": Schedule().down_sms, "down_wgrad": "after"}
+"""What ran in all FILES."""
+
 OLD = {
     "c9b6eff": {"overlap": "fused", "activation_gradient": "after"},
     "53e79f2": {"overlap": "fused", "activation_gradient": "after"},
@@ -85,7 +88,7 @@ def load(shape: str, ep: int, tokens: int, routing: str, groups: int | None, exa
 
 def point(row: Call, cfg: MoEConfig) -> Schedule:
     """What ran."""
-    usual = replaced(default_schedule("hopper", cfg, row.ep), {"down_wgrad": "after"} | OLD.get(row.commit, {}))
+    usual = replaced(default_schedule("hopper", cfg, row.ep), BEFORE_PARTS | OLD.get(row.commit, {}))
     change = "overlap=serial" if row.impl == "uniep-serial" else row.impl.partition("@")[2]
     return replaced(usual, dict([change.split("=")]) if change else {})
 

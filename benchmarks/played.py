@@ -153,7 +153,7 @@ class Emulated(HopperBackend):
 
 def returns_behind(way: Way) -> tuple[str, str]:
     """The stages at whose ends the products begin that return rows, of a forward and a backward."""
-    return "plan" if way.down_sms else "gate_up", "dweight"
+    return "plan" if way.down_sms and way.gate_up_parts == 1 else "gate_up", "dweight"
 
 
 def unplayed(cfg: MoEConfig, way: Way) -> list[str]:

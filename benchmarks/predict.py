@@ -33,7 +33,7 @@ IMPLS = {
     "uniep@transfer=copy": "uniep-copy", "uniep@overlap=pipelined": "uniep-pipelined", "deepep-nowait": "deepep",
     "nccl": "serialized", "uniep-compute": "uniep-copy",
 }  # fmt: skip
-"""Strategies.  In all FILES, dW2 ran after gate_up_grad."""
+"""Strategies.  In all FILES, dW2 ran after gate_up_grad, and nothing in parts."""
 
 STAGES_OF = {"c9b6eff": {"uniep": "uniep-copy"}}
 """What `uniep` did by default at a commit, where that is not what it does now."""

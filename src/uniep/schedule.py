@@ -158,7 +158,7 @@ def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
     if at.backend != GPU or at.ep_size == 1 or schedule.transfer == "copy" or _leaves_sms(d, schedule, at):
         return ""
     sms = at.measured.sms - schedule.free_sms
-    down = down_sms(schedule, at.cfg.max_tokens_per_rank, sms)
+    down = down_sms(schedule, at.cfg, at.cfg.max_tokens_per_rank, sms) if schedule.gate_up_parts == 1 else 0
     programs = (sms - down) * min(schedule.gate_up.programs_per_sm, schedule.down.programs_per_sm)
     if schedule.push_programs < programs:
         return ""
@@ -168,10 +168,12 @@ def _leaves_programs(d: Dimension, schedule: Schedule, at: Setting) -> str:
     )
 
 
-def down_sms(schedule: Schedule, num_tokens: int, sms: int) -> int:
+def down_sms(schedule: Schedule, cfg: MoEConfig, num_tokens: int, sms: int) -> int:
     """How many of `sms` multiprocessors run the down product beside gate_up; 0: it runs after gate_up."""
-    pipelined = schedule.overlap == "pipelined" and num_tokens >= schedule.pipelined_from
-    return min(schedule.down_sms, sms // 2) if pipelined else 0
+    if schedule.overlap != "pipelined" or num_tokens < schedule.pipelined_from:
+        return 0
+    share = max(sms // (2 + cfg.gated), 1)  # of the operations of both
+    return min(schedule.down_sms or share, sms // 2)
 
 
 def _usual_transfer(d: Dimension, at: Setting) -> str:
@@ -200,6 +202,14 @@ def _waits_for_wire(at: Setting) -> bool:
 
 def _usual_overlap(d: Dimension, at: Setting) -> str:
     return "pipelined" if _waits_for_wire(at) else "fused"
+
+
+def _usual_gate_up_parts(d: Dimension, at: Setting) -> int:
+    return 4 if _waits_for_wire(at) else 1
+
+
+def _usual_down_sms(d: Dimension, at: Setting) -> int:
+    return 0 if _waits_for_wire(at) else 32
 
 
 def _usual_down_wgrad(d: Dimension, at: Setting) -> str:
@@ -279,8 +289,8 @@ class Schedule:
         "fused", backends=(CPU, GPU), source=f"{_UNIEP}; pipelined: {_COMET}; mega: {_HYPER}, {_UNIEP}",
         doc="What overlaps with what. serial: every stage waits for the one before (the reference). fused: transfers "
         "overlap with the GEMMs that consume or produce them. pipelined: as fused, and the down product runs on "
-        "reserved multiprocessors during gate_up, so that rows return from the first tile on. mega: one kernel per "
-        "direction after the plan or the entry; its programs claim tasks from the compiler's lists.",
+        "reserved multiprocessors during gate_up, so that rows return from the first tile, or part, on. mega: one "
+        "kernel per direction after the plan or the entry; its programs claim tasks from the compiler's lists.",
         helps="fused always; pipelined where results take longer on the wire than the down product; mega for few "
         "tokens.",
         only={"pipelined": (GPU,), "mega": (GPU,)}, condition=_no_groups,
@@ -399,9 +409,18 @@ class Schedule:
         helps="More have more stores in flight, with fewer barriers than more programs.", condition=in_domain(),
     )  # fmt: skip
     down_sms: int = dimension(
-        32, (16, 24, 32, 48, 64), backends=(GPU,), source=f"{_COMET} (a split of the blocks)",
-        doc="Multiprocessors of the pipelined down product until gate and up are done; at most half.",
-        helps="More return rows sooner and leave fewer to gate and up.",
+        32, (0, 16, 24, 32, 48, 64), backends=(GPU,), source=f"{_COMET} (a split of the blocks)", least=0,
+        doc="Multiprocessors of the pipelined down product until gate and up are done; at most half. 0: as large a "
+        "share as it has of the operations.",
+        helps="More return rows sooner and leave fewer to gate and up.", usual={GPU: _usual_down_sms},
+    )  # fmt: skip
+    gate_up_parts: int = dimension(
+        1, (1, 2, 4), backends=(GPU,), source=_OWN, most=16,
+        doc="Launches of the pipelined gate and up, each for one part of the row tiles. The down product of a part "
+        "runs on down_sms beside the next part; the first part of gate and up and the last one of down run on all. 1: "
+        "a single launch, and the down product claims row tiles when they are counted as done.",
+        helps="Parts need no claims and no counters, but a launch each; more return rows sooner.",
+        usual={GPU: _usual_gate_up_parts}, shown={2: "2 parts", 4: "4 parts"},
     )  # fmt: skip
     pipelined_from: int = dimension(
         0, (0, 1024, 2048, 4096, 8192, 16384), backends=(GPU,), source=_OWN, least=0, unit=" tokens",

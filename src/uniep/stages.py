@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -74,8 +75,9 @@ class Stage:
     by copy engines, "torch" what a torch function launches; collectives by their names.  stream: of a GPU.  sms:
     multiprocessors of its kernels; 0: it takes none.  waits, signals: flags of peers.  after: stages of other streams
     that it waits for.  beside: the stage from whose start on its stream goes on; "": from its own.  shares_cursor: it
-    is a launch of a product whose other launch takes tiles from the same cursor.  buffers: memory that it makes, each
-    with the last stage that uses it, or END, SAVED or CALLER.  own: the operator of one's own that it is.
+    is a launch of a product whose other launch takes tiles from the same cursor.  part: it is a launch of a product for
+    one part of the row tiles, (number, of how many).  buffers: memory that it makes, each with the last stage that uses
+    it, or END, SAVED or CALLER.  own: the operator of one's own that it is.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Stage:
     after: tuple[str, ...] = ()
     beside: str = ""
     shares_cursor: bool = False
+    part: tuple[int, int] | None = None
     buffers: tuple[tuple[str, str], ...] = ()
     order: Order | None = None
     own: RowOperator | None = None
@@ -105,7 +108,8 @@ class Program(NamedTuple):
             lists = s.operators, s.kernels, s.waits + s.after, s.signals, [name for name, _ in s.buffers]
             operators, kernels, waits, signals, makes = map(" ".join, lists)
             sms = f"{s.sms or ''}{' shared' if s.shares_cursor else ''}"
-            rows.append((s.name, operators, kernels, s.stream, sms, waits, signals, makes, str(s.order or "")))
+            name = s.name if s.part is None else f"{s.name} {s.part[0] + 1}/{s.part[1]}"
+            rows.append((name, operators, kernels, s.stream, sms, waits, signals, makes, str(s.order or "")))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join([self.title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)])
 
@@ -132,6 +136,8 @@ class _Call:
         self.publish = "publish_kernel" * (way.pulls and self.wired)
         self.in_torch = way.backend == CPU or (way.backend == COLLECTIVE and bool(way.lora))  # tile bodies compute
         self.beside = way.down_sms if self.is_forward else 0
+        count = way.gate_up_parts if is_forward and way.gate_up_parts > 1 else 0
+        self.parts = [(number, count) for number in range(count)]
         self.has_mask = False
         self.barrier = "barrier_kernel" * self.remote
 
@@ -177,9 +183,9 @@ class _Call:
 
     def product(self, name: str, operators: str, kernels: str, **fields: Any) -> Stage:
         """Whose tiles wait for tokens, and whose first programs push this rank's or pull its peers', unless something
-        else has."""
-        way = self.way
-        pushes = self.device and not self.copies and not self.dispatched
+        else has, such as its first part."""
+        way, (number, _) = self.way, fields.get("part", (0, 1))
+        pushes = self.device and not self.copies and not self.dispatched and number == 0
         waits = not self.device or (self.wired and way.waits)
         return self.make(
             name, f"{self.move * pushes} {operators}", kernels,
@@ -209,6 +215,7 @@ class _Call:
         way, save = self.way, self.flags.save
         expanded = self.device and way.expanded
         make, how = self.product, {"sms": way.sms - self.beside} if self.device else {}
+        parts, first = self.parts, {"sms": way.sms, "part": self.parts[0]} if self.parts else how
         made: list[Stage] = []
         until = SAVED if save else END
         if expanded:
@@ -217,7 +224,9 @@ class _Call:
         if low := self.shrink("gate_up", "w13", ("u13", until), make):
             made, make = made + low, self.make
         h = (("h", SAVED),) * save if not way.recomputes else (("h", END),) * self.in_torch
-        made.append(make("gate_up", "gate_up", "gate_up_kernel", buffers=(("act", END), *h), **how))
+        made.append(make("gate_up", "gate_up", "gate_up_kernel", buffers=(("act", END), *h), **first))
+        for before, part in itertools.pairwise(parts):
+            made += [self.down_of(before), make("gate_up", "", "gate_up_kernel", part=part, **how)]
         if way.separate:
             made.append(self.make("activation", "activation"))
         made += self.own("gate_up")
@@ -235,7 +244,9 @@ class _Call:
         way, kernel, sent = self.way, "product_kernel", {"signals": self.flag("returned")}
         kept = way.keeps_results
         results: Any = {"buffers": (("results", END),) * kept}
-        if self.beside:
+        if self.parts:
+            made = [self.down_of(self.parts[-1])]
+        elif self.beside:
             side = {"stream": "side", "beside": "gate_up", "sms": self.beside, **results}
             here, shared = {"sms": way.sms - self.beside}, {"shares_cursor": True, **({} if kept else sent)}
             made = [self.make(name, name * one, kernel, **shared | how) for one, how in ((0, side), (1, here))]
@@ -255,6 +266,14 @@ class _Call:
             rows = "push_rows" * (not self.device)
             made.append(self.make("push_rows", rows, "push_rows_kernel", after=after, **sent))
         return made
+
+    def down_of(self, part: tuple[int, int]) -> Stage:
+        """The down product of a part of gate_up: beside the next part, or, the last one, behind all."""
+        way, is_first, is_last = self.way, part[0] == 0, part == self.parts[-1]
+        how: dict[str, Any] = {} if is_last else {"stream": "side", "after": ("gate_up",), "sms": self.beside}
+        how["buffers"] = (("results", END),) * (way.keeps_results and is_first)
+        how["signals"] = self.flag("returned", not way.keeps_results)
+        return self.make("down", "down" * is_last, "product_kernel", part=part, **how)
 
     def shrink(self, product: str, weight: str, low: tuple[str, str], make: Callable[..., Stage]) -> list[Stage]:
         """On GPUs, of calls with low-rank factors beside `weight`: the rows that the product adds, times one factor."""

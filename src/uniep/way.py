@@ -36,7 +36,9 @@ class Way:
     """One call of one rank.  `explain()` says which rule chose what.
 
     gates: every stage waits for the one before.  mega: one kernel for each direction.
-    down_sms: multiprocessors of the down product beside gate_up; 0: it runs after it.
+    down_sms: multiprocessors of the down product beside gate_up; 0: it runs after it.  gate_up_parts: then, launches of
+        gate_up, each for a part of the row tiles, whose down product runs beside the next part; 1: it claims what is
+        done.
     returns: how results reach their tokens' ranks: from the product's "epilogue", by a "pass" behind it, or as sums of
         combine groups, made "sums after" the product or "sums beside" it.
     gradient_beside: the activation's gradient runs beside the product that feeds it.
@@ -49,7 +51,8 @@ class Way:
     sum_programs, sum_warps: programs per multiprocessor that add slots, and their warps.  pass_programs, pass_warps:
         of passes that move rows.
     local_first: whose local tiles run first: of no expert ("none"), of the first few ("leading"), of "all".
-    leads: how many these few are, in the forward and the backward.  waves: of tiles by arrival, which take their place.
+    leads: how many these few are, in the forward and the backward; their other tiles come last, or `leads_in_turn`.
+        waves: of tiles by arrival, which take their place.
     chunk_experts: experts that go through all GEMMs together; 0: all do.  critical_path: list scheduling, of tiles on
         the CPU, of stretches on a device (`taskflow.stretches`).
     rotated: inside an expert, tiles in the order of peers.  interleaved: weight gradients behind their expert's rows.
@@ -70,6 +73,7 @@ class Way:
     gates: bool
     mega: bool
     down_sms: int
+    gate_up_parts: int
     returns: Literal["epilogue", "pass", "sums after", "sums beside"]
     gradient_beside: bool
     down_wgrad_beside: bool
@@ -118,6 +122,12 @@ class Way:
         """Whether results are stored by row first, and return behind their product."""
         return self.returns != "epilogue" or self.backend == COLLECTIVE
 
+    @property
+    def leads_in_turn(self) -> bool:
+        """Whether, in the forward, the other tiles of leading experts come behind their local ones, and not last, where
+        so many rows of other ranks would make the last part long."""
+        return self.gate_up_parts > 1
+
     def own(self, after: str) -> list[RowOperator]:
         """Operators of one's own behind this product."""
         return [op for op in self.operators if op.after == after]
@@ -156,6 +166,7 @@ class Way:
         usual = default_schedule(self.backend, cfg, self.ep_size, measured)
         tokens, by_tokens = f"T={self.num_tokens}", s.mega_to > 0 and s.overlap not in ("serial", "mega")
         leading = f"leading {self.leads}" if self.local_first == "leading" else self.local_first
+        leading += ", then their others" * (self.leads_in_turn and self.local_first == "leading")
         if self.waves > 1:
             leading = f"all, then {self.waves} waves by arrival"
         unused = ""
@@ -189,10 +200,14 @@ class Way:
             kernels = Choice("kernels", "in stages", "operators", "one kernel has no place for one's own")
         if self.lora:
             kernels = Choice("kernels", "in stages", "lora", "one kernel has no low-rank terms")
+        how = f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up"
+        how += f", in {self.gate_up_parts} parts" * (self.gate_up_parts > 1)
+        unused_parts = f"; gate_up_parts={s.gate_up_parts} is for pipelined calls"
+        unused_parts *= self.gate_up_parts < s.gate_up_parts
         staged = (
             Choice(
-                "down product", f"beside gate_up on {self.down_sms} SMs" if self.down_sms else "behind gate_up",
-                "overlap, pipelined_from", f"{s.overlap}, {tokens}, from {s.pipelined_from} on",
+                "down product", how, "overlap, pipelined_from" + ", gate_up_parts" * (self.gate_up_parts > 1),
+                f"{s.overlap}, {tokens}, from {s.pipelined_from} on{unused_parts}",
             )
             if "w2" not in self.lora
             else Choice("down product", "behind gate_up", "lora", "rows are shrunk for w2 in between"),
@@ -288,7 +303,7 @@ def resolve(
     mega = device and wanted and cfg.gradient_shards == 1 and not operators and not lora
     behind = {op.after for op in operators}
     waits, copies = ep_size > 1 and not gates, ep_size > 1 and s.transfer == "copy"
-    down = down_sms(s, num_tokens, sms) if device and not (mega or "w2" in lora or "gate_up" in behind) else 0
+    down = down_sms(s, cfg, num_tokens, sms) if device and not (mega or "w2" in lora or "gate_up" in behind) else 0
     local_first: Literal["none", "leading", "all"] = "none"
     if s.tile_order in ("local-first", "critical-path"):
         local_first = "all" if mega or not device else "leading" if waits else "none"
@@ -314,9 +329,9 @@ def resolve(
     gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
-        returns=returns, gradient_beside=beside, down_wgrad_beside=apart,
-        transfer=s.transfer, copies=copies,
-        pulls=device and ep_size > 1 and s.transfer == "pull", waits=waits, sends_by_expert=s.send_order == "expert",
+        gate_up_parts=s.gate_up_parts if down else 1, returns=returns, gradient_beside=beside, down_wgrad_beside=apart,
+        transfer=s.transfer, copies=copies, pulls=device and ep_size > 1 and s.transfer == "pull", waits=waits,
+        sends_by_expert=s.send_order == "expert",
         chunk_tokens=s.chunk_tokens, push_programs=s.push_programs if pushes else 0,
         push_rounds=(rounds[0], rounds[1]), sum_programs=s.sum_programs, sum_warps=s.sum_warps,
         pass_programs=s.pass_programs, pass_warps=s.pass_warps, local_first=local_first, leads=leads, waves=waves,

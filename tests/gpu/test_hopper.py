@@ -60,6 +60,9 @@ SCHEDULES = {
     "pipelined, pushed": Schedule(transfer="push", overlap="pipelined", down_sms=7),
     "copied, waves": Schedule(transfer="copy", arrival_waves=4),
     "pipelined, waves": Schedule(transfer="copy", overlap="pipelined", arrival_waves=4),
+    "parts": Schedule(transfer="copy", overlap="pipelined", gate_up_parts=4, down_sms=0),
+    "parts, pushed": Schedule(transfer="push", overlap="pipelined", gate_up_parts=2, down_sms=7),
+    "parts, waves": Schedule(transfer="copy", overlap="pipelined", gate_up_parts=2, down_sms=0, arrival_waves=4),
     "copied again": Schedule(transfer="copy", received="again"),
     "pushed again": Schedule(transfer="push", received="again"),
     "gradient beside, pushed": Schedule(activation_gradient="beside", beside_from=0),
@@ -942,7 +945,7 @@ def check_graph(r):
     """A captured sync-free forward, replayed with other tokens: the bits of a call."""
     cfg = MoEConfig(**SHAPE, max_rows=8192)
     x, ids, weights, w13, w2, _ = r.data(cfg, 700)
-    ways = {how: (cfg, SCHEDULES[how]) for how in ("copied", "pushed", "pipelined", "mega", "mega, copied")}
+    ways = {how: (cfg, SCHEDULES[how]) for how in ("copied", "pushed", "pipelined", "parts", "mega", "mega, copied")}
     ways["beside"] = dataclasses.replace(cfg, combine_groups=8), BESIDE["beside"]
     for how, (cfg, schedule) in ways.items():
         with Workspace(cfg, r.group, schedule=schedule, timeout_s=10) as workspace:

@@ -70,12 +70,14 @@ class Case:
     exact: bool = False  # values are so small that nothing is rounded
     lora: int | None = None  # rank of factors
     adapted: tuple[str, ...] = ("w13", "w2")
+    max_rows: int | None = None
 
     def config(self, max_tokens: int) -> MoEConfig:
         return MoEConfig(
             hidden=self.hidden, ffn=self.ffn, num_experts=self.num_experts, top_k=self.top_k,
             max_tokens_per_rank=max_tokens, dtype=self.dtype, weight_at=self.weight_at,
             combine_groups=self.combine_groups, activation=self.activation, activation_limit=self.limit, bias=self.bias,
+            max_rows=self.max_rows,
         )  # fmt: skip
 
 
@@ -174,7 +176,27 @@ PULL_ROUNDS = (
     {"overlap": "fused", "operand": "expanded", "send_order": "expert"},
     {"overlap": "mega", "send_order": "expert", "tile_order": "critical-path"},
 )
+# gate_up in parts: on four ranks and on two, where routing leaves fewer row tiles than parts, or none, and on one.
+PARTS_CASES = {
+    "fp16": Case(torch.float16, "output", False, (50, 35), bias=True),
+    "four ranks": Case(torch.float32, "activation", False, (20, 0, 35, 7), 8, 3, hidden=64, ffn=64, activation="relu2"),
+    "fp16, groups, all rows to one expert": Case(
+        torch.float16, "output", False, (24, 10), hidden=64, ffn=64, combine_groups=2, hot=3
+    ),
+    "fp16, one rank, sync-free": Case(torch.float16, "output", True, (90,), max_rows=1024),
+}
+OF_GROUPS = {name: dataclasses.replace(SMALL, group_rows=rows) for name, rows in (("gate_up", 2), ("down", 3))}
+PARTS_ROUNDS = (
+    {"overlap": "serial"},
+    {"gate_up_parts": 2, "transfer": "copy"},
+    {"gate_up_parts": 4, "down_sms": 2},
+    {"gate_up_parts": 4, "transfer": "copy", "arrival_waves": 2, "activation_gradient": "beside"},
+    {"gate_up_parts": 3, "operand": "expanded"},
+    {"gate_up_parts": 2, "received": "again", "preactivation": "recomputed"},
+    {"gate_up_parts": 7, "transfer": "copy", "operand": "expanded"},
+)
 SUITES = {
+    "parts": (PARTS_CASES, PARTS_ROUNDS),
     "lora": (LORA_CASES, LORA_ROUNDS),
     "pull": (PULL_CASES, PULL_ROUNDS),
     "own": (OWN_CASES, OWN_ROUNDS),
@@ -187,7 +209,11 @@ SUITES = {
 
 def schedule_of(suite: str) -> Schedule:
     """The one that memory is made for."""
-    return dataclasses.replace(SCHEDULE, transfer="pull") if suite == "pull" else SCHEDULE
+    changes = {
+        "pull": {"transfer": "pull"},
+        "parts": {"overlap": "pipelined", "gate_up_parts": 2, "down_sms": 0, **OF_GROUPS},
+    }
+    return dataclasses.replace(SCHEDULE, **changes.get(suite, {}))
 
 
 def rounds_of(suite: str, key: str) -> tuple:
@@ -425,7 +451,7 @@ def main(rank: int, folder: Path, suite: str) -> None:
             for name, value in part.items():
                 assert value is None or torch.equal(value, results[0][name]), f"{name}, needed by rank {rank} only"
             results += run_factor_blocks(backend, case, rank, ranks)
-        if suite in ("grouped", "own", "pairs", "lora"):
+        if suite in ("grouped", "own", "pairs", "lora", "parts"):
             torch.save(results, folder / f"result-{number}-{rank}")
             continue
         # What one rank needs, another may not.

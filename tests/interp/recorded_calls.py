@@ -29,6 +29,8 @@ WAYS = {
     "serial": (Schedule(overlap="serial"), 700),
     "copied": (Schedule(transfer="copy", activation_gradient="beside", beside_from=0), 700),
     "pipelined": (Schedule(transfer="copy", overlap="pipelined", pipelined_from=0), 700),
+    "parts": (Schedule(transfer="copy", overlap="pipelined", gate_up_parts=4, down_sms=0), 700),
+    "parts, pushed": (Schedule(transfer="push", overlap="pipelined", gate_up_parts=2), 700),
     "expanded": (Schedule(operand="expanded", transfer="push"), 700),
     "mega, copied": (Schedule(overlap="mega", transfer="copy"), 700),
     "recomputed": (
@@ -180,16 +182,38 @@ def joined_before_entries(backend):
 
 
 def launched_by(steps, side):
-    """(kernel or copy, whether on the stream `side`) of launches, without repetitions right behind each other."""
-    made = [("copy", False) if s[0] == records.COPY else (s[0], s[-1] == side) for s in steps if s[0] not in SILENT]
-    return [this for this, before in zip(made, [None, *made], strict=False) if this != before]
+    """(kernel or copy, whether on the stream `side`) of launches, without repetitions right behind each other; and of
+    each, the numbers of those that have ended when it begins."""
+    made, over, before = [], {stream: set() for stream in STREAMS}, []
+    for s in steps:
+        if s[0] == records.FOLLOW:
+            over[s[1]] |= over[s[2]]
+        if s[0] in SILENT:
+            continue
+        this = ("copy", False) if s[0] == records.COPY else (s[0], s[-1] == side)
+        if not made or made[-1] != this:
+            made.append(this)
+            before.append(set(over[s[-1]]))
+        over[s[-1]].add(len(made) - 1)
+    return made, before
 
 
 def listed_by(cfg, way, direction):
-    """The same, of the stages."""
+    """The same of the stages, and of each launch its stage."""
     of_way = stages(cfg, way, direction.replace("main_grad", "backward"), Flags(main_grad=direction == "main_grad"))
-    made = [(kernel, stage.stream == "side") for stage in of_way for kernel in stage.kernels]
-    return [this for this, before in zip(made, [None, *made], strict=False) if this != before]
+    every = [((kernel, stage.stream == "side"), stage) for stage in of_way for kernel in stage.kernels]
+    made = [this for this, before in zip(every, [None, *every], strict=False) if not before or this[0] != before[0]]
+    return [launch for launch, _ in made], [stage for _, stage in made]
+
+
+def too_early(of_launch, before):
+    """Launches that may begin before a stage has ended that theirs waits for."""
+    return [
+        (stage.name, other.name)
+        for number, stage in enumerate(of_launch)
+        for n, other in enumerate(of_launch[:number])
+        if other.name in stage.after and other is not stage and n not in before[number]
+    ]
 
 
 def data(cfg, tokens, number, lora):
@@ -257,9 +281,10 @@ def main():
         for direction, (steps, program) in first.items():
             other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]
             patches = sum(patch.place.slot >= 0 for s in program.steps for patch in s.patches[: s.num_patches])
-            launches = launched_by(steps, handle(backend.side))
-            listed = listed_by(cfg, backend.way, direction)
+            launches, before = launched_by(steps, handle(backend.side))
+            listed, of_launch = listed_by(cfg, backend.way, direction)
             said = "launches what its stages list" if launches == listed else f"launches {launches}, not {listed}"
+            said += f", too early {too_early(of_launch, before)}"
             print(f"{name}, {direction}: {said}", flush=True)
             print(f"{name}, {direction}: {len(steps)} steps, {patches} patches, differing {other}", flush=True)
         hold.clear()

@@ -11,8 +11,8 @@ HERE = Path(__file__).parent
 FILES = sorted({path.name for path in HERE.glob("test_*.py")} - {"test_interpreted.py", "test_lint.py"})
 SLOW = {
     "test_backend_failures.py", "test_calls.py", "test_emulate.py", "test_fused.py", "test_fused_groups.py",
-    "test_fused_lora.py", "test_fused_mega.py", "test_fused_pull.py", "test_local_experts.py", "test_mega_lists.py",
-    "test_own_operators.py",
+    "test_fused_lora.py", "test_fused_mega.py", "test_fused_parts.py", "test_fused_pull.py", "test_local_experts.py",
+    "test_mega_lists.py", "test_own_operators.py",
 }  # fmt: skip
 """Of files in which two ranks run, `make test` runs test_fused_pairs.py, which has every overlap."""
 TIMEOUT_S = 600

@@ -65,7 +65,7 @@ class EnteredError(Exception):
     """Ends a plan behind its first kernel."""
 
 
-def attempt(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=False):
+def attempt(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=False, in_turn=False):
     """One try of a plan on every rank.  All enter first: in one process nobody may wait for a later rank."""
 
     def enter_and_stop(enter):
@@ -82,7 +82,7 @@ def attempt(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=F
             planner.plan(ids, weights)
         planner.enter = lambda *args: None
     made = [
-        planner.plan(ids, weights, (lead, lead + 1), waves=waves, by_expert=by_expert)
+        planner.plan(ids, weights, (lead, lead + 1), waves=waves, by_expert=by_expert, in_turn=in_turn)
         for planner, ids, weights in ranks
     ]
     for planner in planners:
@@ -90,10 +90,10 @@ def attempt(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=F
     return made
 
 
-def plans(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=False):
+def plans(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=False, in_turn=False):
     """One call's plan on every rank; made again, as every call is, until the rows fit what was allocated."""
     while True:
-        made = attempt(planners, ids_of_rank, weights_of_rank, lead, waves, by_expert)
+        made = attempt(planners, ids_of_rank, weights_of_rank, lead, waves, by_expert, in_turn)
         fits = [planner.fits() for planner in planners]
         assert len(set(fits)) == 1, "ranks disagree on whether the rows fit"
         if fits[0]:
@@ -103,8 +103,9 @@ def plans(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=Fal
             assert tensor(plan.rows.totals).tolist()[:2] == [0, 0]
 
 
-def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int) -> list[int]:
-    """Row tiles: of the first `lead` experts those with rows of this rank only, all other experts, the rest.
+def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int, in_turn: bool) -> list[int]:
+    """Row tiles: of the first `lead` experts those with rows of this rank only, all other experts, the rest; in_turn:
+    the rest before all other experts.
 
     A pad row is foreign behind rows of later ranks.
     """
@@ -118,7 +119,7 @@ def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int) -> lis
         for first in range(0, end - begin, rows):
             part = 1 if expert >= lead else 2 if any(foreign[first : first + rows]) else 0
             parts[part].append((begin + first) // rows)
-    return parts[0] + parts[1] + parts[2]
+    return parts[0] + (parts[2] + parts[1] if in_turn else parts[1] + parts[2])
 
 
 def order_of_arrival(plan, rank: int, cfg: MoEConfig, rows: int, waves: int) -> list[int]:
@@ -140,14 +141,14 @@ def order_of_arrival(plan, rank: int, cfg: MoEConfig, rows: int, waves: int) -> 
 
 
 def check(
-    planners, ids_of_rank, cfg: MoEConfig, lead: int = 0, waves: int = 1, by_expert: bool = False
+    planners, ids_of_rank, cfg: MoEConfig, lead: int = 0, waves: int = 1, by_expert: bool = False, in_turn: bool = False
 ) -> None:  # fmt: skip
     weights_of_rank = make_weights(ids_of_rank)
     flat_weights = torch.zeros(len(ids_of_rank), cfg.max_tokens_per_rank * cfg.top_k)
     for source, weights in enumerate(weights_of_rank):
         flat_weights[source, : weights.numel()] = weights.flatten()
     every = [build_plan(ids_of_rank, rank, cfg, by_expert) for rank in range(len(ids_of_rank))]
-    for rank, got in enumerate(plans(planners, ids_of_rank, weights_of_rank, lead, waves, by_expert)):
+    for rank, got in enumerate(plans(planners, ids_of_rank, weights_of_rank, lead, waves, by_expert, in_turn)):
         want = every[rank]
         tables, rows = got.rows, want.num_rows
         for name, device_name in PLAN_FIELDS.items():
@@ -173,7 +174,7 @@ def check(
         expert = torch.searchsorted(starts, torch.arange(tiles, dtype=torch.int32) * height, right=True) - 1
         assert tensor(tables.expert_M)[:tiles].tolist() == expert.tolist()
         for lead_of, order in ((lead, tables.order_M), (lead + 1, tables.backward_order_M)):
-            by_leads = expected_order(want, rank, cfg, height, lead_of)
+            by_leads = expected_order(want, rank, cfg, height, lead_of, in_turn and order is tables.order_M)
             expected = by_leads if waves == 1 else order_of_arrival(want, rank, cfg, height, waves)
             assert tensor(order)[:tiles].tolist() == expected
 
@@ -208,6 +209,16 @@ def test_equals_build_plan(case, ranks):
     planners = roomy_planners(cfg, ranks, make_schedule(rows=64 if ranks == 4 else 128))
     ids_of_rank = [random_ids(t, top_k, num_experts, seed) for seed, t in enumerate(tokens[:ranks])]
     check(planners, ids_of_rank, cfg, lead)
+
+
+@pytest.mark.parametrize("case", ["segments of several tiles", "several blocks of tokens"])
+def test_leading_experts_in_turn(case):
+    """Their other tiles behind their local ones, in the forward alone."""
+    num_experts, top_k, most, tokens = CASES[case]
+    cfg = make_config(num_experts, top_k, most)
+    planners = roomy_planners(cfg, 2, make_schedule(rows=64))
+    ids_of_rank = [random_ids(t, top_k, num_experts, seed) for seed, t in enumerate(tokens[:2])]
+    check(planners, ids_of_rank, cfg, 1, in_turn=True)
 
 
 @pytest.mark.parametrize("waves", [2, 4])

@@ -290,7 +290,7 @@ def test_schedules_are_those_that_the_backend_knows(monkeypatch, one_rank):
     for name in ("transfer", "send_order", "preactivation", "received", "operand"):
         assert found[name] == {*DIMENSION[name].domain}, name
     ways = [resolve(cfg, 2, 512, s) for s in schedules("hopper")]
-    assert max(way.waves for way in ways) == 2
+    assert max(way.waves for way in ways) == max(way.gate_up_parts for way in ways) == 2
     monkeypatch.setenv("UNIEP_BACKEND", "nccl")
     result = run("verify", *SMALL, "--ep", "1")
     assert result.exit_code == 0 and "under each schedule above, backend nccl" in result.output

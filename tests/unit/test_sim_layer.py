@@ -97,6 +97,31 @@ def test_the_real_order_of_rows_changes_little():
         assert every.makespan_ns == pytest.approx(simulate(problem, made, arrangement).makespan_ns, rel=0.03), name
 
 
+def test_parts_of_gate_up():
+    """The down product of a part begins when gate_up of that part is done, and before that of the next one is; all
+    workers carry out the first part."""
+    made = load_machine("h200-node")
+    problem = Problem(SHAPES["qwen3-30b"], 2, 4096, "balanced", "fwd")
+    arrangement = STRATEGIES["uniep-parts"].arrange(problem, made)
+    found = simulate(problem, made, arrangement)
+    graph, timeline = found.graph, found.timeline
+    gate_up, down = (graph.op_N == graph.ops.index(name) for name in ("gate_up", "down"))
+    start_n, finish_n = timeline.start_N[down], timeline.finish_N[gate_up].sort().values
+    half = len(finish_n) // 2
+    assert start_n.min() >= finish_n[half - 1] and start_n.min() < timeline.start_N[gate_up].max()
+    assert (start_n >= finish_n[-1]).double().mean() == 0.5
+    assert (timeline.claimed_N[gate_up] == 0).sum() == made.matrix_workers
+    in_turn = graph.indices(0)
+    rows, of_down = (
+        list(dict.fromkeys(graph.tasks[n].block.row0 for n in in_turn[chosen[in_turn]].tolist()))
+        for chosen in (gate_up, down)
+    )
+    assert rows == of_down != sorted(rows)
+    behind = int(found.sites[0].start_e1[arrangement.way.leads[0]])
+    others = [row for row in rows if row >= behind]
+    assert others == sorted(others), "only a few experts lead"
+
+
 def test_opposite_ranks():
     """Two nodes of four: from 0, rank 5 is a node and a place on; so is 0 from 7, which is its opposite."""
     assert opposite(torch.arange(8), 8, 4).tolist() == [0, 3, 2, 1, 4, 7, 6, 5]

@@ -119,6 +119,25 @@ def test_where_dw2_stays_behind():
     assert mega[0] == mega[1]
 
 
+def test_parts_of_gate_up_alternate_with_their_down_products():
+    """Each down product behind its part, beside the next one; the first part of gate_up and the last of down have all
+    multiprocessors.  What both directions make, and who pushes, is said once."""
+    for transfer in ("push", "copy"):
+        way = resolve(CFG, 2, 70, Schedule(overlap="pipelined", gate_up_parts=3, down_sms=0, transfer=transfer))
+        made = [s for s in stages(CFG, way, "forward") if s.part]
+        beside, both = ("side", 44, ("gate_up",)), ("gate_up", "down")
+        assert [(s.name, s.part) for s in made] == [(name, (n, 3)) for n in range(3) for name in both]
+        others = [("call", 88, ()), beside, ("call", 88, ())]
+        assert [(s.stream, s.sms, s.after) for s in made] == [("call", 132, ()), beside, *others, ("call", 132, ())]
+        assert not any(s.shares_cursor for s in made)
+        operators = [op for s in made for op in s.operators]
+        assert operators == [*(["push"] if transfer == "push" else []), "gate_up", "down"]
+        assert [name for s in made for name, _ in s.buffers] == ["act", "h"]
+    names = [s.name for s in stages(CFG, way, "forward")]
+    assert names.index("keep") > max(n for n, name in enumerate(names) if name == "gate_up"), "all have come by then"
+    assert not [s for s in stages(CFG, way, "backward") if s.part]
+
+
 def test_rows_are_shrunk_before_their_products():
     """Of those weights that have factors; what gathers rows waits for tokens, once."""
     weights = {"gate_up": "w13", "down": "w2", "down_grad": "w2", "gate_up_grad": "w13"}

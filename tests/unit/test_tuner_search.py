@@ -250,9 +250,8 @@ def test_steps_from_the_best_find_what_the_model_does_not_know(record):
         assert sum(get(schedule, name) != get(usual, name) for name in names) == 1
     sampler = sampler_of("model", job, card)
     result = search(job, sampler, record, 60.0, fleet=Told(lambda s: us(s) / us(usual)), most=24)
-    assert tables.as_changes(result.choice, cfg, 2, "hopper").keys() == {
-        "gate_up.stages", "down.stages", "sum_programs",
-    }  # fmt: skip
+    unknown = {"gate_up.stages", "down.stages", "sum_programs"}
+    assert tables.as_changes(result.choice, cfg, 2, "hopper").keys() >= unknown
     assert len({json.dumps(t.changes, sort_keys=True) for t in result.tried}) == len(result.tried) == 24
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from uniep import MoEConfig, RowOperator, Schedule
-from uniep.schedule import DIMENSIONS, default_schedule
+from uniep.schedule import DIMENSIONS, default_schedule, is_valid
 from uniep.shapes import SHAPES
 from uniep.way import Way, Ways, resolve, wave_of
 
@@ -185,6 +185,27 @@ def test_dw2_is_beside_where_calls_are_pipelined():
     assert [resolve(config(QWEN), 2, tokens, few).down_wgrad_beside for tokens in (2048, 2049)] == [False, True]
 
 
+def test_parts_of_gate_up():
+    """In pipelined calls alone.  down_sms = 0: the down product's share of the operations, with a gate and without."""
+    schedule = Schedule(overlap="pipelined", gate_up_parts=4, down_sms=0)
+    way = resolve(config(QWEN), 2, 8192, schedule)
+    assert (way.gate_up_parts, way.down_sms) == (4, 44) and "beside gate_up on 44 SMs, in 4 parts" in str(way)
+    assert "leading (58, 115), then their others" in str(way)
+    assert resolve(config(QWEN, activation="relu2"), 2, 8192, schedule).down_sms == 66
+    assert resolve(config(QWEN), 2, 8192, dataclasses.replace(schedule, gate_up_parts=1)).down_sms == 44
+    alone = RowOperator(name="scale", after="gate_up", rows=lambda values, valid: values)
+    for changes, how in (
+        ({"overlap": "fused"}, {}), ({"pipelined_from": 8193}, {}), ({"overlap": "mega"}, {}),
+        ({}, {"lora": ("w2",)}), ({}, {"operators": [alone]}),
+    ):  # fmt: skip
+        way = resolve(config(QWEN), 2, 8192, dataclasses.replace(schedule, **changes), **how)
+        assert (way.gate_up_parts, way.down_sms) == (1, 0)
+        assert "lora" in how or way.mega or "gate_up_parts=4 is for pipelined calls" in str(way)
+    pushed = dataclasses.replace(schedule, transfer="push", push_programs=100)
+    assert is_valid(pushed, config(QWEN), 2, "hopper") == [], "the first part has all multiprocessors"
+    assert is_valid(dataclasses.replace(pushed, gate_up_parts=1), config(QWEN), 2, "hopper")
+
+
 def test_how_results_return():
     """By the product, by a pass where stages wait for each other, or as sums of groups."""
 
@@ -202,7 +223,7 @@ def test_a_way_explains_itself():
     cfg = config(QWEN)
     usual = default_schedule("hopper", cfg, 4)
     many, few = str(resolve(cfg, 4, 8192)), str(resolve(cfg, 4, 100, dataclasses.replace(usual, mega_to=512)))
-    assert "beside gate_up on 32 SMs" in many and "pipelined, T=8192, from 4096 on" in many
+    assert "beside gate_up on 44 SMs, in 4 parts" in many and "pipelined, T=8192, from 4096 on" in many
     assert "a peer wants 0.91 of the tokens, copies from 0.35 on" in many
     share = "results take 2.03 of the down product's time on the wire"
     assert f"pipelined; {share}, pipelined from 1.7 on" in many

@@ -209,6 +209,15 @@ class TileShape(NamedTuple):
     GROUP_M: int
 
 
+class RowPart(NamedTuple):
+    """Of the row tiles of a product in several launches: one of COUNT parts, which follow each other in an order, and
+    are equal but for whole groups of GROUP_M."""
+
+    NUMBER: int
+    COUNT: int
+    GROUP_M: int
+
+
 class Product(NamedTuple):
     """A @ B of rows, A (N, HALVES * DEPTH).
 
@@ -302,12 +311,14 @@ class PlanShape(NamedTuple):
 
 class Dispatch(NamedTuple):
     """Whether a kernel that gathers rows waits for them, how many of its programs push this rank's tokens meanwhile, for
-    how many turns of the others, and whether it counts finished tiles of each row tile."""
+    how many turns of the others, and whether it counts finished tiles of each row tile.  part: of the row tiles; None:
+    all."""
 
     fused: bool = False
     push_programs: int = 0
     push_rounds: int = 0
     count_tiles: bool = False
+    part: RowPart | None = None
 
 
 ALL_HERE = Dispatch()

@@ -23,6 +23,20 @@ from uniep.kernels.transfer import push_tokens
 
 
 @triton.jit
+def part_of_row_tiles(rows: Rows, PART: tl.constexpr):
+    """(First position in an order, the position behind the last) of a part, which may have none; None: of all."""
+    num_m = num_row_tiles(rows)
+    first = 0
+    end = num_m
+    if PART is not None:
+        if PART.NUMBER > 0:
+            first = num_m * PART.NUMBER // PART.COUNT // PART.GROUP_M * PART.GROUP_M
+        if PART.NUMBER + 1 < PART.COUNT:
+            end = num_m * (PART.NUMBER + 1) // PART.COUNT // PART.GROUP_M * PART.GROUP_M
+    return first, end
+
+
+@triton.jit
 def tile_coordinates(step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
     """(m, n) of the step-th tile: columns of GROUP_M row tiles, so weights stay in L2.  Valid past the last step."""
     per_group = GROUP_M * NUM_N
@@ -263,6 +277,7 @@ def gate_up_kernel(
     FUSED: tl.constexpr,
     UP_FIRST: tl.constexpr,
     COUNT_TILES: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """h = rows @ W13^T, plus b13 unless it is None; act = ACTIVATION of h (times the routing weight if WEIGHTED).
 
@@ -270,6 +285,7 @@ def gate_up_kernel(
     and receive slots.
     FUSED (and gathered): tiles wait for their tokens; where programs push (CHUNK > 0), the first `push_programs`
     push this rank's before they join.
+    PART: of the row tiles, groups of this kernel; the first one pushes all tokens.  None: all row tiles.
     COUNT_TILES: progress (M,) counts the finished tiles of each row tile, for a product that runs beside.
     w13_desc: (e, 2, F, D); a tile multiplies TILE.N/2 gate columns and the same up columns.  Without a gate: (e, 1, F, D),
     tiles of TILE.N/2 columns, and no up_desc.  b13: (e, 2F or F).
@@ -293,14 +309,19 @@ def gate_up_kernel(
     else:
         source_ptr = address_ptr
     program = tl.program_id(0)
-    if FUSED and SENDING.CHUNK > 0:
+    IS_FIRST: tl.constexpr = PART is None or PART.NUMBER == 0
+    if not IS_FIRST:
+        push_programs = 0
+        push_rounds = 0
+    if FUSED and IS_FIRST and SENDING.CHUNK > 0:
         if program < push_programs:
             offsets = Offsets(arrived_offset, finished_offset, None)
             push_tokens(tokens.local, rows, wire, offsets, num_tokens, rank, program, push_programs, SENDING)
-    num_m = num_row_tiles(rows)
+    first, num_m = part_of_row_tiles(rows, PART)
     num_steps = num_m * NUM_N
     deadline_ns = deadline(wire.status, timeout_ns)
-    alone, shared, count = turns(num_steps, program, push_programs, push_rounds)
+    alone, shared, count = turns(num_steps - first * NUM_N, program, push_programs, push_rounds)
+    shared += first * NUM_N
     all_here = 0
     if AHEAD:
         step = step_of_turn(0, alone, shared, program, push_programs)
@@ -528,6 +549,7 @@ def product_kernel(
     TILE: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     TILES_BEFORE: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """out = a @ B, each row stored straight into its slot at the source rank (SCATTER) or in place.
 
@@ -538,6 +560,7 @@ def product_kernel(
     low_desc (N, R), factor_desc (e, WIDTH, r) if TRANSPOSED, else (e, r, WIDTH): low @ factor is added; or None.
     out_desc: (N, WIDTH) in the layer's dtype, or fp32 for a product that is not rounded.
     programs: of all launches that share this product.
+    PART: of the row tiles, that of the `gate_up_kernel` that this one follows; None: all.
     TILES_BEFORE: 0, or this product runs beside the one that makes `a`, in one or more launches.  A column of
     GROUP_M row tiles, in the order of `order`, is then claimed at the shared cursor, and begins when `progress` counts
     TILES_BEFORE finished tiles for each of them.
@@ -548,12 +571,15 @@ def product_kernel(
         low = None
     else:
         low = LowRank(low_desc, factor_desc)
-    num_m = num_row_tiles(rows)
+    first_m, num_m = part_of_row_tiles(rows, PART)
+    num_m -= first_m
     if PRODUCT.SCATTER:
         num_m = tl.where(failed(wire.status), 0, num_m)  # a late peer may still read what an earlier call returned
     if TILES_BEFORE == 0:
         for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
             m, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
+            if PART is not None:
+                m = tl.load(rows.order_M + first_m + m)
             product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, n, PRODUCT, TILE, False)
     else:
         # Twice the time: whoever makes `a` may wait for its peers as long as that.

@@ -248,6 +248,7 @@ def tiles_kernel(
     HOST: tl.constexpr,
     DEDUP: tl.constexpr,
     WAVES: tl.constexpr,
+    IN_TURN: tl.constexpr,
 ):
     """Segment starts and, per row tile, its expert and its place in the order.
 
@@ -255,8 +256,9 @@ def tiles_kernel(
     Order: segments, which are the tiles of one expert that wait for one source last, go in waves, and inside a wave by
     expert.  waves = 1: the local segments of the first `lead` experts; the segments of all other experts; the remaining
     ones of the first.  lead = 0 is the natural order; few leading experts hide the dispatch at the least cost in L2, which
-    sees their weights twice.  The backward leads by a number of its own.  waves > 1: local segments, then the sources in
-    the order in which their copies arrive, from the rank before this one downwards, about NUM_RANKS / waves at a time.
+    sees their weights twice.  IN_TURN: the remaining ones come before those of all other experts, in the forward alone.
+    The backward leads by a number of its own.  waves > 1: local segments, then the sources in the order in which their
+    copies arrive, from the rank before this one downwards, about NUM_RANKS / waves at a time.
     Each program looks at all segments, then at TILES tiles at once, every one of which finds its segment and its places.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
@@ -324,7 +326,8 @@ def tiles_kernel(
     late = tl.where(of_source == rank, 0, 2)
     arrival = (rank - of_source + NUM_RANKS) % NUM_RANKS
     by_arrival = (arrival * waves + NUM_RANKS - 1) // NUM_RANKS
-    shift = _shifts(end, tl.where(waves > 1, by_arrival, tl.where(expert < lead, late, 1)), WAVES)
+    rest = tl.minimum(late, 1) if IN_TURN else late
+    shift = _shifts(end, tl.where(waves > 1, by_arrival, tl.where(expert < lead, rest, 1)), WAVES)
     backward_shift = shift
     if waves == 1:
         backward_shift = _shifts(end, tl.where(expert < backward_lead, late, 1), WAVES)

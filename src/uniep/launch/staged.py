@@ -21,6 +21,7 @@ from uniep.kernels.arguments import (
     Dispatch,
     LowRank,
     Product,
+    RowPart,
     Rows,
     Sums,
     TileShape,
@@ -75,13 +76,15 @@ BESIDE_PROGRAMS = 6  # of a multiprocessor, for what runs beside a product; most
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """A product that runs beside the one that makes its rows, in several launches.
+    """A launch, of several, of a product that runs beside the one that makes its rows.
 
-    tiles_before: tiles of a row tile there.  programs: of all launches together.
+    programs: of all launches together.  tiles_before: tiles of a row tile there, where launches claim what is done.
+    part: of the row tiles, where each launch is behind its part there.
     """
 
-    tiles_before: int
     programs: int
+    tiles_before: int = 0
+    part: RowPart | None = None
 
 
 def launch_expand(
@@ -130,7 +133,7 @@ def launch_gate_up(
         {
             "LAYER": layer_shape(cfg), "TILE": tile_shape(tile),
             "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS), "FUSED": dispatch.fused, "UP_FIRST": up_first,
-            "COUNT_TILES": dispatch.count_tiles,
+            "COUNT_TILES": dispatch.count_tiles, "PART": dispatch.part,
         },
         **options(tile),
     )  # fmt: skip
@@ -199,17 +202,18 @@ def _launch_product(
     peers: Peers, tile: Tile, multiprocessors: int, beside: Beside | None = None, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     programs = multiprocessors * tile.programs_per_sm
+    beside = beside or Beside(programs)
     launch(
         product_kernel,
         programs,
         (
-            rows, peers.wire, peers.returned_offset, beside.programs if beside else programs, peers.timeout_ns,
-            peers.rank, rows_block(a, tile.rows, tile.depth), b_desc, *low,
+            rows, peers.wire, peers.returned_offset, beside.programs, peers.timeout_ns, peers.rank,
+            rows_block(a, tile.rows, tile.depth), b_desc, *low,
             rows_block(out, tile.rows, stored_columns(tile, out)), bias,
         ),
         {
             "PRODUCT": product, "TILE": tile_shape(tile), "NUM_RANKS": peers.num_ranks,
-            "TILES_BEFORE": beside.tiles_before if beside else 0,
+            "TILES_BEFORE": beside.tiles_before, "PART": beside.part,
         },
         **options(tile),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from uniep.sim.kernels import KERNEL
 from uniep.sim.machine import Machine
-from uniep.sim.operators import COLLECTIVES, RESIDUAL
+from uniep.sim.operators import COLLECTIVES, PART, RESIDUAL
 from uniep.taskflow.graph import SHARED_STAGES, WORKERS, TaskGraph, running_start
 from uniep.taskflow.operators import Operators
 from uniep.taskflow.site import Site
@@ -148,11 +148,12 @@ def costs(
     flow_start = running_start(torch.bincount(task_F, minlength=graph.num_tasks))
     # --- until a waiting worker sees it ---
     latency = machine.network_latency_us if ep > per_node else machine.link_latency_us
-    delay_V = _delays(graph, {KERNEL: launches}, latency)
+    parts = [machine.matrix_launch_us] * sites[0].way.gate_up_parts
+    delay_V = _delays(graph, {KERNEL: launches, PART: parts}, latency)
     poll = torch.tensor([machine.matrix_poll_us, machine.vector_poll_us])[classes] / 2
     polled_V = torch.ones(graph.num_events, dtype=torch.bool)
-    if KERNEL in graph.stages:
-        polled_V = graph.event_V3[:, 1] != graph.stages.index(KERNEL)
+    for stage in {KERNEL, PART}.intersection(graph.stages):
+        polled_V &= graph.event_V3[:, 1] != graph.stages.index(stage)
     poll[~graph.has_any(graph.waits, polled_V)] = 0
     return Costs(
         alone_N, compute_N, flow_start, resource_F[order], demand_F[order], capacity, delay_V,

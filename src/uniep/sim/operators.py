@@ -17,9 +17,10 @@ from torch import Tensor
 
 from uniep.schedule import Tile
 from uniep.sim.problem import Problem, to_peer
-from uniep.taskflow.graph import Block, ranges
+from uniep.taskflow.graph import Block, lexsort, ranges
 from uniep.taskflow.layer import backward_operators, forward_operators
 from uniep.taskflow.operators import Access, Operator, Operators, Pairs, Work, returns, rows_of
+from uniep.taskflow.order import places
 from uniep.taskflow.site import Site, blocks, steps
 from uniep.way import Way
 
@@ -440,6 +441,34 @@ def sent_whole(operators: Operators) -> Operators:
         return [(torch.as_tensor(part) * more_n).round().long() for part in operators["push"].work(site, tiles)]
 
     return Operators([dataclasses.replace(op, work=work) if op.name == "push" else op for op in operators])
+
+
+PART = "part of gate_up"
+
+
+def in_parts(operators: Operators) -> Operators:
+    """When gate_up of a part of the row tiles is done, its down product begins, and gate_up of the next part."""
+
+    def pairs(site: Site, tiles: Tensor) -> Pairs:
+        inside_n = places(operators, operators["gate_up"], site, tiles)[:, 2]
+        row_M, tile_n = torch.unique(tiles[:, 1], return_inverse=True)
+        inside_M = torch.zeros_like(row_M).scatter_(0, tile_n, inside_n)
+        position_M = lexsort(row_M, inside_M).argsort()
+        part_n = ((position_M + 1) * site.way.gate_up_parts - 1)[tile_n] // max(len(row_M), 1)
+        used = torch.unique(part_n)
+        return Pairs(torch.searchsorted(used, part_n), torch.arange(len(used)), torch.full_like(used, site.rank), used)
+
+    def before(site: Site, tiles: Tensor) -> Pairs:
+        made = pairs(site, tiles)
+        return made._replace(group_P=made.group_P[1:], rank_P=made.rank_P[1:], number_P=made.number_P[:-1])
+
+    def with_parts(op: Operator) -> Operator:
+        if op.name == "gate_up":
+            here, earlier = Access(PART, pairs), Access(PART, before)
+            return dataclasses.replace(op, reads=(*op.reads, earlier), writes=(*op.writes, here))
+        return dataclasses.replace(op, reads=(*op.reads, Access(PART, pairs))) if op.name == "down" else op
+
+    return Operators(list(map(with_parts, operators)))
 
 
 def kept_in_pieces(operators: Operators) -> Operators:

@@ -147,10 +147,11 @@ def with_transfer(operators: Operators, way: Way) -> tuple[Operators, Lane]:
 
 def _uniep(
     transfer: Literal["push", "copy"] | None = None, pipelined: bool | None = None,
-    down_wgrad: Literal["after", "beside"] | None = None,
+    down_wgrad: Literal["after", "beside"] | None = None, parts: int | None = None,
 ) -> Callable[[Problem, Machine], Arrangement]:  # fmt: skip
     """transfer: "copy", by copy engines; "push", by programs.  pipelined: the second product beside the first.
-    down_wgrad: "beside" the product whose rows return, or "after" it.  None: as uniep chooses by default on GPUs."""
+    parts: of that; 1: by claims.  down_wgrad: "beside" the product whose rows return, or "after" it.  None: as uniep
+    chooses by default on GPUs."""
 
     def arrange(problem: Problem, machine: Machine) -> Arrangement:
         usual = default_schedule(GPU, problem.cfg, problem.ep)
@@ -165,11 +166,17 @@ def _uniep(
             usual = dataclasses.replace(usual, overlap="pipelined" if pipelined else "fused", pipelined_from=0)
         if down_wgrad is not None:
             usual = dataclasses.replace(usual, down_wgrad=down_wgrad)
+        if parts is not None:
+            usual = dataclasses.replace(usual, gate_up_parts=parts, down_sms=0 if parts > 1 else Schedule().down_sms)
         of_gpus = resolve(problem.cfg, problem.ep, problem.tokens, usual)
         operators, way = _uniep_operators(problem, machine, tile_order="local-first", peer_order="rotated")
-        # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads only waves and
-        # down_sms; `leads` it never reads: own rows come first in all experts.
-        way = dataclasses.replace(way, waves=of_gpus.waves, down_sms=of_gpus.down_sms)
+        # `way` is that of one kernel, whose operators these are.  Of the stages' way the compiler reads waves, down_sms
+        # and parts, and with those, whose results return in this order, how many experts lead; else own rows come first
+        # in all experts.
+        names = ["waves", "down_sms", "gate_up_parts"]
+        if of_gpus.gate_up_parts > 1 and problem.direction == "fwd":
+            operators, names = made.in_parts(operators), [*names, "local_first", "leads"]
+        way = dataclasses.replace(way, **{name: getattr(of_gpus, name) for name in names})
         operators, sending = with_transfer(operators, of_gpus)
         lanes = [sending]
         if problem.direction == "bwd":
@@ -222,8 +229,12 @@ STRATEGIES = {
                  _uniep()),
         Strategy("uniep-push", "as uniep-dw2-after, tokens pushed by programs", _uniep("push", False, "after")),
         Strategy("uniep-copy", "as uniep-dw2-after, tokens sent by copy engines", _uniep("copy", False, "after")),
-        Strategy("uniep-pipelined", "as uniep-dw2-after, both products beside each other", _uniep(None, True, "after")),
-        Strategy("uniep-dw2-after", "as uniep, dW2 after the product whose rows return", _uniep(down_wgrad="after")),
+        Strategy("uniep-pipelined", "as uniep-dw2-after, the second product beside the first by claims",
+                 _uniep(None, True, "after", 1)),
+        Strategy("uniep-parts", "as uniep-pipelined, in two parts: the second product of one beside the first of the "
+                 "other", _uniep(None, True, "after", 2)),
+        Strategy("uniep-dw2-after", "as uniep without parts, dW2 after the product whose rows return",
+                 _uniep(down_wgrad="after", parts=1)),
         Strategy("uniep-dw2-beside", "as uniep, dW2 beside the product whose rows return", _uniep(down_wgrad="beside")),
         Strategy("uniep-mega", "uniep's operators in one kernel, own rows first", _uniep_mega("local-first")),
         Strategy("uniep-mega-natural", "as uniep-mega, experts in turn", _uniep_mega("natural")),
@@ -311,6 +322,8 @@ def queues_of(graph: TaskGraph, arrangement: Arrangement, machine: Machine, alon
             shared = torch.tensor([graph.ops.index(name) for name in lane.shares if name in graph.ops])
             (places,) = torch.isin(graph.op_N[tasks], shared).nonzero(as_tuple=True)
             lane_n[places[torch.arange(len(places)) % workers["matrix"] < lane.workers]] = number + 1
+            if "down" in lane.operators:
+                lane_n[_first_part(graph, tasks, arrangement.way, lane.workers / workers["matrix"])] = number + 1
         busy = [(lane, tasks[lane_n == n + 1].tolist()) for n, lane in enumerate(arrangement.lanes)]
         busy = [(lane, of_lane) for lane, of_lane in busy if of_lane]
         left = workers["matrix"] - sum(lane.workers for lane, _ in busy if not lane.extra)
@@ -322,3 +335,13 @@ def queues_of(graph: TaskGraph, arrangement: Arrangement, machine: Machine, alon
             joins = None if lane.extra or lane.last else rest
             queues.append(Queue(rank, COPIES if lane.extra else "worker", lane.workers, of_lane, joins))
     return queues
+
+
+def _first_part(graph: TaskGraph, tasks: Tensor, way: Way, share: float) -> Tensor:
+    """Of a rank's tasks, the places of a share of those of the first part of gate_up, which all workers carry out."""
+    if way.gate_up_parts == 1 or "gate_up" not in graph.ops:
+        return torch.zeros(0, dtype=torch.int64)
+    place_n = torch.nonzero(graph.op_N[tasks] == graph.ops.index("gate_up")).flatten()
+    first_n = place_n[: len(place_n) // way.gate_up_parts]
+    turn_n = (torch.arange(len(first_n) + 1) * share).long()
+    return first_n[turn_n.diff() > 0]

@@ -95,7 +95,8 @@ def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
     tile holds.
 
     Rows of an expert are sorted by source rank, and pad rows come last.  An operator without lag follows the arrival
-    of rows: rank r - 1 sends to r first, rank r + 1 last.  One with lag returns them, to rank r + 1 first.
+    of rows: rank r - 1 sends to r first, rank r + 1 last.  One with lag returns them, to rank r + 1 first.  The down
+    product of parts of gate_up follows that.
     """
     way, rank, size = site.way, site.rank, site.ep_size
     expert = block_n5[:, 0]
@@ -103,10 +104,14 @@ def _inside(op: Operator, site: Site, block_n5: Tensor) -> Tensor:
         return expert
     first, last, rows = _ends(site, block_n5)
     in_waves = way.waves > 1 and (not op.lag or (op.name == "down" and way.down_sms > 0))
+    arriving = not op.lag or (op.name == "down" and way.gate_up_parts > 1)
     late, step = torch.zeros_like(expert), torch.zeros_like(expert)
-    if not op.lag and way.local_first != "none":
+    if arriving and way.local_first != "none":
         late = _late(site, block_n5)
-    if way.rotated and op.lag and not in_waves:
+    if way.local_first == "leading":
+        behind = late if way.leads_in_turn else 2 * late
+        late = torch.where(expert < way.leads[op.name == "down_grad"], behind, 1)
+    if way.rotated and not arriving and not in_waves:
         step = torch.where(rows == 0, size, (first - rank - 1) % size)
     elif way.rotated or in_waves:
         # Tiles of pad rows alone are this rank's; in waves, behind rows of later ranks, of the last one of these.

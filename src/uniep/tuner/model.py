@@ -251,18 +251,23 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     serial, pipelined = is_in("overlap", "serial"), is_in("overlap", "pipelined")
     mega = is_in("overlap", "mega") | (~serial & (column("mega_to") > 0) & (column("mega_to") >= load.tokens))
     pipelined = pipelined & ~mega & (column("pipelined_from") <= load.tokens)
+    num_parts = column("gate_up_parts")
     copy, expanded = is_in("transfer", "copy"), is_in("operand", "expanded")
     beside = is_in("activation_gradient", "beside") & ~serial & ~mega & (column("beside_from") <= load.tokens)
     grouped = torch.as_tensor(load.lines) > 0
 
+    def turns(tile: str, columns, workers=sms):  # type: ignore[no-untyped-def]
+        """Tiles of a product that follow each other."""
+        row_tiles = torch.where(column(f"{tile}.rows") == 128, load.tiles[0], load.tiles[1])
+        return _waves(row_tiles * torch.ceil(columns / column(f"{tile}.columns")), workers)
+
     def product(tile: str, depth, columns, extra_us, workers=sms):  # type: ignore[no-untyped-def]
         """us of a product over all row tiles; extra_us: added per tile."""
         rows, wide = column(f"{tile}.rows"), column(f"{tile}.columns")
-        tiles = torch.where(rows == 128, load.tiles[0], load.tiles[1]) * torch.ceil(columns / wide)
         once = 2 * rows * wide * depth / rate
         fed = (rows + wide) * depth * size / cache
         one = torch.maximum(once, fed) + c["tile_us"] + extra_us + mega * c["mega_tile_us"]
-        return one * _waves(tiles, workers)
+        return one * turns(tile, columns, workers)
 
     def weight_gradient(out, of, workers=sms):  # type: ignore[no-untyped-def]
         rows, wide = column("weight_gradient.rows"), column("weight_gradient.columns")
@@ -321,7 +326,16 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     # pipelined: both products share the multiprocessors, and rows are sent from the second one's first tiles on
     work = first + down * c["pipelined_work"]
     begins = gate_up * 0.2
-    both_products = torch.where(pipelined, torch.maximum(work, together(work, begins + results)), first + second)
+    claimed = torch.maximum(work, together(work, begins + results))
+    # in parts: gate_up of the first on all multiprocessors; then both products on their own; then what is left of down
+    share = torch.where(column("down_sms") > 0, column("down_sms") / sms, 1 / 3).clamp(max=0.5)
+    shared = first * (num_parts - 1) / num_parts / (1 - share)
+    left = 1 - torch.minimum(shared * share / down, 1 - 1 / num_parts)
+    sent = torch.where(grouped, 0.0, results)
+    in_parts = first / num_parts + torch.maximum(shared + together(down * left, sent * left), sent)
+    between = gate_up / turns("gate_up", 2 * ffn) / 2 + c["launch_us"]
+    in_parts = in_parts + (num_parts - 1) * between + torch.where(grouped, results + sums, 0.0)
+    both_products = torch.where(pipelined, torch.where(num_parts > 1, in_parts, claimed), first + second)
     products_fwd = gate_up + down
     slow_fwd = _slow(products_fwd, 0.0, c)
     fwd = plan + both_products * slow_fwd + combine + launches_fwd * c["launch_us"]

@@ -179,7 +179,9 @@ class Link:
         phase that ends where this one waits for it."""
         elsewhere: list[str] = []
         for stage in stages:
-            if stage.after:
+            if stage.after and stage.stream == "side":
+                self.fork(self.side)
+            elif stage.after:
                 self._join_phases(elsewhere)
             if self.side not in self._forked and any(
                 (s.beside or s.name) == stage.name and s.stream == "side" for s in stages

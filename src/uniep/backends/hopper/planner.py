@@ -175,11 +175,11 @@ class Planner(Calls):
 
     def plan(
         self, ids_TK: Tensor, weights_TK: Tensor, leads: tuple[int, int] = (0, 0), operation: str = "forward",
-        waves: int = 1, by_expert: bool = False,
+        waves: int = 1, by_expert: bool = False, in_turn: bool = False,
     ) -> DevicePlan:  # fmt: skip
-        """Enter a call and plan it; the tokens of the send lists are sent.  leads, waves, by_expert: as in `make`."""
+        """Enter a call and plan it; the tokens of the send lists are sent.  leads to in_turn: as in `make`."""
         plan = self.enter_new(ids_TK, weights_TK, operation)
-        self.make(plan, ids_TK.shape[0], leads, waves, by_expert=by_expert)
+        self.make(plan, ids_TK.shape[0], leads, waves, by_expert=by_expert, in_turn=in_turn)
         return plan
 
     def enter_new(
@@ -202,11 +202,11 @@ class Planner(Calls):
 
     def make(
         self, plan: DevicePlan, num_tokens: int, leads: tuple[int, int] = (0, 0), waves: int = 1, copies: bool = False,
-        by_expert: bool = False,
+        by_expert: bool = False, in_turn: bool = False,
     ) -> None:  # fmt: skip
         """leads: experts whose local tiles run first, in the forward and the backward.  waves: of tiles by arrival; 1:
         none.  copies: all tokens are sent, whatever their ids; else those of the send lists.  by_expert: the order of
-        these lists, else ascending."""
+        these lists, else ascending.  in_turn: the forward's other tiles of leading experts are not last."""
         from uniep.kernels.plan import histogram_kernel, place_kernel, scan_kernel, tiles_kernel
 
         cfg, ranks = self.cfg, self.num_ranks
@@ -241,7 +241,7 @@ class Planner(Calls):
                 exchange, plan.counts_RE, plan.bundle, self._host_totals, self.call, self.status, self.rank, *leads,
                 waves,
             ),
-            constants.tiles,
+            constants.tiles | {"IN_TURN": in_turn},
             num_warps=self._tiles_warps,
         )  # fmt: skip
         launch(

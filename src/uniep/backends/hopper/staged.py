@@ -14,7 +14,7 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper.link import Link
 from uniep.config import ROW_ALIGN
-from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, LowRank, Sums, Tokens
+from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, LowRank, RowPart, Sums, Tokens
 from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
 from uniep.layout import padded_rank
 from uniep.routing import RowBlock, row_block
@@ -193,7 +193,8 @@ class Forward(_Call):
 
     def plan(self, stage: Stage) -> None:
         link, way, tokens = self.link, self.link.way, self.out_TD.shape[0]
-        link.planner.make(self.planned, tokens, way.leads, way.waves, link.copying, way.sends_by_expert)
+        how = link.copying, way.sends_by_expert, way.leads_in_turn
+        link.planner.make(self.planned, tokens, way.leads, way.waves, *how)
 
     def expand(self, stage: Stage) -> None:
         """(N, D): every row's input, contiguous; fused: this rank's tokens are pushed meanwhile."""
@@ -221,27 +222,37 @@ class Forward(_Call):
         from uniep.launch.staged import launch_gate_up
 
         link, way = self.link, self.link.way
-        if self.x_ND is None:
+        is_first = stage.part is None or stage.part[0] == 0
+        if self.x_ND is None and is_first:
             self.make_h()
         gathers = self.x_ND is None and "w13" not in self.low
-        dispatch = link.dispatching(way.push_rounds[0]) if gathers else ALL_HERE
+        dispatch = ALL_HERE
+        if gathers:  # the first part pushes all
+            dispatch = link.dispatching(way.push_rounds[0]) if is_first else Dispatch(link.fused)
+        counts = way.down_sms > 0 and stage.part is None
         launch_gate_up(
             self.sent, self.x_ND, self.planned.bundle, self.inputs.experts, self.peers, link.cfg, way.gate_up,
-            stage.sms, self.h_2NF, self.act_NF, dispatch._replace(count_tiles=way.down_sms > 0),
-            low=self.low.get("w13"),
+            stage.sms, self.h_2NF, self.act_NF,
+            dispatch._replace(count_tiles=counts, part=self.part_of(stage)), low=self.low.get("w13"),
         )  # fmt: skip
+
+    def part_of(self, stage: Stage) -> RowPart | None:
+        """Of gate_up's row tiles, if there are parts."""
+        return stage.part and RowPart(*stage.part, self.link.way.gate_up.group_rows)
 
     def keep(self, stage: Stage) -> None:
         self.kept = self.link.keep(self.out_TD.shape[0])
 
     def down(self, stage: Stage) -> None:
-        """Two launches that share a cursor: one beside gate_up, until that is done, then both."""
+        """Beside gate_up, in two launches that share a cursor: one until that is done, then both; or a launch for each
+        part of gate_up, beside the next part, the last one behind it."""
         from uniep.launch.staged import Beside, launch_down
 
-        link, tile = self.link, self.link.way.gate_up
-        beside = None
+        way, beside, each = self.link.way, None, self.link.way.down.programs_per_sm
         if stage.shares_cursor:
-            beside = Beside(-(-link.cfg.ffn // (tile.columns // 2)), link.sms * link.way.down.programs_per_sm)
+            beside = Beside(way.sms * each, -(-self.link.cfg.ffn // (way.gate_up.columns // 2)))
+        elif stage.part:
+            beside = Beside((way.sms + (way.gate_up_parts - 1) * way.down_sms) * each, part=self.part_of(stage))
         self.return_rows(stage, launch_down, self.act_NF, beside=beside, low=self.low.get("w2"))
 
     def group_sum(self, stage: Stage) -> None:
