@@ -25,7 +25,7 @@ def test_calls_differ_in_what_recordings_leave_open(printed):
     at the same places of what it is given, of its results and of its temporary memory."""
     lines = [line for line in printed if "steps" in line]
     found = [re.fullmatch(r"(.+): (\d+) steps, (\d+) patches, differing (.*)", line) for line in lines]
-    assert len(found) == 63
+    assert len(found) == 66
     assert not [m[0] for m in found if m[4] != "[]"]
     assert all(int(m[2]) > 4 and int(m[3]) > len(VARYING) for m in found)
     of_default = next(m for m in found if m[1] == "default, forward")
@@ -36,5 +36,5 @@ def test_calls_launch_what_their_stages_list(printed):
     """Every kernel and copy of a call is in its stages, in this order, on the stream that they say, and behind the
     stages of other streams that they say."""
     lines = [line for line in printed if "launches what" in line or ", not [" in line]
-    assert len(lines) == 63
+    assert len(lines) == 66
     assert not [line for line in lines if not line.endswith("launches what its stages list, too early []")]
