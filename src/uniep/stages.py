@@ -326,7 +326,8 @@ class _Call:
 
     def weight_gradient(self, name: str, dw: str) -> Stage:
         """Of W, or of its factors A and B."""
-        lora, kernels = self.way.lora, "weight_gradient_kernel"
+        lora = self.way.lora
+        kernels = "weight_gradient_kernel" if self.cfg.gradient_shards == 1 else "block_gradient_kernel"
         made = ((dw.replace("w", "lora") if lora else dw, CALLER),) * (not self.flags.main_grad)
         if lora and self.device:
             kernels = f"{'shrink_kernel' * (name == 'down_wgrad')} {kernels} {kernels}"

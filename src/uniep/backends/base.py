@@ -69,12 +69,13 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class MainGrads:
-    """Where backward stores the fp32 gradients of experts: in the parameters' layout, contiguous and 16-byte aligned.
+    """Where backward stores the gradients of experts: in the parameters' layout, contiguous and 16-byte aligned; fp32,
+    or, with blocks that are added, in the parameters' dtype.
 
     accumulate: each finished gradient is added to the stored value; else it replaces that value.
     blocks: number of blocks of consecutive source ranks whose rows are summed apart.  Blocks are added in ascending
-        order.  apart: they are not added; each tensor has one more dimension in front, for the blocks.
-    biases: where those of b13 and b2 go; (): they are `ExpertGradients.biases`, in the layer's dtype.
+        order in fp32.  apart: they are not added; each tensor has one more dimension in front, for the blocks.
+    biases: where those of b13 and b2 go, never added; (): they are `ExpertGradients.biases`, in the layer's dtype.
     Parameters whose gradients are not needed are left out, w13, w2 or biases as a whole.  With LoRA, w13 and w2 are the
     gradients of the factors, `ExpertWeights.trained`.
     """
@@ -91,14 +92,15 @@ class MainGrads:
         """All of them."""
         return *self.w13, *self.w2, *self.biases
 
-    def of_blocks(self) -> Iterator[MainGrads]:
-        """Where the gradient of each block goes, ascending."""
+    def of_blocks(self) -> list[MainGrads]:
+        """Where the gradient of each block goes, ascending; of blocks that are added, that of all."""
+        if not self.apart:
+            return [self]
+        found = []
         for block in range(self.blocks):
-            if self.apart:
-                w13, w2, biases = (tuple(t[block] for t in ts) for ts in (self.w13, self.w2, self.biases))
-                yield MainGrads(w13, w2, self.accumulate, biases=biases)
-            else:
-                yield MainGrads(self.w13, self.w2, self.accumulate or block > 0, biases=self.biases)
+            w13, w2, biases = (tuple(t[block] for t in ts) for ts in (self.w13, self.w2, self.biases))
+            found.append(MainGrads(w13, w2, self.accumulate, biases=biases))
+        return found
 
     def clear(self) -> None:
         """Write zeros for experts without rows, unless gradients are added."""
