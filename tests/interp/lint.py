@@ -209,17 +209,15 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
     with compiling(launched, wanted):
         backend.forward(inputs, save=False)
         _, saved = backend.forward(inputs, save=True)
-        usual = [tuple(torch.empty_like(t) for t in ts) for ts in experts.trained]
-        backend.backward(x_TD, inputs, saved, Needs(), MainGrads(*usual, False, case.shards) if case.shards > 1 else None)
+        backend.backward(x_TD, inputs, saved, Needs(), None, case.shards)
         w13, w2, of_biases = (tuple(t.float() for t in ts) for ts in (*experts.trained, experts.biases))
         for accumulate in (False, True):
-            into = MainGrads(w13, w2, accumulate, case.shards, biases=of_biases)
-            backend.backward(x_TD, inputs, saved, Needs(), into)
+            into = MainGrads(w13, w2, accumulate, biases=of_biases)
+            backend.backward(x_TD, inputs, saved, Needs(), into, case.shards)
         if case.shards > 1:
-            apart = (tuple(t.expand(case.shards, *t.shape).clone() for t in ts) for ts in (w13, w2, of_biases))
-            w13, w2, of_biases = apart
-            into = MainGrads(w13, w2, False, case.shards, True, of_biases)
-            backend.backward(x_TD, inputs, saved, Needs(), into)
+            each = [tuple(t.expand(case.shards, *t.shape).clone() for t in ts) for ts in (w13, w2, of_biases)]
+            into = MainGrads(*each[:2], False, True, each[2])
+            backend.backward(x_TD, inputs, saved, Needs(), into, case.shards)
         if case.lora is None:
             run_collective(cfg, case.ep_size, inputs, case.preactivation)
     return launched

@@ -312,7 +312,7 @@ class Backward(_Bodies):
     """Bodies of `lower_backward`.  h: None, if it is recomputed.  x_rows: the forward's inputs by row, for that and for
     gate_up_wgrad.  separate: as in `Forward`.
 
-    gradients: those of the experts, in the layer's dtype, or `main_grads`.  Those of biases (db13, db2) are made with
+    gradients: those of the experts, in the layer's dtype, or `main_grads`.  blocks: see `Backend.backward`.  Those of biases (db13, db2) are made with
     those of the weights beside them."""
 
     def __init__(
@@ -326,6 +326,7 @@ class Backward(_Bodies):
         x_rows: Gather,
         needs: Needs,
         main_grads: MainGrads | None = None,
+        blocks: int = 1,
         separate: bool = False,
     ) -> None:
         super().__init__(rows, shared, dy_TD, ids_TK)
@@ -346,8 +347,7 @@ class Backward(_Bodies):
             main_grads = MainGrads(w13, w2, accumulate=False)
         else:
             main_grads.clear()
-        self.gradients, self.targets = main_grads, main_grads.of_blocks()
-        self.rows_eB = row_blocks(self.plan, self.rank, main_grads.blocks)
+        self.gradients, self.rows_eB = main_grads, row_blocks(self.plan, self.rank, blocks)
         self.biases = () if main_grads.biases else tuple(torch.zeros_like(b) for b in experts.biases)
 
     def recompute(self, block: Block) -> None:
@@ -481,7 +481,9 @@ class Backward(_Bodies):
         """(gradient by `product` of rows, where it goes): of each block of source ranks, also of those without rows, or
         of all, added ascending."""
         found = map(product, self.rows_eB[expert])
-        return zip(found if self.gradients.apart else [functools.reduce(torch.add, found)], self.targets, strict=True)
+        if self.gradients.apart:
+            return ((out, self.gradients.of_block(block)) for block, out in enumerate(found))
+        return iter([(functools.reduce(torch.add, found), self.gradients)])
 
     def collect(self, block: Block) -> None:
         tokens, top_k = slice(block.row0, block.row1), self.cfg.top_k

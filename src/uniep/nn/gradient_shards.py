@@ -38,16 +38,11 @@ def backward(
     main_grads: MainGrads | None = None,
 ) -> ExpertGradients:
     """`Backend.backward`, with expert gradients by blocks.  Collective over the EP group and the copies."""
-    backend = space.enter()
-    if space.cfg.gradient_shards == 1:
-        return backend.backward(dy_TD, inputs, saved, needs, main_grads)
+    backend, blocks = space.enter(), space.cfg.gradient_shards // space.num_copies
     if space.num_copies == 1:
-        into = _memory(space, inputs, needs) if main_grads is None else main_grads
-        into = dataclasses.replace(into, blocks=space.cfg.gradient_shards)
-        got = backend.backward(dy_TD, inputs, saved, needs, into)
-        return got if main_grads is not None else dataclasses.replace(got, w13=into.w13 or None, w2=into.w2 or None)
-    of_blocks = _memory(space, inputs, needs, space.cfg.gradient_shards // space.num_copies)
-    got = backend.backward(dy_TD, inputs, saved, needs, of_blocks)
+        return backend.backward(dy_TD, inputs, saved, needs, main_grads, blocks)
+    of_blocks = _memory(inputs, needs, blocks)
+    got = backend.backward(dy_TD, inputs, saved, needs, of_blocks, blocks)
     w13, w2, biases = (
         tuple(sum_over_ranks(t.flatten(1), space.copies).view(t.shape[1:]) for t in ts)
         for ts in (of_blocks.w13, of_blocks.w2, of_blocks.biases)
@@ -61,19 +56,15 @@ def backward(
     return got
 
 
-def _memory(space: Workspace, inputs: Inputs, needs: Needs, apart: int | None = None) -> MainGrads:
-    """New memory for the gradients that are needed: in the parameters' dtype, or of each of `apart` blocks, in fp32."""
+def _memory(inputs: Inputs, needs: Needs, blocks: int) -> MainGrads:
+    """fp32 memory for the gradients that are needed, of each block."""
 
     def fresh(weights: tuple[Tensor, ...], needed: bool) -> tuple[Tensor, ...]:
-        if not needed:
-            return ()
-        if apart is None:
-            return tuple(w.new_empty(w.shape) for w in weights)
-        return tuple(w.new_empty((apart, *w.shape), dtype=torch.float32) for w in weights)
+        return tuple(w.new_empty((blocks, *w.shape), dtype=torch.float32) for w in weights) if needed else ()
 
     w13, w2 = inputs.experts.trained
-    biases = fresh(inputs.experts.biases, needs.biases and apart is not None)
-    return MainGrads(fresh(w13, needs.w13), fresh(w2, needs.w2), False, apart or 1, apart is not None, biases)
+    biases = fresh(inputs.experts.biases, needs.biases)
+    return MainGrads(fresh(w13, needs.w13), fresh(w2, needs.w2), False, True, biases)
 
 
 def _cast(sums: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

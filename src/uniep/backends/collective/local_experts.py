@@ -64,7 +64,7 @@ class LocalExperts(Protocol):
 
     def backward(
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor | None, needs: Needs,
-        main_grads: MainGrads | None = None,
+        main_grads: MainGrads | None = None, blocks: int = 1,
     ) -> RowGradients:  # fmt: skip
         """h: None, if it is recomputed."""
         ...
@@ -143,7 +143,7 @@ class TorchExperts:
 
     def backward(
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor | None, needs: Needs,
-        main_grads: MainGrads | None = None,
+        main_grads: MainGrads | None = None, blocks: int = 1,
     ) -> RowGradients:  # fmt: skip
         cfg, plan = self.cfg, routed.plan
         rows, shared = self._rows(routed), self._shared(dy, routed)
@@ -151,7 +151,7 @@ class TorchExperts:
         no_ids = torch.empty(0, cfg.top_k)
         apart = self.way.separate_gradient
         none = dy.local[:0]  # to send or to sum
-        bodies = cpu_tiles.Backward(rows, shared, none, no_ids, experts, h_NF, x_rows, needs, main_grads, apart)
+        bodies = cpu_tiles.Backward(rows, shared, none, no_ids, experts, h_NF, x_rows, needs, main_grads, blocks, apart)
         biases = needs.biases and cfg.bias
         bodies.dy_rows = cpu_tiles.Gather(dy.local, dy.received, rows, compact=True)
         if h_NF is None:
@@ -266,7 +266,7 @@ class KernelExperts:
 
     def backward(
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor | None, needs: Needs,
-        main_grads: MainGrads | None = None,
+        main_grads: MainGrads | None = None, blocks: int = 1,
     ) -> RowGradients:  # fmt: skip
         cfg, tile, plan, dy_TD = self.cfg, self.way.down, routed.plan, dy.local
         num_rows = plan.num_rows
@@ -300,20 +300,20 @@ class KernelExperts:
             dh_NH = made.dh_N2F.view(num_rows, -1)
             if needs.weights:
                 weights_N = self._dweights(made, dy_N, plan, rows)
-            blocks = self._blocks(rows, routed, into)
+            of_blocks = self._blocks(rows, routed, blocks)
             if needs.biases:
                 of = rows.fields
                 self.launch.launch_bias_gradients(
-                    dh_NH, dy_N, routed.weight_N, of.start_e1 if blocks is None else blocks.begin_S,
-                    of.rows_e if blocks is None else blocks.rows_S, experts, into.biases or biases, self._zero,
-                    self.sms, into.blocks, apart=into.apart,
+                    dh_NH, dy_N, routed.weight_N, of.start_e1 if of_blocks is None else of_blocks.begin_S,
+                    of.rows_e if of_blocks is None else of_blocks.rows_S, experts, into.biases or biases, self._zero,
+                    self.sms, blocks, apart=into.apart,
                 )  # fmt: skip
             if needs.x:
                 self.launch.launch_gate_up_gradient(
                     dh_NH, rows, stacked, self.alone, cfg, tile, self.sms, dx_ND, slots=1, scatter=False
                 )
                 run_own(self.way, "gate_up_grad", dx_ND, plan)
-            how = {"rows": rows, "blocks": blocks, "into": into}
+            how = {"rows": rows, "blocks": of_blocks, "into": into}
             if needs.w2:
                 self._weight_gradients(dy_ND, made.act_NF, 0, into.w2, transposed=False, **how)
             if needs.w13:
@@ -338,14 +338,14 @@ class KernelExperts:
         self.launch.launch_dweights(made, dy_N, rows, alone, self.cfg, self.way.down, self.sms)
         return found[plan.row_return_N.clamp(min=0)]
 
-    def _blocks(self, rows: Any, routed: Routed, into: MainGrads) -> RowBlocks | None:
-        """Of source ranks, whose gradients are summed by themselves; None: all rows in one sum."""
-        if into.blocks == 1:
+    def _blocks(self, rows: Any, routed: Routed, blocks: int) -> RowBlocks | None:
+        """None: all rows are one."""
+        if blocks == 1:
             return None
         of, plan = rows.fields, routed.plan
         first, depth = self.rank * of.rows_e.shape[0], self.way.weight_gradient.depth
         counts_Re = plan.counts_RE[:, first : first + of.rows_e.shape[0]]
-        return row_blocks(counts_Re, of.start_e1, of.rows_e, plan.num_rows, into.blocks, depth)
+        return row_blocks(counts_Re, of.start_e1, of.rows_e, plan.num_rows, blocks, depth)
 
     def _weight_gradients(
         self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], *, rows: Any,
@@ -358,7 +358,7 @@ class KernelExperts:
         how = {"transposed": transposed, "accumulate": into.accumulate}
         for number, dw in enumerate(out):
             first, last = number * per, (number + 1) * per
-            dw_eHW = dw.view(per * (into.blocks if into.apart else 1), -1, width)
+            dw_eHW = dw.view(per * (len(dw) if into.apart else 1), -1, width)
             if blocks is None:  # clones are aligned
                 start, count = of.start_e1[first : last + 1].clone(), of.rows_e[first:last].clone()
                 self.launch.launch_weight_gradient(

@@ -257,10 +257,11 @@ class Backward(_Call):
     direction = "backward"
 
     def __init__(
-        self, link: Link, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None
-    ) -> None:
+        self, link: Link, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None,
+        blocks: int,
+    ) -> None:  # fmt: skip
         super().__init__(link, inputs, dy_TD)
-        self.needs, self.main_grads = needs, main_grads
+        self.needs, self.main_grads, self.num_blocks = needs, main_grads, blocks
         self.accumulate = main_grads is not None and main_grads.accumulate
         *of_plan, self.h_2NF, kept = saved
         if "w13" in link.way.lora:
@@ -394,11 +395,10 @@ class Backward(_Call):
         memory, rows, blocks = self.gradient_memory, self.planned.rows, self.blocks
         if not memory.biases:
             self.biases = tuple(map(result_like, self.inputs.experts.biases))
-        of_blocks = () if blocks is None else (blocks.number,)
         launch_bias_gradients(
             self.dh, self.addresses.dy_N, rows.weight_N, rows.start_e1 if blocks is None else blocks.begin_S,
             rows.rows_e if blocks is None else blocks.rows_S, self.inputs.experts, memory.biases or self.biases,
-            self.link.planner.status, stage.sms, *of_blocks, apart=memory.apart,
+            self.link.planner.status, stage.sms, self.num_blocks, apart=memory.apart,
         )  # fmt: skip
 
     @functools.cached_property
@@ -413,15 +413,15 @@ class Backward(_Call):
 
     @functools.cached_property
     def blocks(self) -> RowBlocks | None:
-        """Of source ranks, whose gradients are summed by themselves; None: all rows in one sum."""
-        link, rows, number = self.link, self.planned.rows, self.gradient_memory.blocks
-        if number == 1:
+        """Of source ranks; None: all rows are one."""
+        link, rows = self.link, self.planned.rows
+        if self.num_blocks == 1:
             return None
         first, last = (rank * link.planner.local for rank in (link.rank, link.rank + 1))
         counts_Re = tensor(self.planned.counts_RE)[:, first:last]
         depth = max(link.way.weight_gradient.depth, 64)  # 64: of the gradients of factors
         return row_blocks(
-            counts_Re, tensor(rows.start_e1), tensor(rows.rows_e), self.planned.num_rows, number, depth
+            counts_Re, tensor(rows.start_e1), tensor(rows.rows_e), self.planned.num_rows, self.num_blocks, depth
         )
 
     def down_wgrad(self, stage: Stage) -> None:
