@@ -23,8 +23,8 @@ ALWAYS = {  # kernels that any forward and backward over several ranks launches
     "backward_kernel", "row_operator_kernel",
 }  # fmt: skip
 SOMETIMES = {  # kernels that tokens which are fetched, factors, biases, blocks of ranks, and routers launch
-    "publish_kernel", "shrink_kernel", "bias_gradient_kernel", "block_gradient_kernel", "row_products_kernel", "route_kernel", "losses_kernel",
-    "d_logits_kernel",
+    "publish_kernel", "shrink_kernel", "bias_gradient_kernel", "block_gradient_kernel", "row_products_kernel",
+    "route_kernel", "losses_kernel", "d_logits_kernel",
 }  # fmt: skip
 PRODUCTS = {
     "gate_up_kernel", "product_kernel", "gathered_product_kernel", "weight_gradient_kernel", "counted_product_kernel",

@@ -75,8 +75,8 @@ def test_low_rank_factors():
 
 
 def test_gradient_shards():
-    """Blocks are added where a gradient is made; with copies every block is kept, what is exchanged, and the sum; on GPUs
-    where the rows of blocks lie, and no copy of them."""
+    """Blocks are added where a gradient is made; with copies every block is kept, what is exchanged, and the sum.  On
+    GPUs where the rows of blocks lie, and no copy of them."""
     of_13 = 16 * 2 * 2048 * 7168 * 4
     one = dataclasses.replace(CFG, gradient_shards=4)
     for backend, more in (("cpu", set()), ("hopper", {"block_rows"}), ("nccl", {"block_rows"})):

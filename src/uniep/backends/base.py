@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import SymInt, Tensor
@@ -135,8 +135,8 @@ class Backend(Protocol):
         """Gradients of one earlier forward; `saved` is not modified, so it may run twice.
 
         main_grads: where the gradients of experts go; None: they are returned.
-        blocks: number of blocks of consecutive source ranks; a gradient of experts is summed over the rows of each block
-            in fp32, and these sums are added in ascending order."""
+        blocks: number of blocks of consecutive source ranks; a gradient of experts is summed over the rows of each
+            block in fp32, and these sums are added in ascending order."""
         ...
 
     def refuse(self, error: UniEPError) -> None:

@@ -310,9 +310,9 @@ class Forward(Dispatch):
 
 class Backward(_Bodies):
     """Bodies of `lower_backward`.  h: None, if it is recomputed.  x_rows: the forward's inputs by row, for that and for
-    gate_up_wgrad.  separate: as in `Forward`.
+    gate_up_wgrad.  separate: as in `Forward`.  blocks: see `Backend.backward`.
 
-    gradients: those of the experts, in the layer's dtype, or `main_grads`.  blocks: see `Backend.backward`.  Those of biases (db13, db2) are made with
+    gradients: those of the experts, in the layer's dtype, or `main_grads`.  Those of biases (db13, db2) are made with
     those of the weights beside them."""
 
     def __init__(

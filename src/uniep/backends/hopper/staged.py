@@ -257,8 +257,8 @@ class Backward(_Call):
     direction = "backward"
 
     def __init__(
-        self, link: Link, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None,
-        blocks: int,
+        self, link: Link, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs,
+        main_grads: MainGrads | None, blocks: int,
     ) -> None:  # fmt: skip
         super().__init__(link, inputs, dy_TD)
         self.needs, self.main_grads, self.num_blocks = needs, main_grads, blocks
@@ -277,7 +277,7 @@ class Backward(_Call):
 
     def made(self) -> ExpertGradients:
         needs = self.needs
-        self.run(Flags(**vars(needs), main_grad=self.main_grads is not None))
+        self.run(Flags(**vars(needs), main_grad=self.main_grads is not None, blocks=self.num_blocks))
         dx_TD = self.out_TD if needs.x else None
         return ExpertGradients(dx_TD, self.dweights_TK, self.dw13, self.dw2, self.biases)
 
@@ -463,7 +463,7 @@ class Backward(_Call):
     def _factor_gradients(
         self, stage: Stage, given: Memory, v_NR: Tensor, d_out: Memory, u_NR: Tensor, into: tuple[Tensor, ...]
     ) -> None:
-        """(dA (e, r, X), dB (e, Y, r)) of out (N, Y) = given (N, X) @ (W + scale B A)^T: dA = v^T given, dB = d_out^T u.
+        """dA (e, r, X), dB (e, Y, r) of out (N, Y) = given (N, X) @ (W + scale B A)^T: v^T given, d_out^T u.
 
         v: scale * (d_out @ B).  u: scale * (given @ A^T).
         """
