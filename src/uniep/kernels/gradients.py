@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.activation import activate, gate_gradient, up_gradient
-from uniep.kernels.arguments import Activation, Rows
+from uniep.kernels.arguments import Activation, Rows, Segments
 from uniep.kernels.gemm import halves, tile_coordinates
 from uniep.kernels.ptx import after_previous, narrow
 from uniep.kernels.rows import num_row_tiles
@@ -269,9 +269,7 @@ def weight_gradient_kernel(
 @triton.jit
 def block_gradient_tile(
     b_ptr,
-    row_ptr,
-    address_ptr,
-    start_ptr,
+    segments: Segments,
     segment,
     m,
     first_column,
@@ -291,15 +289,15 @@ def block_gradient_tile(
     BLOCK_N: tl.constexpr = TILE.N
     BLOCK_K: tl.constexpr = TILE.K
     dtype: tl.constexpr = b_ptr.dtype.element_ty
-    begin = tl.load(start_ptr + segment)
-    end = tl.load(start_ptr + segment + SUMMED)
-    until = tl.load(start_ptr + segment + 1)
+    begin = tl.load(segments.start_S + segment)
+    end = tl.load(segments.start_S + segment + SUMMED)
+    until = tl.load(segments.start_S + segment + 1)
     a_column = (m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
     b_column = (n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     # Two steps ahead, as in `weight_gradient_tile`.
     place = begin + tl.arange(0, BLOCK_K)
-    row, address = tl.load(row_ptr + place), tl.load(address_ptr + place)
-    next_row, next_address = tl.load(row_ptr + place + BLOCK_K), tl.load(address_ptr + place + BLOCK_K)
+    row, address = tl.load(segments.row_P + place), tl.load(segments.address_P + place)
+    next_row, next_address = tl.load(segments.row_P + place + BLOCK_K), tl.load(segments.address_P + place + BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total = tl.full((BLOCK_M, BLOCK_N), -0.0, tl.float32)  # plus any number is that number
     for at in range(begin, end, BLOCK_K):
@@ -316,23 +314,21 @@ def block_gradient_tile(
             b = tl.load(b_ptrs, mask=used & (b_column < WIDTH), other=0.0)
         row, address = tl.where(end > begin, next_row, row), tl.where(end > begin, next_address, address)
         place = at + 2 * BLOCK_K + tl.arange(0, BLOCK_K)
-        next_row, next_address = tl.load(row_ptr + place), tl.load(address_ptr + place)
+        next_row, next_address = tl.load(segments.row_P + place), tl.load(segments.address_P + place)
         acc = tl.dot(a.T, b, acc)
         if SUMMED > 1:
             if at + BLOCK_K == until:
                 total += acc
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 segment += 1
-                until = tl.load(start_ptr + segment + 1)
+                until = tl.load(segments.start_S + segment + 1)
     return acc if SUMMED == 1 else total
 
 
 @triton.jit(do_not_specialize=["first_column"])
 def block_gradient_kernel(
     b_ptr,
-    row_ptr,
-    address_ptr,
-    start_ptr,
+    segments: Segments,
     out_desc,
     status_ptr,
     first_column,
@@ -349,8 +345,8 @@ def block_gradient_kernel(
     """`weight_gradient_kernel` by BLOCKS blocks of source ranks: dW[e] = (b_0 + b_1) + ... , rounded once; APART: each
     of them.
 
-    row (P,): see `RowBlocks`.  address (P,) int64: of its row of a (HEIGHT).  b (N, STRIDE).  start (S + 2,): first
-    place of each segment.  out_desc: (e, HEIGHT, WIDTH), APART: (BLOCKS e, HEIGHT, WIDTH), blocks first.
+    b (N, STRIDE).  segments: of each expert's blocks, addresses of rows of a (HEIGHT).  out_desc: (e, HEIGHT, WIDTH),
+    APART: (BLOCKS e, HEIGHT, WIDTH), blocks first; or TRANSPOSED, ACCUMULATE as there.
     """
     NUM_M: tl.constexpr = (HEIGHT + TILE.M - 1) // TILE.M
     NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
@@ -361,9 +357,8 @@ def block_gradient_kernel(
         m, n = tile_coordinates(step % (NUM_M * NUM_N), NUM_M, NUM_N, TILE.GROUP_M)
         is_lost = tl.load(status_ptr) != 0
         acc = block_gradient_tile(
-            b_ptr, row_ptr, address_ptr, start_ptr, result * SUMMED, m, first_column, n, HEIGHT, WIDTH, STRIDE, SUMMED,
-            TILE,
-        )  # fmt: skip
+            b_ptr, segments, result * SUMMED, m, first_column, n, HEIGHT, WIDTH, STRIDE, SUMMED, TILE
+        )
         if APART:
             result = result % BLOCKS * LOCAL + result // BLOCKS
         acc = tl.where(is_lost, float("nan"), acc)

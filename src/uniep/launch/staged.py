@@ -22,6 +22,7 @@ from uniep.kernels.arguments import (
     LowRank,
     Product,
     Rows,
+    Segments,
     Sums,
     TileShape,
     Tokens,
@@ -402,8 +403,8 @@ def launch_block_gradient(
         block_gradient_kernel,
         multiprocessors * tile.programs_per_sm,
         (
-            b_NW, blocks.row_P, blocks.addresses_of(a), blocks.start_S, _gradient_block(dw, tile, transposed), status,
-            first_column,
+            b_NW, Segments(blocks.start_S, blocks.row_P, blocks.addresses_of(a)),
+            _gradient_block(dw, tile, transposed), status, first_column,
         ),
         {
             "LOCAL": results // blocks.number if apart else results, "BLOCKS": blocks.number, "APART": apart,
