@@ -412,28 +412,21 @@ def _groups(c: _Call, rows: int, of_bias: bool = False) -> _Size:
 def _gradient_blocks(c: _Call, backend: str) -> list[_Size]:
     """What `MoEConfig.gradient_shards` needs beyond the gradients."""
     cfg, blocks = c.cfg, c.cfg.gradient_shards // c.copies
-    if cfg.gradient_shards == 1:
-        return []
-    like = f"d{[*c.trained][1]}"
-    apart = (blocks,) if c.copies > 1 else ()
-    of = c.trained
-    if cfg.bias and c.lora is None:
-        of |= {"b13": (c.local, cfg.h_columns), "b2": (c.local, cfg.hidden)}
-    why = f"fp32, {blocks} blocks of ranks apart" if apart else f"fp32, the sum of {blocks} blocks of ranks"
-    found = [_Size(f"d{name}_blocks", (*apart, *shape), _F32, why, like) for name, shape in of.items()]
-    if apart:
+    found, of, like = [], c.trained, f"d{[*c.trained][1]}"
+    if c.copies > 1:
+        if cfg.bias and c.lora is None:
+            of |= {"b13": (c.local, cfg.h_columns), "b2": (c.local, cfg.hidden)}
+        why = f"fp32, {blocks} blocks of ranks apart"
         at_once = (2 * blocks + 2, min(max(map(math.prod, of.values())), SUMMED_AT_ONCE))
         found += [
+            *(_Size(f"d{name}_blocks", (blocks, *shape), _F32, why, like) for name, shape in of.items()),
             _Size("dw_copies", at_once, _F32, "sent to copies and received, a part at a time", like),
             *(_Size(f"d{name}_sum", shape, _F32, "fp32, over all blocks", like) for name, shape in of.items()),
         ]
     if blocks > 1 and (backend == "hopper" or (backend == "nccl" and c.lora is None)):  # kernels contract them
         rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
-        width = cfg.h_columns + (cfg.hidden if backend == "nccl" or c.way.expanded else 0)
-        width += 2 * padded_rank(c.lora) if c.lora is not None else 0
-        why = "rows of one block, for its gradient, and where they lie"
-        found.append(_Size("block_rows", (rows, width), cfg.dtype, why, like))
-        found.append(_Size("block_index", (2 * blocks, rows), _I64, why, like))
+        places = rows + (c.local * blocks + 2) * max(c.way.weight_gradient.depth, 64)
+        found.append(_Size("block_rows", (6, places), _I64, "which rows each block has, and where they lie", like))
     return found
 
 

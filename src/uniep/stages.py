@@ -30,7 +30,8 @@ END, SAVED, CALLER = "end", "saved", "caller"
 
 class Flags(NamedTuple):
     """What a call is to do.  save: a backward will follow.  x to biases: gradients that are needed.  main_grad: the
-    caller has memory for those of experts.  wire: tokens and rows cross it."""
+    caller has memory for those of experts.  wire: tokens and rows cross it.  blocks: number of blocks of source
+    ranks, by which gradients of experts are summed."""
 
     save: bool = True
     x: bool = True
@@ -40,6 +41,7 @@ class Flags(NamedTuple):
     biases: bool = True
     main_grad: bool = False
     wire: bool = True
+    blocks: int = 1
 
 
 ALL = Flags()
@@ -350,7 +352,8 @@ class _Call:
 
     def weight_gradient(self, name: str, dw: str, **fields: Any) -> Stage:
         """Of W, or of its factors A and B."""
-        lora, kernels = self.way.lora, "weight_gradient_kernel"
+        lora = self.way.lora
+        kernels = "weight_gradient_kernel" if self.flags.blocks == 1 else "block_gradient_kernel"
         made = ((dw.replace("w", "lora") if lora else dw, CALLER),) * (not self.flags.main_grad)
         if lora and self.device:
             kernels = f"{'shrink_kernel' * (name == 'down_wgrad')} {kernels} {kernels}"

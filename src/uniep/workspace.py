@@ -31,7 +31,7 @@ from uniep.meeting import Meeting, has_process_group
 from uniep.membership import Membership
 from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
-from uniep.stages import DIRECTIONS, Direction, Program, stages
+from uniep.stages import DIRECTIONS, Direction, Flags, Program, stages
 from uniep.tuner import choose
 from uniep.way import ADAPTABLE
 
@@ -260,7 +260,8 @@ class Workspace:
             raise ConfigError(f"lora is {lora!r}; pass a tuple of some of {', '.join(map(repr, ADAPTABLE))}")
         way = self.backend.way_of(tokens, tuple(weight for weight in ADAPTABLE if weight in lora))
         title = f"{direction}, {way.backend}, {way.ep_size} ranks, T={tokens}{', LoRA' * bool(way.lora)}"
-        return Program(title, stages(self.cfg, way, direction))
+        blocks = self.cfg.gradient_shards // self.num_copies
+        return Program(title, stages(self.cfg, way, direction, Flags(blocks=blocks)))
 
     def prepare(self) -> None:
         """Compile and allocate ahead of the first call.  Collective."""

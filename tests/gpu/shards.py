@@ -34,8 +34,18 @@ def check_gradient_shards(r):
             w.main_grad = torch.full(w.shape, torch.nan, device=r.device)
         uniep.moe(x, ids, weights, *parameters, workspace=workspace, main_grad="overwrite").backward(dy)
         blocks = [r.gather(w.main_grad) for w in parameters]
-    whole = [functools.reduce(torch.add, of_ranks).to(cfg.dtype) for of_ranks in blocks]
+    sums = [functools.reduce(torch.add, of_ranks) for of_ranks in blocks]
+    whole = [dw.to(cfg.dtype) for dw in sums]
     experts = slice(r.rank * len(w13), (r.rank + 1) * len(w13))
+    with Workspace(cfg, r.group, timeout_s=60) as workspace:
+        parameters = [w.clone().requires_grad_() for w in (w13, w2)]
+        for how, before in (("overwrite", torch.nan), ("accumulate", 0.3)):
+            for w in parameters:
+                w.main_grad = torch.full(w.shape, before, device=r.device)
+            uniep.moe(x, ids, weights, *parameters, workspace=workspace, main_grad=how).backward(dy)
+            for w, dw in zip(parameters, sums, strict=True):
+                want = dw[experts] if how == "overwrite" else torch.full_like(w.main_grad, before) + dw[experts]
+                assert torch.equal(w.main_grad, want), how
     want = [*r.once(plain, data)[:3], *(dw[experts] for dw in whole)]
     found = {how: r.once(cfg, data, **options) for how, options in WAYS.items()}
     found["sync-free"] = r.once(dataclasses.replace(cfg, max_rows=8192), data)

@@ -327,9 +327,9 @@ def run_blocks(backend, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
             tuple(torch.full((*shape, *t.shape), float("nan")) for t in ts)
             for ts in (experts.w13, experts.w2, experts.biases)
         )
-        into = MainGrads(w13, w2, False, ranks, bool(shape), biases)
-        assert backend.backward(dy_TD, inputs, saved, Needs(), into).biases == ()
-        each = list(into.of_blocks()) if shape else [into]
+        into = MainGrads(w13, w2, False, bool(shape), biases)
+        assert backend.backward(dy_TD, inputs, saved, Needs(), into, ranks).biases == ()
+        each = list(map(into.of_block, range(ranks))) if shape else [into]
         parts = zip(*((stacked(case, of.w13), of.w2[0], *of.biases) for of in each), strict=True)
         names = ("13", "2", "_b13", "_b2")
         found |= {f"{name}{part}": torch.stack(of, 1) for part, of in zip(names, parts, strict=False)}
@@ -344,9 +344,9 @@ def run_factor_blocks(backend, case: Case, rank: int, ranks: int) -> list[dict[s
     for apart in (False, True):
         shape, fill = ((ranks,), float("nan")) if apart else ((), BEFORE)
         w13, w2 = (tuple(torch.full((*shape, *t.shape), fill) for t in ts) for ts in inputs.experts.trained)
-        into = MainGrads(w13, w2, not apart, ranks, apart)
-        backend.backward(dy_TD, inputs, saved, Needs(biases=False), into)
-        each = list(into.of_blocks()) if apart else [into]
+        into = MainGrads(w13, w2, not apart, apart)
+        backend.backward(dy_TD, inputs, saved, Needs(biases=False), into, ranks)
+        each = list(map(into.of_block, range(ranks))) if apart else [into]
         found += map(factors, each)
     return found
 

@@ -87,6 +87,7 @@ class Case:
     adapted: tuple[str, ...] = ("w13", "w2")  # the weights that have them
     more: str = ""  # of the schedule, as text
     preactivation: str = "saved"
+    shards: int = 1  # blocks of ranks, whose weight gradients are summed by themselves
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -95,7 +96,7 @@ class Case:
         how += f" up to {self.limit}" * (self.limit is not None) + ", biases" * self.bias
         how += ", operators of one's own" * self.own
         how += f", LoRA of rank {self.lora} beside {' and '.join(self.adapted)}" * (self.lora is not None)
-        how += f", {self.more}" * bool(self.more)
+        how += f", {self.more}" * bool(self.more) + f", {self.shards} gradient shards" * (self.shards > 1)
         how += f", h {self.preactivation}" * (self.preactivation != "saved")
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
@@ -105,7 +106,7 @@ class Case:
         return MoEConfig(
             hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
             max_tokens_per_rank=TOKENS, dtype=self.dtype, weight_at=self.weight_at, combine_groups=self.combine_groups,
-            activation=self.activation, activation_limit=self.limit, bias=self.bias,
+            activation=self.activation, activation_limit=self.limit, bias=self.bias, gradient_shards=self.shards,
             max_rows=2 * TOKENS * shape.top_k if self.sync_free else None,
         )  # fmt: skip
 
@@ -188,6 +189,12 @@ CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", bias=True, preactivation="recomputed"),
     Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", preactivation="recomputed"),
     Case("qwen3-235b", BF16, "output", 1, operand="expanded", activation="relu2", preactivation="recomputed"),
+    # Weight gradients by blocks of ranks: of whole tiles and others, of narrow and wide factors.
+    Case("qwen3-30b", BF16, "output", 4, transfer="copy", operand="expanded", shards=4),
+    Case(GPT_OSS, FP16, "output", 2, layout="split", activation="swiglu_oai", limit=7.0, bias=True, shards=2),
+    Case("dsv2-lite", FP16, "activation", 2, more=SMALL, shards=2),
+    Case("qwen3-30b", lora=8, shards=2),
+    Case("deepseek-v3", ep_size=8, lora=128, shards=8),
 )
 FEW = 4  # so many of CASES have every kernel
 
@@ -220,12 +227,15 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
     with compiling(launched, wanted):
         backend.forward(inputs, save=False)
         _, saved = backend.forward(inputs, save=True)
-        backend.backward(x_TD, inputs, saved, Needs())
-        given = *experts.trained, experts.biases
-        w13, w2, of_biases = (tuple(torch.empty(t.shape) for t in ts) for ts in given)
+        backend.backward(x_TD, inputs, saved, Needs(), None, case.shards)
+        w13, w2, of_biases = (tuple(t.float() for t in ts) for ts in (*experts.trained, experts.biases))
         for accumulate in (False, True):
             into = MainGrads(w13, w2, accumulate, biases=of_biases)
-            backend.backward(x_TD, inputs, saved, Needs(), into)
+            backend.backward(x_TD, inputs, saved, Needs(), into, case.shards)
+        if case.shards > 1:
+            each = [tuple(t.expand(case.shards, *t.shape).clone() for t in ts) for ts in (w13, w2, of_biases)]
+            into = MainGrads(*each[:2], False, True, each[2])
+            backend.backward(x_TD, inputs, saved, Needs(), into, case.shards)
         if case.lora is None:
             run_collective(cfg, case.ep_size, inputs, case.preactivation)
     return launched

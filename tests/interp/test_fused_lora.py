@@ -68,13 +68,13 @@ def dense(case, dtype):
 
 @pytest.mark.parametrize("key", LORA_CASES)
 def test_blocks_of_source_ranks(results, key):
-    """Each block has the bits of a call with its rank's tokens alone; they are added ascending, to what was there."""
+    """Each block has the bits of a call with its rank's tokens alone; they are added, and then to what was there."""
     case, turns = LORA_CASES[key], len(rounds_of("lora", key))
     added, *apart = results[key][turns:]
     names = [name for name in names_of(case) if name in FACTORS]
     assert len(apart) == RANKS and names
     for name in names:
-        assert torch.equal(added[name], BEFORE + apart[0][name] + apart[1][name]), name
+        assert torch.equal(added[name], BEFORE + (apart[0][name] + apart[1][name])), name
         if case.dtype == torch.float32:
             backend = host_backends(case.config(sum(case.tokens)), 1, SCHEDULE)[0]
             inputs, dy_TD = share(case, 0, 1)

@@ -45,7 +45,11 @@ from uniep.kernels.transfer import (
 )
 from uniep.launch.driver import Bundle
 from uniep.launch.operands import Peers
-from uniep.launch.staged import launch_claimed_activation_gradient
+from uniep.launch.staged import (
+    launch_block_gradient,
+    launch_claimed_activation_gradient,
+    launch_weight_gradient,
+)
 from uniep.numerics import (
     add_ascending,
     bias_groups,
@@ -54,7 +58,7 @@ from uniep.numerics import (
     row_block_sums,
     widened,
 )
-from uniep.routing import build_plan
+from uniep.routing import build_plan, row_blocks
 from uniep.schedule import Tile
 
 D, F, K, TOKENS = 136, 200, 3, (150, 45)  # no multiples of a tile in any direction
@@ -74,6 +78,7 @@ CHOICES = {
     "up_first": {"gate first": False, "up first": True},
     "gathered": {"rows": False, "addresses": True},
     "transposed": {"dW": False, "dW transposed": True},
+    "apart": {"added": False, "apart": True},
     "main_grad": {"no main_grad": None, "overwrite": "overwrite", "accumulate": "accumulate"},
 }
 """Argument of a test -> its values by name."""
@@ -506,6 +511,55 @@ def test_weight_gradient(dtype, data, tile, gathered, transposed, main_grad):
     assert p.plan.expert_start_e1[EMPTY] == p.plan.expert_start_e1[EMPTY + 1]
 
 
+@every_pair("dtype", "tile", "gathered", "transposed", "apart", "main_grad")
+def test_block_gradient(dtype, tile, gathered, transposed, apart, main_grad):
+    """Each block of ranks has the bits of a product of its rows alone, and sees no rows of others, not even NaN; they
+    are added in ascending order, and rounded once.  Blocks end inside of steps; some have no rows; an expert has none.
+    """
+    counts_Re = torch.tensor([[70, 0, 0], [1, 0, 0], [0, 0, 300], [250, 0, 64], [5, 0, 0], [0, 0, 130]])
+    blocks, local, height, width, first = 3, 3, D, F, 8
+    rows_e = counts_Re.sum(0)
+    start_e1 = torch.cumsum(torch.tensor([0, *(-(-rows_e // ROW_ALIGN) * ROW_ALIGN).tolist()]), 0)
+    n = int(start_e1[-1]) + 50  # as in memory with room
+    a_NH, b_NW = made((n, height), dtype, "normal", 6), made((n, first + width), dtype, "normal", 7)
+    status, options = torch.zeros(1, dtype=torch.int32), {"transposed": transposed, "multiprocessors": 2}
+    out_dtype, accumulate = (torch.float32 if main_grad or apart else dtype), main_grad == "accumulate"
+    shape = (width, height) if transposed else (height, width)
+    of_blocks = row_blocks(counts_Re.int(), start_e1.int(), rows_e.int(), n, blocks, tile.depth)
+
+    def computed() -> Tensor:
+        dw = torch.full(((blocks if apart else 1) * local, *shape), 0.3 if accumulate else torch.nan, dtype=out_dtype)
+        launch_block_gradient(
+            row_addresses(a_NH) if gathered else a_NH, b_NW, first, dw, of_blocks, status, tile=tile,
+            accumulate=accumulate, apart=apart, **options,
+        )  # fmt: skip
+        return dw.view(-1, local, *shape)
+
+    def alone(expert: int, block: int) -> Tensor:
+        """From rows in memory of their own, zeros behind."""
+        before = int(start_e1[expert] + counts_Re[: 2 * block, expert].sum())
+        count = int(counts_Re[2 * block : 2 * block + 2, expert].sum())
+        a, b = (torch.cat([t[before : before + count], t.new_zeros(512, t.shape[1])]) for t in (a_NH, b_NW))
+        dw, start = torch.empty(1, *shape), torch.zeros(1, dtype=torch.int32)
+        rows = torch.tensor([count], dtype=torch.int32)
+        narrow = dataclasses.replace(tile, columns=128)  # which the interpreter's products would show
+        launch_weight_gradient(a, b, first, dw, start, rows, status, tile if apart else narrow, **options)
+        return dw[0]
+
+    got = computed()
+    each_Be = torch.stack([torch.stack([alone(e, b) for e in range(local)]) for b in range(blocks)])
+    want = each_Be if apart else ((each_Be[0] + each_Be[1]) + each_Be[2])[None]
+    assert torch.equal(got, (0.3 + want if accumulate else want).to(out_dtype)) and not each_Be[:, 1].any()
+    if not apart:
+        assert not torch.equal(each_Be[0] + (each_Be[1] + each_Be[2]), want[0]), "the data tell no order from another"
+    else:
+        for t in (a_NH, b_NW):
+            t[: counts_Re[:2, 0].sum()] = torch.nan  # block 0 of expert 0
+        assert computed()[0, 0].isnan().all() and torch.equal(computed()[1:], got[1:])
+    status.fill_(1)
+    assert computed().isnan().all()
+
+
 @both_dtypes
 def test_expand(dtype):
     p = problem(dtype, "normal")
@@ -562,6 +616,10 @@ def test_dweights_with_biases(dtype):
     )
 
 
+def zeros_behind(rows_NX: Tensor) -> Tensor:
+    return torch.cat([rows_NX, rows_NX.new_zeros(-len(rows_NX) % ROW_ALIGN, rows_NX.shape[1])])
+
+
 @both_dtypes
 @pytest.mark.parametrize("which", ["db13", "db2"])
 def test_bias_gradient(dtype, which):
@@ -583,16 +641,21 @@ def test_bias_gradient(dtype, which):
     if which == "db2":
         given = {"values_ptr": None, "weight_ptr": weight_N, "address_ptr": row_addresses(rows_NW), "b2_ptr": rows_NW}
     status = torch.zeros(1, dtype=torch.int32)
-    constants = {"LOCAL": 3, "WIDTH": width, "COLUMNS": 128, "ADD": False}
+    constants = {"LOCAL": 3, "BLOCKS": 1, "APART": False, "WIDTH": width, "COLUMNS": 128}
     got = unwritten(3, width, dtype=dtype)
     run = {**tables, **given, "status_ptr": status, "out_ptr": got, **constants}
     launch(bias_gradient_kernel, **run)
     want = row_block_sums(value_NW)
     assert torch.equal(got[1], want.to(dtype)) and not got[[0, 2]].any()
     assert not torch.equal(want, value_NW.cumsum(0)[-1]), "the data tell no order from another"
-    added = torch.full((3, width), 0.3)
-    launch(bias_gradient_kernel, **(run | {"out_ptr": added, "ADD": True}))
-    assert torch.equal(added[1], 0.3 + want) and (added[[0, 2]] == added[0, 0]).all()
+    of_blocks = {"LOCAL": 1, "BLOCKS": 3, "out_ptr": unwritten(3, width, dtype=torch.float32)}
+    start, count = (torch.tensor(t, dtype=torch.int32) for t in ([0, 7, 200], [7, 193, count - 200]))
+    of_blocks |= {"start_ptr": start, "count_ptr": count}
+    each = [row_block_sums(zeros_behind(value_NW[s : s + c])) for s, c in zip(start, count, strict=True)]
+    launch(bias_gradient_kernel, **(run | of_blocks | {"APART": True}))
+    assert torch.equal(of_blocks["out_ptr"], torch.stack(each))
+    launch(bias_gradient_kernel, **(run | of_blocks))
+    assert torch.equal(of_blocks["out_ptr"][0], (each[0] + each[1]) + each[2])
     status.fill_(1)
     launch(bias_gradient_kernel, **run)
     assert got.isnan().all()

@@ -22,13 +22,13 @@ ALWAYS = {  # kernels that any forward and backward over several ranks launches
     "return_order_kernel", "counted_product_kernel", "claimed_sum_kernel", "list_kernel", "forward_kernel",
     "backward_kernel", "row_operator_kernel",
 }  # fmt: skip
-SOMETIMES = {  # kernels that tokens which are fetched, factors, biases, and routers launch
-    "publish_kernel", "shrink_kernel", "bias_gradient_kernel", "row_products_kernel", "route_kernel", "losses_kernel",
-    "d_logits_kernel",
+SOMETIMES = {  # kernels that tokens which are fetched, factors, biases, blocks of ranks, and routers launch
+    "publish_kernel", "shrink_kernel", "bias_gradient_kernel", "block_gradient_kernel", "row_products_kernel",
+    "route_kernel", "losses_kernel", "d_logits_kernel",
 }  # fmt: skip
 PRODUCTS = {
     "gate_up_kernel", "product_kernel", "gathered_product_kernel", "weight_gradient_kernel", "counted_product_kernel",
-    "forward_kernel", "backward_kernel",
+    "block_gradient_kernel", "forward_kernel", "backward_kernel",
 }  # fmt: skip
 TIMEOUT_S = 900
 

@@ -153,17 +153,17 @@ def test_blocks_of_source_ranks(kind, layout):
     of_experts = experts.w13, experts.w2, experts.biases
     local = kind(cfg, 1, way_of(cfg), *([torch.device("cpu")] if kind is KernelExperts else []))
 
-    def gradients(ids, **blocks):
+    def gradients(ids, blocks=1, apart=False):
         plans = [build_plan(ids, r, cfg) for r in (0, 1)]
         x, dy = ([random(len(i), 64, seed=seed + n).half() for n, i in enumerate(ids)] for seed in (10, 20))
         sent = plans[0].send_token_RT[1, : plans[0].send_count_R[1]]
         x, dy = (Tokens(t[1], torch.cat([t[0][sent], torch.zeros(1, 64).half()])) for t in (x, dy))
         routed = Routed(plans[1], torch.where(plans[1].row_return_N >= 0, 0.5, 0.0))
         h = local.forward(x, routed, experts, True)[1]
-        shape = (2,) if blocks.get("apart") else ()
+        shape = (2,) if apart else ()
         w13, w2, biases = (tuple(torch.full((*shape, *t.shape), torch.nan) for t in ts) for ts in of_experts)
-        into = MainGrads(w13, w2, False, **blocks, biases=biases)
-        assert local.backward(dy, x, routed, experts, h, Needs(), into).biases == ()
+        into = MainGrads(w13, w2, False, apart, biases)
+        assert local.backward(dy, x, routed, experts, h, Needs(), into, blocks).biases == ()
         return into.tensors
 
     with fixed_settings():

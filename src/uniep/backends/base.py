@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import SymInt, Tensor
@@ -72,9 +72,8 @@ class MainGrads:
     """Where backward stores the fp32 gradients of experts: in the parameters' layout, contiguous and 16-byte aligned.
 
     accumulate: each finished gradient is added to the stored value; else it replaces that value.
-    blocks: number of blocks of consecutive source ranks whose rows are summed apart.  Blocks are added in ascending
-        order.  apart: they are not added; each tensor has one more dimension in front, for the blocks.
-    biases: where those of b13 and b2 go; (): they are `ExpertGradients.biases`, in the layer's dtype.
+    apart: blocks of source ranks are not added; each tensor has one more dimension in front, for the blocks.
+    biases: where those of b13 and b2 go, never added; (): they are `ExpertGradients.biases`, in the layer's dtype.
     Parameters whose gradients are not needed are left out, w13, w2 or biases as a whole.  With LoRA, w13 and w2 are the
     gradients of the factors, `ExpertWeights.trained`.
     """
@@ -82,7 +81,6 @@ class MainGrads:
     w13: tuple[Tensor, ...]
     w2: tuple[Tensor, ...]
     accumulate: bool
-    blocks: int = 1
     apart: bool = False
     biases: tuple[Tensor, ...] = ()
 
@@ -91,14 +89,10 @@ class MainGrads:
         """All of them."""
         return *self.w13, *self.w2, *self.biases
 
-    def of_blocks(self) -> Iterator[MainGrads]:
-        """Where the gradient of each block goes, ascending."""
-        for block in range(self.blocks):
-            if self.apart:
-                w13, w2, biases = (tuple(t[block] for t in ts) for ts in (self.w13, self.w2, self.biases))
-                yield MainGrads(w13, w2, self.accumulate, biases=biases)
-            else:
-                yield MainGrads(self.w13, self.w2, self.accumulate or block > 0, biases=self.biases)
+    def of_block(self, block: int) -> MainGrads:
+        """Where the gradient of a block goes that is kept apart."""
+        w13, w2, biases = (tuple(t[block] for t in ts) for ts in (self.w13, self.w2, self.biases))
+        return MainGrads(w13, w2, self.accumulate, biases=biases)
 
     def clear(self) -> None:
         """Write zeros for experts without rows, unless gradients are added."""
@@ -135,11 +129,14 @@ class Backend(Protocol):
         ...
 
     def backward(
-        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
-    ) -> ExpertGradients:
+        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None,
+        blocks: int = 1,
+    ) -> ExpertGradients:  # fmt: skip
         """Gradients of one earlier forward; `saved` is not modified, so it may run twice.
 
-        main_grads: where the gradients of experts go; None: they are returned."""
+        main_grads: where the gradients of experts go; None: they are returned.
+        blocks: number of blocks of consecutive source ranks; a gradient of experts is summed over the rows of each
+            block in fp32, and these sums are added in ascending order."""
         ...
 
     def refuse(self, error: UniEPError) -> None:

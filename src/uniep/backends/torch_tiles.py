@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -310,7 +310,7 @@ class Forward(Dispatch):
 
 class Backward(_Bodies):
     """Bodies of `lower_backward`.  h: None, if it is recomputed.  x_rows: the forward's inputs by row, for that and for
-    gate_up_wgrad.  separate: as in `Forward`.
+    gate_up_wgrad.  separate: as in `Forward`.  blocks: see `Backend.backward`.
 
     gradients: those of the experts, in the layer's dtype, or `main_grads`.  Those of biases (db13, db2) are made with
     those of the weights beside them."""
@@ -326,6 +326,7 @@ class Backward(_Bodies):
         x_rows: Gather,
         needs: Needs,
         main_grads: MainGrads | None = None,
+        blocks: int = 1,
         separate: bool = False,
     ) -> None:
         super().__init__(rows, shared, dy_TD, ids_TK)
@@ -346,8 +347,7 @@ class Backward(_Bodies):
             main_grads = MainGrads(w13, w2, accumulate=False)
         else:
             main_grads.clear()
-        self.gradients, self.targets = main_grads, list(main_grads.of_blocks())
-        self.rows_eB = row_blocks(self.plan, self.rank, main_grads.blocks)
+        self.gradients, self.rows_eB = main_grads, row_blocks(self.plan, self.rank, blocks)
         self.biases = () if main_grads.biases else tuple(torch.zeros_like(b) for b in experts.biases)
 
     def recompute(self, block: Block) -> None:
@@ -405,38 +405,41 @@ class Backward(_Bodies):
 
     def down_wgrad(self, block: Block) -> None:
         """A tile of dW2; those of its first columns make db2 of the same rows."""
-        columns, lora = slice(block.column0, block.column1), self.experts.lora
-        for rows, of in self._blocks(block.group):
-            if self._makes_bias(block):
-                dy = self.dy_rows(rows, slice(block.row0, block.row1))
-                self._put_bias(1, block, self.rows.weight_N1[rows] * dy, of)
-            if not self.needs.w2:
-                continue
-            if lora is not None:
-                if block.row0 == block.column0 == 0 and lora.w2 is not None:  # the first of the expert's tasks
-                    dy, given = self.dy_rows(rows), self.weighted_NF[rows]
-                    self._factors(dy, given, lora.w2, of.w2, of.accumulate, block.group)
-                continue
-            dy = whole_tiles(self.dy_rows(rows, slice(block.row0, block.row1)))
-            out = matmul(dy.T, whole_tiles(self.weighted_NF[rows, columns]))
+        outputs, columns, lora = slice(block.row0, block.row1), slice(block.column0, block.column1), self.experts.lora
+        if self._makes_bias(block):
+            self._put_bias(1, block, lambda rows: self.rows.weight_N1[rows] * self.dy_rows(rows, outputs))
+        if not self.needs.w2:
+            return
+        if lora is not None:
+            if block.row0 == block.column0 == 0 and lora.w2 is not None:  # the first of the expert's tasks
+                given = self.weighted_NF.__getitem__
+                self._factors(self.dy_rows, given, lora.w2, lambda of: of.w2, block.group)
+            return
+
+        def product(rows: slice) -> Tensor:
+            return matmul(whole_tiles(self.dy_rows(rows, outputs)).T, whole_tiles(self.weighted_NF[rows, columns]))
+
+        for out, of in self._sums(block.group, product):
             into = ExpertWeights((), of.w2, self.experts.layout)
-            _put(into.down(block.group)[block.row0 : block.row1, columns], out, of.accumulate)
+            _put(into.down(block.group)[outputs, columns], out, of.accumulate)
 
     def gate_up_wgrad(self, block: Block) -> None:
         """A tile of dW13; those of its first columns make db13 of the same rows."""
-        columns, lora = slice(block.column0, block.column1), self.experts.lora
-        for rows, of in self._blocks(block.group):
-            dh = self.dh_NF[rows, block.row0 : block.row1]
-            if self._makes_bias(block):
-                self._put_bias(0, block, dh.float(), of)
-            if not self.needs.w13:
-                continue
-            if lora is not None:
-                if block.row0 == block.column0 == 0 and lora.w13 is not None:
-                    given = self.x_rows(rows)
-                    self._factors(self.dh_NF[rows], given, lora.w13, of.w13, of.accumulate, block.group)
-                continue
-            out = matmul(whole_tiles(dh).T, whole_tiles(self.x_rows(rows, columns)))
+        outputs, columns, lora = slice(block.row0, block.row1), slice(block.column0, block.column1), self.experts.lora
+        if self._makes_bias(block):
+            self._put_bias(0, block, lambda rows: self.dh_NF[rows, outputs].float())
+        if not self.needs.w13:
+            return
+        if lora is not None:
+            if block.row0 == block.column0 == 0 and lora.w13 is not None:
+                d_out = self.dh_NF.__getitem__
+                self._factors(d_out, self.x_rows, lora.w13, lambda of: of.w13, block.group)
+            return
+
+        def product(rows: slice) -> Tensor:
+            return matmul(whole_tiles(self.dh_NF[rows, outputs]).T, whole_tiles(self.x_rows(rows, columns)))
+
+        for out, of in self._sums(block.group, product):
             into = ExpertWeights(of.w13, (), self.experts.layout, self.cfg.gated)
             for number, half in enumerate(into.halves(block.group)):
                 base = number * self.cfg.ffn
@@ -448,27 +451,39 @@ class Backward(_Bodies):
     def _makes_bias(self, block: Block) -> bool:
         return self.cfg.bias and self.needs.biases and block.column0 == 0
 
-    def _put_bias(self, number: int, block: Block, rows_RC: Tensor, of: MainGrads) -> None:
-        """Columns row0..row1 of db13 or db2, 0 or 1: sums of these rows of a block of source ranks."""
-        into, accumulate = (of.biases, of.accumulate) if of.biases else (self.biases, False)
-        sums_C = row_block_sums(whole_tiles(rows_RC))
-        _put(into[number][block.group, block.row0 : block.row1], sums_C, accumulate)
+    def _put_bias(self, number: int, block: Block, values: Callable[[slice], Tensor]) -> None:
+        """Columns row0..row1 of db13 or db2, 0 or 1: sums of values of rows, (rows, C)."""
+        for sums_C, of in self._sums(block.group, lambda rows: row_block_sums(whole_tiles(values(rows)))):
+            into = of.biases or self.biases
+            _put(into[number][block.group, block.row0 : block.row1], sums_C, False)
 
     def _factors(
-        self, d_out: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], into: tuple[Tensor, ...], accumulate: bool,
-        expert: int,
+        self, d_out: Callable[[slice], Tensor], given: Callable[[slice], Tensor], pair: tuple[Tensor, Tensor],
+        into: Callable[[MainGrads], tuple[Tensor, ...]], expert: int,
     ) -> None:  # fmt: skip
-        """Gradients of A and B of out = given (W + scale B A)^T from rows of an expert: dA = cast(scale (d_out B))^T
-        given, dB = d_out^T cast(scale (given A^T))."""
+        """Gradients of A and B of out = given (W + scale B A)^T: dA = cast(scale (d_out B))^T given, dB = d_out^T
+        cast(scale (given A^T))."""
         assert self.experts.lora is not None
         a, b = (factor[expert] for factor in pair)
-        d_out, given, scale = whole_tiles(d_out), whole_tiles(given), self.experts.lora.scale
-        _put(into[0][expert], matmul(shrunk(d_out, b, scale).T, given), accumulate)
-        _put(into[1][expert], matmul(d_out.T, shrunk(given, a.T, scale)), accumulate)
+        scale = self.experts.lora.scale
 
-    def _blocks(self, expert: int) -> Iterator[tuple[slice, MainGrads]]:
-        """(rows, where their gradient goes) of each block of source ranks, ascending; also of blocks without rows."""
-        return zip(self.rows_eB[expert], self.targets, strict=True)
+        def d_a(rows: slice) -> Tensor:
+            return matmul(shrunk(whole_tiles(d_out(rows)), b, scale).T, whole_tiles(given(rows)))
+
+        def d_b(rows: slice) -> Tensor:
+            return matmul(whole_tiles(d_out(rows)).T, shrunk(whole_tiles(given(rows)), a.T, scale))
+
+        for number, product in enumerate((d_a, d_b)):
+            for out, of in self._sums(expert, product):
+                _put(into(of)[number][expert], out, of.accumulate)
+
+    def _sums(self, expert: int, product: Callable[[slice], Tensor]) -> Iterator[tuple[Tensor, MainGrads]]:
+        """(gradient by `product` of rows, where it goes): of each block of source ranks, also of those without rows, or
+        of all, added ascending."""
+        found = map(product, self.rows_eB[expert])
+        if self.gradients.apart:
+            return ((out, self.gradients.of_block(block)) for block, out in enumerate(found))
+        return iter([(functools.reduce(torch.add, found), self.gradients)])
 
     def collect(self, block: Block) -> None:
         tokens, top_k = slice(block.row0, block.row1), self.cfg.top_k

@@ -166,6 +166,15 @@ class Activation(NamedTuple):
     b2: Pointer = None
 
 
+class Segments(NamedTuple):
+    """Rows of blocks of source ranks, see `RowBlocks`.  start (S + 2,): first place of each segment.  row (P,): the row
+    at each place, -1: none.  address (P,) int64: where it is in the first operand of a product."""
+
+    start_S: Pointer
+    row_P: Pointer
+    address_P: Pointer
+
+
 class Addresses(NamedTuple):
     """Of the rows of x and dO, where they lie: int64."""
 

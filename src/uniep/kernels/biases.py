@@ -65,42 +65,61 @@ def bias_gradient_kernel(
     status_ptr,
     out_ptr,
     LOCAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    APART: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ADD: tl.constexpr,
 ):
-    """out (e, WIDTH): sums of columns over the rows of each expert, rounded once; ADD: added to what is there, fp32.
+    """out (e, WIDTH): sums of columns over the rows of each expert, rounded once; by BLOCKS blocks of its rows, which
+    are added in ascending order; APART: not added, (BLOCKS, e, WIDTH).
 
     Of values (N, WIDTH), or, if None, of w * dO, rounded to fp32: weight (N,) fp32, address (N,) of each row of dO,
-    whose dtype is that of b2.  start (e + 1,), count (e,): first row and number of rows of each expert.
-    **Order**: blocks of 128 rows from the expert's first, each by a tree of adjacent rows; blocks ascending, from 0.
+    whose dtype is that of b2.  start, count: first row and number of rows of each block, expert by expert.
+    **Order** in a block: 128 rows at a time from its first, each by a tree of adjacent rows; ascending, from 0.
     Experts without rows get exact zeros.  After a failed call gradients are NaN.
     """
-    BLOCKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    PARTS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    SUMMED: tl.constexpr = 1 if APART else BLOCKS
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    for item in range(tl.program_id(0), LOCAL * BLOCKS, tl.num_programs(0)):
-        expert = item // BLOCKS
-        column = item % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-        begin = tl.load(start_ptr + expert)
-        num_rows = tl.load(count_ptr + expert)
-        total = tl.zeros((COLUMNS,), tl.float32)
-        upper = total
-        for half in range(0, tl.cdiv(num_rows, 128) * 2):  # of a block: 128 rows at once would take too many registers
-            first = half * 64
-            left = _part_sum(
-                values_ptr, weight_ptr, address_ptr, b2_ptr, begin, first, num_rows, column, WIDTH, COLUMNS
-            )
-            right = _part_sum(
-                values_ptr, weight_ptr, address_ptr, b2_ptr, begin, first + 32, num_rows, column, WIDTH, COLUMNS
-            )
-            lower = left + right
-            total = tl.where(half % 2 == 0, total, total + (upper + lower))
-            upper = lower
+    for item in range(tl.program_id(0), LOCAL * BLOCKS // SUMMED * PARTS, tl.num_programs(0)):
+        result = item // PARTS
+        column = item % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+        first = result * SUMMED
+        total = _block_sum(
+            start_ptr, count_ptr, values_ptr, weight_ptr, address_ptr, b2_ptr, first, column, WIDTH, COLUMNS
+        )
+        if SUMMED > 1:
+            for block in range(first + 1, first + SUMMED):
+                total += _block_sum(
+                    start_ptr, count_ptr, values_ptr, weight_ptr, address_ptr, b2_ptr, block, column, WIDTH, COLUMNS
+                )
         total = tl.where(tl.load(status_ptr) != 0, float("nan"), total)
-        ptrs, mask = out_ptr + expert.to(tl.int64) * WIDTH + column, column < WIDTH
-        if ADD:
-            total = tl.load(ptrs, mask=mask, other=0.0) + total
+        if APART:
+            result = result % BLOCKS * LOCAL + result // BLOCKS
+        ptrs, mask = out_ptr + result.to(tl.int64) * WIDTH + column, column < WIDTH
         tl.store(ptrs, narrow(total, dtype), mask=mask)
+
+
+@triton.jit
+def _block_sum(
+    start_ptr, count_ptr, values_ptr, weight_ptr, address_ptr, b2_ptr, block, column, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sum of a block of rows of an expert."""
+    begin = tl.load(start_ptr + block)
+    num_rows = tl.load(count_ptr + block)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    upper = total
+    for half in range(0, tl.cdiv(num_rows, 128) * 2):  # of 128 rows: all at once would take too many registers
+        first = half * 64
+        left = _part_sum(values_ptr, weight_ptr, address_ptr, b2_ptr, begin, first, num_rows, column, WIDTH, COLUMNS)
+        right = _part_sum(
+            values_ptr, weight_ptr, address_ptr, b2_ptr, begin, first + 32, num_rows, column, WIDTH, COLUMNS
+        )
+        lower = left + right
+        total = tl.where(half % 2 == 0, total, total + (upper + lower))
+        upper = lower
+    return total
 
 
 @triton.jit

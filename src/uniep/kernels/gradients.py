@@ -1,13 +1,13 @@
 """Kernels of the backward that are no products of rows: the activation's gradient, and the weights' gradients.
 
-Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows.
+Suffixes: M row tiles, D hidden, F ffn, e local experts, N padded rows, S segments, P places.
 """
 
 import triton
 import triton.language as tl
 
 from uniep.kernels.activation import activate, gate_gradient, up_gradient
-from uniep.kernels.arguments import Activation, Rows
+from uniep.kernels.arguments import Activation, Rows, Segments
 from uniep.kernels.gemm import halves, tile_coordinates
 from uniep.kernels.ptx import after_previous, narrow
 from uniep.kernels.rows import num_row_tiles
@@ -264,3 +264,102 @@ def weight_gradient_kernel(
             a_desc, address_ptr, b_desc, rows_ptr, begin, is_lost, expert, m, first_column, n, HEIGHT, TILE
         )
         put_tile(acc, out_desc, expert, m * TILE.M, n * TILE.N, TILE.M, TILE.N, TRANSPOSED, ACCUMULATE)
+
+
+@triton.jit
+def block_gradient_tile(
+    b_ptr,
+    segments: Segments,
+    segment,
+    m,
+    first_column,
+    n,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SUMMED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile of `block_gradient_kernel`, fp32: the sum over SUMMED blocks from `segment` on, each an accumulator of
+    its own from zero, added in ascending order.
+
+    All their steps are one loop, so that loads and products of a block begin before the one before has ended.
+    """
+    BLOCK_M: tl.constexpr = TILE.M
+    BLOCK_N: tl.constexpr = TILE.N
+    BLOCK_K: tl.constexpr = TILE.K
+    dtype: tl.constexpr = b_ptr.dtype.element_ty
+    begin = tl.load(segments.start_S + segment)
+    end = tl.load(segments.start_S + segment + SUMMED)
+    until = tl.load(segments.start_S + segment + 1)
+    a_column = (m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
+    b_column = (n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    # Two steps ahead, as in `weight_gradient_tile`.
+    place = begin + tl.arange(0, BLOCK_K)
+    row, address = tl.load(segments.row_P + place), tl.load(segments.address_P + place)
+    next_row, next_address = tl.load(segments.row_P + place + BLOCK_K), tl.load(segments.address_P + place + BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.full((BLOCK_M, BLOCK_N), -0.0, tl.float32)  # plus any number is that number
+    for at in range(begin, end, BLOCK_K):
+        used = (row >= 0)[:, None]
+        a_ptrs = tl.multiple_of(address.to(tl.pointer_type(dtype))[:, None] + a_column, (1, 16))
+        b_ptrs = tl.multiple_of((b_ptr + row.to(tl.int64) * STRIDE)[:, None] + (first_column + b_column), (1, 16))
+        if HEIGHT % BLOCK_M == 0:
+            a = tl.load(a_ptrs, mask=used, other=0.0)
+        else:
+            a = tl.load(a_ptrs, mask=used & (a_column < HEIGHT), other=0.0)
+        if WIDTH % BLOCK_N == 0:
+            b = tl.load(b_ptrs, mask=used, other=0.0)
+        else:
+            b = tl.load(b_ptrs, mask=used & (b_column < WIDTH), other=0.0)
+        row, address = tl.where(end > begin, next_row, row), tl.where(end > begin, next_address, address)
+        place = at + 2 * BLOCK_K + tl.arange(0, BLOCK_K)
+        next_row, next_address = tl.load(segments.row_P + place), tl.load(segments.address_P + place)
+        acc = tl.dot(a.T, b, acc)
+        if SUMMED > 1:
+            if at + BLOCK_K == until:
+                total += acc
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                segment += 1
+                until = tl.load(segments.start_S + segment + 1)
+    return acc if SUMMED == 1 else total
+
+
+@triton.jit(do_not_specialize=["first_column"])
+def block_gradient_kernel(
+    b_ptr,
+    segments: Segments,
+    out_desc,
+    status_ptr,
+    first_column,
+    LOCAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    APART: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """`weight_gradient_kernel` by BLOCKS blocks of source ranks: dW[e] = (b_0 + b_1) + ... , rounded once; APART: each
+    of them.
+
+    b (N, STRIDE).  segments: of each expert's blocks, addresses of rows of a (HEIGHT).  out_desc: (e, HEIGHT, WIDTH),
+    APART: (BLOCKS e, HEIGHT, WIDTH), blocks first; or TRANSPOSED, ACCUMULATE as there.
+    """
+    NUM_M: tl.constexpr = (HEIGHT + TILE.M - 1) // TILE.M
+    NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
+    SUMMED: tl.constexpr = 1 if APART else BLOCKS
+    RESULTS: tl.constexpr = LOCAL * BLOCKS // SUMMED
+    for step in tl.range(tl.program_id(0), RESULTS * NUM_M * NUM_N, tl.num_programs(0)):
+        result = step // (NUM_M * NUM_N)
+        m, n = tile_coordinates(step % (NUM_M * NUM_N), NUM_M, NUM_N, TILE.GROUP_M)
+        is_lost = tl.load(status_ptr) != 0
+        acc = block_gradient_tile(
+            b_ptr, segments, result * SUMMED, m, first_column, n, HEIGHT, WIDTH, STRIDE, SUMMED, TILE
+        )
+        if APART:
+            result = result % BLOCKS * LOCAL + result // BLOCKS
+        acc = tl.where(is_lost, float("nan"), acc)
+        put_tile(acc, out_desc, result, m * TILE.M, n * TILE.N, TILE.M, TILE.N, TRANSPOSED, ACCUMULATE)

@@ -23,6 +23,7 @@ from uniep.kernels.arguments import (
     Product,
     RowPart,
     Rows,
+    Segments,
     Sums,
     TileShape,
     Tokens,
@@ -31,6 +32,7 @@ from uniep.kernels.biases import bias_gradient_kernel
 from uniep.kernels.gemm import gate_up_kernel, gathered_product_kernel, product_kernel
 from uniep.kernels.gradients import (
     activation_gradient_kernel,
+    block_gradient_kernel,
     claimed_activation_gradient_kernel,
     weight_gradient_kernel,
 )
@@ -65,8 +67,8 @@ from uniep.launch.operands import (
     w13_block,
 )
 from uniep.layout import power_of_2
-from uniep.routing.blocks import RowBlock
-from uniep.schedule import Tile
+from uniep.routing.blocks import RowBlocks
+from uniep.schedule import MOST_VALUES, Tile
 from uniep.weights import ExpertWeights
 
 EXPAND_WARPS = 24  # of a multiprocessor
@@ -248,21 +250,9 @@ def launch_shrink(
     )  # fmt: skip
 
 
-def launch_factor_gradients(
-    given: Memory, shrunk_dout_NR: Tensor, d_out: Memory, shrunk_NR: Tensor, into: tuple[Tensor, ...], start: Memory,
-    count: Memory, status: Tensor, multiprocessors: int, *, accumulate: bool,
-) -> None:  # fmt: skip
-    """into (dA (e, r, X), dB (e, Y, r)) of out (N, Y) = given (N, X) @ (W + scale B A)^T: dA = shrunk_dout^T given,
-    dB = d_out^T shrunk.
-
-    shrunk_dout: scale * (d_out @ B).  shrunk: scale * (given @ A^T).  given, d_out, start, count: as for
-    `launch_weight_gradient`.
-    """
-    tile = Tile(rows=128, columns=shrunk_NR.shape[1], depth=64, warps=4, stages=4, programs_per_sm=SHRINK_PROGRAMS)
-    for a, b_NR, dw, transposed in ((given, shrunk_dout_NR, into[0], True), (d_out, shrunk_NR, into[1], False)):
-        launch_weight_gradient(
-            a, b_NR, 0, dw, start, count, status, tile, multiprocessors, transposed=transposed, accumulate=accumulate
-        )
+def factor_tile(rank: int) -> Tile:
+    """Of the gradients of a factor.  rank: padded."""
+    return Tile(rows=128, columns=rank, depth=64, warps=4, stages=4, programs_per_sm=SHRINK_PROGRAMS)
 
 
 def launch_activation_gradient(made: Activation, rows: Bundle[Rows], cfg: MoEConfig, multiprocessors: int) -> None:
@@ -323,23 +313,22 @@ def launch_dweights(
 
 
 def launch_bias_gradients(
-    dh_NH: Tensor, dy_N: Memory, weight_N: Memory, rows: RowBlock, experts: ExpertWeights, out: tuple[Tensor, ...],
-    status: Tensor, multiprocessors: int, accumulate: bool = False,
+    dh_NH: Tensor, dy_N: Memory, weight_N: Memory, start: Memory, count: Memory, experts: ExpertWeights,
+    out: tuple[Tensor, ...], status: Tensor, multiprocessors: int, blocks: int = 1, *, apart: bool = False,
 ) -> None:  # fmt: skip
     """out (db13, db2): sums over each expert's rows of dh, and of w * dO, at addresses dy; none without biases.
 
-    rows: of the block whose rows dh, dy and weight are; of it first rows and counts are taken.
-
-    accumulate: added to out, which is fp32."""
+    start, count: of Rows, or of `blocks` blocks of each expert (S,).  apart: not added; blocks come first in out."""
     of_dy = weight_N, dy_N, experts.b2
     for grad, values in zip(out, (dh_NH, None), strict=False):
         launch(
             bias_gradient_kernel,
             multiprocessors * 8,
-            (rows.start_e1, rows.rows_e, values, *(of_dy if values is None else (None,) * 3), status, grad),
-            {"LOCAL": grad.shape[0], "WIDTH": grad.shape[1], "COLUMNS": 128, "ADD": accumulate},
+            (start, count, values, *(of_dy if values is None else (None,) * 3), status, grad),
+            {
+                "LOCAL": grad.shape[-2], "BLOCKS": blocks, "APART": apart, "WIDTH": grad.shape[-1], "COLUMNS": 128,
+            },
             num_warps=2, enable_fp_fusion=False,
-            **({"maxnreg": 240} if accumulate else {}),  # left to itself, ptxas spills to use fewer
         )  # fmt: skip
 
 
@@ -389,20 +378,13 @@ def launch_weight_gradient(
     """
     gathered = a.dtype == torch.int64
     local, height, width = (dw.shape[0], dw.shape[2], dw.shape[1]) if transposed else dw.shape
-    columns = stored_columns(tile, dw)
     b_desc = rows_block(b_NW, tile.depth, tile.columns)
-    out_desc = Block(
-        dw,
-        (dw.shape[0], dw.shape[1], dw.shape[2]),
-        dw.stride(),
-        (1, columns, tile.rows) if transposed else (1, tile.rows, columns),
-    )
     launch(
         weight_gradient_kernel,
         multiprocessors * tile.programs_per_sm,
         (
-            b_desc, None if gathered else rows_block(a, tile.depth, tile.rows), a if gathered else None, out_desc,
-            start, count, status, first_column,
+            b_desc, None if gathered else rows_block(a, tile.depth, tile.rows), a if gathered else None,
+            _gradient_block(dw, tile, transposed), start, count, status, first_column,
         ),
         {
             "LOCAL": local, "HEIGHT": height, "WIDTH": width, "TILE": tile_shape(tile), "TRANSPOSED": transposed,
@@ -410,6 +392,47 @@ def launch_weight_gradient(
         },
         **options(tile),
     )  # fmt: skip
+
+
+def launch_block_gradient(
+    a: Tensor, b_NW: Tensor, first_column: int, dw: Tensor, blocks: RowBlocks, status: Tensor, tile: Tile,
+    multiprocessors: int, *, transposed: bool, accumulate: bool = False, apart: bool = False,
+) -> None:  # fmt: skip
+    """As `launch_weight_gradient`, by blocks of source ranks.  a: rows (N, H), or the address of each (at least N,).
+
+    apart: blocks are not added; dw: (blocks * e, H, W), or (blocks * e, W, H), blocks first."""
+    tile = tile if apart else _with_a_sum(tile)
+    results, height, width = (dw.shape[0], dw.shape[2], dw.shape[1]) if transposed else dw.shape
+    launch(
+        block_gradient_kernel,
+        multiprocessors * tile.programs_per_sm,
+        (
+            b_NW, Segments(blocks.start_S, blocks.row_P, blocks.addresses_of(a)),
+            _gradient_block(dw, tile, transposed), status, first_column,
+        ),
+        {
+            "LOCAL": results // blocks.number if apart else results, "BLOCKS": blocks.number, "APART": apart,
+            "HEIGHT": height, "WIDTH": width, "STRIDE": b_NW.shape[1], "TILE": tile_shape(tile),
+            "TRANSPOSED": transposed, "ACCUMULATE": accumulate,
+        },
+        **options(tile),
+    )  # fmt: skip
+
+
+def _with_a_sum(tile: Tile) -> Tile:
+    """So much narrower that a thread's registers have room for a sum beside its accumulator; as many bytes of loads in
+    flight."""
+    columns, stages = tile.columns, tile.stages
+    while 2 * tile.rows * columns > 32 * tile.warps * MOST_VALUES:
+        columns, stages = columns // 2, stages + 1
+    return dataclasses.replace(tile, columns=columns, stages=stages)
+
+
+def _gradient_block(dw: Tensor, tile: Tile, transposed: bool) -> Block:
+    """Blocks in which tiles are stored."""
+    columns = stored_columns(tile, dw)
+    block = (1, columns, tile.rows) if transposed else (1, tile.rows, columns)
+    return Block(dw, (dw.shape[0], dw.shape[1], dw.shape[2]), dw.stride(), block)
 
 
 def launch_combine(sums: Sums, peers: Peers, programs: int, warps: int) -> None:

@@ -38,13 +38,13 @@ def backward(
     main_grads: MainGrads | None = None,
 ) -> ExpertGradients:
     """`Backend.backward`, with expert gradients by blocks.  Collective over the EP group and the copies."""
-    backend = space.enter()
-    if space.cfg.gradient_shards == 1:
-        return backend.backward(dy_TD, inputs, saved, needs, main_grads)
-    of_blocks = _memory(space, inputs, needs)
-    got = backend.backward(dy_TD, inputs, saved, needs, of_blocks)
+    backend, blocks = space.enter(), space.cfg.gradient_shards // space.num_copies
+    if space.num_copies == 1:
+        return backend.backward(dy_TD, inputs, saved, needs, main_grads, blocks)
+    of_blocks = _memory(inputs, needs, blocks)
+    got = backend.backward(dy_TD, inputs, saved, needs, of_blocks, blocks)
     w13, w2, biases = (
-        tuple(sum_over_ranks(t.flatten(1), space.copies).view(t.shape[1:]) for t in ts) if of_blocks.apart else ts
+        tuple(sum_over_ranks(t.flatten(1), space.copies).view(t.shape[1:]) for t in ts)
         for ts in (of_blocks.w13, of_blocks.w2, of_blocks.biases)
     )
     got = dataclasses.replace(got, biases=_cast(biases, inputs.experts.biases))
@@ -56,17 +56,15 @@ def backward(
     return got
 
 
-def _memory(space: Workspace, inputs: Inputs, needs: Needs) -> MainGrads:
-    """fp32 memory for the gradients that are needed: of each block where there are copies, else of their sum."""
-    blocks, apart = space.cfg.gradient_shards // space.num_copies, space.num_copies > 1
-    shape = (blocks,) if apart else ()
+def _memory(inputs: Inputs, needs: Needs, blocks: int) -> MainGrads:
+    """fp32 memory for the gradients that are needed, of each block."""
 
     def fresh(weights: tuple[Tensor, ...], needed: bool) -> tuple[Tensor, ...]:
-        return tuple(w.new_empty((*shape, *w.shape), dtype=torch.float32) for w in weights) if needed else ()
+        return tuple(w.new_empty((blocks, *w.shape), dtype=torch.float32) for w in weights) if needed else ()
 
     w13, w2 = inputs.experts.trained
     biases = fresh(inputs.experts.biases, needs.biases)
-    return MainGrads(fresh(w13, needs.w13), fresh(w2, needs.w2), False, blocks, apart, biases)
+    return MainGrads(fresh(w13, needs.w13), fresh(w2, needs.w2), False, True, biases)
 
 
 def _cast(sums: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

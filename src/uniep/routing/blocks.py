@@ -1,7 +1,6 @@
-"""The rows of a block of source ranks, laid out as if there were no others: for weight gradients that are summed by
-blocks (`MoEConfig.gradient_shards`).
+"""The rows of each block of source ranks, for weight gradients that are summed by blocks (`MoEConfig.gradient_shards`).
 
-Shape suffixes: R ranks, e local experts, N padded rows.
+Shape suffixes: R ranks, e local experts, B blocks, S their segments (expert, block), N padded rows, P places.
 """
 
 from __future__ import annotations
@@ -11,51 +10,54 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from uniep.config import ROW_ALIGN
-
 
 @dataclasses.dataclass(frozen=True)
-class RowBlock:
-    """One block's rows.  start_e1: first row of each expert, multiples of ROW_ALIGN.  rows_e: rows without pad rows.
+class RowBlocks:
+    """Segments of all blocks of each expert, one after the other: each as long as if there were no others, in whole
+    steps of a product, and at least one step long.
 
-    row_N: for each row here the row of the call, or -1 for pad rows; None: the rows of the call as they are.
+    number: B.  start_S: first place of each segment, the end of the last, and one more.  row_P: the row of the call at
+    each place, -1: none; two more steps than are needed.  begin_S, rows_S: first row of each block in the call, rows.
     """
 
-    start_e1: Tensor
-    rows_e: Tensor
-    row_N: Tensor | None = None
+    number: int
+    start_S: Tensor
+    row_P: Tensor
+    begin_S: Tensor
+    rows_S: Tensor
 
-    def of(self, matrix_NC: Tensor) -> Tensor:
-        """The block's rows of a matrix by rows of the call, in memory of their own unless it is the only block; pad
-        rows are zeros."""
-        if self.row_N is None:
-            return matrix_NC
-        found_NC = matrix_NC[self.row_N.clamp(min=0)]
-        return found_NC.masked_fill_((self.row_N < 0)[:, None], 0)
+    def of_experts(self, first: int, last: int) -> RowBlocks:
+        """Those of experts `first` up to `last`, which is left out."""
+        of = slice(first * self.number, last * self.number)
+        start_S = self.start_S[of.start : of.stop + 2].clone()  # aligned
+        return dataclasses.replace(self, start_S=start_S, begin_S=self.begin_S[of], rows_S=self.rows_S[of])
 
-    def addresses_of(self, address_M: Tensor, zeros: int) -> Tensor:
-        """(N + 2 * ROW_ALIGN,): of the addresses of the call's rows those of the block's.  zeros: of a row of zeros."""
-        assert self.row_N is not None, "the rows of the call have their own"
-        found_N = torch.where(self.row_N < 0, zeros, address_M[self.row_N.clamp(min=0)])
-        return torch.cat([found_N, found_N.new_full((2 * ROW_ALIGN,), zeros)])
+    def addresses_of(self, a: Tensor) -> Tensor:
+        """(P,) int64 of rows (N, X), or of their addresses (N,); where there is no row, any."""
+        row_P = self.row_P.clamp(min=0)
+        if a.dtype == torch.int64:
+            return a[row_P]
+        return a.data_ptr() + row_P.long() * (a.shape[1] * a.element_size())
 
 
-def row_block(counts_Re: Tensor, start_e1: Tensor, rows_e: Tensor, num_rows: int, number: int, blocks: int) -> RowBlock:
-    """Block `number` of `blocks`: the rows from ranks number * R / blocks up to the next block's, without the host.
+def row_blocks(
+    counts_Re: Tensor, start_e1: Tensor, rows_e: Tensor, num_rows: int, blocks: int, depth: int
+) -> RowBlocks:
+    """Blocks of R / blocks consecutive ranks, without the host.
 
     counts_Re: rows of each source rank and expert.  start_e1, rows_e: of the call.  num_rows: N, at least the aligned
-    rows of the call.
+    rows of the call.  depth: of a step.
     """
-    if blocks == 1:
-        return RowBlock(start_e1, rows_e)
-    of_block_Be = counts_Re.long().unflatten(0, (blocks, -1)).sum(1)
-    # No further than the call's rows: after a failed call counts may be anything.
-    count_e = of_block_Be[number].clamp(min=0).minimum(rows_e)
-    before_e = of_block_Be[:number].sum(0).clamp(min=0).minimum(rows_e - count_e)
-    aligned_e = (count_e + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
-    first_e1 = torch.cat([aligned_e.new_zeros(1), torch.cumsum(aligned_e, 0)])
-    place_N = torch.arange(num_rows, device=counts_Re.device)
-    expert_N = torch.searchsorted(first_e1[1:], place_N, right=True).clamp(max=count_e.shape[0] - 1)
-    inside_N = place_N - first_e1[expert_N]
-    row_N = start_e1.long()[expert_N] + before_e[expert_N] + inside_N
-    return RowBlock(first_e1.int(), count_e.int(), torch.where(inside_N < count_e[expert_N], row_N, -1))
+    # No further than the call's rows, nor than memory: after a failed call counts may be anything.
+    of_block_eB = counts_Re.long().unflatten(0, (blocks, -1)).sum(1).T.clamp(min=0)
+    end_eB = torch.cumsum(of_block_eB, 1).minimum(rows_e[:, None])
+    before_eB = torch.cat([torch.zeros_like(end_eB[:, :1]), end_eB[:, :-1]], 1)
+    rows_S = (end_eB - before_eB).flatten()
+    begin_S = (start_e1[:-1, None] + before_eB).flatten()
+    end_S = torch.cumsum((rows_S.clamp(min=1) + depth - 1) // depth * depth, 0)
+    start_S = torch.cat([end_S.new_zeros(1), end_S, end_S[-1:]])
+    place_P = torch.arange(num_rows + (len(rows_S) + 2) * depth, device=counts_Re.device)
+    segment_P = torch.searchsorted(end_S, place_P, right=True).clamp(max=len(rows_S) - 1)
+    inside_P = place_P - start_S[segment_P]
+    row_P = torch.where(inside_P < rows_S[segment_P], begin_S[segment_P] + inside_P, -1).clamp(-1, num_rows - 1)
+    return RowBlocks(blocks, start_S.int(), row_P.int(), begin_S.int(), rows_S.int())

@@ -177,8 +177,9 @@ class CollectiveBackend:
             return y_TD, [received_MD, h_NF, name, routing.weight_N, *routing.plan.tensors()]
 
     def backward(
-        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
-    ) -> ExpertGradients:
+        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None,
+        blocks: int = 1,
+    ) -> ExpertGradients:  # fmt: skip
         received_MD, h_NF, name, weight_N, *plan = saved
         ids_TK, fingerprint = inputs.ids_TK, int(name)
         with self._settings():
@@ -198,7 +199,7 @@ class CollectiveBackend:
                 experts = inputs.experts
                 of_layer = self._experts_of(experts)
                 h = None if self.way.recomputes else h_NF
-                got = self._compute(lambda: of_layer.backward(dy, x, routing, experts, h, wanted, main_grads))
+                got = self._compute(lambda: of_layer.backward(dy, x, routing, experts, h, wanted, main_grads, blocks))
                 dx_TD = dweights_TK = None
                 if got.x_ND is not None:
                     dx_TD = self._combine(got.x_ND, ids_TK, None, routing)

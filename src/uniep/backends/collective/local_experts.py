@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +23,7 @@ from uniep.kernels.arguments import Activation, Rows, Sums, Tokens
 from uniep.launch.driver import Bundle
 from uniep.limits import why_not
 from uniep.numerics import combine_parts, combine_slots
-from uniep.routing import RoutingPlan, RowBlock, row_block
+from uniep.routing import RoutingPlan, RowBlocks, row_blocks
 from uniep.schedule import Tile
 from uniep.taskflow.graph import Block
 from uniep.way import Way
@@ -64,7 +63,7 @@ class LocalExperts(Protocol):
 
     def backward(
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor | None, needs: Needs,
-        main_grads: MainGrads | None = None,
+        main_grads: MainGrads | None = None, blocks: int = 1,
     ) -> RowGradients:  # fmt: skip
         """h: None, if it is recomputed."""
         ...
@@ -143,7 +142,7 @@ class TorchExperts:
 
     def backward(
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor | None, needs: Needs,
-        main_grads: MainGrads | None = None,
+        main_grads: MainGrads | None = None, blocks: int = 1,
     ) -> RowGradients:  # fmt: skip
         cfg, plan = self.cfg, routed.plan
         rows, shared = self._rows(routed), self._shared(dy, routed)
@@ -151,7 +150,7 @@ class TorchExperts:
         no_ids = torch.empty(0, cfg.top_k)
         apart = self.way.separate_gradient
         none = dy.local[:0]  # to send or to sum
-        bodies = cpu_tiles.Backward(rows, shared, none, no_ids, experts, h_NF, x_rows, needs, main_grads, apart)
+        bodies = cpu_tiles.Backward(rows, shared, none, no_ids, experts, h_NF, x_rows, needs, main_grads, blocks, apart)
         biases = needs.biases and cfg.bias
         bodies.dy_rows = cpu_tiles.Gather(dy.local, dy.received, rows, compact=True)
         if h_NF is None:
@@ -266,7 +265,7 @@ class KernelExperts:
 
     def backward(
         self, dy: Tokens, x: Tokens, routed: Routed, experts: ExpertWeights, h_NF: Tensor | None, needs: Needs,
-        main_grads: MainGrads | None = None,
+        main_grads: MainGrads | None = None, blocks: int = 1,
     ) -> RowGradients:  # fmt: skip
         cfg, tile, plan, dy_TD = self.cfg, self.way.down, routed.plan, dy.local
         num_rows = plan.num_rows
@@ -300,31 +299,27 @@ class KernelExperts:
             dh_NH = made.dh_N2F.view(num_rows, -1)
             if needs.weights:
                 weights_N = self._dweights(made, dy_N, plan, rows)
+            of_blocks = self._blocks(rows, routed, blocks)
             if needs.biases:
-                for block, of in self._blocks(rows, routed, into):
-                    weight_N, dy_of_ND = block.of(routed.weight_N[:, None]), block.of(dy_ND)
-                    self.launch.launch_bias_gradients(
-                        block.of(dh_NH), _row_addresses(dy_of_ND), weight_N, block, experts, of.biases or biases,
-                        self._zero, self.sms, accumulate=bool(of.biases) and of.accumulate,
-                    )  # fmt: skip
+                of = rows.fields
+                self.launch.launch_bias_gradients(
+                    dh_NH, dy_N, routed.weight_N, of.start_e1 if of_blocks is None else of_blocks.begin_S,
+                    of.rows_e if of_blocks is None else of_blocks.rows_S, experts, into.biases or biases, self._zero,
+                    self.sms, blocks, apart=into.apart,
+                )  # fmt: skip
             if needs.x:
                 self.launch.launch_gate_up_gradient(
                     dh_NH, rows, stacked, self.alone, cfg, tile, self.sms, dx_ND, slots=1, scatter=False
                 )
                 run_own(self.way, "gate_up_grad", dx_ND, plan)
+            how = {"rows": rows, "blocks": of_blocks, "into": into}
             if needs.w2:
-                for block, of in self._blocks(rows, routed, into):
-                    a_ND, b_NF = block.of(dy_ND), block.of(made.act_NF)
-                    self._weight_gradients(a_ND, b_NF, 0, of.w2, block, transposed=False, accumulate=of.accumulate)
+                self._weight_gradients(dy_ND, made.act_NF, 0, into.w2, transposed=False, **how)
             if needs.w13:
                 x_ND = self._expand(x, rows, tile) if x_ND is None else x_ND
-                for block, of in self._blocks(rows, routed, into):
-                    a_ND, b_NH = block.of(x_ND), block.of(dh_NH)
-                    halves = [(out,) for out in of.w13] if experts.layout == "split" else [of.w13]
-                    for half, out in enumerate(halves):
-                        self._weight_gradients(
-                            a_ND, b_NH, half * cfg.ffn, out, block, transposed=True, accumulate=of.accumulate
-                        )
+                halves = [(out,) for out in into.w13] if experts.layout == "split" else [into.w13]
+                for half, out in enumerate(halves):
+                    self._weight_gradients(x_ND, dh_NH, half * cfg.ffn, out, transposed=True, **how)
         return RowGradients(
             dx_ND if needs.x else None,
             weights_N if needs.weights else None,
@@ -342,30 +337,37 @@ class KernelExperts:
         self.launch.launch_dweights(made, dy_N, rows, alone, self.cfg, self.way.down, self.sms)
         return found[plan.row_return_N.clamp(min=0)]
 
-    def _blocks(self, rows: Any, routed: Routed, into: MainGrads) -> Iterator[tuple[RowBlock, MainGrads]]:
-        """Each block of source ranks, ascending, and where its gradient goes."""
+    def _blocks(self, rows: Any, routed: Routed, blocks: int) -> RowBlocks | None:
+        """None: all rows are one."""
+        if blocks == 1:
+            return None
         of, plan = rows.fields, routed.plan
-        first = self.rank * of.rows_e.shape[0]
+        first, depth = self.rank * of.rows_e.shape[0], self.way.weight_gradient.depth
         counts_Re = plan.counts_RE[:, first : first + of.rows_e.shape[0]]
-        for number, target in enumerate(into.of_blocks()):
-            yield row_block(counts_Re, of.start_e1, of.rows_e, plan.num_rows, number, into.blocks), target
+        return row_blocks(counts_Re, of.start_e1, of.rows_e, plan.num_rows, blocks, depth)
 
     def _weight_gradients(
-        self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], of: RowBlock, **how: bool
-    ) -> None:
+        self, a_NH: Tensor, b_NW: Tensor, first_column: int, out: tuple[Tensor, ...], *, rows: Any,
+        blocks: RowBlocks | None, into: MainGrads, transposed: bool,
+    ) -> None:  # fmt: skip
         """out: one tensor for all experts, or one per expert; see `launch_weight_gradient`."""
-        tile = self.way.weight_gradient
-        if out[0].dim() > 2:
-            width = (a_NH if how["transposed"] else b_NW).shape[1]
-            parts = [(out[0].view(of.rows_e.shape[0], -1, width), of.start_e1, of.rows_e)]
-        else:  # clones are aligned
-            parts = [
-                (dw[None], of.start_e1[e : e + 1].clone(), of.rows_e[e : e + 1].clone()) for e, dw in enumerate(out)
-            ]
-        for dw_eHW, start, count in parts:
-            self.launch.launch_weight_gradient(
-                a_NH, b_NW, first_column, dw_eHW, start, count, self._zero, tile, self.sms, **how
-            )
+        tile, of, local = self.way.weight_gradient, rows.fields, rows.fields.rows_e.shape[0]
+        width = (a_NH if transposed else b_NW).shape[1]
+        per = local // len(out)  # experts of a tensor
+        how = {"transposed": transposed, "accumulate": into.accumulate}
+        for number, dw in enumerate(out):
+            first, last = number * per, (number + 1) * per
+            dw_eHW = dw.view(per * (len(dw) if into.apart else 1), -1, width)
+            if blocks is None:  # clones are aligned
+                start, count = of.start_e1[first : last + 1].clone(), of.rows_e[first:last].clone()
+                self.launch.launch_weight_gradient(
+                    a_NH, b_NW, first_column, dw_eHW, start, count, self._zero, tile, self.sms, **how
+                )
+            else:
+                self.launch.launch_block_gradient(
+                    a_NH, b_NW, first_column, dw_eHW, blocks.of_experts(first, last), self._zero, tile, self.sms,
+                    apart=into.apart, **how,
+                )  # fmt: skip
 
     def add_parts(self, rows_ND: Tensor, row_PK: Tensor, weight_N: Tensor | None) -> Tensor:
         from uniep.launch.groups import GroupSums, launch_group_sum

@@ -191,8 +191,9 @@ class CpuBackend:
 
     @_collective
     def backward(
-        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None
-    ) -> ExpertGradients:
+        self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None,
+        blocks: int = 1,
+    ) -> ExpertGradients:  # fmt: skip
         received_MD, h_NF, fingerprint_1 = saved
         fingerprint = int(fingerprint_1)
         if self.way.again:
@@ -211,7 +212,7 @@ class CpuBackend:
             x_rows = Gather(inputs.x_TD, received_MD, rows, compact=True)
             bodies = Backward(
                 rows, self._shared(), dy_TD, inputs.ids_TK, inputs.experts, None if self.way.recomputes else h_NF,
-                x_rows, needs, main_grads, separate=self.way.separate_gradient,
+                x_rows, needs, main_grads, blocks, separate=self.way.separate_gradient,
             )  # fmt: skip
             self._run(call, "backward", queues, bodies)
         return ExpertGradients(

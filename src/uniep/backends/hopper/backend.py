@@ -229,7 +229,7 @@ class HopperBackend(Link):
     @_collective
     def backward(
         self, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None = None,
-        way: Way | None = None,
+        blocks: int = 1, way: Way | None = None,
     ) -> ExpertGradients:  # fmt: skip
         self.way = way or self.way_of(dy_TD.shape[0], inputs.experts.adapted)
         experts, layer, num_tokens = _with_whole_factors(inputs.experts), inputs.layer, dy_TD.shape[0]
@@ -237,15 +237,13 @@ class HopperBackend(Link):
         inputs = Inputs(x_TD, ids_TK, inputs.weights_TK, experts, layer)
 
         def perform() -> list[Any]:
-            got = Backward(self, dy_TD, inputs, saved, needs, main_grads).made()
+            got = Backward(self, dy_TD, inputs, saved, needs, main_grads, blocks).made()
             return [got.x, got.weights, *(got.w13 or ()), *(got.w2 or ()), *got.biases]
 
         into = main_grads.tensors if main_grads is not None else ()
         rows, kept = saved[1].shape[-1], len(saved[-1])
         accumulate = main_grads is not None and main_grads.accumulate
-        by_launches = not self.way.computes_in_torch("backward") and (
-            main_grads is None or main_grads.blocks == 1  # rows of blocks are found by torch operations
-        )
+        by_launches = not self.way.computes_in_torch("backward") and blocks == 1  # whose rows torch operations find
         key = needs, num_tokens, rows, kept, ids_TK.dtype, len(into), accumulate, self.stay_local, *layout_of(experts)
         given = dy_TD, x_TD, ids_TK, *saved, *experts.tensors, *experts.factors, *into
         dx_TD, dweights_TK, *of_experts = (

@@ -17,13 +17,14 @@ from uniep.config import ROW_ALIGN
 from uniep.kernels.arguments import ALL_HERE, Activation, Addresses, Dispatch, LowRank, RowPart, Sums, Tokens
 from uniep.launch.driver import fill, release, result, result_like, temporary, tensor, unbind
 from uniep.layout import padded_rank
-from uniep.routing import RowBlock, row_block
+from uniep.routing import RowBlocks, row_blocks
 from uniep.row_operator import PLACES
 from uniep.stages import Direction, Flags, Stage, stages
 
 if TYPE_CHECKING:
     from uniep.backends.hopper.planner import DevicePlan
     from uniep.launch.driver import Memory
+    from uniep.schedule import Tile
 
 
 class _Call:
@@ -267,10 +268,11 @@ class Backward(_Call):
     direction = "backward"
 
     def __init__(
-        self, link: Link, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs, main_grads: MainGrads | None
-    ) -> None:
+        self, link: Link, dy_TD: Tensor, inputs: Inputs, saved: list[Tensor], needs: Needs,
+        main_grads: MainGrads | None, blocks: int,
+    ) -> None:  # fmt: skip
         super().__init__(link, inputs, dy_TD)
-        self.needs, self.main_grads = needs, main_grads
+        self.needs, self.main_grads, self.num_blocks = needs, main_grads, blocks
         self.accumulate = main_grads is not None and main_grads.accumulate
         *of_plan, self.h_2NF, kept = saved
         if "w13" in link.way.lora:
@@ -286,7 +288,7 @@ class Backward(_Call):
 
     def made(self) -> ExpertGradients:
         needs = self.needs
-        self.run(Flags(**vars(needs), main_grad=self.main_grads is not None))
+        self.run(Flags(**vars(needs), main_grad=self.main_grads is not None, blocks=self.num_blocks))
         dx_TD = self.out_TD if needs.x else None
         return ExpertGradients(dx_TD, self.dweights_TK, self.dw13, self.dw2, self.biases)
 
@@ -401,17 +403,14 @@ class Backward(_Call):
     def bias_gradient(self, stage: Stage) -> None:
         from uniep.launch.staged import launch_bias_gradients
 
-        memory, dh_NH = self.gradient_memory, self.dh
-        weight_N = self.planned.rows.weight_N
+        memory, rows, blocks = self.gradient_memory, self.planned.rows, self.blocks
         if not memory.biases:
             self.biases = tuple(map(result_like, self.inputs.experts.biases))
-        for rows, into in self.blocks:
-            weight_of_N = weight_N if rows.row_N is None else rows.of(tensor(weight_N)[:, None])
-            launch_bias_gradients(
-                rows.of(dh_NH), self._addresses_of(rows, self.addresses.dy_N), weight_of_N, rows, self.inputs.experts,
-                into.biases or self.biases, self.link.planner.status, stage.sms,
-                accumulate=bool(into.biases) and into.accumulate,
-            )  # fmt: skip
+        launch_bias_gradients(
+            self.dh, self.addresses.dy_N, rows.weight_N, rows.start_e1 if blocks is None else blocks.begin_S,
+            rows.rows_e if blocks is None else blocks.rows_S, self.inputs.experts, memory.biases or self.biases,
+            self.link.planner.status, stage.sms, self.num_blocks, apart=memory.apart,
+        )  # fmt: skip
 
     @functools.cached_property
     def gradient_memory(self) -> MainGrads:
@@ -424,32 +423,26 @@ class Backward(_Call):
         return MainGrads(self.dw13 or (), self.dw2 or (), accumulate=False)
 
     @functools.cached_property
-    def blocks(self) -> list[tuple[RowBlock, MainGrads]]:
-        """The rows of each block of source ranks, ascending, and where its gradients go: new tensors, or given ones."""
+    def blocks(self) -> RowBlocks | None:
+        """Of source ranks; None: all rows are one."""
         link, rows = self.link, self.planned.rows
-        targets = list(self.gradient_memory.of_blocks())
-        if len(targets) == 1:
-            return [(RowBlock(rows.start_e1, rows.rows_e), targets[0])]
+        if self.num_blocks == 1:
+            return None
         first, last = (rank * link.planner.local for rank in (link.rank, link.rank + 1))
         counts_Re = tensor(self.planned.counts_RE)[:, first:last]
-        of_call = counts_Re, tensor(rows.start_e1), tensor(rows.rows_e), self.planned.num_rows
-        return [(row_block(*of_call, number, len(targets)), of) for number, of in enumerate(targets)]
-
-    def _addresses_of(self, rows: RowBlock, address_N: Memory) -> Memory:
-        """Of the block's rows."""
-        if rows.row_N is None:
-            return address_N
-        return rows.addresses_of(tensor(address_N), self.sent.received[-1].data_ptr())
+        depth = max(link.way.weight_gradient.depth, 64)  # 64: of the gradients of factors
+        return row_blocks(
+            counts_Re, tensor(rows.start_e1), tensor(rows.rows_e), self.planned.num_rows, self.num_blocks, depth
+        )
 
     def down_wgrad(self, stage: Stage) -> None:
-        lora = self.link.way.lora
-        u2_NR = self.shrink(stage, "w2", self.through.act_NF, up=True) if lora else None
-        for rows, into in self.blocks:
-            dy_N, act_NF = self._addresses_of(rows, self.addresses.dy_N), rows.of(self.through.act_NF)
-            if u2_NR is not None:
-                self._factor_gradients(stage, rows, act_NF, self.v2_NR, dy_N, u2_NR, into.w2, into.accumulate)
-                continue
-            self._weight_gradient(stage, rows, dy_N, act_NF, 0, into.w2[0], into.accumulate, transposed=False)
+        act_NF, dy_N, into = self.through.act_NF, self.addresses.dy_N, self.gradient_memory.w2
+        if self.link.way.lora:
+            u2_NR = self.shrink(stage, "w2", act_NF, up=True)
+            self._factor_gradients(stage, act_NF, self.v2_NR, dy_N, u2_NR, into)
+        else:
+            tile, (dw,) = self.link.way.weight_gradient, into
+            self._weight_gradient(stage, dy_N, act_NF, 0, dw.view(-1, *dw.shape[-2:]), tile, transposed=False)
 
     def dispatch_again(self, stage: Stage) -> None:
         """All tokens, once more: when nobody reads dO any more, or before it comes, and then kept."""
@@ -466,36 +459,44 @@ class Backward(_Call):
             link.join()  # flags that copies carry are the number of this call, and the next entry changes it
 
     def gate_up_wgrad(self, stage: Stage) -> None:
-        link, x_N = self.link, self.addresses.x_N
-        for rows, into in self.blocks:
-            of_N = rows.of(self.x.received) if link.way.expanded else self._addresses_of(rows, x_N)
-            dh_NH = rows.of(self.dh)
-            if link.way.lora:
-                self._factor_gradients(stage, rows, of_N, self.v13_NR, dh_NH, self.u13_NR, into.w13, into.accumulate)
-                continue
-            for part, dw in enumerate(into.w13):  # w1 and w3, or both in one
-                dw_eHD, column = dw.view(link.planner.local, -1, link.cfg.hidden), part * link.cfg.ffn
-                self._weight_gradient(stage, rows, of_N, dh_NH, column, dw_eHD, into.accumulate, transposed=True)
+        link, way = self.link, self.link.way
+        given, into = self.x.received if way.expanded else self.addresses.x_N, self.gradient_memory.w13
+        if way.lora:
+            self._factor_gradients(stage, given, self.v13_NR, self.dh, self.u13_NR, into)
+            return
+        for part, dw in enumerate(into):  # w1 and w3, or both in one
+            columns = link.cfg.h_columns // len(into)
+            dw_eHD = dw.view(-1, columns, link.cfg.hidden)
+            self._weight_gradient(
+                stage, given, self.dh, part * columns, dw_eHD, way.weight_gradient, transposed=True
+            )  # fmt: skip
 
     def _factor_gradients(
-        self, stage: Stage, rows: RowBlock, given: Memory, v_NR: Tensor, d_out: Memory, u_NR: Tensor,
-        into: tuple[Tensor, ...], accumulate: bool,
-    ) -> None:  # fmt: skip
-        """v: d_out times B, u: given times A, of the rows of the call."""
-        from uniep.launch.staged import launch_factor_gradients
+        self, stage: Stage, given: Memory, v_NR: Tensor, d_out: Memory, u_NR: Tensor, into: tuple[Tensor, ...]
+    ) -> None:
+        """dA (e, r, X), dB (e, Y, r) of out (N, Y) = given (N, X) @ (W + scale B A)^T: v^T given, d_out^T u.
 
-        launch_factor_gradients(
-            given, rows.of(v_NR), d_out, rows.of(u_NR), into, rows.start_e1, rows.rows_e, self.link.planner.status,
-            stage.sms, accumulate=accumulate,
-        )  # fmt: skip
+        v: scale * (d_out @ B).  u: scale * (given @ A^T).
+        """
+        from uniep.launch.staged import factor_tile
+
+        for a, b_NR, dw, transposed in ((given, v_NR, into[0], True), (d_out, u_NR, into[1], False)):
+            dw_eHW = dw.view(-1, *dw.shape[-2:])
+            self._weight_gradient(stage, a, b_NR, 0, dw_eHW, factor_tile(b_NR.shape[1]), transposed=transposed)
 
     def _weight_gradient(
-        self, stage: Stage, rows: RowBlock, a_N: Memory, b_NX: Tensor, column: int, dw: Tensor, accumulate: bool, *,
-        transposed: bool,
-    ) -> None:  # fmt: skip
-        from uniep.launch.staged import launch_weight_gradient
+        self, stage: Stage, a_N: Memory, b_NX: Tensor, column: int, dw: Tensor, tile: Tile, *, transposed: bool
+    ) -> None:
+        from uniep.launch.staged import launch_block_gradient, launch_weight_gradient
 
-        launch_weight_gradient(
-            a_N, b_NX, column, dw, rows.start_e1, rows.rows_e, self.link.planner.status, self.link.way.weight_gradient,
-            stage.sms, transposed=transposed, accumulate=accumulate,
-        )  # fmt: skip
+        memory, rows, status = self.gradient_memory, self.planned.rows, self.link.planner.status
+        if self.blocks is None:
+            launch_weight_gradient(
+                a_N, b_NX, column, dw, rows.start_e1, rows.rows_e, status, tile, stage.sms, transposed=transposed,
+                accumulate=memory.accumulate,
+            )  # fmt: skip
+        else:
+            launch_block_gradient(
+                tensor(a_N), b_NX, column, dw, self.blocks, status, tile, stage.sms, transposed=transposed,
+                accumulate=memory.accumulate, apart=memory.apart,
+            )  # fmt: skip
