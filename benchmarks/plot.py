@@ -185,7 +185,7 @@ def prediction(rows: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def _speedup(args: argparse.Namespace, out: Path) -> None:
-    files = args.files or [RESULTS / "h200x2_both.json"]
+    files = args.files or [RESULTS / "h200x2_floors_2.json"]
     timings = [t for t in load(files) if (t.tokens, t.routing) == (args.tokens, args.routing)]
     if not any(t.speedup for t in timings):
         raise SystemExit(f"no file has uniep and a peer at tokens={args.tokens}, routing={args.routing}")
@@ -253,7 +253,7 @@ DRAWN: dict[str, Callable[[argparse.Namespace, Path], None]] = {
     "simulated": _command(
         "simulate", "--machine", "ascend-a3", "--shape", "hyperparallel-a3", "--ep", "8", "--direction", "bwd"
     ),
-    "explained": _command("explain", "--ep", "4", "--tokens", "8192", "--results", str(RESULTS / "h200x4_groups.json")),
+    "explained": _command("explain", "--ep", "4", "--tokens", "8192", "--results", str(RESULTS / "h200x4_floors.json")),
 }
 
 
