@@ -315,7 +315,9 @@ def check_strategies(r):
 
 def check_activations(r):
     """The same with gelu, gated and not, and with combine groups; every activation over a dense grid of gates against
-    fp64."""
+    fp64; every 16-bit value, widened."""
+    for dtype in (torch.bfloat16, torch.float16):
+        activation_grid.check_widened(dtype, r.device)
     for name, activation in ACTIVATIONS.items():
         for limit in (None, 3.0) if activation.gated else (None,):
             said = activation_grid.check(activation, r.device, blocks=2**10, limit=limit)

@@ -1,4 +1,4 @@
-"""Activations as Triton functions over a dense grid of gates, interpreted or on a GPU, against fp64."""
+"""Activations as Triton functions over a dense grid of gates, interpreted or on a GPU, against fp64; widening."""
 
 import torch
 import triton
@@ -6,6 +6,7 @@ import triton.language as tl
 
 from uniep.activation import Activation, activation_of
 from uniep.kernels.activation import activate, gate_gradient, up_gradient
+from uniep.kernels.ptx import widen
 
 EPS = 2.0**-24
 
@@ -52,3 +53,19 @@ def check(activation: Activation, device: str, blocks: int, limit: float | None 
         said.append(f"{name} {float(error.max()):.1e} ({float(error[central].max()):.1e} for |gate| < 3)")
         assert (error <= bound).all(), f"{activation.name}: {said[-1]}"
     return f"{activation.name}: {', '.join(said)}"
+
+
+@triton.jit
+def widen_kernel(x_ptr, wide_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(wide_ptr + at, widen(tl.load(x_ptr + at)))
+
+
+def check_widened(dtype: torch.dtype, device: str) -> None:
+    """Assert that every value of a 16-bit dtype has its bits in fp32, and NaN stays NaN."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)
+    wide, exact = torch.empty(2**16, device=device), x.float()
+    widen_kernel[(2**6,)](x, wide, 2**10)
+    assert torch.equal(wide.isnan(), exact.isnan())
+    numbers = ~exact.isnan()
+    assert torch.equal(wide[numbers].view(torch.int32), exact[numbers].view(torch.int32)), dtype

@@ -153,6 +153,11 @@ CASES = (
     # Pushed, with h saved; few experts.
     Case("qwen3-30b", BF16, "output", 2, transfer="push"),
     Case("mixtral-8x7b", BF16, "output", 4, transfer="copy"),
+    # The same with weights at the activation, and with biases; clamped, which is crowded without a push.
+    Case("qwen3-30b", BF16, "activation", 2),
+    Case(GPT_OSS, BF16, "output", 2, activation="swiglu_oai", limit=7.0, bias=True),
+    Case("dsv2-lite", FP16, "activation", 4, activation="swiglu_oai", limit=7.0),
+    Case("dsv2-lite", BF16, "output", 4, transfer="copy", limit=7.0),
     # LoRA; with the fewest registers left.
     Case("qwen3-30b", lora=8),
     Case("qwen3-30b", ep_size=4, transfer="copy", operand="expanded", lora=16),

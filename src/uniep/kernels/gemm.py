@@ -16,7 +16,7 @@ import triton.language as tl
 from uniep.kernels.activation import activate
 from uniep.kernels.arguments import Counted, GateUpBlocks, LowRank, Offsets, Rows, Tokens, Wire
 from uniep.kernels.biases import add_b2, bias_columns
-from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come
+from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come, widen
 from uniep.kernels.rows import gathered_rows, load_rows, num_row_tiles, wait_for_rows
 from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
@@ -191,6 +191,14 @@ def count_before(counted: Counted):
 
 
 @triton.jit
+def plus_b13(half, b13_ptr, expert, first, column, LAYER: tl.constexpr, COLUMNS: tl.constexpr):
+    """Half of a tile of h plus its biases, `column` of the projection whose first one is `first`; without b13 as it is."""
+    if b13_ptr is not None:
+        half += bias_columns(b13_ptr, expert, first, column, LAYER.F, (1 + LAYER.GATED) * LAYER.F, COLUMNS)
+    return half
+
+
+@triton.jit
 def gate_up_tile(
     a_ptrs,
     blocks: GateUpBlocks,
@@ -203,16 +211,18 @@ def gate_up_tile(
     LAYER: tl.constexpr,
     TILE: tl.constexpr,
     UP_FIRST: tl.constexpr,
+    CROWDED: tl.constexpr,
 ):
     """One tile of `gate_up_kernel`.  a_ptrs: of gathered rows, or None.  weight: of the rows, if WEIGHTED.
     row: the first of row tile m.
 
     counted: the tile that is counted meanwhile, or None.
+    CROWDED: registers are short.  So bf16 stays in pairs, and biases of up are read when gate is stored.
     """
     dtype: tl.constexpr = blocks.w13.dtype
     HALF: tl.constexpr = TILE.N // 2
+    IN_TURN: tl.constexpr = CROWDED and blocks.b13 is not None
     B: tl.constexpr = "gate_up" if LAYER.GATED else "ungated"
-    F: tl.constexpr = LAYER.F
     acc = product_of_rows(a_ptrs, blocks.rows, blocks.w13, m, expert, n, LAYER.D, 0, B, False, TILE)
     acc = add_low_rank(acc, blocks.low, m, expert, n, B, UP_FIRST, TILE)
     if LAYER.GATED:
@@ -221,26 +231,29 @@ def gate_up_tile(
             up, gate = gate, up
     else:
         gate = acc
-    if blocks.b13 is not None:
-        COLUMNS: tl.constexpr = (1 + LAYER.GATED) * F
-        gate += bias_columns(blocks.b13, expert, 0, n * HALF, F, COLUMNS, HALF)
-        if LAYER.GATED:
-            up += bias_columns(blocks.b13, expert, F, n * HALF, F, COLUMNS, HALF)
+    gate = plus_b13(gate, blocks.b13, expert, 0, n * HALF, LAYER, HALF)
+    if LAYER.GATED and not IN_TURN:
+        up = plus_b13(up, blocks.b13, expert, LAYER.F, n * HALF, LAYER, HALF)
     gate_16 = narrow(gate, dtype)
-    if LAYER.GATED:
+    if LAYER.GATED and not IN_TURN:
         up_16 = narrow(up, dtype)
     count_before(counted)
     if blocks.gate is not None:
         blocks.gate.store([row, n * HALF], gate_16)
-        if LAYER.GATED:
+    if LAYER.GATED:
+        if IN_TURN:
+            up_16 = narrow(plus_b13(up, blocks.b13, expert, LAYER.F, n * HALF, LAYER, HALF), dtype)
+        if blocks.up is not None:
             blocks.up.store([row, n * HALF], up_16)
     if blocks.act is not None:
         ACTIVATION: tl.constexpr = LAYER.ACTIVATION  # a text reaches a function as a constexpr only (Triton 3.6)
         LIMIT: tl.constexpr = LAYER.LIMIT
+        gate = widen(gate_16) if CROWDED else gate_16.to(tl.float32)
         if LAYER.GATED:
-            act = activate(gate_16.to(tl.float32), up_16.to(tl.float32), ACTIVATION, LIMIT)
+            up = widen(up_16) if CROWDED else up_16.to(tl.float32)
+            act = activate(gate, up, ACTIVATION, LIMIT)
         else:
-            act = activate(gate_16.to(tl.float32), None, ACTIVATION, LIMIT)
+            act = activate(gate, None, ACTIVATION, LIMIT)
         if LAYER.WEIGHTED:
             act = act * weight[:, None]
         blocks.act.store([row, n * HALF], narrow(act, dtype))
@@ -297,8 +310,15 @@ def gate_up_kernel(
     NUM_N: tl.constexpr = (LAYER.F + TILE.N // 2 - 1) // (TILE.N // 2)
     GATHERED: tl.constexpr = rows_desc is None
     # The tables of the next tile are read while this one is multiplied, where the lint finds registers left for them.
-    AHEAD: tl.constexpr = GATHERED and (SENDING.CHUNK == 0 or LAYER.WEIGHTED or address_ptr is not None)
+    AHEAD: tl.constexpr = GATHERED and (
+        SENDING.CHUNK == 0 or (LAYER.WEIGHTED and LAYER.LIMIT is None) or address_ptr is not None
+    )
     FLAT: tl.constexpr = not GATHERED and low_desc is None
+    # The plain layer whose tokens are copied has registers left, and keeps the code that was timed.
+    PLAIN: tl.constexpr = (
+        LAYER.ACTIVATION == "swiglu" and LAYER.LIMIT is None and not LAYER.WEIGHTED and b13_ptr is None
+    )
+    CROWDED: tl.constexpr = not PLAIN or (FUSED and SENDING.CHUNK > 0)
     if low_desc is None:
         low = None
     else:
@@ -359,7 +379,7 @@ def gate_up_kernel(
             next_m, next_expert, next_n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
             next_rows = next_m * TILE.M + tl.arange(0, TILE.M)
             next_source = tl.load(source_ptr + next_rows, mask=step < num_steps, other=0)
-        gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, UP_FIRST)
+        gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, UP_FIRST, CROWDED)
         if AHEAD:
             m = next_m
             expert = next_expert

@@ -183,7 +183,7 @@ def forward_kernel(
                 started_ns = now_if(lists.matrix_records)
                 a_ptrs = gathered_rows(source, tokens, LAYER.D, SENDING)
                 counted = Counted(progress_ptr, made, stored)
-                gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, WAY.UP_FIRST)
+                gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, WAY.UP_FIRST, False)
                 stored = m
                 made += 1
                 record_task(lists.matrix_records, place, claimed_ns, started_ns)

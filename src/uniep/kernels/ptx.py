@@ -78,6 +78,11 @@ if INTERPRETED:
         """fp32 to a 16-bit dtype, round to nearest even."""
         return x.to(dtype)
 
+    @triton.jit
+    def widen(x):
+        """A 16-bit dtype to fp32."""
+        return x.to(tl.float32)
+
 else:
     # q = P(Z > |x|), Z of the normal distribution: t Q(t) exp(-x^2 / 2), t = 1 / (1 + 0.3 |x|), by approximate exp2 and
     # reciprocal.  Its error is relative, however small it is; Q, fitted to |x| <= 14, is off by 1.5e-7 at most.  erf of
@@ -207,3 +212,16 @@ else:
             )
         else:
             return x.to(dtype)
+
+    @triton.jit
+    def widen(x):
+        """A 16-bit dtype to fp32.
+
+        bf16 out of pairs, as `narrow` leaves them: otherwise the upper ones get registers of their own first.
+        """
+        if x.dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+            )  # fmt: skip
+        else:
+            return x.to(tl.float32)
