@@ -93,7 +93,7 @@ def point(row: Call, cfg: MoEConfig) -> Schedule:
     """What ran."""
     usual = replaced(default_schedule("hopper", cfg, row.ep), OLD.get(row.commit, {}))
     change = "overlap=serial" if row.impl == "uniep-serial" else row.impl.partition("@")[2]
-    return parse_schedule(change.replace("+", ","), usual) if change else usual
+    return parse_schedule(change, usual) if change else usual
 
 
 def timed(row: Call) -> calibrate.Timed:

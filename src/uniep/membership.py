@@ -48,6 +48,11 @@ class Membership:
         assert self._meeting is not None, "a backend meets its peers while its Workspace is made"
         return self._meeting
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of source ranks that the EP group has, of `MoEConfig.gradient_shards`."""
+        return self.cfg.gradient_shards // self.copies
+
     def is_made(self) -> None:
         self._meeting = None
 

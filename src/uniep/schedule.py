@@ -213,7 +213,7 @@ def _usual_down_sms(d: Dimension, at: Setting) -> int:
 
 
 def _usual_down_wgrad(d: Dimension, at: Setting) -> str:
-    return "beside" if _waits_for_wire(at) else "after"
+    return "beside" if _waits_for_wire(at) and at.cfg.gradient_shards == 1 else "after"
 
 
 def _usual_activation_gradient(d: Dimension, at: Setting) -> str:

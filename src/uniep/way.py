@@ -204,13 +204,17 @@ class Way:
         how += f", in {self.gate_up_parts} parts" * (self.gate_up_parts > 1)
         unused_parts = f"; gate_up_parts={s.gate_up_parts} is for pipelined calls"
         unused_parts *= self.gate_up_parts < s.gate_up_parts
+        down = Choice(
+            "down product", how, "overlap, pipelined_from" + ", gate_up_parts" * (self.gate_up_parts > 1),
+            f"{s.overlap}, {tokens}, from {s.pipelined_from} on{unused_parts}",
+        )  # fmt: skip
+        if "w2" in self.lora:
+            down = Choice("down product", "behind gate_up", "lora", "rows are shrunk for w2 in between")
+        elif behind := self.own("gate_up"):
+            names = listed(tuple(op.name for op in behind), "and")
+            down = Choice("down product", "behind gate_up", "operators", f"{names} in between")
         staged = (
-            Choice(
-                "down product", how, "overlap, pipelined_from" + ", gate_up_parts" * (self.gate_up_parts > 1),
-                f"{s.overlap}, {tokens}, from {s.pipelined_from} on{unused_parts}",
-            )
-            if "w2" not in self.lora
-            else Choice("down product", "behind gate_up", "lora", "rows are shrunk for w2 in between"),
+            down,
             Choice(
                 "activation's gradient", "beside its product" if self.gradient_beside else "behind its product",
                 "activation_gradient, beside_from", f"{s.activation_gradient}, {tokens}, from {s.beside_from} on",
@@ -251,7 +255,7 @@ class Way:
 
     def _down_wgrad(self, asked: str) -> Choice:
         """Where dW2 runs, and why not as asked."""
-        s, *_ = self.given
+        s, cfg, _ = self.given
         value = f"beside gate_up_grad on {self.sms - self.gate_up_grad_sms} SMs"
         why = f"{asked}, T={self.num_tokens}, from {s.pipelined_from} on"
         choice = Choice(
@@ -263,7 +267,9 @@ class Way:
             return choice._replace(rule="overlap", why=s.overlap)
         if self.lora:
             return choice._replace(rule="lora", why="gradients of factors are few operations")
-        if self.own("gate_up_grad"):
+        if cfg.gradient_shards > 1:
+            return choice._replace(rule="gradient_shards", why=f"{cfg.gradient_shards}: sums of blocks take longer")
+        if self.own("down") or self.own("gate_up_grad"):
             return choice._replace(rule="operators", why="rows return by a pass behind gate_up_grad")
         return choice
 
@@ -324,7 +330,7 @@ def resolve(
     staged = device and not mega and not gates
     beside = staged and s.activation_gradient == "beside" and num_tokens >= s.beside_from
     beside = beside and "down_grad" not in behind
-    apart = staged and not lora and "gate_up_grad" not in behind
+    apart = staged and not (kept or lora) and cfg.gradient_shards == 1
     apart = apart and s.down_wgrad == "beside" and num_tokens >= s.pipelined_from
     gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(

@@ -104,9 +104,11 @@ def test_where_dw2_stays_behind():
     """Way says why; one kernel is as it was."""
     asked = Schedule(down_wgrad="beside")
     after = uniep.RowOperator(name="scale", after="gate_up_grad", rows=lambda values, valid: values)
+    of_down = dataclasses.replace(after, after="down")
     serial, many = (dataclasses.replace(asked, **how) for how in ({"overlap": "serial"}, {"pipelined_from": 71}))
     for schedule, more, rule in (
         (serial, {}, "overlap"), (asked, {"lora": ("w13",)}, "lora"), (asked, {"operators": [after]}, "operators"),
+        (asked, {"operators": [of_down]}, "operators"),
         (many, {}, "down_wgrad, pipelined_from"), (Schedule(), {"lora": ("w13",)}, "down_wgrad, pipelined_from"),
     ):  # fmt: skip
         way = resolve(CFG, 2, 70, schedule, **more)

@@ -596,7 +596,7 @@ def test_40_calls_of_any_tokens_tune_nothing(monkeypatch):
 
 
 def test_the_default_is_no_slower_than_what_it_hides(benchmark):
-    """76: of every committed call the default takes at most 1.05 times what the serial Schedule does."""
+    """76: of every committed call with both, the default takes at most 1.05 times what the serial Schedule does."""
     of_call = {}
     for row in benchmark.window_rows(("h200x2_layer", "h200x2_tokens", "h100x2_layer"), benchmark.Call):
         if row.impl in ("uniep", "uniep-serial"):

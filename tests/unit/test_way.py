@@ -25,7 +25,7 @@ def described(cfg, ep_size, num_tokens):
     """What kernels of the default way are told, in one line."""
     way = resolve(cfg, ep_size, num_tokens)
     how = f"down:{way.down_sms} gradient:{'beside' if way.gradient_beside else 'after'}"
-    how += " dw2:beside" * way.down_wgrad_beside
+    how += f" parts:{way.gate_up_parts}" * (way.gate_up_parts > 1) + " dw2:beside" * way.down_wgrad_beside
     numbers = " rounds:{},{} leads:{},{}".format(*way.push_rounds, *way.leads) + f" waves:{way.waves}" * (way.waves > 1)
     sent = ("copy" if way.copies else way.transfer) if ep_size > 1 else "none"
     return (
@@ -200,7 +200,9 @@ def test_parts_of_gate_up():
     ):  # fmt: skip
         way = resolve(config(QWEN), 2, 8192, dataclasses.replace(schedule, **changes), **how)
         assert (way.gate_up_parts, way.down_sms) == (1, 0)
-        assert "lora" in how or way.mega or "gate_up_parts=4 is for pipelined calls" in str(way)
+        assert how or way.mega or "gate_up_parts=4 is for pipelined calls" in str(way)
+        down = next((c[1:] for c in way.choices() if c.what == "down product"), None)
+        assert "operators" not in how or down == ("behind gate_up", "operators", "'scale' in between")
     pushed = dataclasses.replace(schedule, transfer="push", push_programs=100)
     assert is_valid(pushed, config(QWEN), 2, "hopper") == [], "the first part has all multiprocessors"
     assert is_valid(dataclasses.replace(pushed, gate_up_parts=1), config(QWEN), 2, "hopper")

@@ -33,8 +33,9 @@ def schedules(backend: str) -> list[uniep.Schedule]:
     """The schedules to compare, as far as `backend` supports them.
 
     serial and fused, each in natural and local-first tile order; tokens and gate and up made again in the backward.  On
-    GPUs also: tokens sent by copy engines, pipelined, in parts, and in waves; one kernel for each direction; tokens
-    fetched; rows expanded.  Send lists in the order of experts, where that can be.  The first is the reference.
+    GPUs also: tokens sent by copy engines, pipelined, in parts with dW2 beside, and in waves; one kernel for each
+    direction; tokens fetched; rows expanded.  Send lists in the order of experts, where that can be.  The first is the
+    reference.
     """
     default = DEFAULT_SCHEDULES[backend]
     known = known_fields(backend)
@@ -48,7 +49,7 @@ def schedules(backend: str) -> list[uniep.Schedule]:
         return [*found, dataclasses.replace(again, send_order="expert" if "send_order" in known else again.send_order)]
     copied = dataclasses.replace(default, transfer="copy")
     found += [copied, *(dataclasses.replace(copied, overlap=overlap) for overlap in ("pipelined", "mega"))]
-    found.append(dataclasses.replace(copied, overlap="pipelined", gate_up_parts=2))
+    found.append(dataclasses.replace(copied, overlap="pipelined", gate_up_parts=2, down_wgrad="beside"))
     found.append(dataclasses.replace(default, overlap="mega"))
     found.append(dataclasses.replace(again, transfer="copy", arrival_waves=2))
     found.append(dataclasses.replace(again, received="saved", transfer="pull", send_order="expert"))

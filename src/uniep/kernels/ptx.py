@@ -221,7 +221,7 @@ else:
         """
         if x.dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
-                "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+                "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
             )  # fmt: skip
         else:
             return x.to(tl.float32)

@@ -92,7 +92,7 @@ class _Served:
         experts = ExpertWeights.parse(given.w13, given.w2, cfg, ep_size, *given.biases)
         inputs = Inputs(given.x_TD, given.ids_TK, given.weights_TK, experts)
         _, saved = self.backend.forward(inputs, save=True)
-        self.backend.backward(given.dy_TD, inputs, saved, Needs())
+        self.backend.backward(given.dy_TD, inputs, saved, Needs(), blocks=self.member.blocks)
 
     def end(self, cause: str) -> None:
         self.member.cause = cause

@@ -36,6 +36,11 @@ def _all(values: tuple[Any, ...], setup: Setup) -> tuple[Any, ...]:
     return values
 
 
+def _without_shards(values: tuple[Any, ...], setup: Setup) -> tuple[Any, ...]:
+    """dW2 by blocks stays behind."""
+    return values[:1] if setup[1].gradient_shards > 1 else values
+
+
 def _distinct_waves(values: tuple[int, ...], setup: Setup) -> tuple[int, ...]:
     """0, and the numbers of waves that differ from what 0 chooses for a full call, and from each other."""
     backend, cfg, ep_size = setup
@@ -109,7 +114,7 @@ SEARCHED = (
         only={16: _CLAIMS, 48: _CLAIMS, 0: {"gate_up_parts": (2, 4)}},
     ),
     Searched("activation_gradient", {"hopper": ("after", "beside")}, needs=(_FUSED,)),
-    Searched("down_wgrad", {"hopper": ("after", "beside")}, needs=(_FUSED,)),
+    Searched("down_wgrad", {"hopper": ("after", "beside")}, needs=(_FUSED,), distinct=_without_shards),
     Searched("group_sum", {"hopper": ("after", "beside")}, needs=({"overlap": ("fused",)},)),
     Searched("peer_order", {"cpu": ("natural", "rotated")}, needs=({"overlap": ("fused",)},)),
     Searched("peer_order", {"hopper": ("natural", "rotated")}, needs=(_MEGA,)),

@@ -125,7 +125,7 @@ class CollectiveBackend:
 
     def __init__(self, member: Membership, schedule: Schedule | None) -> None:
         self.cfg, self.rank, self.ep_size = member.cfg, member.rank, member.ep_size
-        self.device, self.timeout_s = member.device, member.timeout_s
+        self.device, self.timeout_s, self._blocks = member.device, member.timeout_s, member.blocks
         self._group = member.group if self.ep_size > 1 else None
         self.schedule = schedule or default_schedule(COLLECTIVE, self.cfg, self.ep_size)
         refuse_invalid(self.schedule, self.cfg, self.ep_size, COLLECTIVE)
@@ -249,7 +249,7 @@ class CollectiveBackend:
             inputs = Inputs(x_TD, ids_TK, torch.zeros(ids_TK.shape, dtype=torch.float32), experts)
             self.forward(inputs, save=False)
             _, saved = self.forward(inputs, save=True)
-            self.backward(x_TD, inputs, saved, Needs())
+            self.backward(x_TD, inputs, saved, Needs(), blocks=self._blocks)
 
     def check(self) -> None:
         """Errors are raised by the call they belong to; nothing is deferred."""

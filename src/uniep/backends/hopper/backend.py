@@ -135,7 +135,7 @@ class HopperBackend(Link):
                 for way in self.ways.kinds():
                     self.forward(inputs, save=False, way=way)
                     _, saved = self.forward(inputs, save=True, way=way)
-                    self.backward(inputs.x_TD, inputs, saved, Needs(), way=way)
+                    self.backward(inputs.x_TD, inputs, saved, Needs(), blocks=planner.member.blocks, way=way)
             finally:
                 planner.allocate, planner.received = room
         torch.cuda.synchronize(self.device)
