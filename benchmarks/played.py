@@ -46,8 +46,8 @@ def rank_0(
 ) -> HopperBackend:  # fmt: skip
     """Its backend, whose waits end after TIMEOUT_S."""
     member: Any = types.SimpleNamespace(
-        cfg=cfg, rank=0, ep_size=ranks, device=torch.device(device), group=None, timeout_s=TIMEOUT_S, copies=1,
-        cause="", operators=(), fail=_fail,
+        cfg=cfg, rank=0, ep_size=ranks, device=torch.device(device), group=None, timeout_s=TIMEOUT_S,
+        copies=1, blocks=1, cause="", operators=(), fail=_fail,
     )  # fmt: skip
     usual, link.Arena = link.Arena, PlayedArena  # type: ignore[misc]
     try:

@@ -183,6 +183,7 @@ def host_backend(
         group=None,
         timeout_s=timeout_s,
         copies=copies,
+        blocks=cfg.gradient_shards // copies,
         memories=memories,
         failures=[],
         cause="",

@@ -60,6 +60,15 @@ def test_prepare_launches_all_that_calls_do(monkeypatch):
         assert launched <= prepared, tokens
 
 
+def test_prepare_launches_gradients_by_blocks(monkeypatch):
+    backend = host_backends(dataclasses.replace(CASES["fp16"].config(40), gradient_shards=2), 2, SCHEDULE)[0]
+    asked = []
+    monkeypatch.setattr(backend, "forward", lambda *_, **__: (None, []))
+    monkeypatch.setattr(backend, "backward", lambda *_, blocks, **__: asked.append(blocks))
+    backend.prepare()
+    assert asked and set(asked) == {2}
+
+
 @pytest.mark.parametrize("key", CASES)
 def test_one_rank(results, key):
     case = CASES[key]
