@@ -125,7 +125,7 @@ def launch(kernel, tile: Tile | None = None, **given) -> None:
         "COUNT_TILES": False, "TILES_BEFORE": 0, "NUM_RANKS": 1, "CHUNK": 1, "RECEIVE_BLOCK": 1, "PUSH_D": 16,
         "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F, "K": K, "ACTIVATION": "swiglu",
         "GATED": True, "LIMIT": None, "b13_ptr": None, "bias_ptr": None, "b2_ptr": None, "dy_ptr": None,
-        "low_desc": None, "factor_desc": None,
+        "low_desc": None, "factor_desc": None, "PART": None,
     }  # fmt: skip
     if tile is not None:
         usual |= {"TILE": TileShape(tile.rows, tile.columns, tile.depth, 2), "BLOCK_M": tile.rows}

@@ -81,7 +81,6 @@ _MEGA, _NOT_SERIAL = {"overlap": ("mega",)}, {"overlap": ("fused", "pipelined", 
 _STAGED = {"overlap": ("fused", "serial", "pipelined")}
 _ORDERS, _LISTS = ("local-first", "natural", "critical-path"), {"transfer": ("push", "pull")}
 _SERIAL, _FUSED = {"overlap": ("serial",)}, {"overlap": ("fused", "pipelined")}
-_CLAIMS = {"gate_up_parts": (1,)}
 _WAVES = {**_FUSED, "transfer": ("copy",), "tile_order": ("local-first",), "operand": ("gathered",)}
 SEARCHED = (
     Searched("overlap", {"cpu": ("fused", "serial"), "hopper": ("fused", "serial", "pipelined", "mega")}),
@@ -109,9 +108,9 @@ SEARCHED = (
     Searched("gate_up_parts", {"hopper": (1, 2, 4)}, needs=({"overlap": ("pipelined",)},)),
     Searched(
         "down_sms",
-        {"hopper": (16, 32, 48, 0)},
+        {"hopper": (32, 0)},
         needs=({"overlap": ("pipelined",)},),
-        only={16: _CLAIMS, 48: _CLAIMS, 0: {"gate_up_parts": (2, 4)}},
+        only={32: {"gate_up_parts": (1,)}, 0: {"gate_up_parts": (2, 4)}},
     ),
     Searched("activation_gradient", {"hopper": ("after", "beside")}, needs=(_FUSED,)),
     Searched("down_wgrad", {"hopper": ("after", "beside")}, needs=(_FUSED,), distinct=_without_shards),
@@ -218,7 +217,7 @@ class Points:
 
 
 def points(
-    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 1_500_000, keep: Sequence[str] = OF_MEMORY
+    backend: str, cfg: MoEConfig, ep_size: int, *, limit: int = 1_200_000, keep: Sequence[str] = OF_MEMORY
 ) -> Points:
     """All points of the space, each once; if there are more than `limit`, a uniform sample, the same every time.  Point
     0 is the backend's default.  Some may still be refused: `refusals` says why."""
