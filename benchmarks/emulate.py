@@ -5,13 +5,12 @@
 What is real: every kernel of rank 0, its plan of all ranks' ids, rows and tiles.  What is played: peers have entered;
 their tokens lie in the receive buffer beforehand (in a backward they stand for dO), and `finished` of one source after
 the other, from the rank before this one downwards, is raised when its copy would have come at `--copy-rate` since this
-rank entered; `returned` of all peers is raised once this rank's own returns would have been on the wire at
-`--return-rate` since the product that returns them began (pipelined: since gate_up began, or its first part ended), for
-all ranks do the same.
-d(weight) comes with the same flag and takes no time of the wire.  Nothing crosses a wire: copies are left out (on one
-card they would take multiprocessors), and rows go to memory that stands for the peers'.  So contention on the wire and
-what incoming bytes take from this card's memory do not show, nor can a push be emulated, whose cost is the pace of the
-wire.
+rank entered; `returned` of all peers is raised once this rank's own returns would have been on the wire at `--return-
+rate` since the product that returns them began (pipelined: since gate_up began, or its first part ended), for all
+ranks do the same.  d(weight) comes with the same flag and takes no time of the wire. Nothing crosses a wire: copies are
+left out (on one card they would take multiprocessors), and rows go to memory that stands for the peers'. So contention
+on the wire and what incoming bytes take from this card's memory do not show, nor can a push be emulated, whose cost is
+the pace of the wire.
 
 The timetable is kept by the host, which writes words of pinned memory that streams wait for: no multiprocessor is
 taken.  Everything, a backward too, is queued before the first kernel begins (`--load window` of moe.py).  Before they

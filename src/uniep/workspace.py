@@ -260,8 +260,12 @@ class Workspace:
             raise ConfigError(f"lora is {lora!r}; pass a tuple of some of {', '.join(map(repr, ADAPTABLE))}")
         way = self.backend.way_of(tokens, tuple(weight for weight in ADAPTABLE if weight in lora))
         title = f"{direction}, {way.backend}, {way.ep_size} ranks, T={tokens}{', LoRA' * bool(way.lora)}"
-        blocks = self.cfg.gradient_shards // self.num_copies
-        return Program(title, stages(self.cfg, way, direction, Flags(blocks=blocks)))
+        return Program(title, stages(self.cfg, way, direction, Flags(blocks=self.num_blocks)))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of source ranks that this EP group has, of `MoEConfig.gradient_shards`."""
+        return self._membership.blocks
 
     def prepare(self) -> None:
         """Compile and allocate ahead of the first call.  Collective."""

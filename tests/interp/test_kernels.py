@@ -530,8 +530,8 @@ def test_block_gradient(dtype, tile, gathered, transposed, apart, main_grad):
     def computed() -> Tensor:
         dw = torch.full(((blocks if apart else 1) * local, *shape), 0.3 if accumulate else torch.nan, dtype=out_dtype)
         launch_block_gradient(
-            row_addresses(a_NH) if gathered else a_NH, b_NW, first, dw, of_blocks, status, tile=tile,
-            accumulate=accumulate, apart=apart, **options,
+            of_blocks.addresses_of(row_addresses(a_NH) if gathered else a_NH), b_NW, first, dw, of_blocks, status,
+            tile=tile, accumulate=accumulate, apart=apart, **options,
         )  # fmt: skip
         return dw.view(-1, local, *shape)
 

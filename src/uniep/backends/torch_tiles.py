@@ -113,7 +113,7 @@ def compact_base(plan: RoutingPlan, rank: int) -> Tensor:
     return torch.cumsum(others, 0) - others
 
 
-def row_blocks(plan: RoutingPlan, rank: int, blocks: int) -> list[list[slice]]:
+def slices_of_blocks(plan: RoutingPlan, rank: int, blocks: int) -> list[list[slice]]:
     """For each local expert, its rows by blocks of consecutive source ranks, without pad rows; one block: with them."""
     starts = plan.expert_start_e1.tolist()
     if blocks == 1:
@@ -347,7 +347,7 @@ class Backward(_Bodies):
             main_grads = MainGrads(w13, w2, accumulate=False)
         else:
             main_grads.clear()
-        self.gradients, self.rows_eB = main_grads, row_blocks(self.plan, self.rank, blocks)
+        self.gradients, self.rows_eB = main_grads, slices_of_blocks(self.plan, self.rank, blocks)
         self.biases = () if main_grads.biases else tuple(torch.zeros_like(b) for b in experts.biases)
 
     def recompute(self, block: Block) -> None:

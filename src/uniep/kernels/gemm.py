@@ -221,7 +221,7 @@ def gate_up_tile(
     """
     dtype: tl.constexpr = blocks.w13.dtype
     HALF: tl.constexpr = TILE.N // 2
-    IN_TURN: tl.constexpr = CROWDED and blocks.b13 is not None
+    UP_LATER: tl.constexpr = CROWDED and blocks.b13 is not None
     B: tl.constexpr = "gate_up" if LAYER.GATED else "ungated"
     acc = product_of_rows(a_ptrs, blocks.rows, blocks.w13, m, expert, n, LAYER.D, 0, B, False, TILE)
     acc = add_low_rank(acc, blocks.low, m, expert, n, B, UP_FIRST, TILE)
@@ -232,16 +232,16 @@ def gate_up_tile(
     else:
         gate = acc
     gate = plus_b13(gate, blocks.b13, expert, 0, n * HALF, LAYER, HALF)
-    if LAYER.GATED and not IN_TURN:
+    if LAYER.GATED and not UP_LATER:
         up = plus_b13(up, blocks.b13, expert, LAYER.F, n * HALF, LAYER, HALF)
     gate_16 = narrow(gate, dtype)
-    if LAYER.GATED and not IN_TURN:
+    if LAYER.GATED and not UP_LATER:
         up_16 = narrow(up, dtype)
     count_before(counted)
     if blocks.gate is not None:
         blocks.gate.store([row, n * HALF], gate_16)
     if LAYER.GATED:
-        if IN_TURN:
+        if UP_LATER:
             up_16 = narrow(plus_b13(up, blocks.b13, expert, LAYER.F, n * HALF, LAYER, HALF), dtype)
         if blocks.up is not None:
             blocks.up.store([row, n * HALF], up_16)

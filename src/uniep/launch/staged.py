@@ -395,10 +395,10 @@ def launch_weight_gradient(
 
 
 def launch_block_gradient(
-    a: Tensor, b_NW: Tensor, first_column: int, dw: Tensor, blocks: RowBlocks, status: Tensor, tile: Tile,
+    address_P: Tensor, b_NW: Tensor, first_column: int, dw: Tensor, blocks: RowBlocks, status: Tensor, tile: Tile,
     multiprocessors: int, *, transposed: bool, accumulate: bool = False, apart: bool = False,
 ) -> None:  # fmt: skip
-    """As `launch_weight_gradient`, by blocks of source ranks.  a: rows (N, H), or the address of each (at least N,).
+    """As `launch_weight_gradient`, by blocks of source ranks.  address: of rows of a, see `RowBlocks.addresses_of`.
 
     apart: blocks are not added; dw: (blocks * e, H, W), or (blocks * e, W, H), blocks first."""
     tile = tile if apart else _with_a_sum(tile)
@@ -407,7 +407,7 @@ def launch_block_gradient(
         block_gradient_kernel,
         multiprocessors * tile.programs_per_sm,
         (
-            b_NW, Segments(blocks.start_S, blocks.row_P, blocks.addresses_of(a)),
+            b_NW, Segments(blocks.start_S, blocks.row_P, address_P),
             _gradient_block(dw, tile, transposed), status, first_column,
         ),
         {

@@ -38,7 +38,7 @@ def backward(
     main_grads: MainGrads | None = None,
 ) -> ExpertGradients:
     """`Backend.backward`, with expert gradients by blocks.  Collective over the EP group and the copies."""
-    backend, blocks = space.enter(), space.cfg.gradient_shards // space.num_copies
+    backend, blocks = space.enter(), space.num_blocks
     if space.num_copies == 1:
         return backend.backward(dy_TD, inputs, saved, needs, main_grads, blocks)
     of_blocks = _memory(inputs, needs, blocks)

@@ -126,8 +126,8 @@ SEARCHED = (
     Searched("vector_workers", {"cpu": (1, 2)}),
 )
 """Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
-tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes.
-A dimension is behind those that it needs."""
+tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes.  A
+dimension is behind those that it needs."""
 
 
 OF_PEERS = ("transfer", "send_order", "arrival_waves", "chunk_tokens", "push_programs", "peer_order")

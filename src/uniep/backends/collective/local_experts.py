@@ -355,17 +355,20 @@ class KernelExperts:
         width = (a_NH if transposed else b_NW).shape[1]
         per = local // len(out)  # experts of a tensor
         how = {"transposed": transposed, "accumulate": into.accumulate}
+        address_P = None if blocks is None else blocks.addresses_of(a_NH)
         for number, dw in enumerate(out):
             first, last = number * per, (number + 1) * per
             dw_eHW = dw.view(per * (len(dw) if into.apart else 1), -1, width)
-            if blocks is None:  # clones are aligned
-                start, count = of.start_e1[first : last + 1].clone(), of.rows_e[first:last].clone()
+            if blocks is None or address_P is None:
+                start, count = of.start_e1[first : last + 1], of.rows_e[first:last]
+                if first > 0:  # clones are aligned
+                    start, count = start.clone(), count.clone()
                 self.launch.launch_weight_gradient(
                     a_NH, b_NW, first_column, dw_eHW, start, count, self._zero, tile, self.sms, **how
                 )
             else:
                 self.launch.launch_block_gradient(
-                    a_NH, b_NW, first_column, dw_eHW, blocks.of_experts(first, last), self._zero, tile, self.sms,
+                    address_P, b_NW, first_column, dw_eHW, blocks.of_experts(first, last), self._zero, tile, self.sms,
                     apart=into.apart, **how,
                 )  # fmt: skip
 

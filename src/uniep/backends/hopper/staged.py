@@ -497,6 +497,6 @@ class Backward(_Call):
             )  # fmt: skip
         else:
             launch_block_gradient(
-                tensor(a_N), b_NX, column, dw, self.blocks, status, tile, stage.sms, transposed=transposed,
-                accumulate=memory.accumulate, apart=memory.apart,
+                self.blocks.addresses_of(tensor(a_N)), b_NX, column, dw, self.blocks, status, tile, stage.sms,
+                transposed=transposed, accumulate=memory.accumulate, apart=memory.apart,
             )  # fmt: skip
