@@ -161,7 +161,7 @@ PAGES = {
         tables,
         (
             "h200x2_floors_2", "h200x4_floors", "h200x4_tokens", "h200x4_zipf", "h200x2_layer", "h200x2_4096",
-            "h200x2_zipf", "h200x2_tokens", "h200x2_sustained", "h200x4_groups", "h100x2_layer",
+            "h200x2_zipf", "h200x2_tokens_3", "h200x2_tokens", "h200x2_sustained", "h200x4_groups", "h100x2_layer",
         ),
     ),
 }  # fmt: skip
