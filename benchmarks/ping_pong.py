@@ -21,16 +21,20 @@ nearly the product alone.  "no loads" (of h), "no stores", "no arithmetic", "no 
 an epilogue costs.  Results of these are wrong by design and not compared.
 
 All others are compared with today's kernels bit by bit before they are timed: a small case with received tokens, then
-the full one.  Found on an H200 (Triton 3.6, T = 8192, window, ms), before there was "ahead": exact bits, but no gain.
+the full one.  Found on an H200 (969a1eb, Triton 3.6, T = 8192, window, ms): exact bits, but no gain.
 
-    | shape | product alone | both kernels | pp128 s5 h2 | pp64 s4 h2 | bare (pp128, pp64) |
-    |---|---:|---:|---:|---:|---:|
-    | qwen3-30b | 0.344 | 0.489 | 0.618 | 0.558 | 0.335, 0.358 |
-    | qwen3-235b | 1.223 | 1.450 | 1.607 | 1.484 | 1.282, 1.334 |
+    | | qwen3-30b | qwen3-235b |
+    |---|---:|---:|
+    | product alone, both kernels | 0.342, 0.486 | 1.194, 1.421 |
+    | pp128: s5 h2, s5 ahead h4, s4 ahead h8 | 0.605, 0.684, 0.657 | 1.583, 1.598, 1.685 |
+    | pp64: s4 h2, s4 ahead h4, s3 ahead h8 | 0.546, 0.559, 0.584 | 1.467, 1.476, 1.819 |
+    | bare: pp128 s5, pp64 s4 | 0.335, 0.361 | 1.261, 1.332 |
+    | pp128 s4 ahead h8 without loads, stores | 0.499, 0.451 | 1.446, 1.384 |
+    | the same without arithmetic, sums | 0.422, 0.468 | 1.464, 1.499 |
 
-Two tiles take as long as a main loop and an epilogue, so a chunk took some 4 us, of which its 500 instructions a warp
-explain less than a quarter, by estimate.  pp128 s4 took 0.635 with h2 and 0.627 with h4: the latency of h is at most a
-part of it.
+Two tiles take as long as two main loops, or as one and an epilogue if that is longer.  So an epilogue of pp128 s4 ahead
+h8 takes 42 and 45 us, where a main loop takes 14 and 27.  Alone, loads cost 13 and 10 of these, stores 18 and 13,
+arithmetic 20 and 9, sums 16 and 8: no part decides.  Fetching h ahead gains nothing, so the wait for h is not it.
 """
 
 from __future__ import annotations
