@@ -202,8 +202,8 @@ def results_of(emulation: Emulation, way: Way, direction: str) -> dict[str, Tens
         for name, ts in everywhere.items():
             found |= {f"{name} of rank {rank}, {turn}": t.clone() for rank, t in enumerate(ts)}
         if not way.recomputes:
-            totals = tensor(backend.planner.restore(emulation.tokens, saved[:2]).rows.totals)
-            found["h"] = saved[2][:, : int(totals[0])].clone()
+            totals = tensor(backend.planner.restore(emulation.tokens, saved[:3]).rows.totals)
+            found["h"] = saved[3][:, : int(totals[0])].clone()
         if gradients is not None:
             assert gradients.x is not None and gradients.weights is not None and gradients.w13 and gradients.w2
             found |= {"dx": gradients.x, "d(weight)": gradients.weights, "dw13": gradients.w13[0]}

@@ -106,18 +106,20 @@ def flag_step(ep_size: int) -> int:
     return -(-ep_size // 4) * 4
 
 
-def table_tiles(rows: Any, tile_rows: int) -> Any:
-    """Row tiles that the tables of a plan have room for."""
-    return -(-rows // (TILE_STEP * tile_rows)) * TILE_STEP
+def tile_tables(rows: Any, tile_rows: int) -> tuple[int, Any]:
+    """Shape of a plan's int32 tables of row tiles, each aligned to 16 bytes: expert_M, order_M, backward_order_M,
+    progress_M."""
+    return 4, -(-rows // (4 * tile_rows)) * 4
 
 
-def hopper_plan_arrays(
-    cfg: MoEConfig, ep_size: int, tiles: int | torch.SymInt, tokens: int | torch.SymInt,
-    fetched: int | torch.SymInt | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Shapes of a plan's int32 arrays, except those of rows; one allocation, see `plan_words`.  tiles: of
-    `table_tiles`.  fetched: room for the tokens that this rank fetches, of which each has a row; None: it
-    fetches none."""
+def row_tables(rows: Any, fetches: bool) -> tuple[int, Any]:
+    """Shape of a plan's 4-byte tables of rows: source_N, return_N, weight_N, and with `fetches` recv_token_N: every
+    token that this rank fetches has a row."""
+    return 3 + fetches, rows
+
+
+def hopper_plan_arrays(cfg: MoEConfig, ep_size: int, tokens: int | torch.SymInt) -> dict[str, Any]:
+    """Shapes of a plan's int32 arrays, except those of rows and tiles; one allocation, see `plan_words`."""
     local = cfg.experts_per_rank(ep_size)
     return {
         "counts_RE": (ep_size, cfg.num_experts),
@@ -126,14 +128,9 @@ def hopper_plan_arrays(
         "send_count_R": (ep_size,),
         "recv_count_R": (ep_size,),
         "send_token_RT": (ep_size, tokens),
-        "expert_M": (tiles,),
-        "order_M": (tiles,),
-        "backward_order_M": (tiles,),
-        "progress_M": (tiles,),
         "cursor": (1,),
         "totals": (2,),  # padded rows, row tiles
         "forward": (1,),  # number of the call that this plan belongs to
-        **({"recv_token_N": (fetched,)} if fetched is not None else {}),
     }
 
 
@@ -146,7 +143,6 @@ def hopper_parts_arrays(cfg: MoEConfig, ep_size: int) -> dict[str, tuple[int, ..
 
 PLAN_ENTRIES = 128  # (token, slot) pairs that one program of the hopper backend's plan reads at once
 PLAN_CHUNKS = 1024  # chunks of the tokens of all ranks, each counted by one program
-TILE_STEP = 64  # tables of row tiles grow by this many, so that there are few sizes
 FIRST_TOKENS = 4096  # per rank; a first call allocates rows for at least so many
 SUMMED_AT_ONCE = 2**24  # elements of each block of gradients that ranks sum at once
 

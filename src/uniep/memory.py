@@ -33,8 +33,9 @@ from uniep.layout import (
     list_words,
     padded_rank,
     plan_words,
+    row_tables,
     steps,
-    table_tiles,
+    tile_tables,
 )
 from uniep.limits import group_limit, lora_limit, shape_limit
 from uniep.row_operator import RowOperator, refuse_operators
@@ -319,9 +320,8 @@ def _hopper(c: _Call) -> list[_Size]:
     cfg, dtype = c.cfg, c.cfg.dtype
     rows, _ = hopper_rows(cfg, c.ep_size, c.tokens)
     rows_why = f"room for max_rows={cfg.max_rows}" if cfg.max_rows is not None else f"{_ALIGNED}, and 1/32 more"
-    most = table_tiles(rows, c.way.gate_up.rows)
-    fetched = most * c.way.gate_up.rows if c.way.pulls else None
-    plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, most, c.tokens, fetched)))
+    plan = sum(plan_words(hopper_plan_arrays(cfg, c.ep_size, c.tokens)))
+    extent = 3 if cfg.max_rows is None else 0
     expanded = c.way.expanded
     sent = c.tokens if c.way.transfer == "copy" else c.received // max(c.ep_size - 1, 1)
     block = kept_block(cfg, c.ep_size, sent, copying=c.way.transfer == "copy")
@@ -331,9 +331,11 @@ def _hopper(c: _Call) -> list[_Size]:
     tiles = backward_tiles(cfg, c.way, w13=True, w2=True)
     lists = sum(list_words(rows // c.way.gate_up.rows, c.local, tiles, backward=True))
     return [
-        _Size("plan", (plan,), _I32, "counts, send lists and tile tables"),
+        _Size("extent", (extent,), _I64, "on the host: how many of the allocated rows a call has"),
+        _Size("plan", (plan,), _I32, "counts and send lists"),
+        _Size("tiles", tile_tables(rows, c.way.gate_up.rows), _I32, "expert and order of every row tile"),
         _Size("histogram", hopper_histogram(cfg, c.ep_size, c.way.sends_by_expert), _I32, "what the plan counts"),
-        _Size("rows", (3, rows), _I32, f"source, return slot and weight of every row; {rows_why}"),
+        _Size("rows", row_tables(rows, c.way.pulls), _I32, f"source, return slot and weight of every row; {rows_why}"),
         _Size("parts", (parts,), _I32, "which rows combine groups add, and where sums go"),
         _Size("h", (1 + cfg.gated, rows, cfg.ffn), dtype, "gate and up before the activation"),
         _Size("kept", kept, dtype, "every row's input" if expanded else "received tokens, for dW13"),

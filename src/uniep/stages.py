@@ -161,7 +161,8 @@ class _Call:
         if not self.device:
             name = ((("fingerprint", SAVED),) * self.is_forward) if flags.save else ()
             return [self.make("enter", buffers=name, **both), self.make("push", "push", signals=self.flag("arrived"))]
-        plan = (("plan", SAVED), ("rows", SAVED)) if self.is_forward else (("address", END),)
+        names = "extent", "plan", "tiles", "rows"
+        plan = tuple((name, SAVED) for name in names) if self.is_forward else (("address", END),)
         by_row = way.recomputes or flags.w13 or flags.w2 or self.cfg.bias
         rows = "row_addresses_kernel" * (not self.is_forward and by_row)
         kernels = f"{self.publish} exchange_kernel {rows} {self.barrier}"

@@ -1,6 +1,7 @@
 """Checks of test_hopper.py: what ranks tell each other, and calls beside other work."""
 
 import dataclasses
+import functools
 import random
 import statistics
 import time
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from torch.utils.checkpoint import checkpoint
 
 import uniep
 from uniep import MoEConfig, Schedule, Workspace
@@ -405,3 +407,34 @@ def check_copy_then_flag(r):
         assert not wrong.any() and not late.any(), (wrong.tolist(), late.tolist())
         assert done >= batch
         together()
+
+
+def check_checkpointing(r):
+    """A layer that is recomputed after calls that change what is allocated, with saved and moved tensors."""
+    cfg = MoEConfig(**SHAPE)
+    x, ids, weights, w13, w2, dy = r.data(cfg, 900)
+    one_rank = torch.full_like(ids, -1)
+    one_rank[:, 0] = 0
+    with Workspace(cfg, r.group, timeout_s=20) as workspace:
+        leaves = [t.detach().requires_grad_() for t in (x, weights, w13, w2)]
+
+        def layer(choice):
+            return uniep.moe(leaves[0], choice, *leaves[1:], workspace=workspace)
+
+        def gradients(choice, call):
+            y = call(choice)
+            for other in (one_rank, ids, one_rank):
+                for _ in range(3):
+                    layer(other)
+            return torch.autograd.grad(y, leaves, dy)
+
+        def moved(choice):
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                return layer(choice)
+
+        recomputed = functools.partial(checkpoint, layer, use_reentrant=False)
+        for choice in (ids, one_rank):
+            want = gradients(choice, layer)
+            for call in (recomputed, moved, recomputed):
+                assert same(want, gradients(choice, call))
+        workspace.check()

@@ -203,7 +203,41 @@ def past_the_last_number(site):
     return {"same": [all(map(torch.equal, found[0], other)) for other in found[1:]], "last": planner.calls_made}
 
 
+def checkpointed(site, cfg):
+    """What a forward saves has the same shapes after other calls, and serves a backward as it is, moved elsewhere, or
+    in part."""
+    backend, found = site.backend(cfg), []
+    make = torch.Generator().manual_seed(site.rank)
+    given = site.inputs()
+    x_TD = torch.randn(128, 64, generator=make).half()
+
+    def inputs(ids_TK):
+        return Inputs(x_TD, ids_TK, torch.ones(128, 2), given.experts, NO_LAYER)
+
+    one = inputs(torch.tensor([[0, 3]]).expand(128, 2).contiguous())
+    every = inputs(torch.stack([torch.randperm(4, generator=make)[:2] for _ in range(128)]))
+    allocated = []
+    for before in (0, 3):
+        for _ in range(before):
+            backend.forward(every, save=False)
+        _, saved = backend.forward(one, save=True)
+        allocated.append([t.shape for t in saved])
+        found.append(backend.trimmed(saved))
+    moved = [t.contiguous().clone() for t in found[1]]
+    in_part = [t if number % 2 else u for number, (t, u) in enumerate(zip(found[1], moved, strict=True))]
+    gradients = []
+    for kept in (saved, found[0], found[1], moved, in_part, in_part[:2] + moved[2:3] + found[1][3:]):
+        got = backend.backward(torch.ones_like(x_TD), one, kept, Needs())
+        gradients.append([got.x, got.weights, *got.w13, *got.w2])
+    backend.check()
+    return {
+        "shapes": [[t.shape for t in saved] for saved in found], "allocated": allocated,
+        "same": [all(map(torch.equal, gradients[0], other)) for other in gradients[1:]],
+    }  # fmt: skip
+
+
 SCENARIOS = {
+    "checkpointed": lambda site: checkpointed(site, dataclasses.replace(CFG, max_tokens_per_rank=128)),
     "backwards": lambda site: backwards_of_different_forwards(site, FUSED),
     "layers": lambda site: layers(site, (1, 2)),
     "memory, forward": lambda site: exception_inside(site, MemoryError("2 GiB"), FUSED, "forward"),

@@ -118,6 +118,14 @@ def test_workspaces_in_another_order(seen):
     assert any("is in call 1 of Workspace" in error for error in errors), errors
 
 
+def test_what_checkpointing_compares(seen):
+    for rank in seen["checkpointed"]:
+        first, again = rank["shapes"]
+        assert first == again
+        assert rank["same"] == [True] * 5
+    assert any(first != again for first, again in (rank["allocated"] for rank in seen["checkpointed"]))
+
+
 def test_calls_past_the_last_number(seen):
     for rank in seen["wrap"]:
         assert rank["same"] == [True, True]

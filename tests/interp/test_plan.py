@@ -285,9 +285,7 @@ def test_tables_follow_the_call():
     few, many = (plan_memory(dataclasses.replace(cfg, max_tokens_per_rank=t), 8, tokens=100) for t in (4096, 2**20))
     for a, b in zip(few.buffers, many.buffers, strict=True):
         assert a.kind == "shared" or a == b
-    planner = backend.planner
-    assert planner._layout(100, 2**14).words == planner._layout(100, 2**14 - 128).words
-    assert planner._layout(100, 2**14).words < planner._layout(100, 2**15).words
+    assert backend.planner._layout(100).words < backend.planner._layout(1000).words
 
 
 def test_room_for_received_tokens():

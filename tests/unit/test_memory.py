@@ -10,7 +10,6 @@ import types
 
 import pytest
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import uniep
 from uniep.backends.cpu import shm
@@ -21,11 +20,8 @@ from uniep.layout import (
     ALIGN_BYTES,
     cpu_arrays,
     hopper_arrays,
-    hopper_plan_arrays,
     pack,
     packed_bytes,
-    plan_words,
-    table_tiles,
 )
 from uniep.meeting import Meeting
 from uniep.memory import check_room, plan_memory
@@ -394,16 +390,3 @@ def test_a_workspace_that_cannot_fit():
     cfg = MoEConfig(hidden=1 << 20, ffn=8, num_experts=2, top_k=2, max_tokens_per_rank=1 << 24, dtype=torch.float32)
     with pytest.raises(CapacityError, match="lower max_tokens_per_rank"):
         uniep.Workspace(cfg, device="cpu")
-
-
-@pytest.mark.parametrize("fetches", [False, True])
-def test_a_compiler_need_not_know_how_many_rows_a_plan_has(fetches):
-    """As under torch.compile without max_rows, where sizes are unknown until a call."""
-    cfg = MoEConfig(hidden=64, ffn=64, num_experts=8, top_k=2, max_tokens_per_rank=64)
-    rows = ShapeEnv().create_unbacked_symint()
-    sizes = []
-    for num_rows in (rows, 1024):
-        tiles = table_tiles(num_rows, 128)
-        sizes.append(sum(plan_words(hopper_plan_arrays(cfg, 2, tiles, 64, tiles * 128 if fetches else None))))
-    assert isinstance(sizes[0], torch.SymInt)
-    assert sizes[0].node.expr.subs(rows.node.expr, 1024) == sizes[1]

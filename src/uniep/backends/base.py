@@ -146,6 +146,11 @@ class Backend(Protocol):
         On this rank it may raise `error` or return; if it returns, the caller raises."""
         ...
 
+    def trimmed(self, saved: list[Tensor]) -> list[Tensor]:
+        """Views of what a forward saved whose shapes depend on its inputs alone, not on earlier calls, as checkpointing
+        asks for.  A backward takes these, or copies of them, in place of what they are views of."""
+        ...
+
     def fake_saved(self, num_tokens: int | SymInt, x_TD: Tensor, new_size: Callable[[], SymInt]) -> list[Tensor]:
         """Shapes and dtypes of forward's saved tensors, for torch.compile; `new_size` makes an unknown size."""
         ...

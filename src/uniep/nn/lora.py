@@ -101,7 +101,7 @@ class _Call(torch.autograd.Function):
         experts = _experts(tensors, space, *of_experts)
         with as_one_operator(ids, experts, space):
             y, saved = enter_forward(x, ids, weights, experts, space, True, layer)
-        ctx.save_for_backward(x, ids, weights, *tensors, *saved)
+        ctx.save_for_backward(x, ids, weights, *tensors, *space.backend.trimmed(saved))
         ctx.how, ctx.count = how, len(tensors)
         ctx.set_materialize_grads(False)
         return y

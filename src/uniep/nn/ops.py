@@ -233,7 +233,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.layout, ctx.workspace = layout, workspace
     ctx.needs = [any(t.requires_grad for t in ts) for ts in ([x], [weights], w13, w2, biases)]
     ctx.wanted = [t.requires_grad for t in (*w13, *w2)]
-    ctx.save_for_backward(layer, x, ids, weights, *w13, *w2, *biases, *output[1:])  # main_grads may change until then
+    saved = output[1:]
+    if not torch.compiler.is_compiling() and all(type(t) is Tensor for t in saved):
+        saved = by_key(workspace).backend.trimmed(saved)
+    ctx.save_for_backward(layer, x, ids, weights, *w13, *w2, *biases, *saved)  # main_grads may change until then
     ctx.set_materialize_grads(False)
 
 

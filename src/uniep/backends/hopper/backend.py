@@ -32,6 +32,7 @@ from uniep.backends.hopper.arena import WAY_OUT
 from uniep.backends.hopper.link import Link
 from uniep.backends.hopper.mega import Backward, Forward
 from uniep.backends.hopper.recorded import RecordedCalls, layout_of
+from uniep.backends.hopper.saved import extent, trimmed, whole
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, UniEPError, UnsupportedError
 from uniep.limits import group_limit, why_not
@@ -156,7 +157,8 @@ class HopperBackend(Link):
         else:
             kept = self.kept_shape(0)
         h = 1 + self.cfg.gated, 0 if way.recomputes else rows, self.cfg.ffn
-        return [*self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(kept)]
+        of_call = [torch.empty_like(extent(0, 0, 0))] if exact else []
+        return [*of_call, *self.planner.fake(num_tokens, rows, x_TD), x_TD.new_empty(h), x_TD.new_empty(kept)]
 
     def report(self) -> dict[str, str]:
         return {
@@ -214,8 +216,17 @@ class HopperBackend(Link):
             )
             if planner.fits():
                 y_TD, *saved = result
-                return y_TD, self._with_all_received(saved, num_tokens) if save else saved
+                return y_TD, self._with_extent(self._with_all_received(saved, num_tokens)) if save else saved
             del result
+
+    def _with_extent(self, saved: list[Tensor]) -> list[Tensor]:
+        if self.cfg.max_rows is not None:
+            return saved
+        keeps_sources = self.num_ranks > 1 and not self.way.expanded and not self.way.again
+        return [extent(*self.planner.extent, (self.num_ranks - 1) * keeps_sources), *saved]
+
+    def trimmed(self, saved: list[Tensor]) -> list[Tensor]:
+        return trimmed(saved, self.planner.tile_rows) if self.cfg.max_rows is None else saved
 
     def _with_all_received(self, saved: list[Tensor], num_tokens: int) -> list[Tensor]:
         """The rare call in which a source has sent more tokens than there was room for keeps them now: they lie in the
@@ -235,13 +246,14 @@ class HopperBackend(Link):
         experts, layer, num_tokens = _with_whole_factors(inputs.experts), inputs.layer, dy_TD.shape[0]
         dy_TD, x_TD, ids_TK = map(aligned, (dy_TD, inputs.x_TD, inputs.ids_TK))
         inputs = Inputs(x_TD, ids_TK, inputs.weights_TK, experts, layer)
+        saved = whole(saved, self.planner.tile_rows) if self.cfg.max_rows is None else saved
 
         def perform() -> list[Any]:
             got = Backward(self, dy_TD, inputs, saved, needs, main_grads, blocks).made()
             return [got.x, got.weights, *(got.w13 or ()), *(got.w2 or ()), *got.biases]
 
         into = main_grads.tensors if main_grads is not None else ()
-        rows, kept = saved[1].shape[-1], len(saved[-1])
+        rows, kept = saved[2].shape[-1], len(saved[-1])
         accumulate = main_grads is not None and main_grads.accumulate
         by_launches = not self.way.computes_in_torch("backward") and blocks == 1  # whose rows torch operations find
         key = needs, num_tokens, rows, kept, ids_TK.dtype, len(into), accumulate, self.stay_local, *layout_of(experts)

@@ -32,7 +32,8 @@ from uniep.layout import (
     plan_blocks,
     plan_words,
     power_of_2,
-    table_tiles,
+    row_tables,
+    tile_tables,
     with_headroom,
 )
 from uniep.routing import RoutingPlan
@@ -63,27 +64,31 @@ class PlanConstants(NamedTuple):
 class DevicePlan:
     """A RoutingPlan on the device, with the tile tables.  All int32 but the routing weights.  forward: its call.
 
-    Two allocations, which autograd saves: `head`, what is known before the number of rows is; `rows_3N`, source, return
-    slot and routing weight of every row.  lines: with combine groups, which rows are added; one more allocation.
+    Three allocations, which autograd saves: `head`, whose size depends on the number of tokens alone; tables of row
+    tiles and of rows, see `layout`.  lines: with combine groups, which rows are added; one more allocation.
     """
 
-    def __init__(self, layout: HeadLayout, head: Tensor, rows_3N: Tensor, lines: LineTables | None = None) -> None:
-        self.head, self.rows_3N, self.lines = head, rows_3N, lines
+    def __init__(
+        self, layout: HeadLayout, head: Tensor, tiles_AM: Tensor, rows_BN: Tensor, lines: LineTables | None = None
+    ) -> None:
+        self.head, self.tiles_AM, self.rows_BN, self.lines = head, tiles_AM, rows_BN, lines
         first, int32 = head.data_ptr(), torch.int32
         part = {name: Part(head, first + offset, int32, shape) for name, (offset, shape) in layout.arrays.items()}
         self.counts_RE, self.recv_count_R = part.pop("counts_RE"), part["recv_count_R"]
         self.forward: Memory = part.pop("forward")
-        source_N, return_N, weight_N = unbind(rows_3N)
+        source_N, return_N, weight_N, *fetched = unbind(rows_BN)
+        part |= zip(("expert_M", "order_M", "backward_order_M", "progress_M"), unbind(tiles_AM), strict=True)
+        part |= zip(["recv_token_N"][: len(fetched)], fetched, strict=True)
         self.rows = Rows(source_N, return_N, weight_N._replace(dtype=torch.float32), **part)
         self.bundle = Bundle(self.rows)
 
     @property
     def num_rows(self) -> int:
         """Rows allocated: N or more."""
-        return self.rows_3N.shape[1]
+        return self.rows_BN.shape[1]
 
     def saved(self) -> list[Tensor]:
-        return [self.head, self.rows_3N, *([self.lines.flat] if self.lines is not None else [])]
+        return [self.head, self.tiles_AM, self.rows_BN, *([self.lines.flat] if self.lines is not None else [])]
 
 
 def enough(room: int, needed: int) -> int:
@@ -111,9 +116,10 @@ class Planner(Calls):
         tokens = min(cfg.max_tokens_per_rank, FIRST_TOKENS)
         self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, tokens)
         self.received = 0  # tokens of one source to have room for; 0: no call has shown yet
+        self.extent = 0, 0  # rows of the last call, and most tokens of one source, where the host reads them
         self.sms = sms
         self._parts_words = sum(plan_words(hopper_parts_arrays(cfg, self.num_ranks)))
-        self._layouts: dict[tuple[int, int], HeadLayout] = {}
+        self._layouts: dict[int, HeadLayout] = {}
         elements = power_of_2(self.local) * self.num_ranks * _num_waves(self.num_ranks)
         self._tiles_warps = min(max(elements // 512, 4), 16)
         self._constants = {
@@ -145,33 +151,29 @@ class Planner(Calls):
 
     def restore(self, num_tokens: int, saved: Sequence[Tensor]) -> DevicePlan:
         """The plan that a forward saved."""
-        head, rows_3N, *flat = saved
+        head, tiles_AM, rows_BN, *flat = saved
         lines = LineTables.of(flat[0], self.cfg, self.num_ranks) if flat else None
-        return DevicePlan(self._layout(num_tokens, rows_3N.shape[1]), head, rows_3N, lines)
+        return DevicePlan(self._layout(num_tokens), head, tiles_AM, rows_BN, lines)
 
-    def _arrays(self, num_tokens: int | SymInt, tiles: int | SymInt) -> dict[str, Any]:
-        fetched = tiles * self.tile_rows if self.pull else None
-        return hopper_plan_arrays(self.cfg, self.num_ranks, tiles, num_tokens, fetched)
-
-    def _layout(self, num_tokens: int, rows: int) -> HeadLayout:
-        key = num_tokens, table_tiles(rows, self.tile_rows)
-        if key not in self._layouts:
+    def _layout(self, num_tokens: int) -> HeadLayout:
+        if num_tokens not in self._layouts:
             if len(self._layouts) > 1000:  # any number of lengths may come
                 self._layouts.clear()
-            arrays = self._arrays(*key)
+            arrays = hopper_plan_arrays(self.cfg, self.num_ranks, num_tokens)
             ends = list(itertools.accumulate(plan_words(arrays), initial=0))
             where = {name: (4 * end, shape) for (name, shape), end in zip(arrays.items(), ends, strict=False)}
-            self._layouts[key] = HeadLayout(ends[-1], where)
-        return self._layouts[key]
+            self._layouts[num_tokens] = HeadLayout(ends[-1], where)
+        return self._layouts[num_tokens]
 
     def fake(self, num_tokens: int | SymInt, rows: int | SymInt, like: Tensor) -> list[Tensor]:
         """Shapes of `DevicePlan.saved`."""
-        words = sum(plan_words(self._arrays(num_tokens, table_tiles(rows, self.tile_rows))))
-        return [
-            like.new_empty((words,), dtype=torch.int32),
-            like.new_empty((3, rows), dtype=torch.int32),
-            *([like.new_empty((self._parts_words,), dtype=torch.int32)] if self.cfg.combine_groups is not None else []),
-        ]
+        words = sum(plan_words(hopper_plan_arrays(self.cfg, self.num_ranks, num_tokens)))
+        lines = [(self._parts_words,)] if self.cfg.combine_groups is not None else []
+        shapes = [(words,), *self._tables(rows), *lines]
+        return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+    def _tables(self, rows: int | SymInt) -> tuple[Any, Any]:
+        return tile_tables(rows, self.tile_rows), row_tables(rows, self.pull)
 
     def plan(
         self, ids_TK: Tensor, weights_TK: Tensor, leads: tuple[int, int] = (0, 0), operation: str = "forward",
@@ -188,8 +190,9 @@ class Planner(Calls):
         """Enter a call whose plan `make` makes.  copies: copy engines send all tokens behind it."""
         num_tokens = ids_TK.shape[0]
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        layout = self._layout(num_tokens, self.allocate)
-        plan = DevicePlan(layout, result(layout.words, **int32), result(3, self.allocate, **int32))
+        layout = self._layout(num_tokens)
+        tiles, rows = self._tables(self.allocate)
+        plan = DevicePlan(layout, result(layout.words, **int32), result(*tiles, **int32), result(*rows, **int32))
         self.enter(ids_TK, weights_TK, num_tokens, operation, layer, plan.forward)
         self.wait_entered(copies)
         return plan
@@ -212,7 +215,7 @@ class Planner(Calls):
         cfg, ranks = self.cfg, self.num_ranks
         constants = self._constants[not copies, by_expert]
         lines_of_counts, columns = constants.counts
-        tiles = table_tiles(plan.num_rows, self.tile_rows)
+        tiles = -(-plan.num_rows // self.tile_rows)
         most_programs = 8 * self.sms
         int32: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         histogram = temporary(*constants.counts, **int32)
@@ -281,6 +284,7 @@ class Planner(Calls):
         self.is_inside = False  # all that peers need is on its way
         self.judge_digests(0)
         _, total, fitted, received = self._totals_words[:4]
+        self.extent = total, received
         self.allocate = enough(self.allocate, with_headroom(total))
         self.received = enough(self.received, received)
         return bool(fitted)
@@ -301,6 +305,6 @@ class Planner(Calls):
             send_count_R=send_count_R,
             send_token_RT=torch.where(listed, tensor(rows.send_token_RT), -1),
             recv_count_R=tensor(plan.recv_count_R),
-            row_source_N=plan.rows_3N[0, :num_rows],
-            row_return_N=plan.rows_3N[1, :num_rows],
+            row_source_N=plan.rows_BN[0, :num_rows],
+            row_return_N=plan.rows_BN[1, :num_rows],
         )
