@@ -12,6 +12,7 @@ from uniep.config import MoEConfig
 from uniep.dimension import MEASURED
 from uniep.errors import CapacityError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.kernels import sync
+from uniep.launch import operands
 from uniep.schedule import Tile, is_valid
 from uniep.weights import ExpertWeights
 
@@ -118,6 +119,28 @@ def test_a_pair_that_no_tensor_map_covers_is_refused():
     with pytest.raises(UnsupportedError, match=r"w1 and w3 have strides \(9792, 72, 1\) and \(19584, 72, 1\)"):
         backend.forward(dataclasses.replace(given, experts=experts), save=False)
     assert backend.planner.calls_made == 0
+
+
+@pytest.mark.parametrize("overlap", ["fused", "mega"])
+def test_a_pair_far_apart_is_copied(overlap, monkeypatch, caplog):
+    """As where an allocator has taken memory from both ends of the addresses."""
+    cfg = MoEConfig(**SHAPE)
+    backend, given = host_backends(cfg, 1, dataclasses.replace(SCHEDULE, overlap=overlap))[0], inputs(cfg, 0, 1)
+    dy_TD = torch.randn(given.x_TD.shape).to(cfg.dtype)
+    gate, up = given.experts.w13[0].unflatten(1, (2, -1)).transpose(0, 1).contiguous()
+
+    def results(experts):
+        at = dataclasses.replace(given, experts=experts)
+        y_TD, saved = backend.forward(at, save=True)
+        got = backend.backward(dy_TD, at, saved, Needs())
+        return y_TD, got.x, torch.cat(got.w13, 1), *got.w2
+
+    want = results(given.experts)
+    monkeypatch.setattr(operands, "MAX_STRIDE_BYTES", gate[0].nbytes + 1)
+    operands._tell_of_copies.cache_clear()
+    for pair in ((gate, up), (up.clone(), gate.clone())[::-1]):
+        assert all(map(torch.equal, want, results(ExpertWeights(pair, given.experts.w2, "split"))))
+    assert "every call copies both" in caplog.text
 
 
 @pytest.mark.parametrize("overlap", ["fused", "mega"])

@@ -8,6 +8,8 @@ Suffixes: N padded rows, e local experts, D hidden, F ffn.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from uniep.launch.driver import Block, Bundle, Memory, temporary, unbind
 from uniep.layout import power_of_2
 from uniep.schedule import Tile
 from uniep.weights import ExpertWeights
+
+log = logging.getLogger("uniep")
 
 MAX_STRIDE_BYTES = 2**40  # of a Hopper tensor map
 PUSH_ROWS = 16  # tokens that a pushing program moves at once
@@ -140,14 +144,36 @@ def w13_block(experts: ExpertWeights, *block: int) -> tuple[Block, bool]:
         )
     e, f, d = gate.shape
     distance = up.data_ptr() - gate.data_ptr()
-    if abs(distance) >= MAX_STRIDE_BYTES or distance % 16:
+    if distance % 16:
         raise UnsupportedError(
-            f"w1 and w3 lie {abs(distance)} bytes apart; a tensor-map stride must be a multiple of 16 below "
-            f"{MAX_STRIDE_BYTES}; allocate them together, or as one w13 (e, 2F, D)"
+            f"w1 and w3 lie {abs(distance)} bytes apart; a tensor map's stride must be a multiple of 16; allocate them "
+            "together, or as one w13 (e, 2F, D)"
         )
     first = gate if distance > 0 else up
     strides = (gate.stride(0), abs(distance) // gate.element_size(), gate.stride(1), 1)
     return Block(first, (e, 2, f, d), strides, block), distance < 0
+
+
+def in_reach(experts: ExpertWeights) -> ExpertWeights:
+    """The same; w1 and w3 in a copy of both if one tensor map does not reach from one to the other.
+
+    An allocator may take memory from both ends of the addresses, at any step of a training.
+    """
+    if experts.layout != "split":
+        return experts
+    gate, up = experts.w13
+    if abs(up.data_ptr() - gate.data_ptr()) < MAX_STRIDE_BYTES:
+        return experts
+    _tell_of_copies(2 * gate.nbytes)
+    return dataclasses.replace(experts, w13=torch.stack((gate, up), 1).unbind(1))
+
+
+@functools.cache
+def _tell_of_copies(size: int) -> None:
+    log.warning(
+        "w1 and w3 lie 1 TiB or more apart, where one tensor map does not reach; every call copies both, %.0f MiB; allocate "
+        "them together, or as one w13 (e, 2F, D)", size / 2**20,
+    )  # fmt: skip
 
 
 def w2_block(experts: ExpertWeights, *block: int) -> Block:

@@ -399,6 +399,8 @@ def _row_addresses(rows_ND: Tensor) -> Tensor:
 
 def _stacked(experts: ExpertWeights) -> ExpertWeights:
     """The kernels walk one tensor; lists are copied into one, and what they cannot read is copied, per call."""
+    from uniep.launch.operands import in_reach
+
     w13, w2 = experts.w13, experts.w2
     layout = experts.layout
     if layout == "list":
@@ -407,4 +409,4 @@ def _stacked(experts: ExpertWeights) -> ExpertWeights:
         w2 = (torch.stack(w2),)
     alike = len({t.stride() for t in w13}) == 1  # one tensor map reads w1 and w3
     dense = lambda ts: tuple(t if t.stride(-1) == 1 and alike else t.contiguous() for t in ts)  # noqa: E731
-    return dataclasses.replace(experts, w13=dense(w13), w2=dense(w2), layout=layout)
+    return in_reach(dataclasses.replace(experts, w13=dense(w13), w2=dense(w2), layout=layout))

@@ -197,7 +197,7 @@ class HopperBackend(Link):
         except UniEPError as error:
             self.refuse(error)
             raise
-        experts, layer = _with_whole_factors(inputs.experts), inputs.layer
+        experts, layer = _readable(inputs.experts), inputs.layer
         x_TD, ids_TK, weights_TK = given = tuple(map(aligned, (inputs.x_TD, inputs.ids_TK, inputs.weights_TK)))
         inputs = Inputs(x_TD, ids_TK, weights_TK, experts, layer)
         num_tokens, planner = x_TD.shape[0], self.planner
@@ -243,7 +243,7 @@ class HopperBackend(Link):
         blocks: int = 1, way: Way | None = None,
     ) -> ExpertGradients:  # fmt: skip
         self.way = way or self.way_of(dy_TD.shape[0], inputs.experts.adapted)
-        experts, layer, num_tokens = _with_whole_factors(inputs.experts), inputs.layer, dy_TD.shape[0]
+        experts, layer, num_tokens = _readable(inputs.experts), inputs.layer, dy_TD.shape[0]
         dy_TD, x_TD, ids_TK = map(aligned, (dy_TD, inputs.x_TD, inputs.ids_TK))
         inputs = Inputs(x_TD, ids_TK, inputs.weights_TK, experts, layer)
         saved = whole(saved, self.planner.tile_rows) if self.cfg.max_rows is None else saved
@@ -293,8 +293,11 @@ class HopperBackend(Link):
             return self.backward(dy_TD, inputs, saved, needs)
 
 
-def _with_whole_factors(experts: ExpertWeights) -> ExpertWeights:
-    """Those of LoRA contiguous and aligned, as block loads need them."""
+def _readable(experts: ExpertWeights) -> ExpertWeights:
+    """w1 and w3 in reach of each other, and factors of LoRA contiguous and aligned, as block loads need them."""
+    from uniep.launch.operands import in_reach
+
+    experts = in_reach(experts)
     if experts.lora is None:
         return experts
     return dataclasses.replace(experts, lora=experts.lora.each(lambda factor: aligned(factor.contiguous())))
@@ -317,7 +320,7 @@ def _check_experts(experts: ExpertWeights) -> None:
                     f"{name} has strides {t.stride()} at address {t.data_ptr():#x}; rows must be consecutive values "
                     f"that begin at multiples of 16 bytes; pass a contiguous, aligned {name}"
                 )
-    w13_block(experts, 1, 1 + experts.gated, 8, 8)  # of w1 and w3, the distance
+    w13_block(experts, 1, 1 + experts.gated, 8, 8)  # of w1 and w3, strides and distance
 
 
 def _check_support(cfg: MoEConfig, ep_size: int, device: torch.device) -> None:
