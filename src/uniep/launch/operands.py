@@ -171,8 +171,8 @@ def in_reach(experts: ExpertWeights) -> ExpertWeights:
 @functools.cache
 def _tell_of_copies(size: int) -> None:
     log.warning(
-        "w1 and w3 lie 1 TiB or more apart, where no tensor map reaches; every call copies both, %.0f MiB; allocate them "
-        "together, or as one w13 (e, 2F, D)", size / 2**20,
+        "w1 and w3 lie 1 TiB or more apart, farther than a tensor map reaches; every call copies both, %.0f MiB; "
+        "allocate them together, or as one w13 (e, 2F, D)", size / 2**20,
     )  # fmt: skip
 
 
