@@ -21,7 +21,7 @@ from uniep.backends.base import Needs
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.limits import lora_limit
 from uniep.nn.flops import as_one_operator
-from uniep.nn.ops import SAVE_OPS, enter_backward, enter_forward, refuse_transforms
+from uniep.nn.ops import SAVE_OPS, enter_backward, enter_forward, for_autograd, refuse_transforms
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, by_key, told_to_all
 
@@ -101,7 +101,7 @@ class _Call(torch.autograd.Function):
         experts = _experts(tensors, space, *of_experts)
         with as_one_operator(ids, experts, space):
             y, saved = enter_forward(x, ids, weights, experts, space, True, layer)
-        ctx.save_for_backward(x, ids, weights, *tensors, *space.backend.trimmed(saved))
+        ctx.save_for_backward(x, ids, weights, *tensors, *for_autograd(saved, space))
         ctx.how, ctx.count = how, len(tensors)
         ctx.set_materialize_grads(False)
         return y

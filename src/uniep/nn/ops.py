@@ -225,6 +225,13 @@ def _(after):
     return after.new_empty(0)
 
 
+def for_autograd(saved: list[Tensor], space: Workspace) -> list[Tensor]:
+    """What a forward saved, `Backend.trimmed` if hooks look at it, such as those of checkpointing."""
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    traced = torch.compiler.is_compiling() or any(type(t) is not Tensor for t in saved)
+    return space.backend.trimmed(saved) if hooked and not traced else saved
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, ids, weights, w13, w2, biases, layout, workspace, _, ctx.parameters, ctx.main_grads, ctx.accumulate, layer = (
         inputs
@@ -233,10 +240,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.layout, ctx.workspace = layout, workspace
     ctx.needs = [any(t.requires_grad for t in ts) for ts in ([x], [weights], w13, w2, biases)]
     ctx.wanted = [t.requires_grad for t in (*w13, *w2)]
-    saved = output[1:]
-    if not torch.compiler.is_compiling() and all(type(t) is Tensor for t in saved):
-        saved = by_key(workspace).backend.trimmed(saved)
-    ctx.save_for_backward(layer, x, ids, weights, *w13, *w2, *biases, *saved)  # main_grads may change until then
+    saved = for_autograd(output[1:], by_key(workspace))  # without main_grads, which may change until the backward
+    ctx.save_for_backward(layer, x, ids, weights, *w13, *w2, *biases, *saved)
     ctx.set_materialize_grads(False)
 
 

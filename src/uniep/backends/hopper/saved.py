@@ -1,7 +1,7 @@
 """What autograd keeps of a forward without `max_rows`, whose rows were allocated by the last call's need.
 
 Checkpointing compares the shapes that a forward saves with those of its recomputation, and calls in between may have
-changed how much is allocated.  So autograd gets views of what the call really has: their shapes depend on nothing but
+changed how much is allocated.  So its hooks get views of what the call really has: their shapes depend on nothing but
 its inputs.  Their strides say what was allocated, from which a backward goes on, so that calls stay alike.
 
 The list: extent; of the plan head, tiles_AM, rows_BN; lines and u13_NR, if there are any; h_2NF; kept.  Trimmed, those
@@ -40,7 +40,7 @@ def whole(saved: Sequence[Tensor], tile_rows: int) -> list[Tensor]:
     """What `trimmed` got, without extent.  Where hooks have moved some elsewhere, which copies what they see, all have
     as many rows as each."""
     _, head, tiles_AM, rows_BN, *between, h_2NF, kept = saved
-    if kept.dim() == 2:  # torch.compile saves all
+    if kept.dim() == 2:  # nothing was trimmed
         return [*saved[1:]]
     rows = _allocated(tiles_AM) * tile_rows
     for t in (rows_BN, h_2NF, *between):
