@@ -31,11 +31,11 @@ START_S, END_S = 120.0, 10.0
 
 
 class DroppedError(UniEPError):
-    """A candidate was dropped.  reason: one word or two; the text says more."""
+    """A candidate was dropped.  reason: one word or two; the text says more.  died: a rank's process has ended."""
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(self, reason: str, text: str, died: bool = False) -> None:
         super().__init__(f"{reason}: {text}")
-        self.reason, self.text = reason, text
+        self.reason, self.text, self.died = reason, text, died
 
 
 class Fleet:
@@ -59,23 +59,15 @@ class Fleet:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["uniep.trials.trial"])
         self._folder = tempfile.TemporaryDirectory(prefix="uniep-tune-")
-        saved = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            with _interrupted_later():
-                for rank in range(self.job.ep_size):
-                    ours, theirs = context.Pipe()
-                    args = (self.job, rank, f"file://{self._folder.name}/store", theirs)
-                    process = context.Process(target=_rank, args=args, daemon=True)
-                    process.start()
-                    theirs.close()
-                    self._processes.append(process)
-                    self._pipes.append(ours)
-        finally:
-            if saved is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = saved
+        with _starting, _one_thread(), _interrupted_later():
+            for rank in range(self.job.ep_size):
+                ours, theirs = context.Pipe()
+                args = (self.job, rank, f"file://{self._folder.name}/store", theirs)
+                process = context.Process(target=_rank, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
         try:
             self._answers(START_S)
         except DroppedError:
@@ -123,7 +115,7 @@ class Fleet:
                     code = self._processes[rank].exitcode
                     self.end()
                     ended = f"died by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
-                    raise DroppedError("fault", f"rank {rank} {ended}") from None
+                    raise DroppedError("fault", f"rank {rank} {ended}", died=True) from None
             if any(not ok for ok, _ in answers.values()):  # the others wait for the one that failed
                 until = min(until, time.monotonic() + GRACE_S)
         failed = {rank: value for rank, (ok, value) in answers.items() if not ok}
@@ -159,6 +151,23 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+_starting = threading.Lock()
+"""Held while the environment is that of ranks: fleets start from several threads."""
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    saved = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if saved is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = saved
 
 
 @contextlib.contextmanager

@@ -64,13 +64,18 @@ class Trial:
             return (y_TD.detach(),)
         return y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.dy_TD)
 
+    def first(self, schedule: Schedule) -> tuple[Tensor, ...]:
+        """Make this Schedule the candidate.  -> what its first call returns."""
+        self.drop()
+        self.candidate = self.workspace(schedule)
+        return self.call(self.candidate)
+
     def prove(self, schedule: Schedule) -> str:
         """Make this Schedule the candidate.  -> hash of this rank's y and gradients, of numbers that their device makes
         of their bits: gradients may have gigabytes."""
-        self.drop()
-        self.candidate = self.workspace(schedule)
-        made = [part_digests(tensor, tensor.shape, (0,) * tensor.ndim) for tensor in self.call(self.candidate)]
+        made = [part_digests(tensor, tensor.shape, (0,) * tensor.ndim) for tensor in self.first(schedule)]
         found = torch.cat(made).tolist()
+        assert self.candidate is not None
         self.candidate.check()
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
