@@ -24,7 +24,7 @@ from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
-from uniep.trials.compilers import MOST, Compilers, usual_number
+from uniep.trials.compilers import Compilers, usual_number
 from uniep.trials.fleet import Fleet
 from uniep.trials.search import EARLY, SAMPLERS, Record, Result, Sampler, entry, sampler_here, sampler_of, search
 from uniep.trials.trial import Job
@@ -64,8 +64,8 @@ def tune(
     compilers: Annotated[
         int | None,
         typer.Option(
-            help="Groups of --ep processes that compile the next candidates together, before they are timed; 0: none. "
-            f"Default: on GPUs as many as there are cores for, up to {MOST}. No more run than fit into memory.",
+            help="Processes that compile the next candidates together, before they are timed; 0: none. Default: on "
+            "GPUs one for each core.",
             min=0,
         ),
     ] = None,
@@ -84,7 +84,7 @@ def tune(
     """Find the fastest Schedule of layers on this machine, and keep it for Workspaces of this card.
 
     Lists, separated by commas, of shapes and of tokens are searched one after the other, in the same ranks. Candidates
-    run in child processes of all ranks; on GPUs others compile them beforehand, many at a time. A candidate that
+    run in child processes of all ranks; on GPUs others compile them beforehand, in parallel. A candidate that
     crashes, takes too long or changes a bit is dropped, with the reason. An interrupted search resumes where it
     stopped. A table is written if one is faster than the default, which needs none. Tables and trials are in
     UNIEP_TUNE_DIR, or in the user's cache; --into names another folder for tables.
@@ -123,9 +123,8 @@ def tune(
     failed = []
     folder, folder_by = (into, "--into") if into is not None else (tables.folder(), tables.FOLDER_BY)
     if compilers is None:
-        compilers = usual_number(ep) if device.type == "cuda" else 0
-    one = next(iter(jobs.values()))
-    with Fleet(one) as ranks, Compilers(one, compilers) as ahead:
+        compilers = usual_number() if device.type == "cuda" else 0
+    with Fleet(next(iter(jobs.values()))) as ranks, Compilers(compilers) as ahead:
         for key, job in jobs.items():
             if len(jobs) > 1:
                 console.print(f"[bold]{key.place}[/bold]")

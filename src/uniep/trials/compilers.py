@@ -1,16 +1,15 @@
-"""Points compiled in parallel, before ranks time them.
+"""Kernels compiled in parallel, before ranks time the points that launch them.
 
-A new tile compiles for seconds on one core; timing it takes a fraction of one.  So more fleets run one call of each
-point that comes next, at the same time, and Triton keeps the kernels on disk, where the ranks that time find them.
-Nothing is timed meanwhile.
+A new tile compiles for seconds on one core; timing it takes a fraction of one.  So ranks list what the next points
+launch, without launching it, and processes that need no GPU compile it into Triton's cache on disk, where the ranks
+find it.  Nothing is timed meanwhile.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import gc
+import itertools
 import logging
 import math
 import os
@@ -21,101 +20,108 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 import torch.distributed as dist
 
-from uniep.memory import plan_memory
+from uniep.launch.ahead import Kernel, Target
 from uniep.schedule import Schedule
 from uniep.trials.fleet import DroppedError, Fleet
-from uniep.trials.trial import Job, Trial
 
 log = logging.getLogger("uniep")
 
-PROCESS = 2**30
-"""Bytes of a GPU that a process takes before it allocates any itself."""
 
-USABLE = 0.95
-"""Of a GPU's memory."""
-
-
-def needed(job: Job, workspaces: int = 1) -> float:
-    """Bytes of a rank beside those of its process: weights, and what a call takes, with what an allocator wastes."""
-    plan = plan_memory(job.cfg, job.ep_size, backend=job.backend)
-    weights = job.cfg.experts_per_rank(job.ep_size) * (job.cfg.h_columns + job.cfg.ffn) * job.cfg.hidden
-    shared = workspaces * plan.total_bytes("shared")
-    return 1.15 * (weights * job.cfg.dtype.itemsize + shared + plan.peak_bytes())
+def usual_number() -> int:
+    """One for each core."""
+    return len(os.sched_getaffinity(0))
 
 
-MOST = 16
-"""Fleets, if not told otherwise: a search learns nothing from a batch until all of it is compiled."""
-
-
-def usual_number(ep_size: int) -> int:
-    """Fleets of so many ranks, a core for each."""
-    return min(len(os.sched_getaffinity(0)) // ep_size, MOST)
+def arch_here() -> int:
+    """Of this machine's GPUs; 90 stands for Hopper, and is that of a machine without one."""
+    major, minor = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else (9, 0)
+    return 10 * major + minor
 
 
 @dataclasses.dataclass(frozen=True)
-class _Compiling(Job):
-    def made(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Compiler:  # type: ignore[override]
-        return Compiler(rank, group, device)
+class _Process:
+    """In place of a Job: no device.  arch: for which kernels are compiled."""
+
+    arch: int
+    ep_size: int = 1
+    device: str = "cpu"
+    timeout_s: float = 60.0
+
+    def made(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Compiler:
+        return Compiler(self.arch)
 
 
 class Compiler:
-    """One rank.  Between two points it keeps no memory of its device."""
+    """In a process of its own."""
 
-    def __init__(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.rank, self.group, self.device = rank, group, device
+    def __init__(self, arch: int) -> None:
+        import triton
 
-    def compile(self, job: Job, schedule: Schedule) -> None:
-        """Launch what the trial of this point launches.  Collective."""
-        with contextlib.closing(Trial(job, self.rank, self.group, self.device)) as trial:
-            trial.first(schedule)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        del trial
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        triton.runtime.driver.set_active(Target(arch))
+
+    def compile(self, kernel: Kernel) -> None:
+        kernel.compile()
 
 
 class Compilers:
-    """Fleets that start when they are first needed, and stay for the next points and layers.
+    """Up to `most` processes, which start when they are first needed, and stay for the next points and layers.
 
-    job: one of those that will come; all have as many ranks, on the same devices.  most: number of fleets; 0: nothing
-    is compiled.  memory: bytes of each device; default: those of its GPU.  seconds: spent in `compile` so far.
+    most: 0: nothing is compiled beforehand.  seconds: spent in `ahead` and `compile` so far.
     """
 
-    def __init__(self, job: Job, most: int, memory: float | None = None) -> None:
-        self.job, self.most, self.seconds = _Compiling(**vars(job)), most, 0.0
-        if memory is None and most and job.device == "cuda":
-            memory = torch.cuda.get_device_properties(0).total_memory
-        self.memory = memory
+    def __init__(self, most: int) -> None:
+        self.most, self.process, self.seconds = most, _Process(arch_here()), 0.0
         self.fleets: list[Fleet] = []
+        self.known: dict[Kernel, DroppedError | None] = {}
 
-    def at_once(self, job: Job) -> int:
-        """Fleets that fit beside the ranks that time, which have two Workspaces, and beside fleets that do nothing."""
-        if self.memory is None:
-            return self.most
-        room, each = USABLE * self.memory - needed(job, 2) - PROCESS, needed(job)
-        fit = min(room // (each + PROCESS), (room - PROCESS * len(self.fleets)) // each)
-        return max(min(self.most, int(fit)), 0)
+    @property
+    def batch(self) -> int:
+        """Number of points that keep all busy; 0: none."""
+        return -(-self.most // 2)
+
+    def ahead(
+        self, ranks: Fleet, schedules: Sequence[Schedule], candidate_s: float, until: float = math.inf,
+        finish: bool = False,
+    ) -> list[DroppedError | None]:  # fmt: skip
+        """Compiles what calls of the ranks' job launch.  -> for each Schedule why it cannot run, None if nothing shows
+        that.  candidate_s to finish: as in `compile`; a list takes as long as a kernel at most."""
+        began, lists, refused = time.monotonic(), list[list[Kernel]](), dict[int, DroppedError]()
+        for number, schedule in enumerate(schedules):
+            left = until - time.monotonic()
+            lists.append([])
+            if not self.most or left <= 0:
+                continue
+            try:
+                lists[-1] = listed(ranks, schedule, candidate_s if finish else min(candidate_s, left))
+            except DroppedError as error:
+                if error.reason != "timeout" or finish or candidate_s < left:
+                    refused[number] = error
+        self.seconds += time.monotonic() - began
+        dropped = self.compile(lists, candidate_s, until, finish)
+        return [refused.get(number, error) for number, error in enumerate(dropped)]
 
     def compile(
-        self, wanted: Sequence[tuple[Job, Schedule]], candidate_s: float, until: float = math.inf, finish: bool = False
+        self, lists: Sequence[Sequence[Kernel]], candidate_s: float, until: float = math.inf, finish: bool = False
     ) -> list[DroppedError | None]:
-        """For each point, why its ranks died or did not answer; None for all others, whatever else they raised: where
-        they are timed it is raised again.
+        """Compiles kernels of several points, each once.  -> for each point that one has killed its compiler or did not
+        end; None for all others: what Triton says of a kernel comes again where it is launched.
 
-        candidate_s: longest time of a point.  until: `time.monotonic()` behind which none begins; those that run then
-        are given up, unless they may `finish`.
+        candidate_s: longest time of a kernel.  until: `time.monotonic()` behind which none begins; those under way are
+        given up then, unless they may `finish`.
         """
-        dropped: list[DroppedError | None] = [None] * len(wanted)
-        count = min([len(wanted), *(self.at_once(job) for job, _ in wanted)])
-        if not count:
-            return dropped
-        began, queue = time.monotonic(), collections.deque(enumerate(wanted))
-        self.fleets += [Fleet(self.job) for _ in range(count - len(self.fleets))]
+        began = time.monotonic()
+        new = [k for k in dict.fromkeys(itertools.chain.from_iterable(lists)) if k not in self.known]
+        if count := min(self.most, len(new)):
+            self._compile(new, count, candidate_s, until, finish)
+        self.seconds += time.monotonic() - began
+        return [next((e for k in kernels if (e := self.known.get(k)) is not None), None) for kernels in lists]
+
+    def _compile(self, kernels: list[Kernel], count: int, candidate_s: float, until: float, finish: bool) -> None:
+        began, queue = time.monotonic(), collections.deque(kernels)
+        self.fleets += [Fleet(self.process) for _ in range(count - len(self.fleets))]
         with ThreadPoolExecutor(count) as pool:
             working = {
-                pool.submit(_work, fleet, queue, dropped, candidate_s, until, finish): fleet
+                pool.submit(self._work, fleet, queue, candidate_s, until, finish): fleet
                 for fleet in self.fleets[:count]
             }
             try:
@@ -130,9 +136,36 @@ class Compilers:
             self.fleets = [fleet for fleet in self.fleets if fleet not in broken]
             self.most = len(self.fleets)
         seconds = time.monotonic() - began
-        self.seconds += seconds
-        log.info("compiled %d points in %.1f s, %d at a time", len(wanted) - len(queue), seconds, count)
-        return dropped
+        log.info("compiled %d kernels in %.1f s by %d processes", len(kernels) - len(queue), seconds, count)
+
+    def _work(
+        self, fleet: Fleet, queue: collections.deque[Kernel], candidate_s: float, until: float, finish: bool
+    ) -> bool:
+        """Compile kernels of the queue.  -> False if the process cannot start."""
+        while queue and time.monotonic() < until:
+            fleet.until = until
+            try:
+                if not fleet.alive:
+                    fleet.start()
+            except DroppedError as error:
+                if time.monotonic() >= fleet.until:
+                    return True
+                log.warning("a process that was to compile cannot start: %s", error)
+                return False
+            try:
+                kernel = queue.popleft()
+            except IndexError:
+                return True
+            if finish:
+                fleet.until = math.inf
+            try:
+                fleet.ask("compile", kernel, timeout_s=candidate_s)
+                self.known[kernel] = None
+            except DroppedError as error:
+                if error.died or (error.reason == "timeout" and time.monotonic() < fleet.until):
+                    text = f"while {kernel.name} was compiled: {error.text}"
+                    self.known[kernel] = DroppedError(error.reason, text)
+        return True
 
     def _stop(self) -> None:
         for fleet in self.fleets:
@@ -151,31 +184,7 @@ class Compilers:
         self.end()
 
 
-def _work(
-    fleet: Fleet, queue: collections.deque[tuple[int, tuple[Job, Schedule]]], dropped: list[DroppedError | None],
-    candidate_s: float, until: float, finish: bool,
-) -> bool:  # fmt: skip
-    """Compile points of the queue, until there are no more.  -> whether the fleet is of use: False if it cannot
-    start."""
-    while queue and time.monotonic() < until:
-        fleet.until = until
-        try:
-            if not fleet.alive:
-                fleet.start()
-        except DroppedError as error:
-            if time.monotonic() >= fleet.until:
-                return True
-            log.warning("%d ranks that were to compile cannot start: %s", fleet.job.ep_size, error)
-            return False
-        try:
-            number, point = queue.popleft()
-        except IndexError:
-            return True
-        if finish:
-            fleet.until = math.inf
-        try:
-            fleet.ask("compile", *point, timeout_s=candidate_s)
-        except DroppedError as error:
-            if error.died or (error.reason == "timeout" and time.monotonic() < fleet.until):
-                dropped[number] = error
-    return True
+def listed(ranks: Fleet, schedule: Schedule, timeout_s: float) -> list[Kernel]:
+    """What the ranks' calls of this Schedule launch, on any of them."""
+    of_rank = ranks.ask("kernels", schedule, timeout_s=timeout_s)
+    return list(dict.fromkeys(itertools.chain.from_iterable(of_rank)))

@@ -18,13 +18,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from uniep.errors import UniEPError
-from uniep.trials.trial import Job, described
+from uniep.trials.trial import described
 
 START_S, END_S = 120.0, 10.0
 """Longest time for all ranks to start, and for a killed one to end: a driver may hold it.  In seconds."""
@@ -38,11 +38,26 @@ class DroppedError(UniEPError):
         self.reason, self.text, self.died = reason, text, died
 
 
+class Ranks(Protocol):
+    """What a fleet needs of a Job."""
+
+    @property
+    def ep_size(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    def made(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Any: ...
+
+
 class Fleet:
     """`job.made(rank, group, device)` in one process per rank; `ask` calls its methods.  until: the time
     (`time.monotonic()`) behind which no answer is waited for."""
 
-    def __init__(self, job: Job, until: float = math.inf) -> None:
+    def __init__(self, job: Ranks, until: float = math.inf) -> None:
         self.job, self.until = job, until
         self.starts = 0
         self._processes: list[Any] = []
@@ -57,7 +72,7 @@ class Fleet:
         self.starts += 1
         # Forked from a server that has only done the imports: a restart does not import again.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["uniep.trials.trial"])
+        context.set_forkserver_preload(["uniep.trials.trial", "triton"])
         self._folder = tempfile.TemporaryDirectory(prefix="uniep-tune-")
         with _starting, _one_thread(), _interrupted_later():
             for rank in range(self.job.ep_size):
@@ -74,7 +89,7 @@ class Fleet:
             self.end()
             raise
 
-    def becomes(self, job: Job, timeout_s: float) -> None:
+    def becomes(self, job: Ranks, timeout_s: float) -> None:
         """Another job of as many ranks on the same devices, in the same processes.
 
         Raises DroppedError if ranks cannot make it.  `job` is the new one also then, and that of ranks that start anew;
@@ -196,7 +211,7 @@ GRACE_S = 5.0
 """How long the other ranks may continue after one has failed."""
 
 
-def _rank(job: Job, rank: int, store: str, pipe: Any) -> None:
+def _rank(job: Ranks, rank: int, store: str, pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     torch.set_num_threads(1)
     group: dist.ProcessGroup | None = None

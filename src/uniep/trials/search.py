@@ -6,7 +6,7 @@ ranks.  A slow one is abandoned early.  A candidate that crashes, runs out of me
 dropped with the reason.  The winner is timed against the default again in fresh processes, and must beat it by more
 than the spread of that run.
 
-Where more ranks compile (`compilers`), the next points are compiled together before they are timed one by one.
+With `Compilers` the next points are compiled together before they are timed one by one.
 
 Every trial is written to SQLite at once, so that an interrupted search resumes where it stopped.
 """
@@ -330,18 +330,18 @@ def search(
         best = min((t for t in record.all() if t.status == "timed"), key=lambda t: t.score or 9.0, default=None)
         if best is not None and best.score is not None and best.score < BETTER:
             state.resume(tables.parse(best.changes, usual), best.score)
-        at_once = compilers.at_once(job) if compilers is not None else 0
+        count = compilers.batch if compilers is not None else 0
         compile_s = 0.0  # of the last batch: the next one begins only if as much is left
-        while batch := candidates.next(max(at_once, 1), until - compile_s):
+        while batch := candidates.next(max(count, 1), until - compile_s):
             errors: list[DroppedError | None] = [None] * len(batch)
-            if compilers is not None and at_once:
+            if compilers is not None and count:
                 start = time.monotonic()
                 progress(start - began, f"compiling {len(batch)} points")
-                errors = compilers.compile([(job, point) for point, _ in batch], candidate_s, until, not restarts)
+                errors = compilers.ahead(ranks, [point for point, _ in batch], candidate_s, until, not restarts)
                 compile_s = time.monotonic() - start
             for (schedule, changes), error in zip(batch, errors, strict=True):
                 if error is not None:
-                    tried = Tried(changes, error.reason, f"while it was compiled: {error.text}")
+                    tried = Tried(changes, error.reason, error.text)
                 elif time.monotonic() < until:
                     tried = state.tried(schedule, changes, until)
                 else:
