@@ -6,9 +6,9 @@
 
 Without `--grid`, for each shape:
 
-1. What it launches first is compiled, `--at-once` points at a time, as far as they fit into the GPU's memory
-   (`uniep.trials.compilers`): the default, the serial Schedule, backend `nccl`, the named strategies, the points that
-   the search begins with.  After `--compile-s` seconds no other begins.
+1. What it launches first is compiled by `--at-once` processes (`uniep.trials.compilers`): the default, the serial
+   Schedule, backend `nccl`, the named strategies, the points that the search begins with.  Behind `--compile-s` seconds
+   no kernel begins.
 2. `uniep.trials.search` looks for the fastest Schedule for `--search-s` seconds, compiling included: `points` has all
    that it tried.  With `--ablate-s`, each dimension is then changed alone at that Schedule, back to the default first,
    in so many seconds, compiling included: `ablation` has the times over its time, `dropped` why a point has none.  With
@@ -59,7 +59,7 @@ from results import write
 from uniep.errors import UniEPError
 from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import Shape
-from uniep.trials.compilers import Compilers, usual_number
+from uniep.trials.compilers import Compilers, listed, usual_number
 from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.search import SAMPLERS, Record, Sampler, entry, sampler_here, sampler_of, search, serial
 from uniep.trials.trial import Job, slowest
@@ -92,28 +92,26 @@ def card_of(args: argparse.Namespace) -> Card | None:
 class Beside:
     """Times points in turn with one that stays.  Ranks that a fault has ended start anew."""
 
-    def __init__(self, job: Job, ranks: Fleet, compilers: Compilers, stays: Schedule, candidate_s: float) -> None:
-        self.job, self.ranks, self.compilers = job, ranks, compilers
-        self.stays, self.candidate_s = stays, candidate_s
+    def __init__(self, ranks: Fleet, compilers: Compilers, stays: Schedule, candidate_s: float) -> None:
+        self.ranks, self.compilers, self.stays, self.candidate_s = ranks, compilers, stays, candidate_s
         self.starts, self.bits = -1, []
 
     def times(
         self, schedules: Sequence[Schedule], until: float = math.inf, together: int = 0
     ) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """("timed" or why not, us of both, in pairs) of each; none begins behind `until`.  So many are compiled
-        `together`, by default as many as can be at once."""
-        together, compile_s = together or self.compilers.at_once(self.job) or 1, 0.0
+        """("timed" or why not, us of both, in pairs) of each; none begins behind `until`.  together: how many are
+        compiled together; 0: as many as keep all compilers busy."""
+        together, compile_s = together or self.compilers.batch or 1, 0.0
         for first in range(0, len(schedules), together):
             batch, began = schedules[first : first + together], time.monotonic()
             if began + compile_s > until:
                 return
-            wanted = [(self.job, schedule) for schedule in batch]
-            errors = self.compilers.compile(wanted, self.candidate_s, until, finish=True)
+            errors = self.compilers.ahead(self.ranks, batch, self.candidate_s, until, finish=True)
             compile_s = time.monotonic() - began
             for schedule, error in zip(batch, errors, strict=True):
                 if time.monotonic() > until:
                     return
-                yield self._time(schedule) if error is None else (f"while it was compiled: {error}", [])
+                yield self._time(schedule) if error is None else (str(error), [])
 
     def _time(self, schedule: Schedule) -> tuple[str, list[tuple[float, float]]]:
         try:
@@ -156,15 +154,35 @@ class Case:
         here, _ = sampler_here(card, tables.card_name(torch.device(args.device)))
         return sampler_of(here if args.sampler == "auto" else args.sampler, self.job, card)
 
+    def first(self, sampler: Sampler, names: Sequence[str]) -> list[tuple[Job, list[Schedule]]]:
+        """What moe.py and the search launch first.  names: of strategies."""
+        job = self.job
+        usual = default_schedule(job.backend, job.cfg, job.ep_size)
+        there = [name for name in names if job.backend in strategies.STRATEGIES[name].points]
+        named = [strategies.point(name, job.backend, job.cfg, job.ep_size) for name in there]
+        nccl = dataclasses.replace(job, backend="nccl", cfg=dataclasses.replace(job.cfg, max_rows=None))
+        return [
+            (nccl, [default_schedule("nccl", nccl.cfg, job.ep_size)]),
+            (job, list(dict.fromkeys([usual, serial(usual), *named, *sampler.first]))),
+        ]
 
-def first_of(job: Job, sampler: Sampler, names: Sequence[str]) -> list[tuple[Job, Schedule]]:
-    """What a search and moe.py launch first.  names: of strategies."""
-    usual = default_schedule(job.backend, job.cfg, job.ep_size)
-    there = [name for name in names if job.backend in strategies.STRATEGIES[name].points]
-    named = [strategies.point(name, job.backend, job.cfg, job.ep_size) for name in there]
-    nccl = dataclasses.replace(job, backend="nccl", cfg=dataclasses.replace(job.cfg, max_rows=None))
-    own, *others = [(job, schedule) for schedule in dict.fromkeys([usual, serial(usual), *named, *sampler.first])]
-    return [own, (nccl, default_schedule("nccl", nccl.cfg, job.ep_size)), *others]
+
+def compile_first(
+    wanted: Sequence[tuple[Job, Sequence[Schedule]]], ranks: Fleet, compilers: Compilers, candidate_s: float,
+    until: float,
+) -> None:  # fmt: skip
+    """All together.  What cannot be listed or compiled is told, and left to who wants its time.  The ranks' job is the
+    last one then."""
+    lists = []
+    for job, schedules in wanted:
+        ranks.becomes(job, timeout_s=candidate_s)
+        for schedule in schedules:
+            try:
+                lists.append(listed(ranks, schedule, left(until, candidate_s)))
+            except DroppedError as error:
+                print(f"{job.backend}, {schedule.name}: not compiled first: {error}", flush=True)
+    for error in filter(None, compilers.compile(lists, candidate_s, until, finish=True)):
+        print(f"not compiled first: {error}", flush=True)
 
 
 def searched(
@@ -174,14 +192,10 @@ def searched(
     job, card, candidate_s = case.job, card_of(args), left(stop, args.candidate_s)
     began, compiled_s = time.monotonic(), compilers.seconds
     usual = default_schedule(job.backend, job.cfg, job.ep_size)
+    if compilers.most:
+        until = began + left(stop, args.compile_s)
+        compile_first(case.first(sampler, args.strategies), ranks, compilers, candidate_s, until)
     ranks.becomes(job, timeout_s=candidate_s)
-    if not ranks.alive:
-        ranks.start()
-    wanted = first_of(job, sampler, args.strategies)
-    errors = compilers.compile(wanted, candidate_s, began + left(stop, args.compile_s), finish=True)
-    for (of, schedule), error in zip(wanted, errors, strict=True):
-        if error is not None:
-            print(f"{case.shape.name}, {of.backend}, {schedule.name}: not compiled beforehand: {error}", flush=True)
     for schedule in (usual, serial(usual)):  # before the search knows its time
         ranks.ask("prove", schedule, timeout_s=left(stop, args.candidate_s))
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Record(Path(folder) / "x.sqlite", {})) as record:
@@ -212,7 +226,7 @@ def ablation(
     near = sorted(neighbours(best, job.backend, job.cfg, job.ep_size), key=lambda step: step[1] != get(usual, step[0]))
     costs: dict[str, dict[str, float]] = {}
     dropped: dict[str, dict[str, str]] = {}
-    beside = Beside(job, ranks, compilers, best, left(stop, args.candidate_s))
+    beside = Beside(ranks, compilers, best, left(stop, args.candidate_s))
     times = beside.times([schedule for _, _, schedule in near], until)
     for (name, value, _), (status, pairs) in zip(near, times, strict=False):
         if pairs:
@@ -326,8 +340,8 @@ def compared(
             yield row | {"left_out": [name for name in peers if name not in of]}
 
 
-def compilers_of(job: Job, args: argparse.Namespace) -> Compilers:
-    return Compilers(job, args.at_once if args.device == "cuda" else 0)
+def compilers_of(args: argparse.Namespace) -> Compilers:
+    return Compilers(args.at_once if args.device == "cuda" else 0)
 
 
 @contextlib.contextmanager
@@ -357,7 +371,7 @@ def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: arg
 
     stop, end = began + SEARCHING * args.budget_s, began + args.budget_s
     made = [Case(shape, tokens, job_of(shape, tokens, args)) for shape, tokens in cases]
-    with one_thread() as aside, Fleet(made[0].job, end) as ranks, compilers_of(made[0].job, args) as compilers:
+    with one_thread() as aside, Fleet(made[0].job, end) as ranks, compilers_of(args) as compilers:
         samplers = [aside.submit(case.sampler, args) for case in made]  # seconds each, of this process
         for case, sampler in zip(made, samplers, strict=True):
             if not left(stop):
@@ -404,8 +418,8 @@ def whole_grid(shape: Shape, tokens: int, args: argparse.Namespace) -> dict[str,
         print("no card file of this machine: no model, so nothing is `reached`; give --card, or uniep tune --calibrate")
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
-    with Fleet(job) as ranks, compilers_of(job, args) as compilers:
-        beside = Beside(job, ranks, compilers, usual, args.candidate_s)
+    with Fleet(job) as ranks, compilers_of(args) as compilers:
+        beside = Beside(ranks, compilers, usual, args.candidate_s)
         times = beside.times(every, together=len(every))
         for number, (schedule, us, (status, pairs)) in enumerate(zip(every, predicted, times, strict=True)):
             row = {"changes": tables.as_changes(schedule, job.cfg, args.ep, job.backend), "predicted_us": us}
@@ -464,7 +478,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--candidate-s", type=float, default=60, help="longest answer of a point (default %(default)s)")
     made.add_argument("--sampler", choices=SAMPLERS, default="auto", help="as of uniep tune (default %(default)s)")
     made.add_argument("--tables", metavar="DIR", type=Path, help="keep the choices in tables of this folder")
-    made.add_argument("--at-once", type=int, help="compilers of uniep tune, 0: none (default: by cores)")
+    made.add_argument("--at-once", type=int, help="--compilers of uniep tune, 0: none (default: one for each core)")
     made.add_argument("--compile-s", type=float, default=90, help="before each search (default %(default)s)")
     made.add_argument("--strategies", default=",".join(NAMED), help="named ones to time (default %(default)s)")
     made.add_argument("--load", default="window,sustained", help="of moe.py (default %(default)s)")
@@ -479,7 +493,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add_file_options(made)
     args = made.parse_args(argv)
-    args.at_once = usual_number(args.ep) if args.at_once is None else args.at_once
+    args.at_once = usual_number() if args.at_once is None else args.at_once
     args.strategies = list(filter(None, args.strategies.split(",")))
     if unknown := [name for name in args.strategies if name not in NAMED]:
         made.error(f"--strategies {','.join(unknown)!r} is unknown; use one or more of {', '.join(NAMED)}")

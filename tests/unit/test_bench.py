@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from uniep.reference import composition
 from uniep.schedule import DEFAULT_SCHEDULES, parse_schedule
-from uniep.trials.compilers import PROCESS, Compilers, needed
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -272,27 +271,32 @@ def test_a_search_and_its_candidates_end_with_their_share_of_the_budget(monkeypa
     assert 1 < given["budget_s"] <= 3 and 1 < given["candidate_s"] <= 3
     assert found["points"] == [{"changes": {"chunk_tokens": 32}, "status": "slow", "score": 1.5}]
     assert found["tried"] == {"slow": 1} and found["ablation"] and found["dropped"]
-    assert given["compilers"] is ahead and {usual, worth.serial(usual)} <= {*ahead.batches[0]}
+    assert given["compilers"] is ahead
     assert found["seconds"] == {"compiling": len(ahead.batches), "timing": pytest.approx(-len(ahead.batches), abs=0.5)}
     found = worth.searched(case, sampler, ranks, ahead, args, time.monotonic())
     assert given["budget_s"] == given["candidate_s"] == 0 and not found["ablation"]
 
 
 class Ahead:
-    """In place of Compilers, `count` at a time: one second each.  `dropped`: {Schedule: why}."""
+    """In place of Compilers, `batch` points together, in one second.  `dropped`: {Schedule: why}."""
 
-    def __init__(self, count, dropped=()):
-        self.count, self.dropped, self.seconds, self.batches, self.until = count, dict(dropped), 0.0, [], []
+    def __init__(self, batch, dropped=()):
+        self.batch, self.dropped, self.seconds, self.batches, self.until = batch, dict(dropped), 0.0, [], []
+        self.most = 2 * batch
 
-    def at_once(self, job):
-        return self.count
-
-    def compile(self, wanted, candidate_s, until, finish):
+    def ahead(self, ranks, schedules, candidate_s, until, finish):
         assert finish
         self.seconds += 1.0
-        self.batches.append([schedule for _, schedule in wanted])
+        self.batches.append(list(schedules))
         self.until.append(until)
-        return [self.dropped.get(schedule) for _, schedule in wanted]
+        return [self.dropped.get(schedule) for schedule in schedules]
+
+    def compile(self, lists, candidate_s, until, finish):
+        assert finish
+        self.seconds += 1.0
+        self.batches.append(lists)
+        self.until.append(until)
+        return [None] * len(lists)
 
 
 class Answers:
@@ -365,10 +369,10 @@ def test_points_are_compiled_together_before_they_are_timed():
     every = [dataclasses.replace(usual, chunk_tokens=n) for n in (64, 32, 128, 16, 8)]
     for together, sizes in ((0, [2, 2, 1]), (5, [5])):
         ahead, ranks = Ahead(2, {every[2]: worth.DroppedError("fault", "died")}), Answers()
-        beside = worth.Beside(job, ranks, ahead, usual, 60.0)
+        beside = worth.Beside(ranks, ahead, usual, 60.0)
         found = list(beside.times(every, together=together))
         assert [len(batch) for batch in ahead.batches] == sizes
-        assert [status for status, _ in found] == ["timed"] * 2 + ["while it was compiled: fault: died"] + ["timed"] * 2
+        assert [status for status, _ in found] == ["timed"] * 2 + ["fault: died"] + ["timed"] * 2
         assert [bool(pairs) for _, pairs in found] == [True, True, False, True, True] and ranks.starts == 1
     ahead = Ahead(3)
     costs, _ = worth.ablation(job, usual, Answers(), ahead, args)
@@ -381,16 +385,16 @@ def test_no_point_begins_behind_the_end_nor_a_batch_that_would_compile_until_the
     job = worth.job_of(cases.parse_shape("64x32x4x2"), 64, args)
     usual, now, ahead = worth.default_schedule("cpu", job.cfg, 1), [0.0], Ahead(2)
     monkeypatch.setattr(worth.time, "monotonic", lambda: now[0])
-    compile_it, ranks = ahead.compile, Answers()
+    compile_it, ranks = ahead.ahead, Answers()
 
     def slowly(*args, **how):
         now[0] += 4.0
         return compile_it(*args, **how)
 
-    ahead.compile = slowly
+    ahead.ahead = slowly
     for until, count in ((11.0, 4), (7.0, 2), (3.0, 0)):
         now[0] = 0.0
-        beside = worth.Beside(job, ranks, ahead, usual, 60.0)
+        beside = worth.Beside(ranks, ahead, usual, 60.0)
         assert len(list(beside.times([usual] * 6, until))) == count
 
 
@@ -402,11 +406,10 @@ def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler
     shape = cases.SHAPES["qwen3-30b"]
     case = worth.Case(shape, 4096, worth.job_of(shape, 4096, args))
     made = case.sampler(args)
-    own, (nccl, of_nccl), *others = worth.first_of(case.job, made, ["deepep-like", "serial-all-to-all"])
-    assert (nccl.backend, nccl.cfg.max_rows, of_nccl.overlap) == ("nccl", None, "serial")
-    assert {job for job, _ in (own, *others)} == {case.job} and case.job.cfg.max_rows
-    usual = worth.default_schedule("hopper", case.job.cfg, 2)
-    schedules = [schedule for _, schedule in (own, *others)]
+    (nccl, of_nccl), (job, schedules) = case.first(made, ["deepep-like", "serial-all-to-all"])
+    assert (nccl.backend, nccl.cfg.max_rows, [s.overlap for s in of_nccl]) == ("nccl", None, ["serial"])
+    assert job is case.job and job.cfg.max_rows
+    usual = worth.default_schedule("hopper", job.cfg, 2)
     assert schedules[:2] == [usual, worth.serial(usual)] and len(set(schedules)) == len(schedules)
     first = [schedule for schedule in made.first if schedule != usual]
     assert set(first) < set(schedules) and len(first) >= 7
@@ -414,13 +417,25 @@ def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler
     assert [made.ask() for _ in made.first] == list(made.first), "and it begins with them"
 
 
-def test_ranks_fit_into_memory_as_planned():
-    args = worth.options(["--device", "cuda", "--ep", "2"])
-    jobs = [worth.job_of(shape, 4096, args) for shape in cases.SPANNING.values()]
-    sizes = [(needed(job) + PROCESS) / 2**30 for job in jobs]
-    assert max(sizes) == pytest.approx(40, abs=2) and sum(sizes) == pytest.approx(137, abs=3)
-    fit = [Compilers(job, 16, 140 * 2**30).at_once(job) for job in jobs]
-    assert min(fit) == 2 and max(fit) == 16
+def test_what_cannot_be_compiled_first_is_told(capsys):
+    """The kernels of all jobs are compiled together."""
+    job = worth.job_of(cases.parse_shape("64x32x4x2"), 16, worth.options(["--device", "cpu"]))
+    other, usual = dataclasses.replace(job, backend="nccl"), worth.default_schedule("cpu", job.cfg, 1)
+    wrong, became, ahead = dataclasses.replace(usual, chunk_tokens=32), [], Ahead(1)
+
+    class Ranks:
+        def becomes(self, job, timeout_s):
+            became.append(job)
+
+        def ask(self, method, schedule, timeout_s):
+            assert method == "kernels"
+            if schedule is wrong:
+                raise worth.DroppedError("refused", "as told")
+            return [["a", "b"], ["b", "c"]]
+
+    worth.compile_first([(other, [usual]), (job, [wrong, usual])], Ranks(), ahead, 60.0, 99.0)
+    assert became == [other, job] and ahead.batches == [[["a", "b", "c"]] * 2] and ahead.until == [99.0]
+    assert capsys.readouterr().out == f"cpu, {wrong.name}: not compiled first: refused: as told\n"
 
 
 def test_committed_predictions_can_be_made_again():

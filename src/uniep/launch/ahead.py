@@ -24,7 +24,7 @@ class _Blocks(NamedTuple):
 
 class Kernel(NamedTuple):
     """A kernel to compile.  code: pickled, what its code depends on, so that whoever passes it on need not import it:
-    its module, kinds of its arguments, constants and options."""
+    its module, kinds of its arguments, constants with options."""
 
     name: str
     code: bytes
@@ -33,12 +33,12 @@ class Kernel(NamedTuple):
     def of(cls, launch: Launch) -> Kernel:
         function = launch.kernel.fn
         args = tuple(map(_kind, launch.args))
-        return cls(function.__name__, pickle.dumps((function.__module__, args, launch.constants, launch.options)))
+        return cls(function.__name__, pickle.dumps((function.__module__, args, launch.constants | launch.options)))
 
     def compile(self) -> Any:
-        module, args, constants, options = pickle.loads(self.code)
+        module, args, constants = pickle.loads(self.code)
         kernel = getattr(importlib.import_module(module), self.name)
-        return kernel.run(*map(_example, args), grid=(1,), warmup=True, **constants, **options)
+        return kernel.run(*map(_example, args), grid=(1,), warmup=True, **constants)
 
 
 def _kind(a: Any) -> Any:
