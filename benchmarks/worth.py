@@ -171,14 +171,16 @@ def compile_first(
     wanted: Sequence[tuple[Job, Sequence[Schedule]]], ranks: Fleet, compilers: Compilers, candidate_s: float,
     until: float,
 ) -> None:  # fmt: skip
-    """All together.  What cannot be listed or compiled is told, and left to who wants its time.  The ranks' job is the
-    last one then."""
+    """All together.  What cannot be listed or compiled is told, and left to who wants its time."""
     lists = []
     for job, schedules in wanted:
-        ranks.becomes(job, timeout_s=candidate_s)
         for schedule in schedules:
+            if time.monotonic() >= until:
+                break
             try:
-                lists.append(listed(ranks, schedule, left(until, candidate_s)))
+                if ranks.job is not job:
+                    ranks.becomes(job, timeout_s=candidate_s)
+                lists.append(listed(ranks, schedule, candidate_s))
             except DroppedError as error:
                 print(f"{job.backend}, {schedule.name}: not compiled first: {error}", flush=True)
     for error in filter(None, compilers.compile(lists, candidate_s, until, finish=True)):
@@ -478,7 +480,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--candidate-s", type=float, default=60, help="longest answer of a point (default %(default)s)")
     made.add_argument("--sampler", choices=SAMPLERS, default="auto", help="as of uniep tune (default %(default)s)")
     made.add_argument("--tables", metavar="DIR", type=Path, help="keep the choices in tables of this folder")
-    made.add_argument("--at-once", type=int, help="--compilers of uniep tune, 0: none (default: one for each core)")
+    made.add_argument("--at-once", type=int, help="--compilers of uniep tune, 0: none (default: as there)")
     made.add_argument("--compile-s", type=float, default=90, help="before each search (default %(default)s)")
     made.add_argument("--strategies", default=",".join(NAMED), help="named ones to time (default %(default)s)")
     made.add_argument("--load", default="window,sustained", help="of moe.py (default %(default)s)")

@@ -424,8 +424,11 @@ def test_what_cannot_be_compiled_first_is_told(capsys):
     wrong, became, ahead = dataclasses.replace(usual, chunk_tokens=32), [], Ahead(1)
 
     class Ranks:
+        job = None
+
         def becomes(self, job, timeout_s):
             became.append(job)
+            self.job = job
 
         def ask(self, method, schedule, timeout_s):
             assert method == "kernels"
@@ -433,8 +436,11 @@ def test_what_cannot_be_compiled_first_is_told(capsys):
                 raise worth.DroppedError("refused", "as told")
             return [["a", "b"], ["b", "c"]]
 
-    worth.compile_first([(other, [usual]), (job, [wrong, usual])], Ranks(), ahead, 60.0, 99.0)
-    assert became == [other, job] and ahead.batches == [[["a", "b", "c"]] * 2] and ahead.until == [99.0]
+    wanted, until = [(other, [usual]), (job, [wrong, usual])], time.monotonic() + 9
+    worth.compile_first(wanted, Ranks(), ahead, 60.0, until)
+    assert became == [other, job] and ahead.batches == [[["a", "b", "c"]] * 2] and ahead.until == [until]
+    worth.compile_first(wanted, Ranks(), ahead, 60.0, time.monotonic())
+    assert became == [other, job] and ahead.batches[1:] == [[]], "nothing begins behind the end"
     assert capsys.readouterr().out == f"cpu, {wrong.name}: not compiled first: refused: as told\n"
 
 

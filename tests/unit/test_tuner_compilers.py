@@ -269,7 +269,7 @@ def test_only_points_whose_kernels_kill_or_hang_are_dropped():
         assert [error and error.reason for error in dropped] == ["fault", "timeout", None, None, "fault"]
         assert dropped[0].text == "while dies was compiled: rank 0 died by signal 9"
         starts = [fleet.starts for fleet in compilers.fleets]
-        assert compilers.compile([of_name("hangs", "refused")], candidate_s=2.0) == [dropped[1]]
+        assert compilers.compile([of_name("hangs", "refused", "broken")], candidate_s=2.0) == [dropped[1]]
         assert [fleet.starts for fleet in compilers.fleets] == starts, "nothing is tried again"
     with faulty(1) as compilers:
         hangs = [of_name("hangs"), of_name("d")]

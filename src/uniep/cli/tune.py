@@ -24,7 +24,7 @@ from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
-from uniep.trials.compilers import Compilers, usual_number
+from uniep.trials.compilers import MOST, Compilers, usual_number
 from uniep.trials.fleet import Fleet
 from uniep.trials.search import EARLY, SAMPLERS, Record, Result, Sampler, entry, sampler_here, sampler_of, search
 from uniep.trials.trial import Job
@@ -65,7 +65,7 @@ def tune(
         int | None,
         typer.Option(
             help="Processes that compile the next candidates together, before they are timed; 0: none. Default: on "
-            "GPUs one for each core.",
+            f"GPUs one for each core, up to {MOST}.",
             min=0,
         ),
     ] = None,

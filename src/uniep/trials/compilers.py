@@ -26,10 +26,12 @@ from uniep.trials.fleet import DroppedError, Fleet
 
 log = logging.getLogger("uniep")
 
+MOST = 32
+"""Compilers, if not told otherwise: a sampler learns nothing from a batch before all of it is compiled."""
+
 
 def usual_number() -> int:
-    """One for each core."""
-    return len(os.sched_getaffinity(0))
+    return min(len(os.sched_getaffinity(0)), MOST)
 
 
 def arch_here() -> int:
@@ -158,13 +160,15 @@ class Compilers:
                 return True
             if finish:
                 fleet.until = math.inf
+            found = None
             try:
                 fleet.ask("compile", kernel, timeout_s=candidate_s)
-                self.known[kernel] = None
             except DroppedError as error:
-                if error.died or (error.reason == "timeout" and time.monotonic() < fleet.until):
-                    text = f"while {kernel.name} was compiled: {error.text}"
-                    self.known[kernel] = DroppedError(error.reason, text)
+                if error.reason == "timeout" and time.monotonic() >= fleet.until:
+                    return True
+                if error.died or error.reason == "timeout":
+                    found = DroppedError(error.reason, f"while {kernel.name} was compiled: {error.text}")
+            self.known[kernel] = found
         return True
 
     def _stop(self) -> None:
