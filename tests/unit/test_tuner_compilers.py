@@ -292,7 +292,15 @@ def test_processes_that_cannot_start_are_done_without(caplog):
         assert compilers.most == compilers.batch == 0 and not compilers.fleets
 
 
-def test_an_interrupt_ends_all_that_compiles():
+@pytest.fixture
+def interrupts():
+    """Ctrl-C is KeyboardInterrupt, whoever wanted to know of it before."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
+def test_an_interrupt_ends_all_that_compiles(interrupts):
     with pytest.raises(KeyboardInterrupt), faulty(2) as compilers:
         assert compilers.compile([of_name("a", "b", "c", "d")], 30.0) == [None]
         processes = processes_of(compilers)
