@@ -392,10 +392,11 @@ def test_no_point_begins_behind_the_end_nor_a_batch_that_would_compile_until_the
         return compile_it(*args, **how)
 
     ahead.ahead = slowly
-    for until, count in ((11.0, 4), (7.0, 2), (3.0, 0)):
+    for until, count, batches in ((11.0, 4, 2), (7.0, 2, 1), (3.0, 0, 1)):
         now[0] = 0.0
+        ahead.batches.clear()
         beside = worth.Beside(ranks, ahead, usual, 60.0)
-        assert len(list(beside.times([usual] * 6, until))) == count
+        assert len(list(beside.times([usual] * 6, until))) == count and len(ahead.batches) == batches
 
 
 @pytest.mark.parametrize("sampler", ["model", "optuna"])

@@ -111,7 +111,7 @@ def test_without_compilers_each_point_is_told_before_the_next_is_asked_for(recor
 
 def test_samplers_give_several_points_before_they_are_told():
     pytest.importorskip("optuna")
-    sampler = Optuna(SPACE, JOB, [SPACE.schedule(i) for i in (5, 9)])
+    sampler = Optuna(SPACE, JOB, [SPACE.schedule(i) for i in (5, 9, 5)])
     for _ in range(4):
         asked = [sampler.ask() for _ in range(8)]
         assert len(set(asked)) >= 6, "points without a score are avoided"
@@ -167,6 +167,15 @@ def test_a_trial_lists_what_its_calls_launch(monkeypatch):
     assert seen == [(32, 64, True), (Needs(), {"blocks": 1})] and trial.candidate is None
     assert found.name == "test_a_trial_lists_what_its_calls_launch" and driver.listed() is None
     trial.close()
+
+
+def test_what_is_listed_is_neither_launched_nor_copied_nor_filled():
+    words, others = torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    with driver.listing() as launches:
+        driver.launch(None, 1, (words,), {"BLOCK": 4}, num_warps=1)
+        driver.copy(words, others, None)
+        driver.fill(words, 7)
+    assert launches == [Launch(None, (words,), {"BLOCK": 4}, {"num_warps": 1})] and not words.any()
 
 
 class Lists:
