@@ -19,7 +19,7 @@ from uniep.backends.base import Needs
 from uniep.cli.main import app
 from uniep.errors import ConfigError
 from uniep.launch import driver
-from uniep.launch.ahead import Kernel
+from uniep.launch.ahead import Kernel, Target
 from uniep.launch.driver import Launch
 from uniep.schedule import Schedule
 from uniep.trials import search as searching
@@ -330,8 +330,9 @@ class InFolder(FaultyProcess):
         return Compiler(self.arch)
 
 
-def test_kernels_are_compiled_into_a_cache_without_a_gpu(tmp_path):
-    pytest.importorskip("triton")
+def test_kernels_are_compiled_into_a_cache_without_a_gpu(tmp_path, monkeypatch):
+    """Where another process finds them."""
+    triton = pytest.importorskip("triton")
     from uniep.kernels.entry import clock_kernel
     from uniep.kernels.transfer import used_dweights_kernel
 
@@ -346,6 +347,13 @@ def test_kernels_are_compiled_into_a_cache_without_a_gpu(tmp_path):
         assert compilers.compile([[Kernel.of(launch) for launch in launches]], 60.0) == [None]
     kernels = sorted(file.name for file in tmp_path.glob("*/*.cubin"))
     assert kernels == ["clock_kernel.cubin", "used_dweights_kernel.cubin"], "Triton refuses a block of 500"
+    found = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **_: found.append(cache_hit))
+    monkeypatch.setattr(triton.runtime.driver, "_active", Target(90))
+    for launch in launches[:2]:
+        Kernel.of(launch).compile()
+    assert found == [True, True]
 
 
 def test_uniep_tune_compiles_beforehand_if_asked(tmp_path, monkeypatch):
