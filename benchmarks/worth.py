@@ -59,7 +59,7 @@ from results import write
 from uniep.errors import UniEPError
 from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import Shape
-from uniep.trials.compilers import Compilers, listed, usual_number
+from uniep.trials.compilers import Compilers, usual_number
 from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.search import SAMPLERS, Record, Sampler, entry, sampler_here, sampler_of, search, serial
 from uniep.trials.trial import Job, slowest
@@ -162,8 +162,8 @@ class Case:
         named = [strategies.point(name, job.backend, job.cfg, job.ep_size) for name in there]
         nccl = dataclasses.replace(job, backend="nccl", cfg=dataclasses.replace(job.cfg, max_rows=None))
         return [
-            (nccl, [default_schedule("nccl", nccl.cfg, job.ep_size)]),
             (job, list(dict.fromkeys([usual, serial(usual), *named, *sampler.first]))),
+            (nccl, [default_schedule("nccl", nccl.cfg, job.ep_size)]),
         ]
 
 
@@ -171,20 +171,17 @@ def compile_first(
     wanted: Sequence[tuple[Job, Sequence[Schedule]]], ranks: Fleet, compilers: Compilers, candidate_s: float,
     until: float,
 ) -> None:  # fmt: skip
-    """All together.  What cannot be listed or compiled is told, and left to who wants its time."""
-    lists = []
+    """What cannot be compiled is told, and left to who wants its time."""
     for job, schedules in wanted:
-        for schedule in schedules:
-            if time.monotonic() >= until:
-                break
-            try:
-                if ranks.job is not job:
-                    ranks.becomes(job, timeout_s=candidate_s)
-                lists.append(listed(ranks, schedule, candidate_s))
-            except DroppedError as error:
-                print(f"{job.backend}, {schedule.name}: not compiled first: {error}", flush=True)
-    for error in filter(None, compilers.compile(lists, candidate_s, until, finish=True)):
-        print(f"not compiled first: {error}", flush=True)
+        try:
+            ranks.becomes(job, timeout_s=candidate_s)
+        except DroppedError as error:
+            print(f"{job.backend}: not compiled first: {error}", flush=True)
+            continue
+        errors = compilers.ahead(ranks, schedules, candidate_s, until, finish=True)
+        for schedule, reason in zip(schedules, errors, strict=True):
+            if reason is not None:
+                print(f"{job.backend}, {schedule.name}: not compiled first: {reason}", flush=True)
 
 
 def searched(

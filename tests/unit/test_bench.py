@@ -291,13 +291,6 @@ class Ahead:
         self.until.append(until)
         return [self.dropped.get(schedule) for schedule in schedules]
 
-    def compile(self, lists, candidate_s, until, finish):
-        assert finish
-        self.seconds += 1.0
-        self.batches.append(lists)
-        self.until.append(until)
-        return [None] * len(lists)
-
 
 class Answers:
     """In place of ranks: a call takes 100 us, with another `chunk_tokens` than 64 half as long again; fp32 columns of
@@ -407,7 +400,7 @@ def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler
     shape = cases.SHAPES["qwen3-30b"]
     case = worth.Case(shape, 4096, worth.job_of(shape, 4096, args))
     made = case.sampler(args)
-    (nccl, of_nccl), (job, schedules) = case.first(made, ["deepep-like", "serial-all-to-all"])
+    (job, schedules), (nccl, of_nccl) = case.first(made, ["deepep-like", "serial-all-to-all"])
     assert (nccl.backend, nccl.cfg.max_rows, [s.overlap for s in of_nccl]) == ("nccl", None, ["serial"])
     assert job is case.job and job.cfg.max_rows
     usual = worth.default_schedule("hopper", job.cfg, 2)
@@ -419,30 +412,23 @@ def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler
 
 
 def test_what_cannot_be_compiled_first_is_told(capsys):
-    """The kernels of all jobs are compiled together."""
     job = worth.job_of(cases.parse_shape("64x32x4x2"), 16, worth.options(["--device", "cpu"]))
     other, usual = dataclasses.replace(job, backend="nccl"), worth.default_schedule("cpu", job.cfg, 1)
-    wrong, became, ahead = dataclasses.replace(usual, chunk_tokens=32), [], Ahead(1)
+    wrong, became = dataclasses.replace(usual, chunk_tokens=32), []
+    ahead = Ahead(1, {wrong: worth.DroppedError("refused", "as told")})
 
-    class Ranks:
-        job = None
+    def becomes(job, timeout_s):
+        became.append(job)
+        if job is other and len(became) > 2:
+            raise worth.DroppedError("out of memory", "as told")
 
-        def becomes(self, job, timeout_s):
-            became.append(job)
-            self.job = job
-
-        def ask(self, method, schedule, timeout_s):
-            assert method == "kernels"
-            if schedule is wrong:
-                raise worth.DroppedError("refused", "as told")
-            return [["a", "b"], ["b", "c"]]
-
-    wanted, until = [(other, [usual]), (job, [wrong, usual])], time.monotonic() + 9
-    worth.compile_first(wanted, Ranks(), ahead, 60.0, until)
-    assert became == [other, job] and ahead.batches == [[["a", "b", "c"]] * 2] and ahead.until == [until]
-    worth.compile_first(wanted, Ranks(), ahead, 60.0, time.monotonic())
-    assert became == [other, job] and ahead.batches[1:] == [[]], "nothing begins behind the end"
+    wanted = [(job, [wrong, usual]), (other, [usual])]
+    worth.compile_first(wanted, SimpleNamespace(becomes=becomes), ahead, 60.0, 99.0)
+    assert became == [job, other] and ahead.batches == [[wrong, usual], [usual]] and ahead.until == [99.0, 99.0]
     assert capsys.readouterr().out == f"cpu, {wrong.name}: not compiled first: refused: as told\n"
+    worth.compile_first(wanted[1:], SimpleNamespace(becomes=becomes), ahead, 60.0, 99.0)
+    assert len(ahead.batches) == 2
+    assert capsys.readouterr().out == "nccl: not compiled first: out of memory: as told\n"
 
 
 def test_committed_predictions_can_be_made_again():

@@ -30,6 +30,10 @@ MOST = 32
 """Compilers, if not told otherwise: a sampler learns nothing from a batch before all of it is compiled."""
 
 
+REFUSED = "refused", "out of memory"
+"""What ranks say of a point that cannot run, before they launch anything."""
+
+
 def usual_number() -> int:
     return min(len(os.sched_getaffinity(0)), MOST)
 
@@ -86,18 +90,21 @@ class Compilers:
         finish: bool = False,
     ) -> list[DroppedError | None]:  # fmt: skip
         """Compiles what calls of the ranks' job launch.  -> for each Schedule why it cannot run, None if nothing shows
-        that.  candidate_s to finish: as in `compile`; a list takes as long as a kernel at most."""
-        began, lists, refused = time.monotonic(), list[list[Kernel]](), dict[int, DroppedError]()
+        that.  candidate_s to finish: as in `compile`; a list takes as long as a kernel at most.  A fault of the ranks
+        ends the lists: what is not compiled here compiles where it is timed."""
+        began, refused = time.monotonic(), dict[int, DroppedError]()
+        lists: list[list[Kernel]] = [[] for _ in schedules]
         for number, schedule in enumerate(schedules):
             left = until - time.monotonic()
-            lists.append([])
             if not self.most or left <= 0:
-                continue
+                break
             try:
-                lists[-1] = listed(ranks, schedule, candidate_s if finish else min(candidate_s, left))
+                lists[number] = _listed(ranks, schedule, candidate_s if finish else min(candidate_s, left))
             except DroppedError as error:
-                if error.reason != "timeout" or finish or candidate_s < left:
-                    refused[number] = error
+                if error.reason not in REFUSED:
+                    log.warning("ranks cannot list what %s launches: %s", schedule.name, error)
+                    break
+                refused[number] = error
         self.seconds += time.monotonic() - began
         dropped = self.compile(lists, candidate_s, until, finish)
         return [refused.get(number, error) for number, error in enumerate(dropped)]
@@ -188,7 +195,7 @@ class Compilers:
         self.end()
 
 
-def listed(ranks: Fleet, schedule: Schedule, timeout_s: float) -> list[Kernel]:
+def _listed(ranks: Fleet, schedule: Schedule, timeout_s: float) -> list[Kernel]:
     """What the ranks' calls of this Schedule launch, on any of them."""
     of_rank = ranks.ask("kernels", schedule, timeout_s=timeout_s)
     return list(dict.fromkeys(itertools.chain.from_iterable(of_rank)))
