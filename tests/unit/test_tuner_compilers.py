@@ -361,6 +361,25 @@ def test_kernels_are_compiled_into_a_cache_without_a_gpu(tmp_path, monkeypatch):
     assert found == [True, True]
 
 
+def test_what_launches_a_kernel_is_made_with_it(monkeypatch):
+    """Where it cannot be made, the launch makes it."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.nvidia import driver as of_triton
+
+    from uniep.kernels.entry import clock_kernel
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    kernel, made = Kernel.of(Launch(clock_kernel, (torch.zeros(4, dtype=torch.int64),), {}, {"num_warps": 1})), []
+
+    def launcher(src, metadata):
+        made.append((src.name, metadata.num_warps))
+        raise AssertionError("libcuda.so cannot found!")
+
+    monkeypatch.setattr(of_triton, "CudaLauncher", launcher)
+    Compiler(90).compile(kernel)
+    assert made == [("clock_kernel", 1)]
+
+
 def test_uniep_tune_compiles_beforehand_if_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path))
     made, given = [], []
