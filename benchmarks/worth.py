@@ -4,26 +4,30 @@
     python benchmarks/worth.py --ep 2 --budget-s 360 --search-s 12 --ablate-s 4 --iters 5 --sustained-s 0.03 --json FILE
     python benchmarks/worth.py --ep 1 --grid --shapes qwen3-30b,qwen3-235b --json benchmarks/results/h200x1_grid.json
 
-Without `--grid`, in turn:
+Without `--grid`, for each shape:
 
-1. What all shapes launch first is compiled: `--at-once` shapes at a time, as far as they fit into the GPU's memory,
-   each in ranks of its own, for at most `--compile-s` seconds each.  Nothing is timed meanwhile.
-2. `uniep.trials.search` looks for the fastest Schedule of each shape for `--search-s` seconds, in the same ranks:
-   `points` has all that it tried.  With `--ablate-s`, each dimension is then changed alone at that Schedule, back to
-   the default first: `ablation` has the times over its time, `dropped` why a point has none.  With `--tables`, choices
-   are kept as `uniep tune` keeps them.
-3. `moe.py`, in fresh processes, times the choices beside the default, the named strategies and the peers; one run has
-   all shapes with the same numbers of tokens.  `tuned` is the choice where the search kept one, else the default.
-   `left_out`: peers that failed here, as moe.py printed.
+1. What it launches first is compiled by `--at-once` processes (`uniep.trials.compilers`): the default, the serial
+   Schedule, backend `nccl`, the named strategies, the points that the search begins with.  Behind `--compile-s` seconds
+   no kernel begins.
+2. `uniep.trials.search` looks for the fastest Schedule for `--search-s` seconds, compiling included: `points` has all
+   that it tried.  With `--ablate-s`, each dimension is then changed alone at that Schedule, back to the default first,
+   in so many seconds, compiling included: `ablation` has the times over its time, `dropped` why a point has none.  With
+   `--tables`, choices are kept as `uniep tune` keeps them.  `seconds`: what was spent.
 
-The file is written after each search and each timed case.  `--budget-s` is for all of it: compiling and searching end
-after SEARCHING of it, with the point that is timed then; moe.py is given the rest, and begins no case when its ranks
-have run for as long.  The exit status is 1 if a shape or a peer was left out of some rows.  With `--ep 1` and several
-GPUs, start one of these for each GPU, with its own CUDA_VISIBLE_DEVICES, --shapes and --json.
+Then `moe.py`, in fresh processes, times the choices beside the default, the named strategies and the peers; one run has
+all shapes with the same numbers of tokens.  `tuned` is the choice where the search kept one, else the default.
+`left_out`: peers that failed here, as moe.py printed.
 
-With `--grid`: every point of a declared grid (`GRID`) is proved (bits) and timed in turn with the default.  Written
-with them: how near the best of the first share of points, in the model's order, comes to the best of all (null without
-a card file, from which the model predicts); and the cost of each dimension's other values at the best point.
+Nothing is timed while something is compiled.  The file is written after each search and each timed case.  `--budget-s`
+is for all of it: compiling and searching end after SEARCHING of it, with what runs then; moe.py is given the rest, and
+begins no case when its ranks have run for as long.  The exit status is 1 if a shape or a peer was left out of some
+rows.  With `--ep 1` and several GPUs, start one of these for each GPU, with its own CUDA_VISIBLE_DEVICES, --shapes and
+--json.
+
+With `--grid`: all points of a declared grid (`GRID`) are compiled, then proved (bits) and timed in turn with the
+default.  Written with them: how near the best of the first share of points, in the model's order, comes to the best of
+all (null without a card file, from which the model predicts); and the cost of each dimension's other values at the best
+point.
 """
 
 from __future__ import annotations
@@ -40,11 +44,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +57,9 @@ from cases import SPANNING, parse_shape
 from moe import BY_NAME, add_file_options, commit, of_run
 from results import write
 from uniep.errors import UniEPError
-from uniep.memory import plan_memory
 from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import Shape
+from uniep.trials.compilers import Compilers, usual_number
 from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.search import SAMPLERS, Record, Sampler, entry, sampler_here, sampler_of, search, serial
 from uniep.trials.trial import Job, slowest
@@ -89,12 +92,28 @@ def card_of(args: argparse.Namespace) -> Card | None:
 class Beside:
     """Times points in turn with one that stays.  Ranks that a fault has ended start anew."""
 
-    def __init__(self, ranks: Fleet, stays: Schedule, candidate_s: float) -> None:
-        self.ranks, self.stays, self.candidate_s = ranks, stays, candidate_s
+    def __init__(self, ranks: Fleet, compilers: Compilers, stays: Schedule, candidate_s: float) -> None:
+        self.ranks, self.compilers, self.stays, self.candidate_s = ranks, compilers, stays, candidate_s
         self.starts, self.bits = -1, []
 
-    def time(self, schedule: Schedule) -> tuple[str, list[tuple[float, float]]]:
-        """("timed" or why not, us of both, in pairs)."""
+    def times(
+        self, schedules: Sequence[Schedule], until: float = math.inf, together: int = 0
+    ) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+        """("timed" or why not, us of both, in pairs) of each; none begins behind `until`.  together: how many are
+        compiled together; 0: as many as keep all compilers busy."""
+        together, compile_s = together or self.compilers.batch or 1, 0.0
+        for first in range(0, len(schedules), together):
+            batch, began = schedules[first : first + together], time.monotonic()
+            if began + compile_s > until:
+                return
+            errors = self.compilers.ahead(self.ranks, batch, self.candidate_s, until, finish=True)
+            compile_s = time.monotonic() - began
+            for schedule, error in zip(batch, errors, strict=True):
+                if time.monotonic() > until:
+                    return
+                yield self._time(schedule) if error is None else (str(error), [])
+
+    def _time(self, schedule: Schedule) -> tuple[str, list[tuple[float, float]]]:
         try:
             if not self.ranks.alive or self.ranks.starts != self.starts:
                 self.bits = self._ask("prove", self.stays)
@@ -122,111 +141,66 @@ def left(end: float, most: float = math.inf) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """sampler: made while kernels are compiled."""
-
     shape: Shape
     tokens: int
     job: Job
-    sampler: Sampler
 
     @property
     def key(self) -> dict[str, Any]:
         return {"shape": self.shape.name, "tokens": self.tokens}
 
+    def sampler(self, args: argparse.Namespace) -> Sampler:
+        card = card_of(args)
+        here, _ = sampler_here(card, tables.card_name(torch.device(args.device)))
+        return sampler_of(here if args.sampler == "auto" else args.sampler, self.job, card)
 
-class Room:
-    """Memory of a GPU, in bytes.  Who takes some waits until there is enough; who needs more than all of it, until all
-    others have ended.  ranks: that compile there."""
-
-    def __init__(self, size: float) -> None:
-        self.size, self.free, self.changed = size, size, threading.Condition()
-        self.ranks: set[Fleet] = set()
-
-    @contextlib.contextmanager
-    def taken(self, size: float) -> Iterator[None]:
-        with self.changed:
-            self.changed.wait_for(lambda: self.free >= min(size, self.size))
-            self.free -= size
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.free += size
-                self.changed.notify_all()
-
-
-def needed(job: Job) -> float:
-    """Bytes of a rank: a process, weights, and what a call takes, with what an allocator wastes."""
-    plan = plan_memory(job.cfg, job.ep_size, backend=job.backend)
-    weights = job.cfg.experts_per_rank(job.ep_size) * (job.cfg.h_columns + job.cfg.ffn) * job.cfg.hidden
-    return 2**30 + 1.15 * (weights * job.cfg.dtype.itemsize + plan.total_bytes("shared") + plan.peak_bytes())
-
-
-def prepared(shape: Shape, tokens: int, args: argparse.Namespace, stop: float, room: Room) -> Case:
-    """With GPUs, has compiled what its search and moe.py launch first, unless it became too late."""
-    job, card = job_of(shape, tokens, args), card_of(args)
-    auto, _ = sampler_here(card, tables.card_name(torch.device(args.device)))
-    case = Case(shape, tokens, job, sampler_of(auto if args.sampler == "auto" else args.sampler, job, card))
-    if args.at_once and job.backend == "hopper":
+    def first(self, sampler: Sampler, names: Sequence[str]) -> list[tuple[Job, list[Schedule]]]:
+        """What moe.py and the search launch first.  names: of strategies."""
+        job = self.job
         usual = default_schedule(job.backend, job.cfg, job.ep_size)
-        there = [name for name in args.strategies if "hopper" in strategies.STRATEGIES[name].points]
-        named = [strategies.point(name, "hopper", job.cfg, job.ep_size) for name in there]
-        wanted = [(job, schedule) for schedule in dict.fromkeys([usual, serial(usual), *named, *case.sampler.first])]
+        there = [name for name in names if job.backend in strategies.STRATEGIES[name].points]
+        named = [strategies.point(name, job.backend, job.cfg, job.ep_size) for name in there]
         nccl = dataclasses.replace(job, backend="nccl", cfg=dataclasses.replace(job.cfg, max_rows=None))
-        wanted.append((nccl, default_schedule("nccl", nccl.cfg, job.ep_size)))
-        with room.taken(needed(job)), Fleet(job, time.monotonic() + left(stop, args.compile_s)) as ranks:
-            room.ranks.add(ranks)
-            compile_first(wanted, ranks)
-            room.ranks.remove(ranks)
-    return case
+        return [
+            (job, list(dict.fromkeys([usual, serial(usual), *named, *sampler.first]))),
+            (nccl, [default_schedule("nccl", nccl.cfg, job.ep_size)]),
+        ]
 
 
-def compile_first(wanted: Sequence[tuple[Job, Schedule]], ranks: Fleet) -> None:
-    """Run each once, as long as ranks may; one that fails here is told, and is left to who wants its time."""
-    for number, (job, schedule) in enumerate(wanted):
-        if not (seconds := left(ranks.until)):
-            print(f"{job.cfg.hidden}x{job.cfg.ffn}: compiled {number} of {len(wanted)} in time", flush=True)
-            return
+def compile_first(
+    wanted: Sequence[tuple[Job, Sequence[Schedule]]], ranks: Fleet, compilers: Compilers, candidate_s: float,
+    until: float,
+) -> None:  # fmt: skip
+    """What cannot be compiled is told, and left to who wants its time."""
+    for job, schedules in wanted:
         try:
-            if job is not ranks.job:
-                ranks.becomes(job, timeout_s=seconds)
-            ranks.ask("prove", schedule, timeout_s=seconds)
+            ranks.becomes(job, timeout_s=candidate_s)
         except DroppedError as error:
-            print(f"{job.cfg.hidden}x{job.cfg.ffn}, {schedule.name}: not compiled first: {error}", flush=True)
+            print(f"{job.backend}: not compiled first: {error}", flush=True)
+            continue
+        errors = compilers.ahead(ranks, schedules, candidate_s, until, finish=True)
+        for schedule, reason in zip(schedules, errors, strict=True):
+            if reason is not None:
+                print(f"{job.backend}, {schedule.name}: not compiled first: {reason}", flush=True)
 
 
-def all_prepared(cases: Sequence[tuple[Shape, int]], args: argparse.Namespace, stop: float, room: Room) -> list[Case]:
-    """`prepared` of each, `--at-once` at a time, those that need most first.  An error of one, or an interrupt, ends
-    all."""
-    largest_first = sorted(cases, key=lambda case: -needed(job_of(case[0], case[1], args)))
-    made: dict[tuple[Shape, int], Future[Case]] = {}
-    with ThreadPoolExecutor(max(args.at_once, 1)) as pool:
-        try:
-            for case in largest_first:
-                made[case] = pool.submit(prepared, *case, args, stop, room)
-            for future in as_completed(made.values()):
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            while not all(future.done() for future in made.values()):
-                for ranks in [*room.ranks]:
-                    ranks.stop()
-                time.sleep(0.1)
-            raise
-    return [made[case].result() for case in cases]
-
-
-def searched(case: Case, ranks: Fleet, args: argparse.Namespace, stop: float) -> dict[str, Any]:
+def searched(
+    case: Case, sampler: Sampler, ranks: Fleet, compilers: Compilers, args: argparse.Namespace, stop: float
+) -> dict[str, Any]:
     """The choice, what was tried, and what each dimension costs there."""
-    job, card = case.job, card_of(args)
+    job, card, candidate_s = case.job, card_of(args), left(stop, args.candidate_s)
+    began, compiled_s = time.monotonic(), compilers.seconds
     usual = default_schedule(job.backend, job.cfg, job.ep_size)
-    ranks.becomes(job, timeout_s=left(stop, args.candidate_s))
-    for schedule in (usual, serial(usual)):  # ranks start and these compile, before the search knows its time
+    if compilers.most:
+        until = began + left(stop, args.compile_s)
+        compile_first(case.first(sampler, args.strategies), ranks, compilers, candidate_s, until)
+    ranks.becomes(job, timeout_s=candidate_s)
+    for schedule in (usual, serial(usual)):  # before the search knows its time
         ranks.ask("prove", schedule, timeout_s=left(stop, args.candidate_s))
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Record(Path(folder) / "x.sqlite", {})) as record:
-        candidate_s = left(stop, args.candidate_s)
-        options: Any = {"fleet": ranks, "card": card, "candidate_s": candidate_s, "restarts": False}
-        found = search(job, case.sampler, record, left(stop, args.search_s), **options)
+        options: Any = {"fleet": ranks, "compilers": compilers, "card": card, "restarts": False}
+        options["candidate_s"] = left(stop, args.candidate_s)
+        found = search(job, sampler, record, left(stop, args.search_s), **options)
     if args.tables:
         key = tables.Key.of(job.cfg, job.ep_size, job.backend, tables.card_name(torch.device(args.device)))
         tables.keep(args.tables / key.file, key, entry(found, job, args.commit or commit()))
@@ -235,12 +209,14 @@ def searched(case: Case, ranks: Fleet, args: argparse.Namespace, stop: float) ->
     made = {**case.key, "changes": changes, "gain": found.gain, "spread": found.spread, "tried": counts}
     made["points"] = [{"changes": t.changes, "status": t.status, "score": t.score} for t in found.tried]
     if args.ablate_s:
-        made["ablation"], made["dropped"] = ablation(job, found.choice, ranks, args, stop)
-    return made
+        made["ablation"], made["dropped"] = ablation(job, found.choice, ranks, compilers, args, stop)
+    compiled_s = compilers.seconds - compiled_s
+    of_timing = time.monotonic() - began - compiled_s
+    return {**made, "seconds": {"compiling": round(compiled_s, 1), "timing": round(of_timing, 1)}}
 
 
 def ablation(
-    job: Job, best: Schedule, ranks: Fleet, args: argparse.Namespace, stop: float = math.inf
+    job: Job, best: Schedule, ranks: Fleet, compilers: Compilers, args: argparse.Namespace, stop: float = math.inf
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, str]]]:
     """Of points with one dimension changed, those with the default's value first: {dimension: {value: time over the
     best's}}, most expensive first, and {dimension: {value: why it has no time}}.  For `--ablate-s` seconds, or until
@@ -249,11 +225,9 @@ def ablation(
     near = sorted(neighbours(best, job.backend, job.cfg, job.ep_size), key=lambda step: step[1] != get(usual, step[0]))
     costs: dict[str, dict[str, float]] = {}
     dropped: dict[str, dict[str, str]] = {}
-    beside = Beside(ranks, best, left(stop, args.candidate_s))
-    for name, value, schedule in near:
-        if time.monotonic() > until:
-            break
-        status, pairs = beside.time(schedule)
+    beside = Beside(ranks, compilers, best, left(stop, args.candidate_s))
+    times = beside.times([schedule for _, _, schedule in near], until)
+    for (name, value, _), (status, pairs) in zip(near, times, strict=False):
         if pairs:
             costs.setdefault(name, {})[str(value)] = round(statistics.median(b / a for a, b in pairs), 4)
         else:
@@ -365,6 +339,20 @@ def compared(
             yield row | {"left_out": [name for name in peers if name not in of]}
 
 
+def compilers_of(args: argparse.Namespace) -> Compilers:
+    return Compilers(args.at_once if args.device == "cuda" else 0)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[ThreadPoolExecutor]:
+    """What it has not begun at the end is left."""
+    made = ThreadPoolExecutor(1)
+    try:
+        yield made
+    finally:
+        made.shutdown(wait=False, cancel_futures=True)
+
+
 def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: argparse.Namespace) -> None:
     """Fills `results`, and writes it whenever something is known."""
     began, results["searches"] = time.monotonic(), []
@@ -381,16 +369,15 @@ def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: arg
         written()
 
     stop, end = began + SEARCHING * args.budget_s, began + args.budget_s
-    room = Room(0.95 * torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 0.0)
-    made = all_prepared(cases, args, stop, room)
-    print(f"[{time.monotonic() - began:6.1f} s] compiled", flush=True)
-    with Fleet(made[0].job, end) as ranks:
-        for case in made:
+    made = [Case(shape, tokens, job_of(shape, tokens, args)) for shape, tokens in cases]
+    with one_thread() as aside, Fleet(made[0].job, end) as ranks, compilers_of(args) as compilers:
+        samplers = [aside.submit(case.sampler, args) for case in made]  # seconds each, of this process
+        for case, sampler in zip(made, samplers, strict=True):
             if not left(stop):
                 print(f"no time to search {case.shape.name} T={case.tokens}; raise --budget-s", flush=True)
                 continue
             try:
-                found = searched(case, ranks, args, stop)
+                found = searched(case, sampler.result(), ranks, compilers, args, stop)
             except UniEPError as error:
                 print(f"{case.shape.name} T={case.tokens} is left out: {error}", flush=True)
                 continue
@@ -430,18 +417,21 @@ def whole_grid(shape: Shape, tokens: int, args: argparse.Namespace) -> dict[str,
         print("no card file of this machine: no model, so nothing is `reached`; give --card, or uniep tune --calibrate")
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
-    with Fleet(job) as ranks:
-        beside = Beside(ranks, usual, args.candidate_s)
-        for number, (schedule, us) in enumerate(zip(every, predicted, strict=True)):
+    with Fleet(job) as ranks, compilers_of(args) as compilers:
+        beside = Beside(ranks, compilers, usual, args.candidate_s)
+        times = beside.times(every, together=len(every))
+        for number, (schedule, us, (status, pairs)) in enumerate(zip(every, predicted, times, strict=True)):
             row = {"changes": tables.as_changes(schedule, job.cfg, args.ep, job.backend), "predicted_us": us}
-            row["status"], pairs = beside.time(schedule)
+            row["status"] = status
             if pairs:
                 row["us"] = round(statistics.median(b for _, b in pairs), 1)
                 row["score"] = round(statistics.median(b / a for a, b in pairs), 4)
             rows.append(row)
             if (number + 1) % 16 == 0 or number + 1 == len(every):
                 print(f"[{time.monotonic() - began:6.1f} s] {shape.name}: {number + 1} of {len(every)}", flush=True)
-    return {"shape": shape.name, "tokens": tokens, "points": rows, **judged(rows)}
+        seconds = {"compiling": round(compilers.seconds, 1)}
+        seconds["timing"] = round(time.monotonic() - began - compilers.seconds, 1)
+    return {"shape": shape.name, "tokens": tokens, "points": rows, **judged(rows), "seconds": seconds}
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -480,14 +470,15 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--ep", type=int, default=1, help="ranks (default %(default)s)")
     made.add_argument("--grid", action="store_true", help="time every point of the declared grid")
     made.add_argument("--budget-s", type=float, default=float("inf"), help="of all of it (default %(default)s)")
-    made.add_argument("--search-s", type=float, default=120, help="of each search (default %(default)s)")
-    made.add_argument("--ablate-s", type=float, default=0, help="of each ablation (default: none)")
+    made.add_argument(
+        "--search-s", type=float, default=120, help="of each search, with compiling (default %(default)s)"
+    )
+    made.add_argument("--ablate-s", type=float, default=0, help="of each ablation, likewise (default: none)")
     made.add_argument("--candidate-s", type=float, default=60, help="longest answer of a point (default %(default)s)")
     made.add_argument("--sampler", choices=SAMPLERS, default="auto", help="as of uniep tune (default %(default)s)")
     made.add_argument("--tables", metavar="DIR", type=Path, help="keep the choices in tables of this folder")
-    cores = len(os.sched_getaffinity(0))
-    made.add_argument("--at-once", type=int, help=f"shapes compiled together, 0: none (default: {cores} cores / --ep)")
-    made.add_argument("--compile-s", type=float, default=90, help="longest of one of them (default %(default)s)")
+    made.add_argument("--at-once", type=int, help="--compilers of uniep tune, 0: none (default: as there)")
+    made.add_argument("--compile-s", type=float, default=90, help="before each search (default %(default)s)")
     made.add_argument("--strategies", default=",".join(NAMED), help="named ones to time (default %(default)s)")
     made.add_argument("--load", default="window,sustained", help="of moe.py (default %(default)s)")
     made.add_argument("--directions", default="fwd,fwd_bwd", help="of moe.py (default %(default)s)")
@@ -501,7 +492,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add_file_options(made)
     args = made.parse_args(argv)
-    args.at_once = cores // args.ep if args.at_once is None else args.at_once
+    args.at_once = usual_number() if args.at_once is None else args.at_once
     args.strategies = list(filter(None, args.strategies.split(",")))
     if unknown := [name for name in args.strategies if name not in NAMED]:
         made.error(f"--strategies {','.join(unknown)!r} is unknown; use one or more of {', '.join(NAMED)}")
@@ -525,7 +516,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     for shape, count in cases:
         found = whole_grid(shape, count, args)
-        said = {key: found[key] for key in ("best", "best_score", "timings_allowed", "reached", "costs")}
+        said = {key: found[key] for key in ("best", "best_score", "timings_allowed", "reached", "costs", "seconds")}
         print(f"{shape.name} T={count}: {json.dumps(said)}", flush=True)
         results["rows"].append(found)
         if args.json:

@@ -12,6 +12,7 @@ import os
 import random
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -39,7 +40,10 @@ from uniep.launch import driver as call
 from uniep.launch import records
 from uniep.reference import composition
 from uniep.routing import build_plan
+from uniep.schedule import default_schedule
 from uniep.stages import DIRECTIONS
+from uniep.trials.compilers import Compilers
+from uniep.trials.trial import Job, Trial
 from uniep.tuner import strategies
 
 pytestmark = pytest.mark.gpu
@@ -1001,6 +1005,26 @@ def check_prepare(r):
         zeros = torch.zeros(2**24, device=r.device)  # may take what the Workspace had
         torch.cuda.synchronize()
         assert not differing(want, found.pop()) and not zeros.any()
+
+
+def check_listed(r):
+    """Processes without a GPU compile what a trial lists, and its first call finds all of it; both backends."""
+    cfg, found = MoEConfig(**SHAPE, max_rows=8192), []
+
+    def seen(*, src, cache_hit, **_):
+        found.append((src.name, cache_hit))
+
+    tile = Tile(columns=128, stages=3, group_rows=4)
+    own = Schedule(transfer="push", gate_up=tile, down=tile, weight_gradient=dataclasses.replace(tile, stages=4))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched, Compilers(4) as compilers:
+        patched.setenv("TRITON_CACHE_DIR", folder)
+        for backend, schedule in (("hopper", own), ("nccl", default_schedule("nccl", cfg, r.size))):
+            trial = Trial(Job(cfg, r.size, backend, "cuda", 700), r.rank, r.group, r.device)
+            assert compilers.compile([trial.kernels(schedule)], 60.0) == [None]
+            patched.setattr(triton.knobs.compilation, "listener", seen)
+            trial.prove(schedule)
+            trial.close()
+    assert len(found) > 5 and all(hit for _, hit in found), found
 
 
 def check_ten_steps(r):

@@ -15,10 +15,10 @@ import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 import triton.backends.nvidia
-from triton.backends.compiler import GPUTarget
+
+from uniep.launch.ahead import Target
 
 MAX_SHARED_BYTES = 232448
 """Dynamic shared memory of one block on Hopper; Triton does not refuse more until launch."""
@@ -104,24 +104,8 @@ def _divergent_polls(compiled: Any) -> int:
     return divergent
 
 
-class HopperTarget:
-    """A driver of Triton that knows its target, a Hopper GPU that need not exist, and nothing else."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
     """Inside, kernels compile for a Hopper GPU that need not exist; only `warmup=True` launches can work."""
-    with unittest.mock.patch.object(triton.runtime.driver, "_active", HopperTarget()):
+    with unittest.mock.patch.object(triton.runtime.driver, "_active", Target(90)):
         yield

@@ -4,6 +4,7 @@ Prints a line for each schedule and direction: how many steps a recording has, a
 at other addresses and of another layer, launches otherwise.  See test_recorded_calls.py.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,6 +19,7 @@ from uniep import MoEConfig, Schedule
 from uniep.backends.base import Inputs, LayerTag, MainGrads, Needs
 from uniep.backends.hopper import link, planner, staged
 from uniep.launch import driver, records
+from uniep.launch.ahead import Kernel
 from uniep.launch.driver import Block, Varying
 from uniep.stages import Flags, stages
 from uniep.weights import ExpertWeights, Lora
@@ -92,7 +94,7 @@ def install():
     driver._device = lambda first: 0
     driver._for_triton = lambda argument: argument
     driver.parameter_sizes = lambda kernel, compiled, args: [*sizes(args), 8, 8]
-    triton.runtime.jit.JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **_: compiled(kernel, args)
+    triton.runtime.jit.JITFunction.__getitem__ = lambda kernel, grid: functools.partial(compiled, kernel)
 
     def copy(target, source, stream):
         if (watcher := driver.current_watcher()) is not None:
@@ -122,7 +124,11 @@ def sizes(args):
             yield 8 if isinstance(a, driver.Memory) or a >> 31 > 0 else 4
 
 
-def compiled(kernel, args):
+launched = []  # what compiles, in order
+
+
+def compiled(kernel, *args, **constants):
+    launched.append(driver.Launch(kernel, args, constants, {}))
     blocks = [a for a in driver._leaves(args) if isinstance(a, Block)]
     facts = [{"elem_size": 2, "elem_type": 10, "block_size": list(b.block), "swizzle": 0} for b in blocks]
     metadata = types.SimpleNamespace(shared=0, num_warps=4, tensordesc_meta=facts, name=kernel.fn.__name__)
@@ -235,6 +241,24 @@ def data(cfg, tokens, number, lora):
 hold = []
 
 
+def kernels(launches):
+    return {Kernel.of(launch) for launch in launches}
+
+
+def listed_and_launched(backend, given, dy):
+    """Kernels of a forward and a backward, the second time by launches."""
+    found = []
+    for context in (driver.listing(), contextlib.nullcontext(launched)):
+        with context as launches:
+            driver._known.clear()
+            launched.clear()
+            _, saved = backend.forward(given, True)
+            got = backend.backward(dy, given, saved, Needs())
+            hold.append((saved, got))
+            found.append(kernels(launches))
+    return found
+
+
 def calls(backend, given, dy, watched):
     """{direction: (steps, program)} of a forward and its backwards."""
 
@@ -277,6 +301,10 @@ def main():
         )
         joined_before_entries(backend)
         lora = name in FACTORS
+        if not own:  # which trials have none of
+            listed, wanted = listed_and_launched(backend, *data(cfg, tokens, 4, lora))
+            wrong = sorted(kernel.name for kernel in listed ^ wanted)
+            print(f"{name}: {len(listed)} kernels listed, otherwise than launched: {wrong}", flush=True)
         _, first, second = (calls(backend, *data(cfg, tokens, n, lora), n > 1) for n in (1, 2, 3))
         for direction, (steps, program) in first.items():
             other = [(a, b) for a, b in zip(steps, second[direction][0], strict=True) if a != b]

@@ -32,6 +32,13 @@ def test_calls_differ_in_what_recordings_leave_open(printed):
     assert int(of_default[2]) >= 12
 
 
+def test_kernels_can_be_listed_without_a_launch(printed):
+    """Those of a forward and a backward, with all that their code depends on."""
+    lines = [line for line in printed if "kernels listed" in line]
+    found = [re.fullmatch(r".+: (\d+) kernels listed, otherwise than launched: \[\]", line) for line in lines]
+    assert len(lines) == 21 and all(match and int(match[1]) >= 12 for match in found), lines
+
+
 def test_calls_launch_what_their_stages_list(printed):
     """Every kernel and copy of a call is in its stages, in this order, on the stream that they say, and behind the
     stages of other streams that they say."""

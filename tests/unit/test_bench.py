@@ -3,15 +3,11 @@
 import dataclasses
 import itertools
 import json
-import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +16,6 @@ import torch
 from sources import PACKAGE, imported
 from typer.testing import CliRunner
 
-import uniep
 from uniep.reference import composition
 from uniep.schedule import DEFAULT_SCHEDULES, parse_schedule
 
@@ -260,8 +255,9 @@ def test_a_search_and_its_candidates_end_with_their_share_of_the_budget(monkeypa
     args = worth.options(["--device", "cpu", "--search-s", "6", "--candidate-s", "60", "--ablate-s", "4"])
     shape = cases.parse_shape("64x32x4x2")
     job = worth.job_of(shape, 64, args)
-    case = worth.Case(shape, 64, job, None)
+    case, sampler = worth.Case(shape, 64, job), SimpleNamespace(first=[])
     usual, ranks, given = worth.default_schedule("cpu", job.cfg, 1), Answers(), {}
+    ahead = Ahead(0)
     ranks.becomes = lambda job, timeout_s: None
     ranks.starts = 2  # nothing ends them
     tried = [SimpleNamespace(changes={"chunk_tokens": 32}, status="slow", score=1.5)]
@@ -271,12 +267,29 @@ def test_a_search_and_its_candidates_end_with_their_share_of_the_budget(monkeypa
         return SimpleNamespace(choice=usual, gain=1.0, spread=0.0, tried=tried)
 
     monkeypatch.setattr(worth, "search", search)
-    found = worth.searched(case, ranks, args, time.monotonic() + 3)
+    found = worth.searched(case, sampler, ranks, ahead, args, time.monotonic() + 3)
     assert 1 < given["budget_s"] <= 3 and 1 < given["candidate_s"] <= 3
     assert found["points"] == [{"changes": {"chunk_tokens": 32}, "status": "slow", "score": 1.5}]
     assert found["tried"] == {"slow": 1} and found["ablation"] and found["dropped"]
-    found = worth.searched(case, ranks, args, time.monotonic())
+    assert given["compilers"] is ahead
+    assert found["seconds"] == {"compiling": len(ahead.batches), "timing": pytest.approx(-len(ahead.batches), abs=0.5)}
+    found = worth.searched(case, sampler, ranks, ahead, args, time.monotonic())
     assert given["budget_s"] == given["candidate_s"] == 0 and not found["ablation"]
+
+
+class Ahead:
+    """In place of Compilers, `batch` points together, in one second.  `dropped`: {Schedule: why}."""
+
+    def __init__(self, batch, dropped=()):
+        self.batch, self.dropped, self.seconds, self.batches, self.until = batch, dict(dropped), 0.0, [], []
+        self.most = 2 * batch
+
+    def ahead(self, ranks, schedules, candidate_s, until, finish):
+        assert finish
+        self.seconds += 1.0
+        self.batches.append(list(schedules))
+        self.until.append(until)
+        return [self.dropped.get(schedule) for schedule in schedules]
 
 
 class Answers:
@@ -304,16 +317,22 @@ def test_an_ablation_switches_each_dimension_back_first(monkeypatch, capsys):
     job = worth.job_of(cases.parse_shape("64x32x4x2"), 64, args)
     best = dataclasses.replace(worth.default_schedule("cpu", job.cfg, 1), tile_order="natural", activation="separate")
     ranks = Answers()
-    costs, dropped = worth.ablation(job, best, ranks, args)
+    costs, dropped = worth.ablation(job, best, ranks, Ahead(0), args)
     assert costs["tile_order"]["local-first"] == costs["activation"]["fused"] == 1.0
     assert costs["gate_up.columns"] == {"128": 1.0}, "one with other bits has no cost"
     assert ranks.starts == 2 and "overlap" not in costs, "a fault ends only its own point"
     assert dropped["gate_up.columns"] == {"64": "other bits"} and dropped["overlap"] == {"serial": "fault: as told"}
     said = capsys.readouterr().out
     assert "dropped gate_up.columns=64: other bits\n" in said and "dropped overlap=serial: fault: as told\n" in said
-    now = iter(range(100))
-    monkeypatch.setattr(worth.time, "monotonic", lambda: next(now) * 2.0)
-    costs, _ = worth.ablation(job, best, Answers(), args)
+    now, slow = [0.0], Answers()
+
+    def slowly(method, *args, timeout_s):
+        now[0] += 5.0 * (method == "time")
+        return ask(method, *args, timeout_s=timeout_s)
+
+    ask, slow.ask = slow.ask, slowly
+    monkeypatch.setattr(worth.time, "monotonic", lambda: now[0])
+    costs, _ = worth.ablation(job, best, slow, Ahead(0), args)
     assert costs.keys() == {"tile_order", "activation"}, "time for two"
 
 
@@ -335,106 +354,81 @@ def test_worth_runs_and_its_table_and_picture_are_made(tmp_path, capsys):
     assert (tmp_path / "worth.png").stat().st_size > 10_000
 
 
-def test_what_is_compiled_first_may_fail_or_come_too_late(capsys):
-    job = worth.job_of(cases.parse_shape("64x32x4x2"), 16, worth.options(["--device", "cpu"]))
+def test_points_are_compiled_together_before_they_are_timed():
+    """All of a grid at once, of an ablation as many as can be; one that died there is not timed."""
+    args = worth.options(["--device", "cpu", "--ablate-s", "9"])
+    job = worth.job_of(cases.parse_shape("64x32x4x2"), 64, args)
     usual = worth.default_schedule("cpu", job.cfg, 1)
-    wrong = dataclasses.replace(usual, chunk_tokens=0)
-    with worth.Fleet(job, time.monotonic() + 60) as ranks:
-        worth.compile_first([(job, usual), (job, wrong), (job, usual)], ranks)
-        assert capsys.readouterr().out.count("not compiled first") == 1
-        ranks.stop()
-        worth.compile_first([(job, usual)], ranks)
-    assert "compiled 0 of 1 in time" in capsys.readouterr().out
+    every = [dataclasses.replace(usual, chunk_tokens=n) for n in (64, 32, 128, 16, 8)]
+    for together, sizes in ((0, [2, 2, 1]), (5, [5])):
+        ahead, ranks = Ahead(2, {every[2]: worth.DroppedError("fault", "died")}), Answers()
+        beside = worth.Beside(ranks, ahead, usual, 60.0)
+        found = list(beside.times(every, together=together))
+        assert [len(batch) for batch in ahead.batches] == sizes
+        assert [status for status, _ in found] == ["timed"] * 2 + ["fault: died"] + ["timed"] * 2
+        assert [bool(pairs) for _, pairs in found] == [True, True, False, True, True] and ranks.starts == 1
+    ahead = Ahead(3)
+    costs, _ = worth.ablation(job, usual, Answers(), ahead, args)
+    assert costs and len(ahead.batches) > 1 and max(map(len, ahead.batches)) == 3
+    assert all(until <= time.monotonic() + 9 for until in ahead.until)
+
+
+def test_no_point_begins_behind_the_end_nor_a_batch_that_would_compile_until_then(monkeypatch):
+    args = worth.options(["--device", "cpu"])
+    job = worth.job_of(cases.parse_shape("64x32x4x2"), 64, args)
+    usual, now, ahead = worth.default_schedule("cpu", job.cfg, 1), [0.0], Ahead(2)
+    monkeypatch.setattr(worth.time, "monotonic", lambda: now[0])
+    compile_it, ranks = ahead.ahead, Answers()
+
+    def slowly(*args, **how):
+        now[0] += 4.0
+        return compile_it(*args, **how)
+
+    ahead.ahead = slowly
+    for until, count, batches in ((11.0, 4, 2), (7.0, 2, 1), (3.0, 0, 1)):
+        now[0] = 0.0
+        ahead.batches.clear()
+        beside = worth.Beside(ranks, ahead, usual, 60.0)
+        assert len(list(beside.times([usual] * 6, until))) == count and len(ahead.batches) == batches
 
 
 @pytest.mark.parametrize("sampler", ["model", "optuna"])
 def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler):
-    """The default, the Schedule that others are compared with, strategies, the model's best points; and nccl."""
-    compiled = []
-    monkeypatch.setattr(worth, "compile_first", lambda wanted, ranks: compiled.extend(wanted))
+    """The default, backend nccl, the Schedule that others are compared with, strategies, the model's best points."""
     monkeypatch.setattr(worth.tables, "card_name", lambda device: "h200")
-    given = ["--device", "cuda", "--ep", "2", "--sampler", sampler, "--strategies", "deepep-like,serial-all-to-all"]
-    made = worth.prepared(cases.SHAPES["qwen3-30b"], 4096, worth.options(given), float("inf"), worth.Room(1e12))
-    *own, (nccl, of_nccl) = compiled
-    assert (nccl.backend, nccl.cfg.max_rows, of_nccl.overlap) == ("nccl", None, "serial")
-    assert {job for job, _ in own} == {made.job} and made.job.cfg.max_rows
-    usual = worth.default_schedule("hopper", made.job.cfg, 2)
-    schedules = [schedule for _, schedule in own]
+    args = worth.options(["--device", "cuda", "--ep", "2", "--sampler", sampler])
+    shape = cases.SHAPES["qwen3-30b"]
+    case = worth.Case(shape, 4096, worth.job_of(shape, 4096, args))
+    made = case.sampler(args)
+    (job, schedules), (nccl, of_nccl) = case.first(made, ["deepep-like", "serial-all-to-all"])
+    assert (nccl.backend, nccl.cfg.max_rows, [s.overlap for s in of_nccl]) == ("nccl", None, ["serial"])
+    assert job is case.job and job.cfg.max_rows
+    usual = worth.default_schedule("hopper", job.cfg, 2)
     assert schedules[:2] == [usual, worth.serial(usual)] and len(set(schedules)) == len(schedules)
-    first = [schedule for schedule in made.sampler.first if schedule != usual]
+    first = [schedule for schedule in made.first if schedule != usual]
     assert set(first) < set(schedules) and len(first) >= 7
     assert sum(s.overlap == "serial" and s.transfer == "push" for s in schedules) >= 1
-    asked = [made.sampler.ask() for _ in made.sampler.first]
-    assert asked == list(made.sampler.first), "and it begins with them"
+    assert [made.ask() for _ in made.first] == list(made.first), "and it begins with them"
 
 
-@pytest.mark.parametrize("why", [KeyboardInterrupt, uniep.UniEPError])
-def test_an_interrupt_or_an_error_ends_all_that_compiles(monkeypatch, why):
-    """Of five shapes one compiles, and one waits for memory; the last one waits for a thread, and never begins."""
-    start, inside, asked = time.monotonic(), threading.Event(), []
+def test_what_cannot_be_compiled_first_is_told(capsys):
+    job = worth.job_of(cases.parse_shape("64x32x4x2"), 16, worth.options(["--device", "cpu"]))
+    other, usual = dataclasses.replace(job, backend="nccl"), worth.default_schedule("cpu", job.cfg, 1)
+    wrong, became = dataclasses.replace(usual, chunk_tokens=32), []
+    ahead = Ahead(1, {wrong: worth.DroppedError("refused", "as told")})
 
-    class Ranks:
-        def __init__(self, job, until):
-            self.job, self.until, self.stopped = job, until, threading.Event()
+    def becomes(job, timeout_s):
+        became.append(job)
+        if job is other and len(became) > 2:
+            raise worth.DroppedError("out of memory", "as told")
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            assert self.stopped.is_set()
-
-        def stop(self):
-            self.until = -math.inf
-            self.stopped.set()
-
-        def ask(self, method, schedule, timeout_s):
-            asked.append(self.job)
-            inside.set()
-            self.stopped.wait(timeout_s)
-            raise worth.DroppedError("fault", "as told")
-
-    def fail():
-        inside.wait(30)
-        if why is KeyboardInterrupt:
-            os.kill(os.getpid(), signal.SIGINT)
-        else:
-            raise why("as told")
-
-    prepared = worth.prepared
-    monkeypatch.setattr(worth, "Fleet", Ranks)
-    monkeypatch.setattr(worth, "needed", lambda job: 8.0)
-    monkeypatch.setattr(worth, "sampler_of", lambda name, job, card: SimpleNamespace(first=[]))
-    monkeypatch.setattr(
-        worth, "prepared", lambda shape, *how: fail() if shape.num_experts == 64 else prepared(shape, *how)
-    )
-    args = worth.options(["--device", "cuda", "--ep", "2", "--sampler", "random", "--at-once", "3"])
-    monkeypatch.setattr(worth.tables, "card_name", lambda device: "h200")
-    shapes = [(cases.parse_shape(f"2048x768x{experts}x4"), 512) for experts in (16, 32, 64, 128, 256)]
-    with pytest.raises(why):
-        worth.all_prepared(shapes, args, time.monotonic() + 50, worth.Room(10.0))
-    assert time.monotonic() - start < 20
-    assert 16 in (began := [job.cfg.num_experts for job in asked]) and len(began) <= 3 and 256 not in began
-
-
-def test_shapes_are_compiled_together_as_far_as_memory_reaches():
-    """One that needs more than there is runs alone."""
-    room, held, most, lock = worth.Room(10.0), [], [], threading.Lock()
-
-    def run(size):
-        with room.taken(size):
-            with lock:
-                held.append(size)
-                most.append(tuple(held))
-            time.sleep(0.2)
-            with lock:
-                held.remove(size)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(run, [4.0, 4.0, 4.0, 25.0, 4.0, 4.0]))
-    assert max(map(len, most)) == 2 and (25.0,) in most and all(len(m) == 1 for m in most if 25.0 in m)
-    args = worth.options(["--device", "cuda", "--ep", "2"])
-    sizes = [worth.needed(worth.job_of(shape, 4096, args)) / 2**30 for shape in cases.SPANNING.values()]
-    assert max(sizes) == pytest.approx(40, abs=2) and sum(sizes) == pytest.approx(137, abs=3)
+    wanted = [(job, [wrong, usual]), (other, [usual])]
+    worth.compile_first(wanted, SimpleNamespace(becomes=becomes), ahead, 60.0, 99.0)
+    assert became == [job, other] and ahead.batches == [[wrong, usual], [usual]] and ahead.until == [99.0, 99.0]
+    assert capsys.readouterr().out == f"cpu, {wrong.name}: not compiled first: refused: as told\n"
+    worth.compile_first(wanted[1:], SimpleNamespace(becomes=becomes), ahead, 60.0, 99.0)
+    assert len(ahead.batches) == 2
+    assert capsys.readouterr().out == "nccl: not compiled first: out of memory: as told\n"
 
 
 def test_committed_predictions_can_be_made_again():

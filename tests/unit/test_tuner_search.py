@@ -78,7 +78,7 @@ def listed(*changes):
         def ask(self):
             return made.pop(0) if made else None
 
-        def tell(self, score):
+        def tell(self, schedule, score):
             pass
 
     return Some()
@@ -242,9 +242,9 @@ def test_steps_from_the_best_find_what_the_model_does_not_know(record):
         return unknown * float(predict(Load.uniform(cfg, 2), Points.of([s]), card).both)
 
     sampler = sampler_of("model", job, card)
-    for _ in sampler.first:
-        sampler.ask()
-        sampler.tell(1.0)
+    for schedule in sampler.first:
+        assert sampler.ask() == schedule
+        sampler.tell(schedule, 1.0)
     names = [d.name for d in dimensions("hopper", cfg, 2)]
     for schedule in [sampler.ask() for _ in range(8)]:  # steps from the default
         assert sum(get(schedule, name) != get(usual, name) for name in names) == 1
@@ -296,7 +296,7 @@ def test_optuna_asks_for_points_of_the_space(record):
 
     sampler = Optuna(SPACE, JOB, [SPACE.schedule(5)])
     assert sampler.ask() == SPACE.schedule(5)
-    sampler.tell(None)
+    sampler.tell(SPACE.schedule(5), None)
     result = search(JOB, sampler, record, 60.0, fleet=Told(far), most=40)
     assert result.gain == pytest.approx(1 / 0.8)
     assert all("peer_order" not in t.changes for t in result.tried if t.changes.get("overlap") == "serial")

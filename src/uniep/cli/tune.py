@@ -24,6 +24,7 @@ from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.shapes import parse_shape
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
+from uniep.trials.compilers import MOST, Compilers, usual_number
 from uniep.trials.fleet import Fleet
 from uniep.trials.search import EARLY, SAMPLERS, Record, Result, Sampler, entry, sampler_here, sampler_of, search
 from uniep.trials.trial import Job
@@ -45,8 +46,8 @@ def tune(
     budget_s: Annotated[
         float,
         typer.Option(
-            help="Seconds to time candidates of each shape and number of tokens, after ranks have started and run the "
-            "default.",
+            help="Seconds to compile and time candidates of each shape and number of tokens, after ranks have started "
+            "and run the default.",
             min=0,
         ),
     ] = 300.0,
@@ -60,6 +61,14 @@ def tune(
             "auto: the first of them that there is here."
         ),
     ] = "auto",
+    compilers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that compile the next candidates together, before they are timed; 0: none. Default: on "
+            f"GPUs one for each core, up to {MOST}.",
+            min=0,
+        ),
+    ] = None,
     card: Annotated[str | None, typer.Option(help="Card that the model assumes; default: this machine's.")] = None,
     into: Annotated[
         Path | None, typer.Option(help="Folder of the tables; default: UNIEP_TUNE_DIR, or the user's cache.")
@@ -75,9 +84,10 @@ def tune(
     """Find the fastest Schedule of layers on this machine, and keep it for Workspaces of this card.
 
     Lists, separated by commas, of shapes and of tokens are searched one after the other, in the same ranks. Candidates
-    run in child processes of all ranks. A candidate that crashes, takes too long or changes a bit is dropped, with the
-    reason. An interrupted search resumes where it stopped. A table is written if one is faster than the default, which
-    needs none. Tables and trials are in UNIEP_TUNE_DIR, or in the user's cache; --into names another folder for tables.
+    run in child processes of all ranks; on GPUs others compile them beforehand, in parallel. A candidate that
+    crashes, takes too long or changes a bit is dropped, with the reason. An interrupted search resumes where it
+    stopped. A table is written if one is faster than the default, which needs none. Tables and trials are in
+    UNIEP_TUNE_DIR, or in the user's cache; --into names another folder for tables.
     """
     console = Console(highlight=False)
     check_file(json_file, "--json")
@@ -112,13 +122,15 @@ def tune(
     entries: dict[str, Any] = {}
     failed = []
     folder, folder_by = (into, "--into") if into is not None else (tables.folder(), tables.FOLDER_BY)
-    with Fleet(next(iter(jobs.values()))) as ranks:
+    if compilers is None:
+        compilers = usual_number() if device.type == "cuda" else 0
+    with Fleet(next(iter(jobs.values()))) as ranks, Compilers(compilers) as ahead:
         for key, job in jobs.items():
             if len(jobs) > 1:
                 console.print(f"[bold]{key.place}[/bold]")
             which = sampler_of(sampler, job, known)
             try:
-                made = _search(console, key, job, which, ranks, budget_s, candidate_s, known)
+                made = _search(console, key, job, which, ranks, ahead, budget_s, candidate_s, known)
                 entries[key.place] = made
                 write_json(json_file, entries if len(jobs) > 1 else made)
                 written = tables.keep(folder / key.file, key, made, folder_by)
@@ -142,8 +154,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _search(
-    console: Console, key: tables.Key, job: Job, sampler: Sampler, ranks: Fleet, budget_s: float, candidate_s: float,
-    card: Card | None,
+    console: Console, key: tables.Key, job: Job, sampler: Sampler, ranks: Fleet, ahead: Compilers, budget_s: float,
+    candidate_s: float, card: Card | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Print the choice.  -> its entry for a table."""
     trials = tables.folder() / "trials" / f"{Path(key.file).stem}-{key.place}.sqlite"
@@ -152,7 +164,8 @@ def _search(
         versions = {**tables.timed_with(job.backend), "uniep": uniep.__version__, "torch": torch.__version__}
         with closing(Record(trials, {**versions, "tokens": job.tokens})) as record, _bar(console, budget_s) as progress:
             result = search(
-                job, sampler, record, budget_s, fleet=ranks, card=card, candidate_s=candidate_s, progress=progress
+                job, sampler, record, budget_s, fleet=ranks, compilers=ahead, card=card, candidate_s=candidate_s,
+                progress=progress,
             )  # fmt: skip
     _print(console, result, job)
     return entry(result, job, commit())

@@ -124,6 +124,9 @@ def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict
 
     options: of Triton, such as num_warps.
     """
+    if (only_listed := listed()) is not None:
+        only_listed.append(Launch(kernel, args, constants, options))
+        return
     values: list[Any] = []  # of the parameters; a Block's first one, its tensor map, comes later
     kinds: list[Any] = []  # what the code depends on
     blocks: list[tuple[int, Block]] = []
@@ -213,6 +216,8 @@ def _for_triton(a: Any) -> Any:
 
 def copy(target: Tensor, source: Tensor, stream: Any) -> None:
     """The first rows of target = source, both contiguous, behind `stream`'s work; between GPUs by a copy engine."""
+    if listed() is not None:
+        return
     if not source.is_cuda:
         target[: len(source)].copy_(source)
         return
@@ -254,6 +259,8 @@ def result_like(tensor: Tensor) -> Tensor:
 
 def fill(memory: Tensor, word: int) -> None:
     """Every 4-byte word of contiguous memory = word, behind the current stream's work."""
+    if listed() is not None:
+        return
     if not memory.is_cuda:
         memory.view(-1).view(torch.int32).fill_(word)
         return
@@ -419,6 +426,30 @@ def watching(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _watching.watcher = None
+
+
+class Launch(NamedTuple):
+    """What `launch` is given, but for the number of programs."""
+
+    kernel: Any
+    args: Sequence[Argument]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+@contextlib.contextmanager
+def listing() -> Iterator[list[Launch]]:
+    """What this thread would launch meanwhile.  Nothing is launched, copied or filled."""
+    _watching.listed = []
+    try:
+        yield _watching.listed
+    finally:
+        _watching.listed = None
+
+
+def listed() -> list[Launch] | None:
+    """Of this thread, if it only lists launches."""
+    return getattr(_watching, "listed", None)
 
 
 def current_watcher() -> Watcher | None:

@@ -18,31 +18,46 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from uniep.errors import UniEPError
-from uniep.trials.trial import Job, described
+from uniep.trials.trial import described
 
 START_S, END_S = 120.0, 10.0
 """Longest time for all ranks to start, and for a killed one to end: a driver may hold it.  In seconds."""
 
 
 class DroppedError(UniEPError):
-    """A candidate was dropped.  reason: one word or two; the text says more."""
+    """A candidate was dropped.  reason: one word or two; the text says more.  died: a rank's process has ended."""
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(self, reason: str, text: str, died: bool = False) -> None:
         super().__init__(f"{reason}: {text}")
-        self.reason, self.text = reason, text
+        self.reason, self.text, self.died = reason, text, died
+
+
+class Ranks(Protocol):
+    """What a fleet needs of a Job."""
+
+    @property
+    def ep_size(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    def made(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Any: ...
 
 
 class Fleet:
     """`job.made(rank, group, device)` in one process per rank; `ask` calls its methods.  until: the time
     (`time.monotonic()`) behind which no answer is waited for."""
 
-    def __init__(self, job: Job, until: float = math.inf) -> None:
+    def __init__(self, job: Ranks, until: float = math.inf) -> None:
         self.job, self.until = job, until
         self.starts = 0
         self._processes: list[Any] = []
@@ -57,32 +72,24 @@ class Fleet:
         self.starts += 1
         # Forked from a server that has only done the imports: a restart does not import again.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["uniep.trials.trial"])
+        context.set_forkserver_preload(["uniep.trials.trial", "triton"])
         self._folder = tempfile.TemporaryDirectory(prefix="uniep-tune-")
-        saved = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            with _interrupted_later():
-                for rank in range(self.job.ep_size):
-                    ours, theirs = context.Pipe()
-                    args = (self.job, rank, f"file://{self._folder.name}/store", theirs)
-                    process = context.Process(target=_rank, args=args, daemon=True)
-                    process.start()
-                    theirs.close()
-                    self._processes.append(process)
-                    self._pipes.append(ours)
-        finally:
-            if saved is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = saved
+        with _starting, _one_thread(), _interrupted_later():
+            for rank in range(self.job.ep_size):
+                ours, theirs = context.Pipe()
+                args = (self.job, rank, f"file://{self._folder.name}/store", theirs)
+                process = context.Process(target=_rank, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
         try:
             self._answers(START_S)
         except DroppedError:
             self.end()
             raise
 
-    def becomes(self, job: Job, timeout_s: float) -> None:
+    def becomes(self, job: Ranks, timeout_s: float) -> None:
         """Another job of as many ranks on the same devices, in the same processes.
 
         Raises DroppedError if ranks cannot make it.  `job` is the new one also then, and that of ranks that start anew;
@@ -123,7 +130,7 @@ class Fleet:
                     code = self._processes[rank].exitcode
                     self.end()
                     ended = f"died by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
-                    raise DroppedError("fault", f"rank {rank} {ended}") from None
+                    raise DroppedError("fault", f"rank {rank} {ended}", died=True) from None
             if any(not ok for ok, _ in answers.values()):  # the others wait for the one that failed
                 until = min(until, time.monotonic() + GRACE_S)
         failed = {rank: value for rank, (ok, value) in answers.items() if not ok}
@@ -161,6 +168,23 @@ class Fleet:
         self.end()
 
 
+_starting = threading.Lock()
+"""Held while the environment is that of ranks: fleets start from several threads."""
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    saved = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if saved is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = saved
+
+
 @contextlib.contextmanager
 def _interrupted_later() -> Iterator[None]:
     """Ctrl-C inside the block is raised at its end, when all processes are known, and can be ended.
@@ -187,7 +211,7 @@ GRACE_S = 5.0
 """How long the other ranks may continue after one has failed."""
 
 
-def _rank(job: Job, rank: int, store: str, pipe: Any) -> None:
+def _rank(job: Ranks, rank: int, store: str, pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     torch.set_num_threads(1)
     group: dist.ProcessGroup | None = None

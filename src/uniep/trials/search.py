@@ -6,11 +6,14 @@ ranks.  A slow one is abandoned early.  A candidate that crashes, runs out of me
 dropped with the reason.  The winner is timed against the default again in fresh processes, and must beat it by more
 than the spread of that run.
 
+With `Compilers` the next points are compiled together before they are timed one by one.
+
 Every trial is written to SQLite at once, so that an interrupted search resumes where it stopped.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import importlib.util
@@ -19,6 +22,7 @@ import logging
 import sqlite3
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +31,7 @@ import torch
 
 from uniep.errors import ConfigError, UniEPError
 from uniep.schedule import Schedule, default_schedule
+from uniep.trials.compilers import Compilers
 from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.trial import Job, slowest
 from uniep.tuner import tables
@@ -113,10 +118,10 @@ class Sampler(Protocol):
         """Points that it begins with."""
 
     def ask(self) -> Schedule | None:
-        """The next candidate, or None."""
+        """The next candidate, or None.  Several may be asked for before their scores are told."""
 
-    def tell(self, score: float | None) -> None:
-        """Report the score of the last candidate; None: it was dropped."""
+    def tell(self, schedule: Schedule, score: float | None) -> None:
+        """Report the score of a candidate; None: it was dropped."""
 
 
 class Listed:
@@ -130,7 +135,7 @@ class Listed:
         index = next(self.order, None)
         return None if index is None else self.space.schedule(index)
 
-    def tell(self, score: float | None) -> None:
+    def tell(self, schedule: Schedule, score: float | None) -> None:
         pass
 
 
@@ -153,21 +158,27 @@ class Optuna:
             )
             for d in chosen
         }
-        self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=8))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            how: Any = {"seed": seed, "n_startup_trials": 8, "constant_liar": True}  # what has no score yet is avoided
+            self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(**how))
         self.failed = optuna.trial.TrialState.FAIL
-        self.trial: Any = None
+        self.asked: collections.defaultdict[Schedule, list[Any]] = collections.defaultdict(list)
         for schedule in first:
             self.study.enqueue_trial({name: get(schedule, name) for name in self.distributions})
 
     def ask(self) -> Schedule:
-        self.trial = self.study.ask(self.distributions)
-        return point(self.trial.params, self.job.backend, self.job.cfg, self.job.ep_size)
+        trial = self.study.ask(self.distributions)
+        schedule = point(trial.params, self.job.backend, self.job.cfg, self.job.ep_size)
+        self.asked[schedule].append(trial)
+        return schedule
 
-    def tell(self, score: float | None) -> None:
-        if score is None:
-            self.study.tell(self.trial, state=self.failed)
-        else:
-            self.study.tell(self.trial, score)
+    def tell(self, schedule: Schedule, score: float | None) -> None:
+        for trial in self.asked.pop(schedule):
+            if score is None:
+                self.study.tell(trial, state=self.failed)
+            else:
+                self.study.tell(trial, score)
 
 
 class Climbing:
@@ -187,9 +198,9 @@ class Climbing:
             self.asked.append(schedule)
         return schedule
 
-    def tell(self, score: float | None) -> None:
+    def tell(self, schedule: Schedule, score: float | None) -> None:
         if score is not None and score < BETTER * self.score:
-            self.best, self.score = self.asked[-1], score
+            self.best, self.score = schedule, score
             if self.climbs:
                 self.queue = self._steps()
 
@@ -293,6 +304,7 @@ def search(
     budget_s: float,
     *,
     fleet: Fleet | None = None,
+    compilers: Compilers | None = None,
     card: Card | None = None,
     candidate_s: float = 60.0,
     most: int | None = None,
@@ -301,50 +313,97 @@ def search(
 ) -> Result:
     """Time candidates for `budget_s` seconds, counted from when all ranks have started and the default was timed; the
     candidate that runs at their end is given up.  most: limit of candidates.  candidate_s: longest time for one
-    question to all ranks.  fleet: ranks of this job, which stay.  restarts: False: ranks start anew only after a
-    fault: the candidate that runs at the end may finish, and the winner is compared in the same processes.
+    question to all ranks.  fleet: ranks of this job, which stay.  compilers: compile the next candidates together, in
+    the same seconds, before they are timed.  restarts: False: ranks start anew only after a fault: what runs at the end
+    may finish, and the winner is compared in the same processes.
 
     Raises UniEPError if the default itself cannot be timed.
     """
-    cfg, backend = job.cfg, job.backend
-    usual = default_schedule(backend, cfg, job.ep_size)
+    usual = default_schedule(job.backend, job.cfg, job.ep_size)
     with contextlib.nullcontext(fleet) if fleet is not None else Fleet(job) as ranks:
         state = _State(job, ranks, usual, candidate_s, restarts)
         began = time.monotonic()
-        known = {json.dumps(t.changes, sort_keys=True): t for t in record.all()}
-        best = min((t for t in known.values() if t.status == "timed"), key=lambda t: t.score or 9.0, default=None)
+        until = began + budget_s
+        candidates = _Candidates(
+            job, sampler, record, card, most, lambda said: progress(time.monotonic() - began, said)
+        )
+        best = min((t for t in record.all() if t.status == "timed"), key=lambda t: t.score or 9.0, default=None)
         if best is not None and best.score is not None and best.score < BETTER:
             state.resume(tables.parse(best.changes, usual), best.score)
-        kept, repeated = len(known), 0  # a resumed sampler returns what is kept first
-        while (
-            time.monotonic() - began < budget_s and (most is None or len(known) < most) and repeated < kept + REPEATED
-        ):
-            schedule = sampler.ask()
-            if schedule is None:
+        count = compilers.batch if compilers is not None else 0
+        compile_s = 0.0  # of the last batch: the next one begins only if as much is left
+        while batch := candidates.next(max(count, 1), until - compile_s):
+            errors: list[DroppedError | None] = [None] * len(batch)
+            if compilers is not None and count:
+                start = time.monotonic()
+                progress(start - began, f"compiling {len(batch)} points")
+                errors = compilers.ahead(ranks, [point for point, _ in batch], candidate_s, until, not restarts)
+                compile_s = time.monotonic() - start
+            for (schedule, changes), error in zip(batch, errors, strict=True):
+                if error is not None:
+                    tried = Tried(changes, error.reason, error.text)
+                elif time.monotonic() < until:
+                    tried = state.tried(schedule, changes, until)
+                else:
+                    break
+                if tried.status == "ended":
+                    break
+                candidates.tell(schedule, tried)
+        return state.confirmed(list(candidates.known.values()))
+
+
+class _Candidates:
+    """What a sampler asks for, and what is known of it.  told: is given words for progress."""
+
+    def __init__(
+        self, job: Job, sampler: Sampler, record: Record, card: Card | None, most: int | None,
+        told: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.job, self.sampler, self.record, self.card, self.most, self.told = job, sampler, record, card, most, told
+        self.known = {_name(t.changes): t for t in record.all()}
+        self.repeats = len(self.known) + REPEATED  # a resumed sampler returns what is kept first
+
+    def next(self, count: int, until: float) -> list[tuple[Schedule, dict[str, Any]]]:
+        """Up to so many that are not known and can run, with their changes; none behind `until`."""
+        job, found = self.job, dict[str, tuple[Schedule, dict[str, Any]]]()
+        repeated = 0
+        while time.monotonic() < until and len(found) < count and repeated < self.repeats and self._may_add(len(found)):
+            if (schedule := self.sampler.ask()) is None:
                 break
-            changes = tables.as_changes(schedule, cfg, job.ep_size, backend)
-            name = json.dumps(changes, sort_keys=True)
-            if name in known or not changes:
-                sampler.tell(known[name].score if name in known else 1.0)
+            changes = tables.as_changes(schedule, job.cfg, job.ep_size, job.backend)
+            name = _name(changes)
+            if name in found:  # the sampler has to be told first
+                break
+            if name in self.known or not changes:
+                self.sampler.tell(schedule, self.known[name].score if name in self.known else 1.0)
                 repeated += 1
                 continue
-            if reasons := refusals(schedule, cfg, job.ep_size, backend):
-                tried = Tried(changes, "refused", "; ".join(reasons))
-            else:
-                tried = state.tried(schedule, changes, began + budget_s)
-            if card is not None:
-                us = float(predict(Load.uniform(cfg, job.ep_size, job.tokens), Points.of([schedule]), card).both)
-                tried = dataclasses.replace(tried, predicted_us=us)
-            if tried.status == "ended":
-                break
             repeated = 0
-            known[name] = tried
-            record.add(tried)
-            if tried.status not in ("timed", "slow"):
-                log.warning("dropped %s: %s: %s", changes, tried.status, tried.text)
-            sampler.tell(tried.score)
-            progress(time.monotonic() - began, _said(tried, len(known)))
-        return state.confirmed(list(known.values()))
+            if reasons := refusals(schedule, job.cfg, job.ep_size, job.backend):
+                self.tell(schedule, Tried(changes, "refused", "; ".join(reasons)))
+            else:
+                found[name] = schedule, changes
+        return list(found.values())
+
+    def _may_add(self, asked: int) -> bool:
+        return self.most is None or len(self.known) + asked < self.most
+
+    def tell(self, schedule: Schedule, tried: Tried) -> None:
+        """To all who want to know."""
+        if self.card is not None:
+            load = Load.uniform(self.job.cfg, self.job.ep_size, self.job.tokens)
+            us = float(predict(load, Points.of([schedule]), self.card).both)
+            tried = dataclasses.replace(tried, predicted_us=us)
+        self.known[_name(tried.changes)] = tried
+        self.record.add(tried)
+        if tried.status not in ("timed", "slow"):
+            log.warning("dropped %s: %s: %s", tried.changes, tried.status, tried.text)
+        self.sampler.tell(schedule, tried.score)
+        self.told(_said(tried, len(self.known)))
+
+
+def _name(changes: dict[str, Any]) -> str:
+    return json.dumps(changes, sort_keys=True)
 
 
 REPEATED = 200

@@ -15,13 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from uniep.backends.base import Inputs, Needs
 from uniep.config import MoEConfig
 from uniep.errors import CapacityError, ConfigError, UnsupportedError
+from uniep.launch.ahead import Kernel
+from uniep.launch.driver import listing
 from uniep.nn.bits import part_digests
 from uniep.nn.functional import moe
 from uniep.schedule import Schedule
 from uniep.tuner.tables import digest
 from uniep.tuner.timing import drawn, in_turn, timed
+from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace
 
 WARMUP = 2
@@ -80,6 +84,19 @@ class Trial:
             job.cfg, self.group, device=self.device, backend=job.backend, schedule=schedule, timeout_s=job.timeout_s,
             tune="off",
         )  # fmt: skip
+
+    def kernels(self, schedule: Schedule) -> list[Kernel]:
+        """What the call of this Schedule launches.  Nothing is launched."""
+        self.drop()
+        self.candidate = self.workspace(schedule)
+        x_TD, weights_TK, w13, w2, *biases = (leaf.detach() for leaf in self.leaves)
+        experts = ExpertWeights.parse(w13, w2, self.job.cfg, self.job.ep_size, *biases)
+        inputs, backend = Inputs(x_TD, self.ids_TK, weights_TK, experts), self.candidate.backend
+        with listing() as launches:
+            _, saved = backend.forward(inputs, save=True)
+            backend.backward(self.dy_TD, inputs, saved, Needs(), blocks=self.candidate.num_blocks)
+        self.drop()
+        return list(dict.fromkeys(map(Kernel.of, launches)))
 
     def take(self) -> None:
         """The candidate becomes the incumbent."""

@@ -20,7 +20,7 @@ from uniep.backends.hopper.calls import GAVE_UP, Calls
 from uniep.config import ROW_ALIGN, align_rows
 from uniep.errors import PeerTimeoutError
 from uniep.kernels.arguments import PlanShape, Rows
-from uniep.launch.driver import Bundle, Memory, Part, fill, launch, result, temporary, tensor, unbind
+from uniep.launch.driver import Bundle, Memory, Part, fill, launch, listed, result, temporary, tensor, unbind
 from uniep.launch.groups import LineTables, launch_parts
 from uniep.layout import (
     FIRST_TOKENS,
@@ -266,7 +266,7 @@ class Planner(Calls):
         In the exact mode (max_rows None) the host allocates by the last call, launches, and reads the plan's
         totals from pinned memory while the GPU works; the rare call that needs more is made again.
         """
-        if self.cfg.max_rows is not None:
+        if self.cfg.max_rows is not None or listed() is not None:
             return True
         give_up = time.monotonic() + self.member.timeout_s + 5
         while self._totals_words[0] != self.calls_made and self._words[0] == 0:
