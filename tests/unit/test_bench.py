@@ -1,5 +1,6 @@
 """The benchmark harness without a GPU: peers against a dense reference, and everything that reads results."""
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -457,6 +458,14 @@ def test_the_hash_of_predictions_is_of_all_that_the_simulator_imports():
     folders = tuple(f"{name}/" for name in predict.SOURCES if (PACKAGE / name).is_dir())
     left = {name for name in imported("uniep.sim") if name not in named and not name.startswith(folders)}
     assert left == {"errors.py"}
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_the_grid_of_gpus_is_small_and_has_the_default_first(ep):
+    job = worth.job_of(cases.parse_shape("qwen3-30b"), 8192, argparse.Namespace(device="cuda", ep=ep))
+    every = worth.grid(job)
+    assert every[0] == worth.default_schedule("hopper", job.cfg, ep)
+    assert 100 < len(set(every)) == len(every) <= 300
 
 
 @pytest.mark.parametrize("of_model", [True, False])

@@ -1,7 +1,9 @@
 """What launches hand over: bundles flattened in order, nothing where None is; most parameters of a function."""
 
 import ast
+import importlib
 import inspect
+import sys
 import types
 from pathlib import Path
 from typing import NamedTuple
@@ -91,3 +93,24 @@ def test_integers_in_bundles_are_not_handed_over(args, fits):
     parameters = [types.SimpleNamespace(do_not_specialize=True), types.SimpleNamespace(do_not_specialize=False)]
     got = driver.parameter_sizes(types.SimpleNamespace(params=parameters), compiled, args)
     assert got == ([4, 8, 8, 8] if fits else None)
+
+
+def test_names_on_disk_do_not_depend_on_the_order_of_launches(monkeypatch):
+    """Else a process that launches in another order compiles again what lies there."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    for path in (Path(uniep.__file__).parent / "kernels").glob("*.py"):
+        importlib.import_module(f"uniep.kernels.{path.stem}")
+    modules = [vars(m) for name, m in sys.modules.items() if name.startswith(("uniep.kernels", "triton.language"))]
+    functions = {id(f): f for module in modules for f in module.values() if isinstance(f, jit.JITFunction)}
+    kernels = sorted((f for f in functions.values() if f.__name__.endswith("_kernel")), key=lambda f: f.__name__)
+    assert len(kernels) > 30
+
+    def keys(order):
+        for function in functions.values():
+            function.hash, function.used_global_vals = None, {}
+        monkeypatch.setattr(driver, "_settled", {})
+        for kernel in order:
+            driver.settle(kernel)
+        return [kernel.cache_key for kernel in kernels]
+
+    assert keys(kernels) == keys(kernels[::-1])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from uniep.launch.driver import Block, Bundle, Launch, Memory
+from uniep.launch.driver import Block, Bundle, Launch, Memory, settle
 
 _BIG, _SMALL = 2**40, 8  # integers that stand for those of 8 and of 4 bytes
 
@@ -38,6 +38,7 @@ class Kernel(NamedTuple):
     def compile(self) -> Any:
         module, args, constants = pickle.loads(self.code)
         kernel = getattr(importlib.import_module(module), self.name)
+        settle(kernel)
         return kernel.run(*map(_example, args), grid=(1,), warmup=True, **constants)
 
 

@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -142,12 +143,33 @@ def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict
     if watcher is not None:
         watcher.spoil(f"Triton launches {kernel.fn.__name__}")
     started = time.monotonic()
+    settle(kernel)
     compiled = kernel[(programs,)](*map(_for_triton, args), **constants, **options)
     if (seconds := time.monotonic() - started) > COMPILED_S:
         log.info("compiled %s in %.1f s, once for this machine", kernel.fn.__name__, seconds)
     if key not in _known and not misaligned:
         sizes = parameter_sizes(kernel, compiled, args) if device >= 0 else None
         _known[key] = Compiled(compiled, args, device, sizes) if sizes else None
+
+
+def settle(function: Any) -> None:
+    """Give all that a kernel calls its key, then the kernel.
+
+    Triton names what it has compiled by this key, which is made of the keys of callees, but takes over their globals
+    only if they have one by then: left alone, a process that launches in another order compiles anew.
+    """
+    if id(function) in _settled or not hasattr(type(function), "cache_key"):  # as the interpreter's
+        return
+    _settled[id(function)] = function
+    names, scope = function.fn.__code__.co_names, function.fn.__globals__
+    values = [scope[name] for name in names if name in scope]
+    values += [getattr(module, name, None) for module in values if type(module) is ModuleType for name in names]
+    for value in values:
+        settle(value)
+    function.cache_key  # noqa: B018
+
+
+_settled: dict[int, Any] = {}
 
 
 def _look(args: Sequence[Argument], values: list[Any], kinds: list[Any], blocks: list[tuple[int, Block]]) -> int:

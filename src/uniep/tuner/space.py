@@ -265,7 +265,7 @@ def _thresholds(made: Points, tokens: int) -> dict[str, Tensor]:
         "beside_from": (made.is_in("activation_gradient", "beside"), usual.beside_from),
     }
     return {
-        name: torch.where(chosen, float(min(least, tokens)), get(usual, name))
+        name: torch.where(chosen, float(min(least, tokens)), get(usual, name)).expand(len(made))
         for name, (chosen, least) in features.items()
     }
 
