@@ -206,7 +206,8 @@ def searched(
         tables.keep(args.tables / key.file, key, entry(found, job, args.commit or commit()))
     changes = tables.as_changes(found.choice, job.cfg, job.ep_size, job.backend)
     counts = {status: sum(t.status == status for t in found.tried) for status in {t.status for t in found.tried}}
-    made = {**case.key, "changes": changes, "gain": found.gain, "spread": found.spread, "tried": counts}
+    made = {**case.key, "changes": changes, "gain": found.gain, "spread": found.spread}
+    made |= {"sustained": found.sustained, "tried": counts}
     made["points"] = [{"changes": t.changes, "status": t.status, "score": t.score} for t in found.tried]
     if args.ablate_s:
         made["ablation"], made["dropped"] = ablation(job, found.choice, ranks, compilers, args, stop)

@@ -265,7 +265,7 @@ def test_a_search_and_its_candidates_end_with_their_share_of_the_budget(monkeypa
 
     def search(job, sampler, record, budget_s, **options):
         given.update(options, budget_s=budget_s)
-        return SimpleNamespace(choice=usual, gain=1.0, spread=0.0, tried=tried)
+        return SimpleNamespace(choice=usual, gain=1.0, spread=0.0, sustained=1.0, tried=tried)
 
     monkeypatch.setattr(worth, "search", search)
     found = worth.searched(case, sampler, ranks, ahead, args, time.monotonic() + 3)

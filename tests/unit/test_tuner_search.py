@@ -35,10 +35,13 @@ SPACE = points("cpu", CFG, 1)
 
 
 class Told:
-    """In place of a Fleet: a call takes 100 us times `factor`; `fault`: how a candidate ends; `bits`: its hash."""
+    """In place of a Fleet: a call takes 100 us times `factor`, back to back times `sustained`, too; `fault`: how a
+    candidate ends; `bits`: its hash."""
 
-    def __init__(self, factor=lambda s: 1.0, fault=lambda s: None, bits=lambda s: "same", ranks=2):
-        self.factor, self.fault, self.bits, self.ranks = factor, fault, bits, ranks
+    def __init__(
+        self, factor=lambda s: 1.0, fault=lambda s: None, bits=lambda s: "same", ranks=2, sustained=lambda s: 1.0
+    ):
+        self.factor, self.fault, self.bits, self.ranks, self.sustained = factor, fault, bits, ranks, sustained
         self.starts, self.alive, self.asked = 1, True, []
         self.incumbent = self.candidate = None
 
@@ -66,6 +69,8 @@ class Told:
             return [None] * self.ranks
         if method == "time":
             pair = 100 * self.factor(self.incumbent), 100 * self.factor(self.candidate)
+            if len(args) > 1:
+                pair = pair[0] * self.sustained(self.incumbent), pair[1] * self.sustained(self.candidate)
             return [[pair] * args[0], [(pair[0] * 0.9, pair[1] * 0.9)] * args[0]]
         return [tables.digest(args[0])] * self.ranks
 
@@ -143,6 +148,16 @@ def test_a_default_that_cannot_run_is_an_error(record):
         run(record, Told(bits=lambda s: s.overlap))
 
 
+@pytest.mark.parametrize(("slower", "chosen"), [(1.2, 32), (1.3, 64)])
+def test_a_winner_that_costs_the_host_more_than_it_gains_is_not_kept(record, slower, chosen, caplog):
+    """0.8 of the default's time in a call on an idle device; back to back 0.96 or 1.04 of it."""
+    ranks = Told(chunk({32: 0.8}), sustained=chunk({32: slower}))
+    result = run(record, ranks, {"chunk_tokens": 32})
+    assert result.choice.chunk_tokens == chosen and result.gain == pytest.approx(1.25)
+    assert result.sustained == pytest.approx(1 / (0.8 * slower))
+    assert ("back to back" in caplog.text) == (chosen == 64)
+
+
 def test_ranks_with_different_choices_are_an_error(record):
     ranks = Told()
     ask = ranks.ask
@@ -156,7 +171,7 @@ def test_a_search_goes_on_where_it_was(record):
     ranks = Told(chunk({32: 0.8, 96: 0.7}))
     again = run(record, ranks, {"chunk_tokens": 32}, {"chunk_tokens": 128}, {"chunk_tokens": 96})
     assert len(first.tried) == 2 and len(again.tried) == 3
-    assert ranks.asked.count("time") == 1 + searching.ROUNDS + 1  # the default, the new one, the winner again
+    assert ranks.asked.count("time") == 1 + searching.ROUNDS + 2  # the default, the new one, the winner again
     assert again.choice.chunk_tokens == 96
     assert again.tried[-1].score == pytest.approx(0.7)
 

@@ -197,11 +197,13 @@ def _print(console: Console, result: Result, job: Job) -> None:
     changes = tables.as_changes(result.choice, job.cfg, job.ep_size, job.backend)
     if changes:
         console.print(
-            f"{result.gain:.3f}x the default in fresh processes (spread {result.spread:.3f}): "
+            f"{result.gain:.3f}x the default in fresh processes (spread {result.spread:.3f}), "
+            f"{result.sustained:.3f}x in calls back to back: "
             + ", ".join(f"{name}={value}" for name, value in changes.items())
         )
     else:
         better = f"; the best reached {result.gain:.3f}x, spread {result.spread:.3f}" if result.gain != 1 else ""
+        better += f", in calls back to back {result.sustained:.3f}x" if result.sustained != 1 else ""
         console.print(f"the default stays, {result.usual_us:.0f} us{better}")
     console.print(f"all {job.ep_size} ranks have choice {result.proof}")
 

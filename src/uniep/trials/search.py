@@ -4,7 +4,7 @@ Candidates come from the model's order and steps from the best, from random draw
 (the bits of y and all gradients against the serial Schedule) and timed in turns with the incumbent, in lock step on all
 ranks.  A slow one is abandoned early.  A candidate that crashes, runs out of memory, takes too long or changes bits is
 dropped with the reason.  The winner is timed against the default again in fresh processes, and must beat it by more
-than the spread of that run.
+than the spread of that run; and be no slower in calls back to back, which the host may limit.
 
 With `Compilers` the next points are compiled together before they are timed one by one.
 
@@ -51,6 +51,9 @@ BETTER = 0.99
 
 CONFIRM = 15
 """Pairs of the winner and the default in fresh processes."""
+
+SUSTAINED, SUSTAINED_US = 9, 20_000.0
+"""Pairs of calls back to back, and how long about each side of a pair takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,12 +267,14 @@ def sampler_of(name: str, job: Job, card: Card | None) -> Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """choice: the Schedule that is kept.  gain, spread: the default's time divided by the choice's, compared again,
-    and its spread; 1 and 0 for the default.  proof: hash of the choice, the same on all ranks."""
+    """choice: the Schedule that is kept.  gain, spread: the default's time divided by the winner's, compared again,
+    and its spread; 1 and 0 where the default won.  sustained: the same of calls back to back; 1 if not timed.  proof:
+    hash of the choice, the same on all ranks."""
 
     choice: Schedule
     gain: float
     spread: float
+    sustained: float
     proof: str
     tried: list[Tried]
     usual_us: float
@@ -288,8 +293,9 @@ def entry(result: Result, job: Job, commit: str) -> dict[str, Any]:
     usual = default_schedule(job.backend, job.cfg, job.ep_size)
     return {
         "schedule": tables.fields(result.choice), "default": tables.fields(usual), "gain": round(result.gain, 4),
-        "spread": round(result.spread, 4), "proof": result.proof, "usual_us": result.usual_us, "commit": commit,
-        "timed_tokens": job.tokens, "date": time.strftime("%Y-%m-%d"), "tried": tried,
+        "spread": round(result.spread, 4), "sustained": round(result.sustained, 4), "proof": result.proof,
+        "usual_us": result.usual_us, "commit": commit, "timed_tokens": job.tokens, "date": time.strftime("%Y-%m-%d"),
+        "tried": tried,
     }  # fmt: skip
 
 
@@ -484,8 +490,8 @@ class _State:
         return Tried(changes, status, "", score, us, None, pairs)
 
     def confirmed(self, tried: list[Tried]) -> Result:
-        """The incumbent, if it beats the default again; else the default."""
-        choice, gain, spread = self.usual, 1.0, 0.0
+        """The incumbent, if it beats the default again, and does not lose in calls back to back; else the default."""
+        choice, gain, spread, sustained = self.usual, 1.0, 0.0, 1.0
         if self.incumbent != self.usual:
             if self.restarts:
                 self.ranks.end()
@@ -498,12 +504,26 @@ class _State:
                 log.warning("the winner failed when it was compared again, the default stays: %s", error)
                 pairs = []
             if pairs:
-                ratios = sorted(a / b for a, b in pairs)
-                quarter = len(ratios) // 4
-                gain, spread = statistics.median(ratios), (ratios[-1 - quarter] - ratios[quarter]) / 2
-                if gain - 1 > spread:
-                    choice = self.incumbent
+                gain, spread = _gain(pairs)
+            if gain - 1 > spread:
+                try:
+                    count = max(2, round(SUSTAINED_US / self.usual_us))
+                    sustained, noise = _gain(slowest(self._ask("time", SUSTAINED, count)))
+                    if sustained >= 1 - noise:
+                        choice = self.incumbent
+                    else:
+                        log.warning("the winner takes %.3f of the default's time in calls back to back, so the default "
+                                    "stays: %s", 1 / sustained, self.incumbent.name)  # fmt: skip
+                except DroppedError as error:
+                    log.warning("the winner failed in calls back to back, the default stays: %s", error)
         proofs = set(self._ask("chosen", choice))
         if len(proofs) != 1:
             raise UniEPError(f"ranks have different choices ({', '.join(sorted(proofs))}): a bug; please report it")
-        return Result(choice, gain, spread, proofs.pop(), tried, self.usual_us, self.ranks.starts)
+        return Result(choice, gain, spread, sustained, proofs.pop(), tried, self.usual_us, self.ranks.starts)
+
+
+def _gain(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Median of the first's time over the second's, and half of its interquartile range."""
+    ratios = sorted(a / b for a, b in pairs)
+    quarter = len(ratios) // 4
+    return statistics.median(ratios), (ratios[-1 - quarter] - ratios[quarter]) / 2

@@ -109,12 +109,13 @@ class Trial:
             self.candidate.close()
         self.candidate = None
 
-    def time(self, pairs: int) -> list[tuple[float, float]]:
-        """This rank's times in us of the incumbent and the candidate, in turns."""
+    def time(self, pairs: int, count: int = 0) -> list[tuple[float, float]]:
+        """This rank's times in us of the incumbent and the candidate, in turns.  count: of calls back to back; 0: of
+        one, as `in_turn` says."""
         assert self.incumbent is not None and self.candidate is not None
         both = (self.incumbent, self.candidate)
         calls = (functools.partial(self.call, both[0]), functools.partial(self.call, both[1]))
-        made = in_turn(calls, pairs, WARMUP, self.group, self.device)
+        made = in_turn(calls, pairs, WARMUP, self.group, self.device, count)
         for workspace in both:
             workspace.check()
         return made

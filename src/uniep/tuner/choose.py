@@ -38,8 +38,8 @@ MODES = ("off", "cached", "online")
 CLOSE = 1.05
 """`online` times a point again if its score is at most this many times the best score."""
 
-MOST, PAIRS, WARMUP = 3, 5, 2
-"""Points that `online` times beside the table's choice; pairs of calls, and calls before them."""
+MOST, PAIRS, WARMUP, BACK_TO_BACK = 3, 5, 2, 4
+"""Points that `online` times beside the table's choice; pairs, each of so many calls back to back, and calls before."""
 
 
 def mode(given: str | None) -> str:
@@ -126,7 +126,7 @@ def fastest(
         for schedule in schedules[1:]:
             other = made(schedule)
             calls = (functools.partial(best.call, given), functools.partial(other.call, given))
-            pairs = over_ranks(in_turn(calls, PAIRS, WARMUP, group, device), group, device)
+            pairs = over_ranks(in_turn(calls, PAIRS, WARMUP, group, device, BACK_TO_BACK), group, device)
             if statistics.median(b / a for a, b in pairs) < 1:
                 best, other = other, best
             other.end("it was slower")

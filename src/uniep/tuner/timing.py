@@ -49,8 +49,24 @@ def drawn(cfg: MoEConfig, ep_size: int, rank: int, tokens: int, seed: int, devic
     return Drawn(x_TD, dy_TD, ids_TK, share_TK / share_TK.sum(1, keepdim=True), w13, w2, biases)
 
 
+def back_to_back(
+    call: Callable[[], object], count: int, group: dist.ProcessGroup | None, device: torch.device
+) -> float:  # fmt: skip
+    """us of each of `count` calls on this rank, the host's time included where it is longer.  Collective."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if group is not None:
+        dist.barrier(group)
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / count * 1e6
+
+
 def timed(call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """us of `call` on this rank.  Collective."""
+    """us of one `call` on this rank, which finds an idle device, and on GPUs a host that is ahead.  Collective."""
     if device.type != "cuda":
         if group is not None:
             dist.barrier(group)
@@ -70,19 +86,25 @@ def timed(call: Callable[[], object], group: dist.ProcessGroup | None, device: t
 
 def in_turn(
     calls: tuple[Callable[[], object], Callable[[], object]], pairs: int, warmup: int,
-    group: dist.ProcessGroup | None, device: torch.device,
+    group: dist.ProcessGroup | None, device: torch.device, count: int = 0,
 ) -> list[tuple[float, float]]:  # fmt: skip
-    """us of both calls, `pairs` times, after `warmup` calls of each.  The second call finds warm caches, so the order
-    alternates."""
+    """us of both calls, `pairs` times, after `warmup` calls of each: `timed`, or `back_to_back` of `count`.  The second
+    call finds warm caches, so the order alternates."""
     for call in calls:
         for _ in range(warmup):
             call()
     made = []
     for number in range(pairs):
         first = number % 2
-        of = {i: timed(calls[i], group, device) for i in (first, 1 - first)}
+        of = {i: _taken(calls[i], group, device, count) for i in (first, 1 - first)}
         made.append((of[0], of[1]))
     return made
+
+
+def _taken(
+    call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device, count: int
+) -> float:  # fmt: skip
+    return back_to_back(call, count, group, device) if count else timed(call, group, device)
 
 
 def over_ranks(
