@@ -56,6 +56,14 @@ SHAPES = {
         Shape("deepseek-v3", 7168, 2048, 64, 8),  # a quarter of its experts, to fit on two GPUs
         Shape("mixtral-8x7b", 4096, 14336, 8, 2),
         Shape("deepseek-v3-256", 7168, 2048, 256, 8),
+        Shape("granite-small-1k", 1024, 512, 64, 8),
+        Shape("olmoe", 2048, 1024, 64, 8),
+        Shape("qwen3-next-80b", 2048, 512, 512, 10),
+        Shape("granite-4-small", 4096, 768, 72, 10),
+        Shape("glm-4.5", 5120, 1536, 160, 8),
+        Shape("deepseek-v2", 5120, 1536, 160, 6),
+        Shape("qwen3-coder-480b", 6144, 2560, 160, 8),
+        Shape("kimi-k2", 7168, 2048, 384, 8),
         # HyperParallel-MoE's table (arXiv 2605.23764): DeepSeek-V3's layer with 8 experts on each rank
         Shape("hyperparallel-a3", 7168, 2048, 8, 8, per_rank=True, scope="dispatch-to-combine"),
     )
