@@ -118,12 +118,13 @@ def test_workspaces_in_another_order(seen):
     assert any("is in call 1 of Workspace" in error for error in errors), errors
 
 
-def test_what_checkpointing_compares(seen):
-    for rank in seen["checkpointed"]:
+@pytest.mark.parametrize("name", ["checkpointed", "checkpointed, no gate"])
+def test_what_checkpointing_compares(seen, name):
+    for rank in seen[name]:
         first, again = rank["shapes"]
         assert first == again
-        assert rank["same"] == [True] * 5
-    assert any(first != again for first, again in (rank["allocated"] for rank in seen["checkpointed"]))
+        assert rank["same"] == [True] * 6
+    assert any(first != again for first, again in (rank["allocated"] for rank in seen[name]))
 
 
 def test_calls_past_the_last_number(seen):

@@ -25,6 +25,7 @@ HOW = {
     "flops": {},
     "selective": {"context_fn": recompute_all},
     "lora": {},
+    "compiled": {},
 }
 
 
@@ -50,6 +51,9 @@ def test_recomputed_after_other_calls(how):
         few = torch.tensor([[0, 3]]).expand(TOKENS, 2).contiguous()
         many = torch.stack([torch.randperm(4, generator=make)[:2] for _ in range(TOKENS)])
         layer = functools.partial(uniep.moe, lora=lora, workspace=workspace)
+
+        if how == "compiled":
+            layer = torch.compile(layer, backend="aot_eager")
 
         def call(ids_TK, checkpointed):
             given = x_TD, ids_TK, torch.ones(TOKENS, 2), w13, w2

@@ -23,7 +23,7 @@ from uniep.backends import registry
 from uniep.cli.main import app
 from uniep.errors import ConfigError
 from uniep.schedule import DIMENSION, Schedule, Tile, default_schedule, parse_schedule
-from uniep.shapes import SHAPES, parse_shape
+from uniep.shapes import SHAPES
 from uniep.sim import Problem, load_machine
 from uniep.stages import stages as program
 from uniep.trials import calibrate
@@ -415,21 +415,6 @@ def test_a_table_of_the_package_that_cannot_serve_warns_nobody(monkeypatch, tmp_
     document = json.loads(path.read_text())
     (path.parent / key.file).write_text(json.dumps(document | {"kernels": "others"}))
     assert found().schedule is None and "other kernels" in found().why and not caplog.records
-
-
-def test_the_package_has_a_table_of_one_layer(monkeypatch):
-    """It serves without a GPU, where kernels and Triton are those that it was timed with."""
-    (path,) = tables.shipped().glob("*.json")
-    document = json.loads(path.read_text())
-    monkeypatch.setattr(tables, "timed_with", lambda backend: {key: document[key] for key in ("kernels", "triton")})
-    shape = parse_shape("2048x512x512x10")
-    cfg = shape.config(2, 8192, max_rows=shape.sync_free_rows(8192))
-    of = tables.find(cfg, 2, "hopper", "h200")
-    assert of.file == path and [*document["entries"]] == [tables.Key.of(cfg, 2, "hopper", "h200").place]
-    assert tables.as_changes(of.schedule, cfg, 2, "hopper") == {"down_wgrad": "after"}
-    assert of.entry["gain"] - 1 > of.entry["spread"]
-    made = explain(cfg, 2, "hopper", load_card("h200"), shape.name)
-    assert made["by"] == "table" and made["choice"]["measured_by"] == str(path)
 
 
 def test_a_full_disk_is_told_and_leaves_the_table(monkeypatch):

@@ -304,6 +304,10 @@ def test_processes_that_cannot_start_are_done_without(caplog):
             assert compilers.compile([of_name("a", "b")], 30.0) == [None]
         assert caplog.text.count("cannot start: fault: rank 0: RuntimeError: no process here") == 2
         assert compilers.most == compilers.batch == 0 and not compilers.fleets
+    with Compilers(8) as compilers:
+        compilers.process = NoProcess()
+        assert compilers.compile([of_name("a", "b")], 30.0) == [None]
+        assert compilers.most == 6, "the others were not tried"
 
 
 @pytest.fixture

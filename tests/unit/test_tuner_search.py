@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import sqlite3
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from uniep.trials.trial import Job, Trial, slowest
 from uniep.tuner import tables
 from uniep.tuner.model import Load, card_text, load_card, predict
 from uniep.tuner.space import Points, dimensions, get, points
+from uniep.tuner.timing import in_turn
 
 CFG = uniep.MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, max_tokens_per_rank=64, dtype=torch.float32)
 JOB = Job(CFG, 1, "cpu", "cpu", 64)
@@ -346,6 +349,12 @@ class Faulty:
     def sleep(self):
         time.sleep(60)
 
+    def children(self, folder):
+        """Hangs in a process of its own, whose number is left in the folder."""
+        child = subprocess.Popen(["sleep", "60"])
+        Path(folder, str(child.pid)).touch()
+        child.wait()
+
     def refuse(self):
         raise ConfigError("not this one")
 
@@ -381,6 +390,32 @@ def test_ranks_are_started_anew_after_a_fault():
         with pytest.raises(DroppedError, match="timeout"):
             ranks.ask("number", timeout_s=30)
     assert not ranks.alive
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path):
+    """As a compiler that hangs: nothing may run beside what is timed next."""
+    with Fleet(FaultyJob(**{f.name: getattr(JOB, f.name) for f in dataclasses.fields(JOB)})) as ranks:
+        ranks.ask("number", timeout_s=30)
+        with pytest.raises(DroppedError, match="timeout"):
+            ranks.ask("children", tmp_path, timeout_s=2.0)
+        (child,) = [int(path.name) for path in tmp_path.iterdir()]
+        state = Path(f"/proc/{child}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_calls_are_timed_alone_or_back_to_back(count):
+    made = [0, 0]
+
+    def call(which):
+        made[which] += 1
+        time.sleep(0.01 * (1 + which))
+
+    calls = functools.partial(call, 0), functools.partial(call, 1)
+    pairs = in_turn(calls, 3, 2, None, torch.device("cpu"), count)
+    assert made == [2 + 3 * max(count, 1)] * 2 and len(pairs) == 3
+    assert all(8_000 < first < second for first, second in pairs)  # us of one call
+    assert min(first for first, _ in pairs) < 15_000
 
 
 def test_an_interrupt_waits_until_all_ranks_are_known():

@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
     def compile(self) -> Any:
         module, args, constants = pickle.loads(self.code)
         kernel = getattr(importlib.import_module(module), self.name)
-        settle(kernel)
+        settle(kernel, *constants.values())
         return kernel.run(*map(_example, args), grid=(1,), warmup=True, **constants)
 
 

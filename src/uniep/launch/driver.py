@@ -143,7 +143,7 @@ def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict
     if watcher is not None:
         watcher.spoil(f"Triton launches {kernel.fn.__name__}")
     started = time.monotonic()
-    settle(kernel)
+    settle(kernel, *constants.values())
     compiled = kernel[(programs,)](*map(_for_triton, args), **constants, **options)
     if (seconds := time.monotonic() - started) > COMPILED_S:
         log.info("compiled %s in %.1f s, once for this machine", kernel.fn.__name__, seconds)
@@ -152,24 +152,32 @@ def launch(kernel: Any, programs: int, args: Sequence[Argument], constants: dict
         _known[key] = Compiled(compiled, args, device, sizes) if sizes else None
 
 
-def settle(function: Any) -> None:
-    """Give all that a kernel calls its key, then the kernel.
+def settle(*functions: Any) -> None:
+    """Give all that kernels call their keys, then the kernels.
 
-    Triton names what it has compiled by this key, which is made of the keys of callees, but takes over their globals
-    only if they have one by then: left alone, a process that launches in another order compiles anew.
+    Triton names what it has compiled by a kernel's key, which is made of the keys of callees, but takes over their
+    globals only if they have one by then: left alone, a process that launches in another order compiles anew.
     """
-    if id(function) in _settled or not hasattr(type(function), "cache_key"):  # as the interpreter's
-        return
-    _settled[id(function)] = function
+    with _settling:
+        for function in functions:
+            _settle(function, set())
+
+
+_settled: dict[int, Any] = {}
+_settling = threading.Lock()  # a backward launches from another thread
+
+
+def _settle(function: Any, visiting: set[int]) -> None:
+    if id(function) in _settled or id(function) in visiting or not hasattr(type(function), "cache_key"):
+        return  # the interpreter's have none
+    visiting.add(id(function))
     names, scope = function.fn.__code__.co_names, function.fn.__globals__
     values = [scope[name] for name in names if name in scope]
     values += [getattr(module, name, None) for module in values if type(module) is ModuleType for name in names]
     for value in values:
-        settle(value)
+        _settle(value, visiting)
     function.cache_key  # noqa: B018
-
-
-_settled: dict[int, Any] = {}
+    _settled[id(function)] = function
 
 
 def _look(args: Sequence[Argument], values: list[Any], kinds: list[Any], blocks: list[tuple[int, Block]]) -> int:
@@ -461,7 +469,7 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def listing() -> Iterator[list[Launch]]:
-    """What this thread would launch meanwhile.  Nothing is launched, copied or filled."""
+    """What this thread would launch meanwhile.  Nothing is launched, copied or filled, but for calls from records."""
     _watching.listed = []
     try:
         yield _watching.listed

@@ -1,4 +1,4 @@
-"""What launchers give kernels: memory in blocks, shapes, peers.  Only `activation_memory` allocates.
+"""What launchers give kernels: memory in blocks, shapes, peers.  Only `activation_memory` and `in_reach` allocate.
 
 `Peers` is what fused kernels need of the other ranks; `alone` serves kernels whose rows are all here.
 

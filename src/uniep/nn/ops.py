@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from uniep.backends.base import UNKNOWN_LAYER, ExpertGradients, Inputs, LayerTag, MainGrads, Needs
 from uniep.errors import ConfigError, UnsupportedError
@@ -225,11 +226,12 @@ def _(after):
     return after.new_empty(0)
 
 
+@_disable_dynamo
 def for_autograd(saved: list[Tensor], space: Workspace) -> list[Tensor]:
-    """What a forward saved, `Backend.trimmed` if hooks look at it, such as those of checkpointing."""
+    """What a forward saved, `Backend.trimmed` if hooks look at it, such as those of checkpointing; as it is where a
+    compiler traces the operator, which has said what shapes it returns."""
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    traced = torch.compiler.is_compiling() or any(type(t) is not Tensor for t in saved)
-    return space.backend.trimmed(saved) if hooked and not traced else saved
+    return space.backend.trimmed(saved) if hooked and all(type(t) is Tensor for t in saved) else saved
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:

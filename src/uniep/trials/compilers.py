@@ -149,7 +149,7 @@ class Compilers:
                 raise
         if broken := [fleet for future, fleet in working.items() if not future.result()]:
             self.fleets = [fleet for fleet in self.fleets if fleet not in broken]
-            self.most = len(self.fleets)
+            self.most -= len(broken)
         seconds = time.monotonic() - began
         log.info("compiled %d kernels in %.1f s by %d processes", len(kernels) - len(queue), seconds, count)
 

@@ -146,13 +146,12 @@ class Fleet:
         """For another thread than that which asks: kill all ranks, and let it wait for no more answers."""
         self.until = -math.inf
         for process in [*self._processes]:
-            process.kill()
+            _kill(process)
 
     def end(self) -> None:
         """Kill all ranks; the next `ask` starts new ones."""
         for process in self._processes:
-            if process.is_alive():
-                process.kill()
+            _kill(process)
         for process in self._processes:
             process.join(END_S)
         for pipe in self._pipes:
@@ -166,6 +165,14 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def _kill(process: Any) -> None:
+    """And what it has started, such as a compiler that hangs."""
+    if process.is_alive():
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it has not come so far as to lead a group
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 _starting = threading.Lock()
@@ -212,6 +219,7 @@ GRACE_S = 5.0
 
 
 def _rank(job: Ranks, rank: int, store: str, pipe: Any) -> None:
+    os.setsid()  # with what it starts it can be killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     torch.set_num_threads(1)
     group: dist.ProcessGroup | None = None

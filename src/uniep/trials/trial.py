@@ -86,7 +86,8 @@ class Trial:
         )  # fmt: skip
 
     def kernels(self, schedule: Schedule) -> list[Kernel]:
-        """What the call of this Schedule launches.  Nothing is launched."""
+        """What the call of this Schedule launches.  No kernel of the package is launched; with backend "nccl" PyTorch's
+        operations and collectives run."""
         self.drop()
         self.candidate = self.workspace(schedule)
         x_TD, weights_TK, w13, w2, *biases = (leaf.detach() for leaf in self.leaves)

@@ -16,6 +16,9 @@ SLEEP_CYCLES = 4_000_000
 """The device sleeps for about 2 ms, so that the host is ahead when a call begins."""
 
 
+Call = Callable[[], object]
+
+
 class Drawn(NamedTuple):
     """x, dy (T, D); ids (T, K): uniform random; weights (T, K) fp32; w13 (e, 2F or F, D), w2 (e, D, F).
     biases: b13 (e, 2F or F) and b2 (e, D), or none."""
@@ -49,14 +52,12 @@ def drawn(cfg: MoEConfig, ep_size: int, rank: int, tokens: int, seed: int, devic
     return Drawn(x_TD, dy_TD, ids_TK, share_TK / share_TK.sum(1, keepdim=True), w13, w2, biases)
 
 
-def back_to_back(
-    call: Callable[[], object], count: int, group: dist.ProcessGroup | None, device: torch.device
-) -> float:  # fmt: skip
+def back_to_back(call: Call, count: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
     """us of each of `count` calls on this rank, the host's time included where it is longer.  Collective."""
+    if group is not None:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    if group is not None:
-        dist.barrier(group)
     began = time.perf_counter()
     for _ in range(count):
         call()
@@ -65,7 +66,7 @@ def back_to_back(
     return (time.perf_counter() - began) / count * 1e6
 
 
-def timed(call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
+def timed(call: Call, group: dist.ProcessGroup | None, device: torch.device) -> float:
     """us of one `call` on this rank, which finds an idle device, and on GPUs a host that is ahead.  Collective."""
     if device.type != "cuda":
         if group is not None:
@@ -85,7 +86,7 @@ def timed(call: Callable[[], object], group: dist.ProcessGroup | None, device: t
 
 
 def in_turn(
-    calls: tuple[Callable[[], object], Callable[[], object]], pairs: int, warmup: int,
+    calls: tuple[Call, Call], pairs: int, warmup: int,
     group: dist.ProcessGroup | None, device: torch.device, count: int = 0,
 ) -> list[tuple[float, float]]:  # fmt: skip
     """us of both calls, `pairs` times, after `warmup` calls of each: `timed`, or `back_to_back` of `count`.  The second
@@ -101,9 +102,7 @@ def in_turn(
     return made
 
 
-def _taken(
-    call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device, count: int
-) -> float:  # fmt: skip
+def _taken(call: Call, group: dist.ProcessGroup | None, device: torch.device, count: int) -> float:
     return back_to_back(call, count, group, device) if count else timed(call, group, device)
 
 

@@ -298,12 +298,12 @@ class Planner(Calls):
         """The public plan, without what lies behind the counts."""
         rows = plan.rows
         num_rows, send_count_R = int(tensor(rows.totals)[0]), tensor(rows.send_count_R)
-        listed = torch.arange(num_tokens, device=self.device) < send_count_R[:, None]
+        is_listed = torch.arange(num_tokens, device=self.device) < send_count_R[:, None]
         return RoutingPlan(
             counts_RE=tensor(plan.counts_RE),
             expert_start_e1=tensor(rows.start_e1),
             send_count_R=send_count_R,
-            send_token_RT=torch.where(listed, tensor(rows.send_token_RT), -1),
+            send_token_RT=torch.where(is_listed, tensor(rows.send_token_RT), -1),
             recv_count_R=tensor(plan.recv_count_R),
             row_source_N=plan.rows_BN[0, :num_rows],
             row_return_N=plan.rows_BN[1, :num_rows],

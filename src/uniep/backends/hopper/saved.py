@@ -53,7 +53,9 @@ def whole(saved: Sequence[Tensor], tile_rows: int) -> list[Tensor]:
 
 
 def _allocated(planes: Tensor) -> int:
-    return planes.stride(0) // planes.stride(1)
+    """Rows of each plane that have memory: a copy of one plane may keep its stride, but not what lies behind."""
+    there = planes.untyped_storage().nbytes() // planes.element_size() - planes.storage_offset()
+    return min(planes.stride(0), there) // planes.stride(1)
 
 
 def _first(planes: Tensor, rows: int) -> Tensor:
