@@ -16,7 +16,7 @@ from torch import Tensor
 from uniep.backends.cpu.shm import map_segments
 from uniep.backends.protocol import decoded, encoded
 from uniep.config import MoEConfig
-from uniep.errors import PeerTimeoutError
+from uniep.errors import ClosedError, PeerTimeoutError
 from uniep.layout import HEADER_WORDS, cpu_arrays, pack, packed_bytes
 from uniep.meeting import Meeting
 from uniep.schedule import num_chunks
@@ -137,7 +137,10 @@ class Peers:
         return decoded(self.tensors[peer]["failed"][1:].view(torch.uint8)[: abs(self._told(peer))])
 
     def raise_if_failed(self) -> None:
-        """PeerTimeoutError with the reason of a peer that called `fail`."""
+        """PeerTimeoutError with the reason of a peer that called `fail`; ClosedError if this rank did, as in a signal
+        handler: peers that it told may have failed since."""
+        if self._told(self.rank) > 0:
+            raise ClosedError(f"this Workspace is closed ({self._reason(self.rank)}); make a new one")
         for peer in range(self.ep_size):
             if peer != self.rank and self._told(peer) > 0:
                 raise PeerTimeoutError(f"rank {self.rank} cannot go on: rank {peer} failed with {self._reason(peer)}")
