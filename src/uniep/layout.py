@@ -106,10 +106,12 @@ def flag_step(ep_size: int) -> int:
     return -(-ep_size // 4) * 4
 
 
+TILE_TABLES = "expert_M", "order_M", "backward_order_M", "progress_M"
+
+
 def tile_tables(rows: Any, tile_rows: int) -> tuple[int, Any]:
-    """Shape of a plan's int32 tables of row tiles, each aligned to 16 bytes: expert_M, order_M, backward_order_M,
-    progress_M."""
-    return 4, -(-rows // (4 * tile_rows)) * 4
+    """Shape of a plan's int32 TILE_TABLES, each aligned to 16 bytes."""
+    return len(TILE_TABLES), -(-rows // (4 * tile_rows)) * 4
 
 
 def row_tables(rows: Any, fetches: bool) -> tuple[int, Any]:

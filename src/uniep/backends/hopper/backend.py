@@ -222,8 +222,11 @@ class HopperBackend(Link):
     def _with_extent(self, saved: list[Tensor]) -> list[Tensor]:
         if self.cfg.max_rows is not None:
             return saved
-        keeps_sources = self.num_ranks > 1 and not self.way.expanded and not self.way.again
-        return [extent(*self.planner.extent, (self.num_ranks - 1) * keeps_sources), *saved]
+        return [extent(*self.planner.extent, self._sources_kept()), *saved]
+
+    def _sources_kept(self) -> int:
+        """How many ranks' tokens a forward keeps for its backward, a block of each."""
+        return 0 if self.way.expanded or self.way.again else self.num_ranks - 1
 
     def trimmed(self, saved: list[Tensor]) -> list[Tensor]:
         return trimmed(saved, self.planner.tile_rows) if self.cfg.max_rows is None else saved
@@ -231,8 +234,8 @@ class HopperBackend(Link):
     def _with_all_received(self, saved: list[Tensor], num_tokens: int) -> list[Tensor]:
         """The rare call in which a source has sent more tokens than there was room for keeps them now: they lie in the
         receive buffer until this rank enters another call."""
-        gathered = not self.way.expanded and not self.way.again
-        if gathered and self.num_ranks > 1 and self.planner.received > len(saved[-1]) // (self.num_ranks - 1):
+        sources = self._sources_kept()
+        if sources and self.planner.received > len(saved[-1]) // sources:
             saved[-1] = self.room_to_keep(num_tokens)
             self.copy_received(saved[-1], self._stream)
         return saved

@@ -24,6 +24,7 @@ from uniep.launch.driver import Bundle, Memory, Part, fill, launch, listed, resu
 from uniep.launch.groups import LineTables, launch_parts
 from uniep.layout import (
     FIRST_TOKENS,
+    TILE_TABLES,
     hopper_histogram,
     hopper_parts_arrays,
     hopper_plan_arrays,
@@ -77,7 +78,7 @@ class DevicePlan:
         self.counts_RE, self.recv_count_R = part.pop("counts_RE"), part["recv_count_R"]
         self.forward: Memory = part.pop("forward")
         source_N, return_N, weight_N, *fetched = unbind(rows_BN)
-        part |= zip(("expert_M", "order_M", "backward_order_M", "progress_M"), unbind(tiles_AM), strict=True)
+        part |= zip(TILE_TABLES, unbind(tiles_AM), strict=True)
         part |= zip(["recv_token_N"][: len(fetched)], fetched, strict=True)
         self.rows = Rows(source_N, return_N, weight_N._replace(dtype=torch.float32), **part)
         self.bundle = Bundle(self.rows)
