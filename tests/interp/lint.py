@@ -240,12 +240,13 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
         backend.forward(inputs, save=False)
         _, saved = backend.forward(inputs, save=True)
         backend.backward(x_TD, inputs, saved, Needs(), None, case.shards)
-        w13, w2, of_biases = (tuple(t.float() for t in ts) for ts in (*experts.trained, experts.biases))
+        wide = functools.partial(torch.empty_like, dtype=torch.float32)
+        w13, w2, of_biases = (tuple(map(wide, ts)) for ts in (*experts.trained, experts.biases))
         for accumulate in (False, True):
             into = MainGrads(w13, w2, accumulate, biases=of_biases)
             backend.backward(x_TD, inputs, saved, Needs(), into, case.shards)
         if case.shards > 1:
-            each = [tuple(t.expand(case.shards, *t.shape).clone() for t in ts) for ts in (w13, w2, of_biases)]
+            each = [tuple(t.new_empty(case.shards, *t.shape) for t in ts) for ts in (w13, w2, of_biases)]
             into = MainGrads(*each[:2], False, True, each[2])
             backend.backward(x_TD, inputs, saved, Needs(), into, case.shards)
         if case.lora is None:
