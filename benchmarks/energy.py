@@ -11,22 +11,19 @@ layer: forward and backward at EP 1.  uniep; uniep in one kernel per direction, 
 vector: SwiGLU and an addition to its result: two passes; one pass of both, tile by tile through memory, so that the
     second reads what lies in L2; one that keeps it in registers.
 tasks: ns of a task without work, dealt out by its number or claimed.
-l2: of the first shape, each kernel of these uniep layers, one after the other under ncu.
+l2: what these products and layers read from L2, and how much of it was there, and what moves to and from DRAM: counters
+    that cupti-python samples while calls run back to back, so that kernels overlap as they do.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
+import functools
 import json
-import shutil
-import subprocess
-import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,15 +50,12 @@ LAYERS = {
     "uniep, mega": "overlap=mega+transfer=push",
     "uniep, mega, interleaved": "overlap=mega+transfer=push+weight_gradient_order=interleaved",
 }  # with `default_schedule`
-L2_METRICS = {
-    "lts__t_sectors_op_read.sum": "read",
-    "lts__t_sectors_op_read_lookup_hit.sum": "read_hit",
-    "dram__bytes_read.sum": "dram_read",
-    "dram__bytes_write.sum": "dram_write",
-    "gpu__time_duration.sum": "ns",
-}
-UNITS = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9}
-"""ncu's, in bytes and ns."""
+L2_METRICS = [
+    "lts__t_sectors_op_read.sum", "lts__t_sectors_op_read_lookup_hit.sum", "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+]  # fmt: skip
+SECTOR = 32  # bytes
+SAMPLED_NS = 1_000_000  # between two samples of counters
 
 
 def nvml_joules(device: torch.device) -> Callable[[], float]:
@@ -254,51 +248,56 @@ def dealt_tasks(device: torch.device, places: int = 100_000, programs: int = 131
 # ------------------------------------------------------------------------------------------------ L2
 
 
-def profiled(shape: Shape, name: str, tokens: int, device: torch.device) -> None:
-    """Under ncu: one forward and backward of this layer between profiler marks, after one that compiles."""
-    for found, layer, case in layers(shape, tokens, device):
-        if found == name:
-            layer.forward_backward(case)
+class Counters:
+    """Sums of L2_METRICS over a time, of one GPU.  Needs cupti-python, and the right to read the GPU's counters."""
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            from cupti import pm_sampling
+        except ImportError as error:
+            raise SystemExit("--parts l2 needs cupti-python: pip install it, or leave l2 out") from error
+        self.collector = pm_sampling.Collector(device_index=device.index)
+        try:
+            self.collector.enable()
+            self.collector.configure(metrics=L2_METRICS, sampling_interval=SAMPLED_NS)
+        except (RuntimeError, ValueError, PermissionError) as error:
+            raise SystemExit(f"--parts l2 cannot read the counters of this GPU, leave l2 out: {error}") from error
+
+    def during(self, call: Callable[[], object], seconds: float) -> tuple[list[float], int]:
+        """(The sums, calls) of so long."""
+        call()
+        timing.synchronize()
+        calls, until = 0, time.perf_counter() + seconds
+        self.collector.start()
+        while time.perf_counter() < until:
+            for _ in range(4):
+                call()
             timing.synchronize()
-            torch.cuda.cudart().cudaProfilerStart()
-            layer.forward_backward(case)
-            timing.synchronize()
-            torch.cuda.cudart().cudaProfilerStop()
-            return
+            calls += 4
+        self.collector.stop()
+        samples = self.collector.decode(max_samples=int(4e9 * seconds / SAMPLED_NS) + 1000)
+        return [sum(values) for values in zip(*(sample.metric_values for sample in samples), strict=True)], calls
 
 
-def l2_rows(shape: Shape, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What ncu says of a forward and backward of this layer."""
-    if shutil.which("ncu") is None:
-        raise SystemExit("--parts l2 needs ncu (Nsight Compute) on PATH; leave l2 out")
-    me = [sys.executable, str(Path(__file__).resolve()), "--shapes", shape.name, "--tokens", str(args.tokens)]
-    ncu = ["ncu", "--csv", "--profile-from-start", "off", "--cache-control", "none", "--clock-control", "none"]
-    metrics = ["--metrics", ",".join(L2_METRICS)]
-    done = subprocess.run([*ncu, *metrics, *me, "--profiled", name], capture_output=True, text=True, check=False)
-    found = of_kernels(done.stdout)
-    if done.returncode or not found:
-        text = f"{done.stdout[-500:]} {done.stderr[-500:]}"
-        raise SystemExit(f"ncu ended with {done.returncode} and {len(found)} kernels of {name!r}: {text}")
-    return [{"shape": shape.name, "layer": name, **row} for row in found]
+def l2_rows(shape: Shape, counters: Counters, args: argparse.Namespace, device: torch.device) -> Iterator[Any]:
+    """GB that a call reads from L2, the share of hits, GB that it moves to and from DRAM: of products and layers."""
 
+    def row(what: str, side: str, call: Callable[[], object]) -> dict[str, Any]:
+        sums, calls = counters.during(call, args.seconds)
+        if not sums or not sums[0]:
+            raise SystemExit(f"the counters of this GPU stood still during {what}, {side}; leave l2 out")
+        read, hit, from_dram, to_dram = sums
+        gb = {"l2_read_gb": SECTOR * read, "dram_read_gb": from_dram, "dram_write_gb": to_dram}
+        per_call = {name: round(value / calls / 1e9, 4) for name, value in gb.items()}
+        return {"shape": shape.name, "what": what, "side": side, "l2_hit": round(hit / read, 4), **per_call}
 
-def of_kernels(text: str) -> list[dict[str, Any]]:
-    """ncu's CSV, kernels of 0.05 ms and more: GB read from L2, moved to and from DRAM, the share of L2 hits, ms."""
-    lines = text.splitlines()
-    first = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    of_kernel: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for record in csv.DictReader(lines[first:]):
-        value = float(record["Metric Value"].replace(",", "")) * UNITS.get(record["Metric Unit"], 1)
-        of_kernel[record["Kernel Name"].partition("(")[0]][L2_METRICS[record["Metric Name"]]] += value
-    return [
-        {
-            "kernel": kernel, "l2_read_gb": round(found["read"] * 32 / 1e9, 3),
-            "l2_hit": round(found["read_hit"] / max(found["read"], 1), 4),
-            "dram_read_gb": round(found["dram_read"] / 1e9, 3), "dram_write_gb": round(found["dram_write"] / 1e9, 3),
-            "ms": round(found["ns"] / 1e6, 4),
-        }
-        for kernel, found in of_kernel.items() if found["ns"] >= 5e4
-    ]  # fmt: skip
+    products = Products(shape, args.tokens, device)
+    for name, sides in products.of.items():
+        for side, call in zip(("uniep", "grouped_mm"), sides, strict=False):
+            yield row(name, side, call)
+    products.workspace.close()
+    for name, layer, case in layers(shape, args.tokens, device):
+        yield row("layer", name, functools.partial(layer.forward_backward, case))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -354,7 +353,6 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.add_argument("--seconds", type=float, default=0.8, help="counted, of each (default %(default)s)")
     arguments.add_argument("--warm-s", type=float, default=0.3, help="before counting (default %(default)s)")
     add_file_options(arguments)
-    arguments.add_argument("--profiled", help=argparse.SUPPRESS)
     args = arguments.parse_args(argv)
     if unknown := [part for part in args.parts.split(",") if part not in PARTS]:
         arguments.error(f"--parts {unknown[0]!r} is unknown; use one or more of {', '.join(PARTS)}")
@@ -368,10 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     timing.setup(device, None)
     shapes = [parse_shape(name) for name in args.shapes.split(",")]
-    if args.profiled:
-        profiled(shapes[0], args.profiled, args.tokens, device)
-    else:
-        measure(shapes, args, device)
+    measure(shapes, args, device)
     dist.destroy_process_group()
 
 
@@ -400,8 +395,9 @@ def measure(shapes: Sequence[Shape], args: argparse.Namespace, device: torch.dev
     if "tasks" in parts:
         keep({"dealt_ns": dealt_tasks(device), "claimed_ns": empty_tasks(device)}, "tasks")
     if "l2" in parts:
-        for name in LAYERS:
-            for row in l2_rows(shapes[0], name, args):
+        counters = Counters(device)
+        for shape in shapes:
+            for row in l2_rows(shape, counters, args, device):
                 keep(row, "l2")
 
 

@@ -126,29 +126,58 @@ def test_watts_between_steps_of_the_counter(monkeypatch):
         energy.Meter(lambda: 5.0).watts(board.work, 1.0)
 
 
-def test_what_ncu_says_of_kernels():
-    """Launches of a kernel are added, in bytes and ns, whatever unit ncu has chosen; short kernels are left out."""
-    record = '"{}","{}(int)","{}","{}","{}"'
-    metrics = dict(zip(energy.L2_METRICS.values(), energy.L2_METRICS, strict=True))
-    values = (
-        (0, "product", "read", "sector", "1,000,000"), (1, "product", "read", "sector", "1,000,000"),
-        (0, "product", "read_hit", "sector", "1,500,000"), (0, "product", "dram_read", "Mbyte", "12.5"),
-        (0, "product", "dram_write", "Gbyte", "0.25"), (0, "product", "ns", "us", "60"),
-        (1, "product", "ns", "ns", "1,000"), (2, "short", "ns", "us", "49"),
-    )  # fmt: skip
-    lines = [record.format(i, kernel, metrics[key], unit, value) for i, kernel, key, unit, value in values]
-    text = "\n".join(['==PROF== "x"', '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"', *lines])
-    wanted = {"l2_read_gb": 0.064, "l2_hit": 0.75, "dram_read_gb": 0.013, "dram_write_gb": 0.25, "ms": 0.061}
-    assert energy.of_kernels(text) == [{"kernel": "product", **wanted}] and energy.of_kernels("nothing") == []
+class Sampled:
+    """What cupti-python is asked for: two samples of counters, of all calls in between."""
+
+    def __init__(self, device_index):
+        self.samples = []
+
+    def enable(self):
+        pass
+
+    def configure(self, *, metrics, sampling_interval):
+        self.metrics, self.is_on = metrics, False
+
+    def start(self):
+        self.samples, self.is_on = [SimpleNamespace(metric_values=[0.0] * 4)], True
+
+    def call(self):
+        if self.is_on:
+            values = [1e9, 7.5e8, 2e9, 5e8]
+            self.samples.append(SimpleNamespace(metric_values=values[: len(self.metrics)]))
+
+    def stop(self):
+        self.is_on = False
+
+    def decode(self, max_samples):
+        assert len(self.samples) <= max_samples
+        return self.samples
 
 
-def test_ncu_that_fails_or_finds_nothing_is_an_error(monkeypatch):
-    monkeypatch.setattr(energy.shutil, "which", lambda name: name)
-    for code in (0, 9):
-        ended = SimpleNamespace(returncode=code, stdout="", stderr="no permission")
-        monkeypatch.setattr(energy.subprocess, "run", lambda *args, ended=ended, **how: ended)
-        with pytest.raises(SystemExit, match=f"ncu ended with {code} and 0 kernels of 'uniep'.*no permission"):
-            energy.l2_rows(cases.parse_shape("qwen3-30b"), "uniep", energy.options([]))
+def test_l2_counters_are_per_call(monkeypatch):
+    """Of sums over all samples; the first call is not counted; counters that stand still, or none, are an error."""
+    module, device = SimpleNamespace(Collector=Sampled), SimpleNamespace(index=0)
+    monkeypatch.setitem(sys.modules, "cupti", SimpleNamespace(pm_sampling=module))
+    monkeypatch.setattr(energy.timing, "synchronize", lambda: None)
+    monkeypatch.setattr(energy, "SAMPLED_NS", 1)
+    counters = energy.Counters(device)
+    call = counters.collector.call
+    layer, workspace = SimpleNamespace(forward_backward=lambda case: call()), SimpleNamespace(close=lambda: None)
+    products = SimpleNamespace(of={"down": (call, call)}, workspace=workspace)
+    monkeypatch.setattr(energy, "Products", lambda *given: products)
+    monkeypatch.setattr(energy, "layers", lambda *given: [("uniep", layer, None)])
+    args, shape = energy.options(["--seconds", "0.0001"]), cases.parse_shape("qwen3-30b")
+    found = {"l2_hit": 0.75, "l2_read_gb": 32.0, "dram_read_gb": 2.0, "dram_write_gb": 0.5}
+    sides = ("down", "uniep"), ("down", "grouped_mm"), ("layer", "uniep")
+    wanted = [{"shape": "qwen3-30b", "what": what, "side": side, **found} for what, side in sides]
+    assert list(energy.l2_rows(shape, counters, args, device)) == wanted
+    counters.collector.call = lambda: None
+    products.of = {"down": (lambda: None,)}
+    with pytest.raises(SystemExit, match="stood still during down, uniep"):
+        list(energy.l2_rows(shape, counters, args, device))
+    monkeypatch.setitem(sys.modules, "cupti", None)
+    with pytest.raises(SystemExit, match="needs cupti-python"):
+        energy.Counters(device)
 
 
 @pytest.mark.parametrize(
