@@ -1,6 +1,7 @@
 """An emulated forward, and its backward, at EP 4 or 8 on one GPU, which is rank 0: all times are labelled "emulated".
 
     python benchmarks/emulate.py --json benchmarks/results/h200x1_emulated.json
+    python benchmarks/emulate.py --peers cuda:1 --json benchmarks/results/h200x2_emulated.json
 
 What is real: every kernel of rank 0, its plan of all ranks' ids, rows and tiles.  What is played: peers have entered;
 their tokens lie in the receive buffer beforehand (in a backward they stand for dO), and `finished` of one source after
@@ -11,6 +12,10 @@ ranks do the same.  d(weight) comes with the same flag and takes no time of the 
 left out (on one card they would take multiprocessors), and rows go to memory that stands for the peers'. So contention
 on the wire and what incoming bytes take from this card's memory do not show, nor can a push be emulated, whose cost is
 the pace of the wire.
+
+With `--peers` a second GPU is all peers.  Their memory lies there, so what this rank returns crosses NVLink.  Their
+tokens come from there, one source after the other by a copy engine, and `finished` is raised behind each.  While this
+rank returns rows, as many bytes come into memory that nobody reads, and `returned` waits for them, too.
 
 The timetable is kept by the host, which writes words of pinned memory that streams wait for: no multiprocessor is
 taken.  Everything, a backward too, is queued before the first kernel begins (`--load window` of moe.py).  Before they
@@ -58,7 +63,7 @@ from played import (
 from uniep.backends.base import ExpertGradients, Inputs, Needs
 from uniep.config import MoEConfig
 from uniep.errors import UnsupportedError
-from uniep.launch.driver import tensor
+from uniep.launch.driver import copy, tensor
 from uniep.routing.plan import recv_base
 from uniep.schedule import default_schedule, parse_schedule
 from uniep.shapes import Shape
@@ -70,14 +75,15 @@ PATIENCE_S = 3.0
 
 @dataclasses.dataclass
 class Emulation:
-    """One shape on `ranks` ranks of `tokens` tokens.  copy_us: of one source's tokens.  return_us: of this rank's rows
-    for peers."""
+    """One shape on `ranks` ranks of `tokens` tokens.  peers: the second GPU, or "".  copy_us: of one source's tokens.
+    return_us: of this rank's rows for peers."""
 
     shape: Shape
     ranks: int
     tokens: int
     copy_rate: float
     return_rate: float
+    peers: str = ""
     device: str = "cuda:0"
     dtype: torch.dtype = torch.bfloat16
 
@@ -93,12 +99,14 @@ class Emulation:
         self.cfg: MoEConfig = shape.config(ranks, tokens, max_rows=rows + rows // 32, dtype=self.dtype)
         usual = default_schedule("hopper", self.cfg, ranks)
         self.schedule = dataclasses.replace(usual, transfer="copy")
-        backend = rank_0(self.cfg, ranks, self.schedule, Emulated, self.device)
+        backend = rank_0(self.cfg, ranks, self.schedule, Emulated, self.device, self.peers)
         assert isinstance(backend, Emulated)
         self.backend = backend
-        for source, generator in enumerate(generators, 1):
-            x_TD = torch.randn(tokens, shape.hidden, device=device, generator=generator)
-            backend.arena.views["receive"][recv_base(self.cfg, source, 0) :][:tokens] = x_TD
+        self.received = [
+            backend.arena.views["receive"][recv_base(self.cfg, rank, 0) :][:tokens] for rank in range(1, ranks)
+        ]
+        for received, generator in zip(self.received, generators, strict=True):
+            received.copy_(torch.randn(tokens, shape.hidden, device=device, generator=generator))
         enter_peers(backend, ids, of_slots, "forward")
         experts = ExpertWeights((case.w13_e2FD,), (case.w2_eDF,), "stacked")
         self.inputs = Inputs(case.x_TD, case.ids_TK, case.weights_TK, experts)
@@ -107,6 +115,21 @@ class Emulation:
         self.copy_us = tokens * row_bytes / self.copy_rate / 1e3
         away = sum(int((i < local).sum()) for i in ids[1:])
         self.return_us = away * row_bytes / self.return_rate / 1e3
+        if self.peers:
+            self.wire = torch.cuda.Stream(self.peers)
+            self.sent = [received.to(self.peers, copy=True) for received in self.received]
+            self.rows = [torch.zeros(away, shape.hidden, dtype=self.dtype, device=d) for d in (self.peers, device)]
+
+    def synchronize(self) -> None:
+        for device in (self.device, self.peers or self.device):
+            torch.cuda.synchronize(device)
+
+    def _behind(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        """What is recorded when the second GPU has written that."""
+        copy(target, source, self.wire)
+        event = torch.cuda.Event()
+        event.record(self.wire)
+        return event
 
     def way(self, change: str) -> Way:
         schedule = parse_schedule(change, self.schedule)
@@ -153,7 +176,7 @@ class Emulation:
         finally:
             watchdog.cancel()
             timetable.release()
-            torch.cuda.synchronize()
+            self.synchronize()
             timetable.end(backend.planner.calls_made)
         backend.check()
         times, seen, before = dict[str, float](), Counter[str](), began
@@ -167,7 +190,7 @@ class Emulation:
     def _play(self, calls: range, until: float) -> None:
         """The timetable of calls that are queued, kept by this thread."""
         words, clock = self.backend.timetable.words, time.perf_counter_ns
-        due: list[tuple[float, int, int]] = []  # when, word, value
+        due: list[tuple[float, int, int, torch.cuda.Event | None]] = []  # when, word, value, behind what
         waiting = {(word, number) for number in calls for word in (BEGAN, RETURNING)}
         words[GO] = calls[0]
         while waiting or due:
@@ -180,12 +203,16 @@ class Emulation:
             for word, number in [w for w in waiting if words[w[0]] >= w[1]]:
                 waiting.remove((word, number))
                 if word == RETURNING:
-                    due.append((now + 1e3 * self.return_us, RETURNED, number))
+                    rows = self._behind(*reversed(self.rows)) if self.peers else None
+                    due.append((now + 1e3 * self.return_us, RETURNED, number, rows))
                     continue
-                steps = range(1, self.ranks)
-                due += [(now + 1e3 * self.copy_us * step, ARRIVED, number * STEPS + step) for step in steps]
-            while due and min(due)[0] <= clock():
-                _, word, value = due.pop(due.index(min(due)))
+                for step in range(1, self.ranks):  # the rank before this one is the last of the list
+                    tokens = self._behind(self.received[-step], self.sent[-step]) if self.peers else None
+                    when = now if self.peers else now + 1e3 * self.copy_us * step
+                    due.append((when, ARRIVED, number * STEPS + step, tokens))
+            due.sort(key=lambda turn: turn[:3])
+            while due and due[0][0] <= clock() and (due[0][3] is None or due[0][3].query()):
+                _, word, value, _ = due.pop(0)
                 words[word] = value
 
 
@@ -196,8 +223,9 @@ def results_of(emulation: Emulation, way: Way, direction: str) -> dict[str, Tens
     for turn in DIRECTIONS if direction == "fwd_bwd" else [direction]:
         emulation.call(way, turn, played=False)
         everywhere = {name: backend.arena.everywhere[name] for name in ("returns", "dweights")}
-        for t in (t for ts in everywhere.values() for t in ts):
+        for t in (*(t for ts in everywhere.values() for t in ts), *(emulation.received if emulation.peers else ())):
             t.zero_()
+        emulation.synchronize()
         _, saved, gradients = emulation.call(way, turn)
         for name, ts in everywhere.items():
             found |= {f"{name} of rank {rank}, {turn}": t.clone() for rank, t in enumerate(ts)}
@@ -285,10 +313,12 @@ def main() -> None:
     parser.add_argument("--copy-rate", type=float, default=361.0, help="GB/s of a copy from peer to peer")
     parser.add_argument("--return-rate", type=float, default=303.0, help="GB/s of rows that return")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--peers", default="", metavar="DEVICE", help="a second GPU that is all peers, such as cuda:1")
     add_file_options(parser)
     args = parser.parse_args()
     meta = of_run("emulate.py", torch.device("cuda"), args.commit, 1) | {"emulated": True}
-    meta |= {name: getattr(args, name) for name in ("copy_rate", "return_rate", "repeats")}
+    meta |= {name: getattr(args, name) for name in ("copy_rate", "return_rate", "repeats", "peers")}
+    meta["gpus"] = 2 if args.peers else 1
     cases = [(name, int(ranks)) for name in args.shapes.split(",") for ranks in args.ranks.split(",")]
     rows: list[dict[str, Any]] = []
     most = "fwd_bwd" if "fwd_bwd" in args.directions else "fwd"
@@ -298,7 +328,7 @@ def main() -> None:
         print(f"compiled in {time.monotonic() - started:.1f} s", flush=True)
     for name, ranks in cases:
         started = time.monotonic()
-        emulation = Emulation(parse_shape(name), ranks, args.tokens, args.copy_rate, args.return_rate)
+        emulation = Emulation(parse_shape(name), ranks, args.tokens, args.copy_rate, args.return_rate, args.peers)
         ways = {change: emulation.way(change) for change in args.variants.split(";")}
         if args.repeats:
             ways = with_serial_bits(emulation, ways, most)

@@ -1,6 +1,6 @@
-"""Rank 0 of several, alone on one GPU: the memory of all ranks lies there, and what peers would write at the entry of a
-call has been written beforehand.  `Emulated` is a rank 0 whose peers also raise the flags that come later in a call, by
-a timetable.  For benchmarks."""
+"""Rank 0 of several, alone on one GPU.  The memory of all ranks lies there, or that of its peers on a second GPU.  What
+peers would write at the entry of a call has been written beforehand.  `Emulated` is a rank 0 whose peers also raise the
+flags that come later in a call, by a timetable.  For benchmarks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {"fwd": ("forward",), "fwd_bwd": 
 
 
 class PlayedArena(link.Arena):
-    """`Arena` whose memories all lie on this GPU."""
+    """`Arena` whose peers' memories all lie on one GPU."""
 
     def _allocate(self, size: int, member: Any) -> list[Tensor]:
-        return [torch.zeros(size, dtype=torch.uint8, device=member.device) for _ in range(member.ep_size)]
+        devices = [member.device, *[member.peers] * (member.ep_size - 1)]
+        return [torch.zeros(size, dtype=torch.uint8, device=device) for device in devices]
 
 
 def _fail(cause: str) -> None:
@@ -42,11 +43,14 @@ def _fail(cause: str) -> None:
 
 def rank_0(
     cfg: MoEConfig, ranks: int, schedule: Schedule | None = None, kind: type[HopperBackend] = HopperBackend,
-    device: str = "cuda:0",
+    device: str = "cuda:0", peers: str = "",
 ) -> HopperBackend:  # fmt: skip
-    """Its backend, whose waits end after TIMEOUT_S."""
+    """Its backend, whose waits end after TIMEOUT_S.  peers: the GPU on which their memory lies; "": on this one."""
+    here, there = torch.device(device), torch.device(peers or device)
+    for a, b in ((here, there), (there, here)):
+        torch.zeros(1, device=a).to(b)  # PyTorch lets GPUs reach each other at the first copy
     member: Any = types.SimpleNamespace(
-        cfg=cfg, rank=0, ep_size=ranks, device=torch.device(device), group=None, timeout_s=TIMEOUT_S,
+        cfg=cfg, rank=0, ep_size=ranks, device=here, peers=there, group=None, timeout_s=TIMEOUT_S,
         copies=1, blocks=1, cause="", operators=(), fail=_fail,
     )  # fmt: skip
     usual, link.Arena = link.Arena, PlayedArena  # type: ignore[misc]

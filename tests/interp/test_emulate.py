@@ -149,6 +149,46 @@ def test_one_call_at_a_time_and_each_when_it_is_due(emulation, monkeypatch):
         emulation._play(range(9, 10), time.monotonic())
 
 
+def test_a_second_gpu_sends_what_peers_send(emulation, streams, monkeypatch):
+    """Their memory is its own; a flag is raised when what it tells of has come, and in time; tokens come where the
+    sources before this rank, one after the other, put them."""
+    events, told = [], []
+
+    class Event(Nothing):
+        def __init__(self, *given, **how):
+            events.append(self)
+
+        def query(self):
+            return len(told) >= events.index(self)  # when all before it have come
+
+    backed = emulate.Emulation(emulation.shape, RANKS, 40, 361.0, 303.0, "cpu", "cpu", torch.float16)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(backed, "return_us", 3000.0)
+    wanted = [t.clone() for t in backed.received]
+    assert all(t.any() for t in wanted)
+    for t in (*backed.received, backed.rows[1]):
+        t.zero_()
+    backed.rows[0].fill_(1)
+
+    class Words(list):
+        def __setitem__(self, word, value):
+            told.append((word, value))
+            super().__setitem__(word, value)
+            if word == played.GO:
+                super().__setitem__(played.BEGAN, 7)
+                super().__setitem__(played.RETURNING, 7)
+
+    monkeypatch.setattr(backed.backend.timetable, "words", Words([0] * 96))
+    backed._play(range(7, 8), time.monotonic() + 60)
+    arrived = [(played.ARRIVED, 7 * 64 + step) for step in (1, 2, 3)]
+    assert sorted(told) == sorted([(played.GO, 7), *arrived, (played.RETURNED, 7)]) and told[-1] == (played.RETURNED, 7)
+    assert [step for step in told if step in arrived] == arrived
+    assert all(torch.equal(*pair) for pair in zip(backed.received, wanted, strict=True)) and backed.rows[1].all()
+    memories = {t.data_ptr() for name in ("returns", "receive") for t in backed.backend.arena.everywhere[name]}
+    assert len(memories) == 2 * RANKS
+    backed.backend.close()
+
+
 def test_a_host_that_waits_for_the_device_is_let_go(emulation, monkeypatch):
     backend = emulation.backend
     usual, words = backend.forward, backend.timetable.words
