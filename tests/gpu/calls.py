@@ -428,13 +428,18 @@ def check_checkpointing(r):
                     layer(other)
             return torch.autograd.grad(y, leaves, dy)
 
-        def moved(choice):
-            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        def moved(choice, pinned):
+            with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
                 return layer(choice)
 
         recomputed = functools.partial(checkpoint, layer, use_reentrant=False)
+        compiled = functools.partial(checkpoint, torch.compile(layer), use_reentrant=False)
+        ways = {
+            "recomputed": recomputed, "to pinned memory": functools.partial(moved, pinned=True), "again": recomputed,
+            "to other memory": functools.partial(moved, pinned=False), "compiled": compiled,
+        }  # fmt: skip
         for choice in (ids, one_rank):
             want = gradients(choice, layer)
-            for call in (recomputed, moved, recomputed):
-                assert same(want, gradients(choice, call))
+            for name, call in ways.items():
+                assert same(want, gradients(choice, call)), name
         workspace.check()
