@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.integrations.torch.owners import Owner, owners_of, part
+from uniep.integrations.torch.owners import Owner, owners_of
 from uniep.layout import power_of_2
+from uniep.nn.modules import local_part
 from uniep.numerics import pair_tree_sum
 from uniep.workspace import process_group
 
@@ -71,7 +72,7 @@ def clip_grad_norm_(
     for p in parameters:
         if isinstance(p.grad, DTensor) and any(placement.is_partial() for placement in p.grad.placements):
             p.grad = p.grad.redistribute(p.grad.device_mesh, [_whole(placement) for placement in p.grad.placements])
-    grads = [None if p.grad is None else part(p.grad) for p in parameters]
+    grads = [None if p.grad is None else local_part(p.grad) for p in parameters]
     if independent:
         total = _independent_norm(parameters, group, over_ep)
     else:
@@ -142,7 +143,7 @@ def _norm(
     over_ep: dict[nn.Parameter, None],
 ) -> Tensor:
     norms = [
-        torch.zeros((), device=part(p).device)
+        torch.zeros((), device=local_part(p).device)
         if g is None
         else torch.linalg.vector_norm(g, norm_type, dtype=torch.float32)
         for p, g in zip(parameters, grads, strict=True)
@@ -173,8 +174,8 @@ def _independent_norm(
 
 def _sum_of_squares(parameter: nn.Parameter, ep_group: dist.ProcessGroup | None) -> Tensor:
     """Of the whole parameter's gradient, on every rank.  ep_group: plain experts lie on its ranks."""
-    grad = parameter.grad
-    sums = torch.zeros_like(part(parameter), dtype=torch.float32) if grad is None else part(grad).float().square()
+    here, grad = local_part(parameter), parameter.grad
+    sums = torch.zeros_like(here, dtype=torch.float32) if grad is None else local_part(grad).float().square()
     split = -1  # the last dimension that ranks share
     if isinstance(parameter, DTensor):
         split = max([p.dim for p in parameter.placements if not p.is_replicate()], default=-1)  # type: ignore[attr-defined]
@@ -238,10 +239,10 @@ def share_nonfinite_(experts: Iterable[nn.Parameter], ep_group: dist.ProcessGrou
     if group is None:
         raise ConfigError("ep_group is None; pass mesh['ep'] or the process group of the experts")
     experts = list(experts)
-    grads = [g for g in (part(p.grad) for p in experts if p.grad is not None) if g.numel()]
+    grads = [g for g in (local_part(p.grad) for p in experts if p.grad is not None) if g.numel()]
     if not experts:
         return
-    bad = torch.zeros((), device=part(experts[0]).device)
+    bad = torch.zeros((), device=local_part(experts[0]).device)
     if grads:
         largest = torch._foreach_norm(grads, math.inf)
         bad = torch.stack([norm.float() for norm in largest]).amax() * 0.0  # 0, or NaN

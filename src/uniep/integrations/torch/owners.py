@@ -25,7 +25,7 @@ from uniep.nn.record import recorded_modules
 from uniep.nn.wrappers import unwrapped
 from uniep.workspace import process_group
 
-__all__ = ["Owner", "check_group", "layers", "mesh_of", "owners", "owners_of", "part", "split_parameters"]
+__all__ = ["Owner", "check_group", "layers", "mesh_of", "owners", "owners_of", "split_parameters"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +104,6 @@ def plain_name(model: nn.Module, path: str) -> str:
             names.append(name)
         module = getattr(module, name, module)  # type: ignore[assignment]
     return ".".join(names)
-
-
-def part(t: Tensor) -> Tensor:
-    """The part of it on this rank."""
-    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def mesh_of(given: Any, name: str, device_type: str) -> DeviceMesh:
