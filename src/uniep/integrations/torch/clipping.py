@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.torch.owners import Owner, owners_of
-from uniep.layout import power_of_2
 from uniep.nn.modules import local_part
-from uniep.numerics import pair_tree_sum
+from uniep.nn.router_ops import row_sum
 from uniep.workspace import process_group
 
 __all__ = ["clip_grad_norm_", "share_nonfinite_"]
@@ -169,7 +168,7 @@ def _independent_norm(
     """As `clip_grad_norm_` says of `independent`."""
     squares = [_sum_of_squares(p, group if p in over_ep else None) for p in parameters]
     device = squares[0].device
-    return _pairs(torch.stack([s.to(device) for s in squares])).sqrt()
+    return row_sum(torch.stack([s.to(device) for s in squares])).sqrt()
 
 
 def _sum_of_squares(parameter: nn.Parameter, ep_group: dist.ProcessGroup | None) -> Tensor:
@@ -197,14 +196,8 @@ def _sum_of_squares(parameter: nn.Parameter, ep_group: dist.ProcessGroup | None)
 def _sum_behind(x: Tensor, dim: int) -> Tensor:
     """Sum of the dimensions behind `dim`, the last one first."""
     while x.dim() > dim + 1:
-        x = _pairs(x)
+        x = row_sum(x)
     return x
-
-
-def _pairs(x: Tensor) -> Tensor:
-    """Sum of the last axis by adjacent pairs, with zeros up to a power of two."""
-    size = x.shape[-1]
-    return pair_tree_sum(nn.functional.pad(x, (0, power_of_2(max(size, 1)) - size)))
 
 
 def _split_over(parameter: Tensor, ep_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, ...]:
