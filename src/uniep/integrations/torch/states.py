@@ -81,7 +81,7 @@ class TrainState(Stateful):
         expert_dims: Mapping[str, int | None] | None = None,
     ) -> None:
         found = list(layers(model))
-        self.model, self.ep_mesh = model, mesh_of(ep_mesh, "ep_mesh", found[0][1].workspace.device.type)
+        self.model, self.ep_mesh = model, mesh_of(ep_mesh, found[0][1].workspace.device.type)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         self.states = STATES | dict(expert_dims or {})
         self._spread: set[tuple[str, str]] = set()

@@ -173,7 +173,7 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh | dist.ProcessGroup
     Experts has no known owner.
     """
     found = list(layers(model))
-    ep_mesh = mesh_of(ep_mesh, "ep_mesh", found[0][1].workspace.device.type)
+    ep_mesh = mesh_of(ep_mesh, found[0][1].workspace.device.type)
     for layer, module in found:
         check_group(module, layer, ep_mesh)
     made: dict[int, nn.Parameter] = {}
