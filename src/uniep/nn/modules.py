@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from uniep.config import MoEConfig
+from uniep.config import MoEConfig, refused_number
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.meeting import has_process_group
 from uniep.nn.beside import start_beside
@@ -259,8 +259,8 @@ class SharedExperts(nn.Module):
         seed: int | Seed | None = None,
     ) -> None:
         super().__init__()
-        if ffn < 1:
-            raise ConfigError(f"ffn of the shared experts is {ffn}; it must be at least 1")
+        if reason := refused_number(ffn, 1):
+            raise ConfigError(f"ffn of the shared experts is {reason}")
         self.activation, self.limit, self.dtype = cfg.activation, cfg.activation_limit, cfg.dtype
         place: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
         if torch.get_default_device().type == "meta":
@@ -320,15 +320,9 @@ class MoE(nn.Module):
         super().__init__()
         if shared_beside and shared_ffn is None:
             raise ConfigError("shared_beside is True but shared_ffn is None; set the width of shared experts")
-        if router is not None:
-            if not renormalize:
-                raise ConfigError("renormalize=False is an option of the default router; set it in the RouterConfig")
-            router.check(cfg.num_experts, cfg.top_k)
-        elif renormalize and cfg.top_k == 1:
-            raise ConfigError(
-                "top_k=1 with renormalize=True makes every routing weight 1, so the router never learns; "
-                "pass renormalize=False"
-            )
+        if router is not None and not renormalize:
+            raise ConfigError("renormalize=False is an option of the default router; set it in the RouterConfig")
+        (router or RouterConfig(renormalize=renormalize)).check(cfg.num_experts, cfg.top_k)
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed, main_grad=main_grad)
         self.workspace, self.cfg = self.experts.workspace, cfg  # `experts` may get wrapped, for example in DDP
         self.renormalize = renormalize
