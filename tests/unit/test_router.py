@@ -384,6 +384,14 @@ def test_bad_settings(name):
         Router(config(), RouterConfig(**fields))
 
 
+def test_a_router_that_began_without_memory():
+    """Its parameters were meant to be on the meta device; its load always is where it can count."""
+    router = Router(config(), device="meta")
+    assert router.weight.is_meta and not router.load.is_meta
+    router.to_empty(device="cpu").reset_parameters(seed=3)
+    case.equal_bits(router.weight, Router(config(), seed=3).weight, "weight")
+
+
 def test_bad_inputs():
     x, weight, bias, _ = problem()
     cfg = RouterConfig(selection_bias=True)

@@ -16,7 +16,7 @@ from uniep.errors import ConfigError, UnsupportedError
 from uniep.meeting import has_process_group
 from uniep.nn.beside import start_beside
 from uniep.nn.functional import MATERIALISE, MainGrad, check_dense, check_devices, moe
-from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal
+from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal, place
 from uniep.nn.invariant import activate, add, linear
 from uniep.nn.record import LayerRecord
 from uniep.nn.replay import Tape
@@ -85,8 +85,7 @@ class Experts(nn.Module):
         self.cfg = cfg
         self.num_local = local = cfg.experts_per_rank(self.workspace.ep_size)
         self.first_expert = self.workspace.rank * local
-        meta = torch.get_default_device().type == "meta"
-        make: dict[str, Any] = {"dtype": cfg.dtype, "device": "meta" if meta else self.workspace.device}
+        make: dict[str, Any] = {"dtype": cfg.dtype, "device": place(self.workspace.device)}
         self.w13 = nn.Parameter(torch.empty(local, cfg.h_columns, cfg.hidden, **make))
         self.w2 = nn.Parameter(torch.empty(local, cfg.hidden, cfg.ffn, **make))
         for name, columns in zip(BIASES, (cfg.h_columns, cfg.hidden), strict=True):
@@ -262,11 +261,9 @@ class SharedExperts(nn.Module):
         if reason := refused_number(ffn, 1):
             raise ConfigError(f"ffn of the shared experts is {reason}")
         self.activation, self.limit, self.dtype = cfg.activation, cfg.activation_limit, cfg.dtype
-        place: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
-        if torch.get_default_device().type == "meta":
-            place["device"] = "meta"
-        self.w13 = nn.Parameter(torch.empty((1 + cfg.gated) * ffn, cfg.hidden, **place))
-        self.w2 = nn.Parameter(torch.empty(cfg.hidden, ffn, **place))
+        make: dict[str, Any] = {"dtype": cfg.dtype, "device": place(device)}
+        self.w13 = nn.Parameter(torch.empty((1 + cfg.gated) * ffn, cfg.hidden, **make))
+        self.w2 = nn.Parameter(torch.empty(cfg.hidden, ffn, **make))
         self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self.reset_parameters()
 
