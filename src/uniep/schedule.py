@@ -66,11 +66,6 @@ def _columns(d: Dimension, schedule: Schedule, at: Setting) -> str:
     return f"{d.name} is {value}; it must be a multiple of {COLUMN_GROUP}"
 
 
-def _group_rows(d: Dimension, schedule: Schedule, at: Setting) -> str:
-    value = d.of(schedule)
-    return "" if value <= 64 else f"{d.name} is {value}; it must be 1 to 64"
-
-
 def _one_table(d: Dimension, schedule: Schedule, at: Setting) -> str:
     first, second = schedule.gate_up.rows, schedule.down.rows
     if d.name != "down.rows" or at.backend != GPU or first == second:
@@ -275,10 +270,9 @@ class Tile:
         condition=_mega_needs(1),
     )  # fmt: skip
     group_rows: int = dimension(
-        8, (1, 2, 4, 8, 16, 32, 64), backends=_KERNELS, source=_OWN,
+        8, (1, 2, 4, 8, 16, 32, 64), backends=_KERNELS, source=_OWN, most=64,
         doc="Row tiles that share a column of weights in L2 before the next column starts.",
-        helps="As many as an expert has row tiles, up to 16 (2x H200).", condition=_group_rows,
-        usual={GPU: _usual_group_rows},
+        helps="As many as an expert has row tiles, up to 16 (2x H200).", usual={GPU: _usual_group_rows},
     )  # fmt: skip
 
 

@@ -384,11 +384,6 @@ def _end_in_forked_children() -> None:
     os.register_at_fork(after_in_child=after)
 
 
-def report(workspace: Workspace) -> dict[str, str]:
-    """Which backend and which features are active, and why the others are not."""
-    return workspace.backend.report()
-
-
 def process_group(group: Any, name: str = "group") -> dist.ProcessGroup | None:
     """The group itself, that of a one-dimensional DeviceMesh, or None.  name: of the argument, for the errors.
 

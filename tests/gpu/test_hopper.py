@@ -35,7 +35,6 @@ import uniep
 from uniep import MoEConfig, Schedule, Tile, Workspace
 from uniep.activation import ACTIVATIONS
 from uniep.kernels.entry import clock_kernel
-from uniep.kernels.ptx import nanoseconds
 from uniep.launch import driver as call
 from uniep.launch import records
 from uniep.reference import composition
@@ -474,7 +473,7 @@ def same_while_held(r, workspace, data, want, held, how):
         dist.barrier()
         if r.rank == 0:
             with torch.cuda.stream(other):
-                hold_kernel[(programs,)](20_000_000, num_warps=32)
+                calls.hold_kernel[(programs,)](20_000_000, num_warps=32)
         wrong = differing(want, r.run(workspace, data))
         assert not wrong, f"{how}, {programs} programs: {wrong}"
 
@@ -727,14 +726,6 @@ def check_multiprocessors(r):
         for free in (54, 18):
             fewer = dataclasses.replace(schedule, free_sms=free)
             assert not differing(want, r.once(cfg, data, fewer)), f"{free} multiprocessors free, {schedule}"
-
-
-@triton.jit
-def hold_kernel(until_ns):
-    start = nanoseconds()
-    now = start
-    while now - start < until_ns:
-        now = nanoseconds()
 
 
 def check_held_multiprocessors(r):

@@ -6,10 +6,7 @@ Numbers: a tensor may be as far from fp64 as twice Megatron's own result, or one
 import dataclasses
 import functools
 import logging
-import os
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -722,21 +719,11 @@ def test_other_experts():
         megatron._linears(types.SimpleNamespace(num_local_experts=2))
 
 
-def test_example(tmp_path):
+def test_example(losses_of, tmp_path):
     """The example trains with 2 processes; one process goes on from its checkpoint of Megatron's kind."""
-    example, folder = Path(__file__).parents[2] / "examples/megatron_train.py", str(tmp_path / "checkpoint")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    losses = []
-    for ranks, arguments in ((2, ["--steps", "20", "--save"]), (1, ["--steps", "0", "--load"])):
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
-        command = [*run, "--layers", "1", *arguments, folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert f"uniep, expert parallel over {ranks} ranks" in done.stdout
-        losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
-    before, after, later = losses
+    before, after, later = losses = losses_of("megatron_train.py", "uniep, expert parallel over {ranks} ranks")
     assert before > 5 and after < 3.7 and later < 3.7, losses
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
     for kind in ("fp32", "exp_avg", "exp_avg_sq"):
         assert any(name.startswith(f"optimizer.{kind}.") for name in saved), kind
 

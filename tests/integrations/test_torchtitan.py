@@ -8,10 +8,6 @@ import copy
 import dataclasses
 import inspect
 import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -568,19 +564,9 @@ def test_selective_ac():
 
 
 @pytest.mark.skipif(bool(NO_MODEL), reason=NO_MODEL)
-def test_example(tmp_path):
+def test_example(losses_of, tmp_path):
     """The example trains with 2 processes; one process goes on from its checkpoint."""
-    example, folder = Path(__file__).parents[2] / "examples/torchtitan_train.py", str(tmp_path / "checkpoint")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    losses = []
-    for ranks, arguments in ((2, ["--steps", "20", "--save"]), (1, ["--steps", "0", "--load"])):
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
-        command = [*run, "--layers", "1", *arguments, folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert "uniep runs 1 of 1 MoE layers" in done.stdout
-        losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
-    before, after, later = losses
+    before, after, later = losses = losses_of("torchtitan_train.py", "uniep runs 1 of 1 MoE layers")
     assert before > 7 and after < 3.7 and later < 3.7, losses
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
     assert any(name.startswith("optimizer.state.") and name.endswith(".w1_EFD.exp_avg") for name in saved)

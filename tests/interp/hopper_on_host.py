@@ -9,9 +9,12 @@ import builtins
 import contextlib
 import dataclasses
 import os
+import subprocess
+import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import triton.language as tl
@@ -215,3 +218,19 @@ def host_backends(
         return made
 
     return [host_backend(cfg, rank, ep_size, memories, schedule, timeout_s) for rank in range(ep_size)]
+
+
+def run_as_ranks(script: str, ranks: int, limit_s: float, *arguments: str) -> None:
+    """A script of this folder as one process per rank, whose first argument is its rank; all of them end well."""
+    command = [sys.executable, str(Path(__file__).parent / script)]
+    started = [
+        subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE, text=True) for rank in range(ranks)
+    ]
+    try:
+        for rank, process in enumerate(started):
+            _, errors = process.communicate(timeout=limit_s)
+            assert process.returncode == 0, f"rank {rank}:\n{errors}"
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

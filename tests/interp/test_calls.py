@@ -1,35 +1,19 @@
 """What ranks of the Hopper backend tell each other, interpreted as two processes; scenarios: calls_rank.py."""
 
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from calls_rank import LIMIT_S, LONG_S, RANKS
+from hopper_on_host import run_as_ranks
 
 
 @pytest.fixture(scope="module")
 def seen():
     """Scenario -> what each rank saw."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="uniep-test-") as folder:
-        script = str(Path(__file__).parent / "calls_rank.py")
-        started = [
-            subprocess.Popen(
-                [sys.executable, script, str(rank), folder], env=dict(os.environ), stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            for rank, process in enumerate(started):
-                _, errors = process.communicate(timeout=LIMIT_S + 20)
-                assert process.returncode == 0, f"rank {rank}:\n{errors}"
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+        run_as_ranks("calls_rank.py", RANKS, LIMIT_S + 20, folder)
         of_rank = [torch.load(Path(folder) / f"result-{rank}") for rank in range(RANKS)]
     return {name: [found[name] for found in of_rank] for name in of_rank[0]}
 

@@ -5,9 +5,6 @@ starts some kernels late.
 """
 
 import dataclasses
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -27,7 +24,7 @@ from fused_rank import (
     stacked,
     tensors,
 )
-from hopper_on_host import host_backends
+from hopper_on_host import host_backends, run_as_ranks
 
 from uniep.backends.base import MainGrads, Needs
 from uniep.layout import hopper_arrays, pack, packed_bytes
@@ -62,22 +59,7 @@ def run_ranks(suite: str) -> dict[str, list[dict[str, torch.Tensor]]]:
         folder = Path(name)
         for number, case in enumerate(cases.values()):
             make_memory(folder, number, case, schedule_of(suite))
-        script = str(Path(__file__).parent / "fused_rank.py")
-        started = [
-            subprocess.Popen(
-                [sys.executable, script, str(rank), name, suite],
-                env=dict(os.environ), stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(max(len(case.tokens) for case in cases.values()))
-        ]  # fmt: skip
-        try:
-            for rank, process in enumerate(started):
-                _, errors = process.communicate(timeout=TIMEOUT_S + 20)
-                assert process.returncode == 0, f"rank {rank}:\n{errors}"
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+        run_as_ranks("fused_rank.py", max(len(case.tokens) for case in cases.values()), TIMEOUT_S + 20, name, suite)
         joined = {}
         for number, (key, case) in enumerate(cases.items()):
             of_rank = [torch.load(folder / f"result-{number}-{rank}") for rank in range(len(case.tokens))]
@@ -118,15 +100,19 @@ def test_two_ranks_equal_one(results, alone, key):
         assert torch.equal(results[key][1][name], alone[key][name]), name
 
 
-@pytest.mark.parametrize("key", CASES)
-def test_main_grad(results, key):
+def check_main_grads(found, dtype):
     """Overwritten: the fp32 gradient whose one rounding is the usual one.  Accumulated: the sum with it."""
-    *rounds, main_grads = results[key]
+    *rounds, main_grads = found
     for part in ("13", "2"):
         finished = main_grads["w" + part]
         assert finished.dtype == torch.float32
-        assert torch.equal(finished.to(CASES[key].dtype), rounds[0]["dw" + part])
+        assert torch.equal(finished.to(dtype), rounds[0]["dw" + part])
         assert torch.equal(main_grads["sum" + part], finished + BEFORE)
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_main_grad(results, key):
+    check_main_grads(results[key], CASES[key].dtype)
 
 
 @pytest.mark.parametrize("key", OPERAND_OF_BLOCKS)

@@ -8,9 +8,9 @@ import dataclasses
 
 import pytest
 import torch
-from fused_rank import BEFORE, MEGA_CASES, SCHEDULE, rounds_of, run
+from fused_rank import MEGA_CASES, SCHEDULE, rounds_of, run
 from hopper_on_host import host_backends, use
-from test_fused import names_of, run_ranks
+from test_fused import check_main_grads, names_of, run_ranks
 
 from uniep.backends.hopper import calls as hopper_calls
 from uniep.backends.hopper import planner
@@ -81,13 +81,8 @@ def test_one_rank(results, key):
 
 @pytest.mark.parametrize("key", CASES)
 def test_main_grad(results, key):
-    """As in test_fused.py; these are of the last round's schedule."""
-    *rounds, main_grads = results[key]
-    for part in ("13", "2"):
-        finished = main_grads["w" + part]
-        assert finished.dtype == torch.float32
-        assert torch.equal(finished.to(CASES[key].dtype), rounds[0]["dw" + part])
-        assert torch.equal(main_grads["sum" + part], finished + BEFORE)
+    """These are of the last round's schedule."""
+    check_main_grads(results[key], CASES[key].dtype)
 
 
 def test_an_order_is_made_once_and_not_in_a_capture(monkeypatch):

@@ -369,7 +369,11 @@ BAD = {
     "too few groups": ({"groups": 8, "groups_per_token": 1}, "top_k is 2, but groups_per_token=1"),
     "too many": ({"groups": 2, "groups_per_token": 3}, "groups_per_token is 3 but there are 2 groups"),
     "group_top": ({"groups": 2, "group_top": 5}, "group_top is 5, but a group has 4 experts"),
-    "no integer": ({"groups": 2.0}, "groups is 2.0"),
+    "no integer": ({"groups": 2.0}, "groups is 2.0, a float; it must be an int of at least 1"),
+    "no number": ({"scale": "2.5"}, "scale is '2.5'; it must be a number of at least 0"),
+    "no jitter": ({"jitter": None}, "jitter is None; it must be a number of at least 0 and less than 1"),
+    "a text": ({"capacity_factor": "1.25"}, "capacity_factor is '1.25'; it must be a number above 0, or None"),
+    "no flag": ({"selection_bias": "no"}, "selection_bias is 'no'; it must be True or False"),
 }
 
 
@@ -378,6 +382,14 @@ def test_bad_settings(name):
     fields, message = BAD[name]
     with pytest.raises(uniep.ConfigError, match=message):
         Router(config(), RouterConfig(**fields))
+
+
+def test_a_router_that_began_without_memory():
+    """Its parameters were meant to be on the meta device; its load always is where it can count."""
+    router = Router(config(), device="meta")
+    assert router.weight.is_meta and not router.load.is_meta
+    router.to_empty(device="cpu").reset_parameters(seed=3)
+    case.equal_bits(router.weight, Router(config(), seed=3).weight, "weight")
 
 
 def test_bad_inputs():

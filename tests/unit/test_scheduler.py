@@ -157,26 +157,25 @@ def test_queues_of_the_layer(case, schedule, matrix, vector):
         valid(graph, made, CPU_CORE.cost(graph))
 
 
-SCRIPT = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_taskflow import problem, way_of
-from uniep.schedule import Schedule
-from uniep.taskflow.scheduler import assign
-for order in ("local-first", "chunk-major", "critical-path"):
-    schedule = Schedule(tile_order=order, peer_order="rotated", matrix_workers=2, activation="separate")
-    case = problem(tokens=(200, 33, 0, 170), seed=3)
-    print(*(assign(graph, way_of(schedule)).digest() for graph in (case.forward(schedule), case.backward(schedule))))
-"""
+def digests():
+    found = []
+    for order in ("local-first", "chunk-major", "critical-path"):
+        schedule = Schedule(tile_order=order, peer_order="rotated", matrix_workers=2, activation="separate")
+        case = problem(tokens=(200, 33, 0, 170), seed=3)
+        both = case.forward(schedule), case.backward(schedule)
+        found += [assign(graph, way_of(schedule)).digest() for graph in both]
+    return found
 
 
 def test_the_same_bytes_in_every_process():
-    outputs = set()
-    for seed in ("0", "1"):
-        command = [sys.executable, "-c", SCRIPT, os.path.dirname(__file__)]
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        outputs.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    assert len(outputs) == 1 and len(set(outputs.pop().split())) == 6
+    """Here, and in a process whose hashes of text are others."""
+    seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import test_scheduler; print(*test_scheduler.digests())"
+    command = [sys.executable, "-c", script, os.path.dirname(__file__)]
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    other = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    here = digests()
+    assert other.stdout.split() == here and len(set(here)) == 6
 
 
 def test_a_stuck_graph_is_an_error_not_a_schedule():

@@ -56,13 +56,12 @@ def all_ranks(problem, way):
 
 @pytest.mark.parametrize("machine", ["ascend-a3", "h200-node"])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("ep", [2, 8])
+@pytest.mark.parametrize("ep", [2, 4])
 def test_one_rank_stands_for_all(ep, direction, machine):
     """The full simulation of all ranks, task by task."""
     made = load_machine(machine)
     for name, strategy in STRATEGIES.items():
-        tokens = 64 * ep  # a tile's rows are of one source
-        problem = Problem(SMALL, ep, tokens, "balanced", direction)
+        problem = Problem(SMALL, ep, 512, "balanced", direction)  # a tile's rows are of one source
         arrangement = strategy.arrange(problem, made)
         one = simulate(problem, made, arrangement)
         every = execute(arrangement, arrangement.operators, all_ranks(problem, arrangement.way), made)
@@ -128,8 +127,9 @@ def test_opposite_ranks():
     assert opposite(torch.arange(4), 4, 4).tolist() == [0, 3, 2, 1]
 
 
-@pytest.mark.parametrize("machine", machines())
+@pytest.mark.parametrize("machine", sorted(set(machines()) - {"h100-node"}))
 def test_every_strategy_on_every_machine(machine):
+    """But on h100-node, whose numbers are those of h100-cluster."""
     made = load_machine(machine)
     for direction in ("fwd", "bwd"):
         for ep, routing in ((1, "balanced"), (4, "zipf"), (16, "balanced")):
@@ -177,14 +177,14 @@ def test_a_hot_rank_is_slower_than_balance():
 
 
 def test_the_network_is_slower_than_links():
-    near, far = load_machine("h100-node"), load_machine("h100-cluster")
+    far = load_machine("h100-cluster")
+    assert far.values == load_machine("h100-node").values, "test_every_strategy_on_every_machine has but one of them"
     problem = Problem(parse_shape("512x256x32x4"), 16, 256, "balanced")
     one_node = far.replaced({"ranks_per_node": 16})
     for name in ("serialized", "deepep", "taskflow", "uniep"):
         assert (
             row(problem, one_node, STRATEGIES[name])["makespan_us"] < row(problem, far, STRATEGIES[name])["makespan_us"]
         )
-    assert near.network_gbps <= far.network_gbps
 
 
 def test_combine_groups_send_less():

@@ -49,10 +49,13 @@ def differences(run: Digests, reference: Digests) -> list[Part]:
     return [part for part in parts if run.get(part) != reference.get(part)]
 
 
+NOT_IDENTICAL = "[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`"
+
+
 def verdict(same: bool, ep_sizes: Iterable[int], backend: str) -> str:
     """The line under a BitTable, in rich's markup."""
     if not same:
-        return "[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`"
+        return NOT_IDENTICAL
     sizes = ", ".join(map(str, ep_sizes))
     return f"[bold green]identical[/bold green]: every bit at EP {sizes}, under each schedule above, backend {backend}"
 

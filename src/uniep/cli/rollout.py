@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import uniep
-from uniep.cli.bits import BitTable, Digests, digest, merge
+from uniep.cli.bits import NOT_IDENTICAL, BitTable, Digests, digest, merge
 from uniep.cli.launch import World
 from uniep.cli.model import VOCABULARY, Block, Model, ModelConfig
 from uniep.cli.progress import progress
@@ -256,7 +256,5 @@ def compare(
             f"sampled at EP {sizes} and trained at EP {sizes}"
         )
     else:
-        world.console.print(
-            "[bold red]NOT identical[/bold red]: a bug; please report it with the output of `uniep doctor`"
-        )
+        world.console.print(NOT_IDENTICAL)
     return wrong

@@ -82,7 +82,6 @@ def simulate(
     console = Console(highlight=False)
     check_file(json_file, "--json")
     check_file(picture, "--picture")
-    check_file(picture, "--picture")
     if a3:
         from uniep.cli.simulate_a3 import reproduce
 

@@ -2,8 +2,8 @@
 
 A router of transformers computes scores (T, E) of all experts, one of torchtitan (B, L, E), takes the K largest by
 `torch.topk`, and computes weights for these ids.  With groups of experts, it first takes the largest of each group: of
-scores with one more dimension.  `hook` lets `uniep.nn.record_routing` see the ids and `uniep.nn.replay_routing` replace
-them.  The router's own code then computes weights and gradients from them.
+scores with one more dimension.  A `RoutingHooks` lets `uniep.nn.record_routing` see the ids and
+`uniep.nn.replay_routing` replace them.  The router's own code then computes weights and gradients from them.
 """
 
 from __future__ import annotations

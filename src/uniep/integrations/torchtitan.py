@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from uniep.errors import UniEPError, UnsupportedError
 from uniep.integrations.common import LayerStatus, Status, Workspaces, free_of, status_of
 from uniep.integrations.routing_hooks import RoutingHooks
+from uniep.nn.modules import local_part
 from uniep.nn.ops import SAVE_OPS
 from uniep.nn.record import LayerRecord
 
@@ -83,7 +84,7 @@ class UniEPRoutedExperts(RoutedExperts):
             raise UnsupportedError("debug.spmd_typechecking is on, and uniep's operators have no types; turn it off")
         mesh = getattr(self.token_dispatcher, "ep_mesh", None)
         group = None if mesh is None else mesh.get_group()
-        w1, w2, w3 = (_local(getattr(self.inner_experts, name)) for name in WEIGHTS)
+        w1, w2, w3 = (local_part(getattr(self.inner_experts, name)) for name in WEIGHTS)
         if isinstance(self.inner_experts, FSDPModule):
             raise UnsupportedError(
                 "inner_experts are an FSDP unit of their own, whose parameters are gathered when that is called, and "
@@ -255,7 +256,3 @@ def _refused(experts: type, dispatcher: type) -> str:
         if getattr(experts, name, None) is not getattr(GroupedExperts, name, None):
             return f"inner_experts is a {experts.__name__} with its own {name}; supported: GroupedExperts"
     return ""
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if hasattr(weight, "to_local") else weight

@@ -46,9 +46,9 @@ def register() -> None:
         operators.moe_bwd: _backward,
         operators.moe_bwd_main_grad: _backward,
         operators.moe_lora: _lora_call,
-        operators.router: _router_forward,
+        operators.router: _product,
         operators.router_bwd: _router_backward,
-        operators.linear: _linear_forward,
+        operators.linear: _product,
         operators.linear_bwd: _linear_backward,
     }
     module.flop_registry.update(formulas)
@@ -128,20 +128,12 @@ def _backward(
     return _gemms(through_w2 + _halves(w13, w2) * (recomputes + need_x + need_w13) + need_w2, ids, w2)
 
 
-def _product(x: Tensor, weight: Tensor) -> int:
+def _product(x: Tensor, weight: Tensor, *args: Any, **_: Any) -> int:
     return 2 * x.shape[0] * weight.numel()
-
-
-def _router_forward(x: Tensor, weight: Tensor, *args: Any, **_: Any) -> int:
-    return _product(x, weight)
 
 
 def _router_backward(d_weights: Any, d_aux: Any, d_z: Any, x: Tensor, weight: Tensor, *args: Any, **_: Any) -> int:
     return sum(args[-1]) * _product(x, weight)
-
-
-def _linear_forward(x: Tensor, weight: Tensor, *args: Any, **_: Any) -> int:
-    return _product(x, weight)
 
 
 def _linear_backward(dy: Any, x: Tensor, weight: Tensor, needs: Sequence[bool], *args: Any, **_: Any) -> int:

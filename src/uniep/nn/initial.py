@@ -12,6 +12,12 @@ for each expert's `LORA`."""
 ROUTER, SHARED, LORA = STREAMS - 1, STREAMS - 2, STREAMS - 3
 
 
+def place(device: torch.device | str | None) -> torch.device:
+    """Where parameters begin: the given device, or meta inside of `with torch.device("meta")`."""
+    default = torch.get_default_device()
+    return default if default.type == "meta" or device is None else torch.device(device)
+
+
 class Seed:
     """The seed of a router and its experts: a given one, or one draw for each reset of all of them."""
 

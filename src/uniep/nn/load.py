@@ -24,7 +24,6 @@ from uniep.nn.modules import Experts, MoE
 from uniep.nn.router import Router, Routing
 from uniep.nn.router_ops import count_slots, is_recomputing
 from uniep.workspace import Workspace
-from uniep.workspace import report as report_workspace
 
 log = logging.getLogger("uniep")
 
@@ -290,7 +289,7 @@ class LoadMonitor:
 def report(workspace: Workspace) -> dict[str, str]:
     """Which backend and which features are active, and why the others are not.  Also the load of this Workspace's
     layers, as last read by a `uniep.nn.LoadMonitor`."""
-    lines = report_workspace(workspace)
+    lines = workspace.backend.report()
     for monitor in _monitors:
         for name, load in monitor.last.items():
             if monitor.experts[name].workspace is workspace:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from uniep.config import MoEConfig
+from uniep.config import MoEConfig, refused_number
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.meeting import has_process_group
 from uniep.nn.beside import start_beside
 from uniep.nn.functional import MATERIALISE, MainGrad, check_dense, check_devices, moe
-from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal
+from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal, place
 from uniep.nn.invariant import activate, add, linear
 from uniep.nn.record import LayerRecord
 from uniep.nn.replay import Tape
@@ -85,8 +85,7 @@ class Experts(nn.Module):
         self.cfg = cfg
         self.num_local = local = cfg.experts_per_rank(self.workspace.ep_size)
         self.first_expert = self.workspace.rank * local
-        meta = torch.get_default_device().type == "meta"
-        make: dict[str, Any] = {"dtype": cfg.dtype, "device": "meta" if meta else self.workspace.device}
+        make: dict[str, Any] = {"dtype": cfg.dtype, "device": place(self.workspace.device)}
         self.w13 = nn.Parameter(torch.empty(local, cfg.h_columns, cfg.hidden, **make))
         self.w2 = nn.Parameter(torch.empty(local, cfg.hidden, cfg.ffn, **make))
         for name, columns in zip(BIASES, (cfg.h_columns, cfg.hidden), strict=True):
@@ -259,14 +258,12 @@ class SharedExperts(nn.Module):
         seed: int | Seed | None = None,
     ) -> None:
         super().__init__()
-        if ffn < 1:
-            raise ConfigError(f"ffn of the shared experts is {ffn}; it must be at least 1")
+        if reason := refused_number(ffn, 1):
+            raise ConfigError(f"ffn of the shared experts is {reason}")
         self.activation, self.limit, self.dtype = cfg.activation, cfg.activation_limit, cfg.dtype
-        place: dict[str, Any] = {"dtype": cfg.dtype, "device": device}
-        if torch.get_default_device().type == "meta":
-            place["device"] = "meta"
-        self.w13 = nn.Parameter(torch.empty((1 + cfg.gated) * ffn, cfg.hidden, **place))
-        self.w2 = nn.Parameter(torch.empty(cfg.hidden, ffn, **place))
+        make: dict[str, Any] = {"dtype": cfg.dtype, "device": place(device)}
+        self.w13 = nn.Parameter(torch.empty((1 + cfg.gated) * ffn, cfg.hidden, **make))
+        self.w2 = nn.Parameter(torch.empty(cfg.hidden, ffn, **make))
         self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self.reset_parameters()
 
@@ -320,15 +317,9 @@ class MoE(nn.Module):
         super().__init__()
         if shared_beside and shared_ffn is None:
             raise ConfigError("shared_beside is True but shared_ffn is None; set the width of shared experts")
-        if router is not None:
-            if not renormalize:
-                raise ConfigError("renormalize=False is an option of the default router; set it in the RouterConfig")
-            router.check(cfg.num_experts, cfg.top_k)
-        elif renormalize and cfg.top_k == 1:
-            raise ConfigError(
-                "top_k=1 with renormalize=True makes every routing weight 1, so the router never learns; "
-                "pass renormalize=False"
-            )
+        if router is not None and not renormalize:
+            raise ConfigError("renormalize=False is an option of the default router; set it in the RouterConfig")
+        (router or RouterConfig(renormalize=renormalize)).check(cfg.num_experts, cfg.top_k)
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed, main_grad=main_grad)
         self.workspace, self.cfg = self.experts.workspace, cfg  # `experts` may get wrapped, for example in DDP
         self.renormalize = renormalize

@@ -250,11 +250,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 @told_to_all(lambda ctx, *_, **__: by_key(ctx.workspace))
 def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False) -> tuple:
     """direct: run without the dispatcher, unless the backward itself is traced, as in compiled autograd."""
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "this backward runs with create_graph=True, but uniep has no second derivatives, which would be zeros; "
-            "call backward or grad without it, or keep the layer out of what is differentiated twice"
-        )
+    refuse_second_derivatives()
     tensors = ctx.saved_tensors  # read once: under checkpointing this recomputes them
     direct = direct and not _operators_are_seen(tensors[1:])
     layer, x, ids, weights, *rest = tensors
@@ -346,6 +342,15 @@ def call(
     if not save:
         return _forward(x, ids, weights, w13, w2, biases, *how)[0]
     return _Direct.apply(how, (len(w13), len(w2)), x, ids, weights, *w13, *w2, *biases)
+
+
+def refuse_second_derivatives() -> None:
+    """Raise UnsupportedError in a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "this backward runs with create_graph=True, but uniep has no second derivatives, which would be zeros; "
+            "call backward or grad without it, or keep the layer out of what is differentiated twice"
+        )
 
 
 def refuse_transforms() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError, DTypeError, InputError
 from uniep.nn import flops
-from uniep.nn.initial import ROUTER, Seed, generator, normal
+from uniep.nn.initial import ROUTER, Seed, generator, normal, place
 from uniep.nn.late import LateReads
 from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward, why_torch
@@ -208,13 +208,12 @@ class Router(nn.Module):
         self.cfg.check(moe.num_experts, moe.top_k)
         self.top_k, self._group = moe.top_k, _Held(group if isinstance(group, Workspace) else process_group(group))
         self.loss_scale, self.jitter_seed = 1.0, 0
-        meta = torch.get_default_device().type == "meta"
-        device = "meta" if meta else device
+        device = place(device)
         self.weight = nn.Parameter(torch.empty(moe.num_experts, moe.hidden, dtype=dtype or moe.dtype, device=device))
         bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if self.cfg.selection_bias else None
         self.register_buffer("bias", bias)
         # Not a buffer: DistributedDataParallel would overwrite it with rank 0's.
-        self.load = torch.zeros(moe.num_experts, dtype=torch.int64, device="cpu" if meta else device)
+        self.load = torch.zeros(moe.num_experts, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
         self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self._dropped = LateReads()
         self._told = 0  # how often drops were logged

@@ -29,7 +29,7 @@ log = logging.getLogger("uniep")
 
 
 def row_sum(x_TE: Tensor) -> Tensor:
-    """Sum of each row, (T,): by adjacent pairs, ((x0+x1)+(x2+x3))+..., padded with zeros to a power of two."""
+    """Sums of the last dimension: by adjacent pairs, ((x0+x1)+(x2+x3))+..., padded with zeros to a power of two."""
     width = x_TE.shape[-1]
     return pair_tree_sum(torch.nn.functional.pad(x_TE, (0, (1 << (width - 1).bit_length()) - width)))
 

@@ -371,17 +371,17 @@ class CollectiveBackend:
         used = torch.nonzero(back_N >= 0).flatten()
         ordered = rows_N[used[torch.argsort(back_N[used])]]
         owner_TK = self._owner(ids_TK, self.cfg.experts_per_rank(self.ep_size))
-        return self._to_slots(ordered, owner_TK, routing.rows.reversed(), "return")
+        return self._to_slots(ordered, owner_TK, routing.rows.reversed())
 
     def _owner(self, number_TX: Tensor, of_each: int) -> Tensor:
         """The rank of each expert or group; each rank has `of_each`.  Unused ones sort last."""
         return torch.where(number_TX >= 0, number_TX.long() // of_each, self.ep_size)
 
-    def _to_slots(self, ordered: Tensor, owner_TX: Tensor, exchange: _Exchange, stage: str) -> Tensor:
+    def _to_slots(self, ordered: Tensor, owner_TX: Tensor, exchange: _Exchange) -> Tensor:
         """Send rows, sorted by (source rank, slot), to their tokens' slots (T, X, ...); owner: each slot's sending
         rank."""
         arrived = ordered.new_empty(sum(exchange.received_R), *ordered.shape[1:])
-        self._all_to_all(arrived, ordered, exchange, stage)
+        self._all_to_all(arrived, ordered, exchange, "return")
         slots = ordered.new_empty(owner_TX.numel(), *ordered.shape[1:])
         slots[torch.argsort(owner_TX.flatten(), stable=True)[: arrived.shape[0]]] = arrived
         return slots.view(*owner_TX.shape, *ordered.shape[1:])
@@ -397,7 +397,7 @@ class CollectiveBackend:
         group_TW = token_groups(ids_TK, cfg)
         owner_TW = self._owner(group_TW, cfg.num_experts // cfg.experts_per_group // self.ep_size)
         counts = [torch.bincount(t, minlength=self.ep_size) for t in (parts.source_P, owner_TW[group_TW >= 0])]
-        slots_TWD = self._to_slots(sums_PD, owner_TW, _Exchange(*torch.stack(counts).tolist()), "return")
+        slots_TWD = self._to_slots(sums_PD, owner_TW, _Exchange(*torch.stack(counts).tolist()))
         return self._compute(lambda: self.experts.combine(slots_TWD, group_TW, None))
 
     # --- collectives ---

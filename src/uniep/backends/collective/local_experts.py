@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from uniep.backends import torch_tiles as cpu_tiles
+from uniep.backends import torch_tiles as tiles
 from uniep.backends.base import MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.kernels.arguments import Activation, Rows, Sums, Tokens
@@ -110,28 +110,28 @@ class TorchExperts:
     def __init__(self, cfg: MoEConfig, rank: int, way: Way) -> None:
         self.cfg, self.rank, self.way = cfg, rank, way
 
-    def _rows(self, routed: Routed) -> cpu_tiles.Rows:
+    def _rows(self, routed: Routed) -> tiles.Rows:
         """Return slots for rows that stay on this rank: row n goes to slot n."""
         used_N = routed.plan.row_return_N >= 0
         target_N = torch.where(used_N, self.rank, -1)
-        return cpu_tiles.Rows(
+        return tiles.Rows(
             self.rank, self.cfg, routed.plan, routed.weight_N[:, None], target_N, torch.arange(len(used_N))
         )
 
-    def _shared(self, tokens: Tokens, routed: Routed) -> list[cpu_tiles.Shared]:
+    def _shared(self, tokens: Tokens, routed: Routed) -> list[tiles.Shared]:
         """One entry per rank; only this rank's is written."""
         num_rows = routed.plan.num_rows
         results_ND = tokens.local.new_empty(num_rows, self.cfg.hidden)
         dweights_N = torch.empty(num_rows, dtype=torch.float32)
-        return [cpu_tiles.Shared(tokens.received, results_ND, dweights_N)] * (self.rank + 1)
+        return [tiles.Shared(tokens.received, results_ND, dweights_N)] * (self.rank + 1)
 
     def forward(
         self, tokens: Tokens, routed: Routed, experts: ExpertWeights, save: bool
     ) -> tuple[Tensor, Tensor | None]:
         rows, shared, x_TD = self._rows(routed), self._shared(tokens, routed), tokens.local
         nothing = torch.empty(0, self.cfg.top_k)
-        bodies = cpu_tiles.Forward(rows, shared, x_TD[:0], nothing, nothing, experts, keep=False)  # sends and sums none
-        bodies.x_rows = cpu_tiles.Gather(x_TD, tokens.received, rows, compact=True)
+        bodies = tiles.Forward(rows, shared, x_TD[:0], nothing, nothing, experts, keep=False)  # sends and sums none
+        bodies.x_rows = tiles.Gather(x_TD, tokens.received, rows, compact=True)
         for block in _segments(routed.plan, self.cfg.ffn):
             bodies.gate_up(block)
         run_own(self.way, "gate_up", bodies.act_NF, routed.plan)
@@ -146,13 +146,13 @@ class TorchExperts:
     ) -> RowGradients:  # fmt: skip
         cfg, plan = self.cfg, routed.plan
         rows, shared = self._rows(routed), self._shared(dy, routed)
-        x_rows = cpu_tiles.Gather(x.local, x.received, rows, compact=True)
+        x_rows = tiles.Gather(x.local, x.received, rows, compact=True)
         no_ids = torch.empty(0, cfg.top_k)
         apart = self.way.separate_gradient
         none = dy.local[:0]  # to send or to sum
-        bodies = cpu_tiles.Backward(rows, shared, none, no_ids, experts, h_NF, x_rows, needs, main_grads, blocks, apart)
+        bodies = tiles.Backward(rows, shared, none, no_ids, experts, h_NF, x_rows, needs, main_grads, blocks, apart)
         biases = needs.biases and cfg.bias
-        bodies.dy_rows = cpu_tiles.Gather(dy.local, dy.received, rows, compact=True)
+        bodies.dy_rows = tiles.Gather(dy.local, dy.received, rows, compact=True)
         if h_NF is None:
             for block in _segments(plan, cfg.ffn):
                 bodies.recompute(block)
@@ -213,7 +213,7 @@ class KernelExperts:
         used_N, source_N = plan.row_return_N >= 0, plan.row_source_N.long()
         block, zero_row = self.cfg.receive_block, plan.recv_count_R.sum()
         slot_N = torch.where(used_N & (source_N < 0), -source_N - 1, 0)
-        slot_N = cpu_tiles.compact_base(plan, self.rank)[slot_N // block] + slot_N % block
+        slot_N = tiles.compact_base(plan, self.rank)[slot_N // block] + slot_N % block
         remote_N = torch.where(used_N, -slot_N - 1, -zero_row - 1)
         starts, num_tiles = plan.expert_start_e1, plan.num_rows // tile.rows
         local = starts.shape[0] - 1

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from uniep.errors import ConfigError, UnsupportedError
-from uniep.integrations.torch.owners import Owner, owners_of, part
-from uniep.layout import power_of_2
-from uniep.numerics import pair_tree_sum
+from uniep.integrations.torch.owners import Owner, owners_of
+from uniep.nn.modules import local_part
+from uniep.nn.router_ops import row_sum
 from uniep.workspace import process_group
 
 __all__ = ["clip_grad_norm_", "share_nonfinite_"]
@@ -71,7 +71,7 @@ def clip_grad_norm_(
     for p in parameters:
         if isinstance(p.grad, DTensor) and any(placement.is_partial() for placement in p.grad.placements):
             p.grad = p.grad.redistribute(p.grad.device_mesh, [_whole(placement) for placement in p.grad.placements])
-    grads = [None if p.grad is None else part(p.grad) for p in parameters]
+    grads = [None if p.grad is None else local_part(p.grad) for p in parameters]
     if independent:
         total = _independent_norm(parameters, group, over_ep)
     else:
@@ -142,7 +142,7 @@ def _norm(
     over_ep: dict[nn.Parameter, None],
 ) -> Tensor:
     norms = [
-        torch.zeros((), device=part(p).device)
+        torch.zeros((), device=local_part(p).device)
         if g is None
         else torch.linalg.vector_norm(g, norm_type, dtype=torch.float32)
         for p, g in zip(parameters, grads, strict=True)
@@ -168,13 +168,13 @@ def _independent_norm(
     """As `clip_grad_norm_` says of `independent`."""
     squares = [_sum_of_squares(p, group if p in over_ep else None) for p in parameters]
     device = squares[0].device
-    return _pairs(torch.stack([s.to(device) for s in squares])).sqrt()
+    return row_sum(torch.stack([s.to(device) for s in squares])).sqrt()
 
 
 def _sum_of_squares(parameter: nn.Parameter, ep_group: dist.ProcessGroup | None) -> Tensor:
     """Of the whole parameter's gradient, on every rank.  ep_group: plain experts lie on its ranks."""
-    grad = parameter.grad
-    sums = torch.zeros_like(part(parameter), dtype=torch.float32) if grad is None else part(grad).float().square()
+    here, grad = local_part(parameter), parameter.grad
+    sums = torch.zeros_like(here, dtype=torch.float32) if grad is None else local_part(grad).float().square()
     split = -1  # the last dimension that ranks share
     if isinstance(parameter, DTensor):
         split = max([p.dim for p in parameter.placements if not p.is_replicate()], default=-1)  # type: ignore[attr-defined]
@@ -196,14 +196,8 @@ def _sum_of_squares(parameter: nn.Parameter, ep_group: dist.ProcessGroup | None)
 def _sum_behind(x: Tensor, dim: int) -> Tensor:
     """Sum of the dimensions behind `dim`, the last one first."""
     while x.dim() > dim + 1:
-        x = _pairs(x)
+        x = row_sum(x)
     return x
-
-
-def _pairs(x: Tensor) -> Tensor:
-    """Sum of the last axis by adjacent pairs, with zeros up to a power of two."""
-    size = x.shape[-1]
-    return pair_tree_sum(nn.functional.pad(x, (0, power_of_2(max(size, 1)) - size)))
 
 
 def _split_over(parameter: Tensor, ep_group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, ...]:
@@ -238,10 +232,10 @@ def share_nonfinite_(experts: Iterable[nn.Parameter], ep_group: dist.ProcessGrou
     if group is None:
         raise ConfigError("ep_group is None; pass mesh['ep'] or the process group of the experts")
     experts = list(experts)
-    grads = [g for g in (part(p.grad) for p in experts if p.grad is not None) if g.numel()]
+    grads = [g for g in (local_part(p.grad) for p in experts if p.grad is not None) if g.numel()]
     if not experts:
         return
-    bad = torch.zeros((), device=part(experts[0]).device)
+    bad = torch.zeros((), device=local_part(experts[0]).device)
     if grads:
         largest = torch._foreach_norm(grads, math.inf)
         bad = torch.stack([norm.float() for norm in largest]).amax() * 0.0  # 0, or NaN

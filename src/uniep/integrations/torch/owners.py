@@ -25,7 +25,7 @@ from uniep.nn.record import recorded_modules
 from uniep.nn.wrappers import unwrapped
 from uniep.workspace import process_group
 
-__all__ = ["Owner", "check_group", "layers", "mesh_of", "owners", "owners_of", "part", "split_parameters"]
+__all__ = ["Owner", "check_group", "layers", "mesh_of", "owners", "owners_of", "split_parameters"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,21 +106,14 @@ def plain_name(model: nn.Module, path: str) -> str:
     return ".".join(names)
 
 
-def part(t: Tensor) -> Tensor:
-    """The part of it on this rank."""
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
-def mesh_of(given: Any, name: str, device_type: str) -> DeviceMesh:
-    """The one-dimensional mesh itself, or one of the process group's ranks.  name: of the argument, for the errors.
-
-    Raises ConfigError for anything else."""
-    group = process_group(given, name)
+def mesh_of(ep_mesh: Any, device_type: str) -> DeviceMesh:
+    """The one-dimensional mesh itself, or one of the process group's ranks.  Raises ConfigError for anything else."""
+    group = process_group(ep_mesh, "ep_mesh")
     if group is None:
         raise ConfigError(
-            f"{name} is None; pass mesh['ep'] or the process group of the experts, also where it has one rank"
+            "ep_mesh is None; pass mesh['ep'] or the process group of the experts, also where it has one rank"
         )
-    return given if isinstance(given, DeviceMesh) else DeviceMesh.from_group(group, device_type)
+    return ep_mesh if isinstance(ep_mesh, DeviceMesh) else DeviceMesh.from_group(group, device_type)
 
 
 def check_group(module: Experts, layer: str, ep_mesh: DeviceMesh) -> None:

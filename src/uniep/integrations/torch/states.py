@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
-from uniep.integrations.torch.owners import Owner, check_group, layers, mesh_of, owners, part, plain_name
+from uniep.integrations.torch.owners import Owner, check_group, layers, mesh_of, owners, plain_name
 from uniep.nn import Experts
+from uniep.nn.modules import local_part
 
 __all__ = ["TrainState", "load_full_state_dict"]
 
@@ -80,7 +81,7 @@ class TrainState(Stateful):
         expert_dims: Mapping[str, int | None] | None = None,
     ) -> None:
         found = list(layers(model))
-        self.model, self.ep_mesh = model, mesh_of(ep_mesh, "ep_mesh", found[0][1].workspace.device.type)
+        self.model, self.ep_mesh = model, mesh_of(ep_mesh, found[0][1].workspace.device.type)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         self.states = STATES | dict(expert_dims or {})
         self._spread: set[tuple[str, str]] = set()
@@ -105,7 +106,7 @@ class TrainState(Stateful):
         self._agreed(lambda: self._check(about))
         own = owners(self.model)
         model = {
-            name: part(value) if name in own and not isinstance(own[name][0], DTensor) else value
+            name: local_part(value) if name in own and not isinstance(own[name][0], DTensor) else value
             for name, value in state_dict["model"].items()
         }
         _set_state(self.model, model)
@@ -123,7 +124,7 @@ class TrainState(Stateful):
             state = optimizer.state[parameter]
             for key, value in state_dict["optimizer"]["state"][name].items():
                 # Parameters that were plain are plain again.
-                _set(state, key, part(value) if (name, key) in self._spread else value)
+                _set(state, key, local_part(value) if (name, key) in self._spread else value)
 
     def _tell_untrained(self) -> None:
         held = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
@@ -264,7 +265,7 @@ class TrainState(Stateful):
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 claims[label] = _digest(value)
             return value
-        here = part(parameter).shape
+        here = local_part(parameter).shape
         known = key in self.states
         if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
             pass  # such as quantized blocks, whose shape is no help

@@ -20,9 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.integrations.torch.clipping import share_nonfinite_
-from uniep.integrations.torch.owners import Owner, check_group, layers, mesh_of, owners, part
+from uniep.integrations.torch.owners import Owner, check_group, layers, mesh_of, owners
 from uniep.integrations.torch.rank_order import Complete
 from uniep.nn import Experts
+from uniep.nn.modules import local_part
 
 __all__ = ["data_parallel", "distribute_experts", "fully_shard_experts"]
 
@@ -172,7 +173,7 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh | dist.ProcessGroup
     Experts has no known owner.
     """
     found = list(layers(model))
-    ep_mesh = mesh_of(ep_mesh, "ep_mesh", found[0][1].workspace.device.type)
+    ep_mesh = mesh_of(ep_mesh, found[0][1].workspace.device.type)
     for layer, module in found:
         check_group(module, layer, ep_mesh)
     made: dict[int, nn.Parameter] = {}
@@ -246,7 +247,7 @@ def fully_shard_experts(
 
 def _even(parts: int, parameter: nn.Parameter) -> Shard:
     """The first dimension that can be split evenly over `parts` ranks; preferably the experts'."""
-    shape = part(parameter).shape
+    shape = local_part(parameter).shape
     return Shard(next((dim for dim, size in enumerate(shape) if size % parts == 0), 0))
 
 
