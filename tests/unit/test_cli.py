@@ -185,6 +185,22 @@ def test_memory_of_a_hugging_face_config(tmp_path):
         (["doctor", "--json", "/no/such/x.json"], "--json /no/such/x.json: there is no folder /no/such; make it"),
         (["simulate", "--picture", "/no/such/x.png"], "--picture /no/such/x.png: there is no folder"),
         (["memory", "--shape", "qwen3-30b", "--ffn", "3"], "--shape qwen3-30b beside --ffn; give the shape, or"),
+        (
+            ["memory", "--fsdp", "8", "--dense", "1e9"],
+            "--dense, --fsdp without effect on one layer; give --layers or --config, too",
+        ),
+        (
+            ["memory", "--config", "x.json", "--hidden", "64"],
+            "--hidden beside --config x.json, which says it; give one",
+        ),
+        (
+            ["trace", "--machine", "h100-node"],
+            "--machine is for --predict with --gpus; give both, too, or leave it out",
+        ),
+        (["tune", "--calibrate", "--into", "x"], "--into beside --calibrate, which searches nothing; leave one out"),
+        (["tune", "--machine", "h200-node"], "--machine is for --calibrate; give it, too, or leave --machine out"),
+        (["simulate", "--sensitivity"], "--sensitivity is for --a3; give it, too"),
+        (["simulate", "--a3", "--shape", "olmoe"], "--shape beside --a3, which has its own; leave one out"),
         (["verify", "--shape", "qwen"], "shape 'qwen' is unknown; use qwen3-30b"),
         (["bench", "--rnks", "2"], "no option --rnks; did you mean --ranks?"),
         (["bench", "--tokns=2"], "no option --tokns=2; did you mean --tokens?"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,6 +84,14 @@ def layer_sizes(context: typer.Context, shape: str | None, ep: int = 1) -> dict[
         raise ConfigError(f"--shape {shape} beside {', '.join(given)}; give the shape, or the four sizes")
     made = parse_shape(shape)
     return {"hidden": made.hidden, "ffn": made.ffn, "num_experts": made.experts(ep), "top_k": made.top_k}
+
+
+def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raises ConfigError if one of these parameters stands on the command line: it would have no effect."""
+    options = {param.name: param.opts[0] for param in context.command.params}
+    given = [options[name] for name in names if _told(context, name)]
+    if given:
+        raise ConfigError(f"{', '.join(given)} {why}")
 
 
 def _told(context: typer.Context, name: str) -> bool:
