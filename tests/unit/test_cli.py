@@ -184,6 +184,8 @@ def test_memory_of_a_hugging_face_config(tmp_path):
         (["doctor", "--json", "/proc/x.json"], "--json /proc"),
         (["doctor", "--json", "/no/such/x.json"], "--json /no/such/x.json: there is no folder /no/such; make it"),
         (["simulate", "--picture", "/no/such/x.png"], "--picture /no/such/x.png: there is no folder"),
+        (["simulate", "--picture", "x.xyz"], "--picture x.xyz: the name must end in a format, one of ."),
+        (["explain", "--picture", "x"], "--picture x: the name must end in a format, one of "),
         (["memory", "--shape", "qwen3-30b", "--ffn", "3"], "--shape qwen3-30b beside --ffn; give the shape, or"),
         (
             ["memory", "--fsdp", "8", "--dense", "1e9"],

@@ -142,6 +142,17 @@ def check_file(path: Path | None, option: str) -> None:
     check_folder(path.parent, option)
 
 
+def check_picture(path: Path | None, option: str) -> None:
+    """As `check_file`; also if the name does not end in a format that matplotlib draws."""
+    check_file(path, option)
+    if path is not None:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        known = FigureCanvasBase.get_supported_filetypes()
+        if path.suffix.removeprefix(".").lower() not in known:
+            raise ConfigError(f"{option} {path}: the name must end in a format, one of .{', .'.join(sorted(known))}")
+
+
 def check_lora(r: int, option: str, cfg: MoEConfig, backend: str, instead: str = "") -> None:
     """Raises what `add_lora` would of factors of rank r, before any work is done.  instead: a remedy of the command."""
     if backend == "hopper" and (error := lora_limit(r, instead=instead)) is not None:

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import JsonFile, ShapeName, check_file, refuse, write_json
+from uniep.cli.options import JsonFile, ShapeName, check_file, check_picture, refuse, write_json
 from uniep.cli.progress import progress
 from uniep.shapes import parse_shape
 from uniep.sim.machine import Machine, load_machine, machines, parse_changes
@@ -82,7 +82,7 @@ def simulate(
     torch.set_num_threads(1)  # many small tensors
     console = Console(highlight=False)
     check_file(json_file, "--json")
-    check_file(picture, "--picture")
+    check_picture(picture, "--picture")
     if a3:
         given = ("machine", "shape", "ep", "tokens", "routing", "direction", "combine_groups", "schedule", "picture")
         refuse(context, given, "beside --a3, which has its own; leave one out")
