@@ -22,11 +22,20 @@ BEGIN, END = "<!-- benchmarks: begin (benchmarks/table.py writes this part) -->"
 
 
 def tables(timings: list[Timing]) -> str:
-    """One table per machine, load and direction; the best peer's time is in italics."""
+    """One table per machine, load and direction; the best peer's time is in italics.  What was measured again, with all
+    of its columns, is left out."""
     groups: dict[tuple[str, str, str], list[Timing]] = {}
     for timing in timings:
-        groups.setdefault((timing.machine, timing.load, timing.direction), []).append(timing)
+        if not any(_repeats(later, timing) for later in timings):
+            groups.setdefault((timing.machine, timing.load, timing.direction), []).append(timing)
     return "\n".join(_table(*key, group) for key, group in groups.items())
+
+
+def _repeats(later: Timing, timing: Timing) -> bool:
+    """Whether `later` is the same case, measured after `timing`, with all of its columns."""
+    cases = {(t.machine, t.load, t.direction, t.shape, t.tokens, t.routing) for t in (later, timing)}
+    columns = timing.ms.keys() & {*PEERS, "uniep", "uniep-compute"}
+    return len(cases) == 1 and later.meta["date"] > timing.meta["date"] and columns <= later.ms.keys()
 
 
 def _table(machine: str, load_name: str, direction: str, timings: list[Timing]) -> str:
@@ -45,9 +54,11 @@ def _table(machine: str, load_name: str, direction: str, timings: list[Timing]) 
             both = "uniep" in ms and "uniep-compute" in ms
             cells.append(f"{ms['uniep'] / ms['uniep-compute']:.2f}" if both else "")
         lines.append("| " + " | ".join([*cells, timing.meta["commit"]]) + " |")
-    metas = dict.fromkeys((t.meta["date"][:10], t.meta["torch"], t.meta["triton"]) for t in timings)
-    for day, torch_version, triton_version in metas:
-        lines += ["", f"{day}, PyTorch {torch_version}, Triton {triton_version}."]
+    versions: dict[tuple[str, str], set[str]] = {}
+    for t in timings:
+        versions.setdefault((t.meta["torch"], t.meta["triton"]), set()).add(t.meta["date"][:10])
+    for (torch_version, triton_version), days in versions.items():
+        lines += ["", f"{', '.join(sorted(days))}, PyTorch {torch_version}, Triton {triton_version}."]
     return "\n".join(lines) + "\n"
 
 

@@ -60,7 +60,7 @@ class Workspace:
         without init_process_group is refused.
     device: where x lives; default the current CUDA device if there is one, else CPU.
     backend: "auto", "cpu", "hopper" or "nccl" (explicit collectives, any GPU, several nodes; gloo on CPU).
-        "auto" takes "hopper" on CUDA and "cpu" on CPU, and raises if that cannot run.
+        "auto" takes UNIEP_BACKEND if it is set, else "hopper" on CUDA and "cpu" on CPU, and raises if that cannot run.
     copies: ProcessGroup or one-dimensional DeviceMesh of the ranks of other EP groups that hold copies of this rank's
         experts, in the order of their blocks (`MoEConfig.gradient_shards`), this rank included.  Then each backward
         sums expert gradients over them, too, and is collective over both groups: `.grad` and main_grad are complete

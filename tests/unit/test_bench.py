@@ -846,6 +846,18 @@ def test_table_is_written_between_the_marks_and_again(result_file):
         table.insert("no marks", "")
 
 
+def test_a_table_leaves_out_what_was_measured_again(result_file):
+    old = results.load([result_file])
+    new = [dataclasses.replace(t, ms=t.ms | {"uniep": 0.5}, meta=old[0].meta | {"date": "2026-11-28"}) for t in old[:2]]
+    few = [dataclasses.replace(t, ms={"uniep": 0.4}, meta=old[0].meta | {"date": "2026-11-29"}) for t in old[2:]]
+    for timings in (old + new + few, few + new + old):
+        text = table.tables(timings)
+        lines = [line for line in text.splitlines() if line.startswith("| qwen3-30b")]
+        assert len(lines) == 2 and all("| 0.500 |" in line for line in lines)
+        assert text.count("| mixtral-8x7b") == 4  # the later one has no peers
+        assert "\n2026-11-27, 2026-11-28, 2026-11-29, PyTorch 2.11, Triton 3.6.\n" in text
+
+
 @pytest.mark.parametrize("page", table.PAGES)
 def test_pages_have_the_tables_of_the_committed_files(page):
     assert (ROOT / page).read_text() == table.page_text(page), "python benchmarks/table.py --pages"

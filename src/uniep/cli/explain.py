@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, check_lora, write_json
+from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, check_lora, check_picture, write_json
 from uniep.errors import ConfigError
 from uniep.shapes import parse_shape
 from uniep.sim.machine import machines
@@ -56,7 +56,7 @@ def explain(
     torch.set_num_threads(1)
     console = Console(highlight=False)
     check_file(json_file, "--json")
-    check_file(picture, "--picture")
+    check_picture(picture, "--picture")
     made, known = parse_shape(shape), _card(card, backend)
     cfg = made.config(
         ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)

@@ -28,6 +28,7 @@ from uniep.cli.options import (
     WeightAt,
     check_file,
     layer_sizes,
+    refuse,
     write_json,
 )
 from uniep.cli.whole_model import Optimizer
@@ -121,9 +122,11 @@ def memory(
         )
     sizes: dict[str, Any] = layer_sizes(context, shape, ep)
     size = None
+    if config is None and layers is None:
+        refuse(context, ("dense", "optimizer", "fsdp"), "without effect on one layer; give --layers or --config, too")
     if config is not None:
-        if shape is not None:
-            raise uniep.ConfigError(f"--shape {shape} beside --config {config}, which says it; give one")
+        given = ("shape", "hidden", "ffn", "num_experts", "top_k", "dense")
+        refuse(context, given, f"beside --config {config}, which says it; give one")
         if layers is not None:
             raise uniep.ConfigError(
                 f"--layers {layers} and --config {config} both say how many layers; give one of them"

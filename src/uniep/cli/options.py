@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,6 +86,14 @@ def layer_sizes(context: typer.Context, shape: str | None, ep: int = 1) -> dict[
     return {"hidden": made.hidden, "ffn": made.ffn, "num_experts": made.experts(ep), "top_k": made.top_k}
 
 
+def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raises ConfigError if one of these parameters stands on the command line: it would have no effect."""
+    options = {param.name: param.opts[0] for param in context.command.params}
+    given = [options[name] for name in names if _told(context, name)]
+    if given:
+        raise ConfigError(f"{', '.join(given)} {why}")
+
+
 def _told(context: typer.Context, name: str) -> bool:
     """Whether this parameter stands on the command line."""
     source = context.get_parameter_source(name)
@@ -131,6 +140,17 @@ def check_file(path: Path | None, option: str) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or name another file")
     check_folder(path.parent, option)
+
+
+def check_picture(path: Path | None, option: str) -> None:
+    """As `check_file`; also if the name does not end in a format that matplotlib draws."""
+    check_file(path, option)
+    if path is not None:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        known = FigureCanvasBase.get_supported_filetypes()
+        if path.suffix.removeprefix(".").lower() not in known:
+            raise ConfigError(f"{option} {path}: the name must end in a format, one of .{', .'.join(sorted(known))}")
 
 
 def check_lora(r: int, option: str, cfg: MoEConfig, backend: str, instead: str = "") -> None:

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import JsonFile, ShapeName, check_file, write_json
+from uniep.cli.options import JsonFile, ShapeName, check_file, check_picture, refuse, write_json
 from uniep.cli.progress import progress
 from uniep.shapes import parse_shape
 from uniep.sim.machine import Machine, load_machine, machines, parse_changes
@@ -24,6 +24,7 @@ _STRATEGIES = "\n\n".join(f"- `{s.name}`: {s.about}" for s in STRATEGIES.values(
 
 
 def simulate(
+    context: typer.Context,
     machine: Annotated[
         str,
         typer.Option(help=f"Machine: {', '.join(machines())}, or the path of a TOML file.", rich_help_panel="Machine"),
@@ -81,12 +82,15 @@ def simulate(
     torch.set_num_threads(1)  # many small tensors
     console = Console(highlight=False)
     check_file(json_file, "--json")
-    check_file(picture, "--picture")
+    check_picture(picture, "--picture")
     if a3:
+        given = ("machine", "shape", "ep", "tokens", "routing", "direction", "combine_groups", "schedule", "picture")
+        refuse(context, given, "beside --a3, which has its own; leave one out")
         from uniep.cli.simulate_a3 import reproduce
 
         document = reproduce(console, load_machine("ascend-a3", parse_changes(changes or [])), sensitivity)
     else:
+        refuse(context, ("sensitivity",), "is for --a3; give it, too")
         made = load_machine(machine, parse_changes(changes or []))
         problem = Problem(parse_shape(shape), ep, tokens, routing, direction, combine_groups=combine_groups)  # type: ignore[arg-type]
         strategies = parse_strategies(schedule)

@@ -29,6 +29,7 @@ from uniep.cli.options import (
     check_folder,
     layer_sizes,
     parse_schedule,
+    refuse,
     write_json,
 )
 from uniep.cli.page import write_page
@@ -84,6 +85,8 @@ def trace(
     cfg.experts_per_rank(ep)
     check_folder(out)
     check_file(json_file, "--json")
+    if not (predict and gpus):
+        refuse(context, ("machine",), "is for --predict with --gpus; give both, too, or leave it out")
     model = load_machine(machine) if predict and gpus else None
     device, backend, default = "CPU processes", "cpu", uniep.Schedule()
     if gpus:

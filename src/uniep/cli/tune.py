@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import uniep
 from uniep.backends import registry
-from uniep.cli.options import DType, Dtype, JsonFile, check_file, check_folder, write_json
+from uniep.cli.options import DType, Dtype, JsonFile, check_file, check_folder, refuse, write_json
 from uniep.cli.summary import commit
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.shapes import parse_shape
@@ -33,6 +33,7 @@ from uniep.tuner.model import Card, card_text, find_card
 
 
 def tune(
+    context: typer.Context,
     shape: Annotated[str, typer.Option(help="Shapes, DxFxExK (hidden, ffn, experts, top-k) or names.")] = "qwen3-30b",
     ep: Annotated[
         int | None, typer.Option(help="Ranks, as processes of this machine; default: 2, with one GPU 1.", min=1)
@@ -91,6 +92,11 @@ def tune(
     """
     console = Console(highlight=False)
     check_file(json_file, "--json")
+    if calibrate:
+        searched = ("shape", "tokens", "combine_groups", "budget_s", "candidate_s", "sampler", "compilers", "card")
+        refuse(context, (*searched, "into"), "beside --calibrate, which searches nothing; leave one out")
+    else:
+        refuse(context, ("machine",), "is for --calibrate; give it, too, or leave --machine out")
     if into is not None:
         check_folder(into, "--into")
     backend = _backend(backend)
