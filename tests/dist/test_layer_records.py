@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 
 import case
@@ -11,7 +12,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from case import config, equal_bits
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -306,6 +314,51 @@ def full_states(world):
 def test_105_full_states(pool):
     """105: a full state has the experts of all ranks, and each rank takes its own from it."""
     assert pool.run(full_states) == [[]] * 4
+
+
+def full_optimizer_states(world):
+    """What is said of the optimizer's full state; differences of what comes back to what was saved."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    everyone = init_device_mesh("cpu", (4,))
+    found = {}
+    for how, wrap in HOWS.items():
+        with made(mesh["ep"]) as ws:
+            pairs = []
+            for seed in (1, 2):
+                model = wrap(Model(ws, seed), mesh, everyone)
+                optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+                (model(torch.randn(4, 16)) ** 2).sum().backward()
+                optimizer.step()
+                pairs.append((model, optimizer))
+            (model, optimizer), other = pairs
+            full = StateDictOptions(full_state_dict=True)
+            own = get_optimizer_state_dict(model, optimizer)  # of this rank, for files of each rank
+            said = [
+                case.named_error(functools.partial(get_state_dict, model, optimizer, options=full)),
+                case.named_error(functools.partial(get_optimizer_state_dict, model, optimizer, options=full)),
+                case.named_error(functools.partial(set_optimizer_state_dict, *other, own, options=full)),
+            ]
+            bad = []
+            if said == [None] * 3:
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                whole = get_optimizer_state_dict(model, optimizer, options=full)
+                set_optimizer_state_dict(*other, whole if world.rank == 0 else {}, options=options)
+                pair = zip(model.parameters(), other[0].parameters(), strict=True)
+                for a, b in pair:
+                    one, two = optimizer.state[a]["exp_avg"], other[1].state[b]["exp_avg"]
+                    bad += [] if torch.equal(*(getattr(t, "_local_tensor", t) for t in (one, two))) else [a.shape]
+            found[how] = said, bad
+    return found
+
+
+def test_105_full_states_of_optimizers(pool):
+    """Of plain experts they would be rank 0's for all: refused on all ranks.  Of DTensors they come back."""
+    for found in pool.run(full_optimizer_states):
+        for how in ("distribute_experts", "fsdp2"):
+            assert found[how] == ([None] * 3, []), how
+        for how in ("plain", "ddp"):
+            said, _ = found[how]
+            assert all(kind == "UnsupportedError" and "TrainState(model" in text for kind, text in said), (how, said)
 
 
 def other_states(world):
