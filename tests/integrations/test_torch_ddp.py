@@ -235,3 +235,26 @@ def test_what_ddp_leaves_out(pool):
         assert said[0] == "ConfigError" and "head.bias requires gradients, but did not when" in said[1]
         assert not reduced
         torch.testing.assert_close(bias, want, rtol=2e-5, atol=1e-6)
+
+
+def adapted_late(world):
+    """What a forward says of factors that were added after data_parallel; how much their copies differ when wrapped."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace:
+        model = Model(workspace)
+        ddp = uniep_torch.data_parallel(model, mesh)
+        uniep.nn.add_lora(model, r=8, seed=1)
+        said = case.named_error(lambda: ddp(X))
+        ddp = uniep_torch.data_parallel(ddp.module, mesh)
+        loss_of(ddp, *of_rank(world)).backward()
+        grad = model.blocks[0].moe.experts.lora_b13.grad
+        parts = [torch.empty_like(grad) for _ in range(2)]
+        dist.all_gather(parts, grad, group=mesh["dp"].get_group())
+        return said, torch.equal(*parts) and bool(grad.any())
+
+
+@pytest.mark.smoke
+def test_factors_added_late(pool):
+    for said, reduced in pool.run(adapted_late):
+        assert said[0] == "ConfigError" and "other parameters since data_parallel, such as those of add_lora" in said[1]
+        assert reduced

@@ -107,6 +107,7 @@ class _Averages:
     ) -> None:
         self.places, self.dense, self.copies, self.ep_group, self.complete = places, dense, copies, ep_group, complete
         self.frozen = [(module, name) for module, name in dense if not module.get_parameter(name).requires_grad]
+        self.declared = {module: len(module.expert_dims) for module, _ in places if isinstance(module, Experts)}
         self.synchronize = True
         self.running = False
         self.task = 0  # autograd's number of this backward
@@ -160,6 +161,11 @@ class _Averages:
                     f"{path}.{name} requires gradients, but did not when data_parallel was called, so that DDP would "
                     "not reduce it; call model = data_parallel(model.module, mesh) again"
                 )
+        if any(len(module.expert_dims) != number for module, number in self.declared.items()):
+            raise ConfigError(
+                "experts have got other parameters since data_parallel, such as those of add_lora, whose gradients "
+                "would not be averaged; call model = data_parallel(model.module, mesh) again"
+            )
         self.parameters()
 
     def behind(self, wrapped: DistributedDataParallel, args: Any, output: Any) -> None:
