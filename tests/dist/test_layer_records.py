@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import io
+import logging
 
 import case
 import pytest
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import uniep
+from uniep.backends.protocol import tell_alike
 from uniep.integrations.torch import data_parallel, distribute_experts, fully_shard_experts
 
 CFG = config(hidden=16, ffn=8, num_experts=4, max_tokens_per_rank=32)
@@ -144,6 +146,38 @@ def test_92_93_copies_are_noticed(pool, backend, calls):
 def test_experts_may_be_equal(pool, how, calls):
     """Upcycled, made equal before the first call, or lost to NaN: no copies."""
     assert pool.run(damaged, "cpu", how, calls, ranks=2) == [[None] * 4] * 2
+
+
+def initialised(world, how):
+    """What is logged in two calls of two layers, initialised by `how`."""
+    told, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    tell_alike.cache_clear()
+    logging.getLogger("uniep").addHandler(handler)
+    try:
+        with made(world.group(2)) as ws:
+            torch.manual_seed(0)
+            with torch.device("meta") if how == "meta" else contextlib.nullcontext():
+                layers = [uniep.nn.Experts(CFG, workspace=ws) for _ in "ab"]
+            for layer in layers:
+                layer.to_empty(device="cpu") if how == "meta" else None
+                for p in layer.parameters() if how != "own" else ():
+                    nn.init.normal_(p)
+            for layer in layers * 2:
+                layer(torch.ones(4, 16), IDS, torch.ones(4, 2))
+    finally:
+        logging.getLogger("uniep").removeHandler(handler)
+    return told
+
+
+@pytest.mark.parametrize("how", ["own", "alike", "meta"])
+def test_95_initialised_alike_by_the_user(pool, how):
+    """95: the same random numbers on all ranks, as in a loop over parameters: fewer experts, and they are told."""
+    for told in pool.run(initialised, how, ranks=2):
+        assert len(told) == (how != "own")
+        assert all(
+            "ranks of an EP group hold the same experts" in text and "reset_parameters()" in text for text in told
+        )
 
 
 class Model(nn.Module):
