@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import functools
 import io
+import logging
 
 import case
 import pytest
@@ -11,7 +13,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from case import config, equal_bits
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -19,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import uniep
+from uniep.backends.protocol import tell_alike
 from uniep.integrations.torch import data_parallel, distribute_experts, fully_shard_experts
 
 CFG = config(hidden=16, ffn=8, num_experts=4, max_tokens_per_rank=32)
@@ -136,6 +146,38 @@ def test_92_93_copies_are_noticed(pool, backend, calls):
 def test_experts_may_be_equal(pool, how, calls):
     """Upcycled, made equal before the first call, or lost to NaN: no copies."""
     assert pool.run(damaged, "cpu", how, calls, ranks=2) == [[None] * 4] * 2
+
+
+def initialised(world, how):
+    """What is logged in two calls of two layers, initialised by `how`."""
+    told, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    tell_alike.cache_clear()
+    logging.getLogger("uniep").addHandler(handler)
+    try:
+        with made(world.group(2)) as ws:
+            torch.manual_seed(0)
+            with torch.device("meta") if how == "meta" else contextlib.nullcontext():
+                layers = [uniep.nn.Experts(CFG, workspace=ws) for _ in "ab"]
+            for layer in layers:
+                layer.to_empty(device="cpu") if how == "meta" else None
+                for p in layer.parameters() if how != "own" else ():
+                    nn.init.normal_(p)
+            for layer in layers * 2:
+                layer(torch.ones(4, 16), IDS, torch.ones(4, 2))
+    finally:
+        logging.getLogger("uniep").removeHandler(handler)
+    return told
+
+
+@pytest.mark.parametrize("how", ["own", "alike", "meta"])
+def test_95_initialised_alike_by_the_user(pool, how):
+    """95: the same random numbers on all ranks, as in a loop over parameters: fewer experts, and they are told."""
+    for told in pool.run(initialised, how, ranks=2):
+        assert len(told) == (how != "own")
+        assert all(
+            "ranks of an EP group hold the same experts" in text and "reset_parameters()" in text for text in told
+        )
 
 
 class Model(nn.Module):
@@ -306,6 +348,51 @@ def full_states(world):
 def test_105_full_states(pool):
     """105: a full state has the experts of all ranks, and each rank takes its own from it."""
     assert pool.run(full_states) == [[]] * 4
+
+
+def full_optimizer_states(world):
+    """What is said of the optimizer's full state; differences of what comes back to what was saved."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    everyone = init_device_mesh("cpu", (4,))
+    found = {}
+    for how, wrap in HOWS.items():
+        with made(mesh["ep"]) as ws:
+            pairs = []
+            for seed in (1, 2):
+                model = wrap(Model(ws, seed), mesh, everyone)
+                optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+                (model(torch.randn(4, 16)) ** 2).sum().backward()
+                optimizer.step()
+                pairs.append((model, optimizer))
+            (model, optimizer), other = pairs
+            full = StateDictOptions(full_state_dict=True)
+            own = get_optimizer_state_dict(model, optimizer)  # of this rank, for files of each rank
+            said = [
+                case.named_error(functools.partial(get_state_dict, model, optimizer, options=full)),
+                case.named_error(functools.partial(get_optimizer_state_dict, model, optimizer, options=full)),
+                case.named_error(functools.partial(set_optimizer_state_dict, *other, own, options=full)),
+            ]
+            bad = []
+            if said == [None] * 3:
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                whole = get_optimizer_state_dict(model, optimizer, options=full)
+                set_optimizer_state_dict(*other, whole if world.rank == 0 else {}, options=options)
+                pair = zip(model.parameters(), other[0].parameters(), strict=True)
+                for a, b in pair:
+                    one, two = optimizer.state[a]["exp_avg"], other[1].state[b]["exp_avg"]
+                    bad += [] if torch.equal(*(getattr(t, "_local_tensor", t) for t in (one, two))) else [a.shape]
+            found[how] = said, bad
+    return found
+
+
+def test_105_full_states_of_optimizers(pool):
+    """Of plain experts they would be rank 0's for all: refused on all ranks.  Of DTensors they come back."""
+    for found in pool.run(full_optimizer_states):
+        for how in ("distribute_experts", "fsdp2"):
+            assert found[how] == ([None] * 3, []), how
+        for how in ("plain", "ddp"):
+            said, _ = found[how]
+            assert all(kind == "UnsupportedError" and "TrainState(model" in text for kind, text in said), (how, said)
 
 
 def other_states(world):

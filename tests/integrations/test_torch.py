@@ -491,6 +491,7 @@ def refused(world):
         attempt("fsdp2: no mesh", uniep_torch.fully_shard_experts, model, None)
         attempt("ddp: no mesh", uniep_torch.data_parallel, model, dist.group.WORLD)
         attempt("ddp: a group", uniep_torch.data_parallel, model, mesh, process_group=None)
+        attempt("ddp: a mesh", uniep_torch.data_parallel, model, mesh, device_mesh=mesh["dp"])
         third = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
         attempt("ddp: few ranks", uniep_torch.data_parallel, model, third["dp", "ep"])
         uniep_torch.fully_shard_experts(model, mesh)
@@ -512,6 +513,7 @@ def test_refusals(pool):
         "itself": "is itself an Experts",
         "few ranks": "the mesh has 2 ranks but the job has 4",
         "a group": "process_group is decided by the mesh",
+        "a mesh": "device_mesh is decided by the mesh",
         "swapped": r"dense\[0\] is w13 of experts [04]..[37] of 8, which are spread over 2 ranks, and would count",
         "no group": r"experts\[0\] is w13 of .* would count on this rank alone.*and the EP group",
         "all dense": r"dense\[3\] is w13 of .* would count on this rank alone",

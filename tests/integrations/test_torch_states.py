@@ -193,6 +193,10 @@ def refused(world, folder):
         saved = state(optimizer=torch.optim.AdamW)
         dcp.save({"train": saved}, checkpoint_id=folder)
 
+        writer = dcp.HuggingFaceStorageWriter(f"{folder}/safetensors", save_distributed=True)
+        attempts["save: safetensors"] = named(dcp.save, {"train": saved}, storage_writer=writer)
+        attempts["save: safetensors, a state"] = named(dcp.save, saved.state_dict(), storage_writer=writer)
+
         def load(change=lambda model: None, build=plain.Model, optimizer=torch.optim.AdamW):
             model = build(workspace)
             change(model)
@@ -223,6 +227,8 @@ def test_states_without_an_owner(pool, tmp_path):
         "LBFGS": "LBFGS has no state of .* take a step",
         "ZeRO": "takes the experts of all ranks for copies",
         "shared, but different": "'strange' of blocks.* differs between rank",
+        "safetensors": "safetensors hold tensors alone",
+        "safetensors, a state": "safetensors hold tensors alone",
         "frozen on one rank": "experts.w2 should be the same on all expert-parallel ranks",
         "frozen": "has an optimizer state of blocks.0.moe.experts.w2, which this optimizer lacks or holds as frozen",
         "fewer layers": "the checkpoint has blocks.1.* which this model lacks",
@@ -236,6 +242,31 @@ def test_states_without_an_owner(pool, tmp_path):
         for name, error in attempts.items():
             assert error is not None, name
             assert plain.re.search(texts[name.partition(": ")[2]], error[1], plain.re.S), (name, error)
+
+
+def in_safetensors(world, folder):
+    """Whether the model alone, saved at EP 2, comes back from safetensors at EP 4."""
+    found = []
+    for ep in (2, 4):
+        mesh, _ = plain.meshes(world, ep)
+        with uniep.Workspace(config(), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+            model = adapted(workspace)
+            state = uniep_torch.TrainState(model, None, mesh["ep"]).state_dict()["model"]
+            if ep == 2:
+                dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
+            else:
+                with torch.no_grad():
+                    for t in (*model.parameters(), *model.buffers()):
+                        t.fill_(case.POISON)
+                dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(folder))
+            found.append(everything(model, [], mesh["ep"])[0])
+    return [name for name, t in found[0].items() if not torch.equal(found[1][name], t)], len(found[0])
+
+
+@pytest.mark.smoke
+def test_a_model_in_safetensors(pool, tmp_path):
+    """Tensors are loaded in place: a plain model's DTensors share its memory."""
+    assert pool.run(in_safetensors, str(tmp_path)) == [([], 20)] * 4
 
 
 def declared(world, folder):

@@ -7,6 +7,8 @@ Workspace still usable.  How headers travel is up to the backend.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,6 +28,8 @@ from uniep.errors import (
 )
 from uniep.layout import TEXT_BYTES
 from uniep.routing import find_bad_id
+
+log = logging.getLogger("uniep")
 
 OPERATIONS = ("route", "forward", "forward without gradients", "backward", "dispatch", "refuse")
 
@@ -177,7 +181,7 @@ def refuse_copies(number: int, digests: Sequence[Sequence[int]]) -> None:
 
     digests: `LayerTag.digests` of every rank; empty if not taken.  Experts that differed before and are equal now were
     overwritten.  Before the first look, both may have been initialised alike on purpose (upcycling).  So there it is an
-    error only if one of the two is unchanged: then the other took its values.
+    error only if one of the two is unchanged: then the other took its values; else it is told.
     """
     if not all(digests):
         return
@@ -192,6 +196,18 @@ def refuse_copies(number: int, digests: Sequence[Sequence[int]]) -> None:
                     "are lost; load or initialise them again, and use uniep.integrations.torch: data_parallel or "
                     "fully_shard_experts, and TrainState"
                 )
+            if copied:
+                tell_alike()
+
+
+@functools.cache  # once, however many layers and ranks
+def tell_alike() -> None:
+    log.warning(
+        "ranks of an EP group hold the same experts in the first call of a layer, so fewer than num_experts differ.  "
+        "That is right after upcycling.  But random numbers drawn with the same seed on all ranks give each rank the "
+        "same experts: initialise by reset_parameters() of Experts, or draw all num_experts and keep those from "
+        "first_expert on"
+    )
 
 
 def check_capacity(counts_RE: Tensor, cfg: MoEConfig) -> None:

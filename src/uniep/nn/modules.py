@@ -22,7 +22,7 @@ from uniep.nn.record import LayerRecord
 from uniep.nn.replay import Tape
 from uniep.nn.router import Router, check_given
 from uniep.nn.router_config import RouterConfig
-from uniep.nn.wrappers import RankOfState, is_full_state_taken, whole_tensor
+from uniep.nn.wrappers import RankOfState, is_full_state_taken, refuse_full_optimizer_state, whole_tensor
 from uniep.numerics import LEAST_SUM
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, told_to_all
@@ -137,6 +137,12 @@ class Experts(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Does nothing: `_load_from_state_dict` has checked it."""
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Names to change: none.  torch.distributed.checkpoint asks for them before it takes or loads any state."""
+        if not self._holds_all():
+            refuse_full_optimizer_state(f"experts {self.first_expert}..{self.first_expert + self.num_local - 1}")
+        return {}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

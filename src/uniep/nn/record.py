@@ -72,7 +72,9 @@ class LayerRecord:
         if not looks or _is_capturing(experts.w13[0]):
             return LayerTag(number, draw=self.draw)
         now = digest(experts, workspace.cfg.dtype, workspace.rank)
-        before = self._before if self._before is not None and self._before.device == now.device else now
+        before = self._before
+        if before is None or before.device != now.device:  # not known; a layer's is no other rank's
+            before = now if self._module is None or self._looks else torch.full_like(now, -1 - workspace.rank)
         return LayerTag(number, torch.stack([before, now, torch.full_like(now, self._looks)]), self.draw)
 
     def done(self, workspace: Workspace, tag: LayerTag) -> None:

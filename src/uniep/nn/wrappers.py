@@ -71,6 +71,23 @@ def is_full_state_taken() -> bool:
     return False
 
 
+def refuse_full_optimizer_state(held: str) -> None:
+    """Raise UnsupportedError if torch.distributed.checkpoint is now taking or loading an optimizer's full state: of
+    plain tensors it keeps rank 0's and gives them to all.  held: the experts of this rank."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_verify_options":
+            if frame.f_locals.get("optims") and getattr(frame.f_locals.get("options"), "full_state_dict", False):
+                raise UnsupportedError(
+                    "a full state of the optimizer would have the states of rank 0's experts alone, for all ranks; "
+                    f"this one holds {held}.  Save and load with uniep.integrations.torch.TrainState(model, optimizer, "
+                    "mesh['ep']), or call distribute_experts(model, mesh['ep']) before making the optimizer; "
+                    "get_model_state_dict takes the full state of the model alone"
+                )
+            return
+        frame = frame.f_back
+
+
 class RankOfState(Tensor):
     """[rank, EP size] of the experts in a state.  `torch.distributed.checkpoint` asks each value how it is split, while
     all ranks can still raise: it takes plain tensors for copies, and of experts it would write one rank's w13 and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import hashlib
+import inspect
 import itertools
 import json
 import logging
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -186,7 +188,7 @@ class TrainState(Stateful):
             about,
             {name: {key: _dtype(value) for key, value in state.items()} for name, state in states.items()},
         )
-        return {"model": model, "optimizer": {"state": states}, "about": json.dumps(about)}, claims
+        return {"model": model, "optimizer": {"state": states}, "about": _About(json.dumps(about))}, claims
 
     def _model(self, claims: dict[str, str]) -> dict[str, Any]:
         own = owners(self.model)
@@ -390,6 +392,27 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
         else:
             here[name] = mine[tuple(slice(a, a + n) for a, n in zip(first, value.shape, strict=True))]
     _set_state(model, here)
+
+
+class _About(str):
+    """What a checkpoint says of its tensors.  torch's writers of safetensors write it between them, into a file that
+    nothing can read, and raise no error; so this does, on all ranks, when it is asked how it is split."""
+
+    def __create_write_items__(self, name: str, value: Any) -> list[Any]:
+        frame = inspect.currentframe()
+        while frame is not None:
+            kind = getattr(frame.f_locals.get("storage_writer"), "serialization_format", None)
+            if getattr(kind, "name", None) == "SAFETENSORS":
+                raise UnsupportedError(
+                    "safetensors hold tensors alone, and TrainState also saves settings as text.  Save it with the "
+                    "default writer (checkpoint_id=folder), or the model alone, TrainState(...).state_dict()['model'], "
+                    "with this one"
+                )
+            frame = frame.f_back
+        return _create_write_items(name, str(self))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return str, (str(self),)
 
 
 def _some(names: Iterable[str]) -> str:

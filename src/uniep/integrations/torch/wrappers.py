@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -34,8 +35,9 @@ def data_parallel(
     """DDP: every gradient becomes the mean over all ranks; an expert's gradient is reduced over its copies only.
 
     Returns a DDP over all ranks that leaves the experts alone; nothing inside the model is wrapped or renamed.  The
-    experts' gradients are averaged over mesh[dp] while the backward continues.  Ranks along dp run the layers in the
-    same order.
+    experts' gradients are averaged over mesh[dp] while the backward continues.  Some copies may leave out a layer
+    (find_unused_parameters=True): it counts as zeros there.  Wrapping again, or wrapping another model that shares
+    experts, is allowed: the model whose forward ran last handles them.
     dp: the dimension, or dimensions, whose ranks hold copies of the same experts.
     options: those of DistributedDataParallel, except process_group.
 
@@ -55,8 +57,9 @@ def data_parallel(
         )
     if isinstance(model, Experts):
         raise ConfigError("the model is itself an Experts; pass the module around it")
-    if "process_group" in options:
-        raise ConfigError("process_group is decided by the mesh; leave it out")
+    for option in ("process_group", "device_mesh"):
+        if option in options:
+            raise ConfigError(f"{option} is decided by the mesh; leave it out")
     for name, (tensor, _) in found.items():
         if isinstance(tensor, DTensor):
             raise UnsupportedError(f"{name} is a DTensor, which DDP does not take; use fully_shard_experts")
@@ -68,15 +71,16 @@ def data_parallel(
     if options.get("init_sync", True) and copies.size() > 1:
         for tensor in spread.values():
             dist.broadcast(tensor.detach(), group_src=0, group=copies)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [n for n, t in named if id(t) in local])
+    ignored = dict.fromkeys(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))  # the user's
+    ignored |= dict.fromkeys(n for n, t in named if id(t) in local)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
     wrapped = DistributedDataParallel(model, **options)
-    places = [
-        (module, name)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in spread
-    ]
-    averages = _Averages(places, copies, mesh[ep].get_group(), _complete(model))
+    places: dict[bool, list[tuple[nn.Module, str]]] = {True: [], False: []}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if id(parameter) in spread or name not in ignored:
+                places[id(parameter) in spread].append((module, name.rpartition(".")[2]))
+    averages = _Averages(places[True], places[False], copies, mesh[ep].get_group(), _complete(model))
     wrapped.register_forward_pre_hook(averages.before)
     wrapped.register_forward_hook(averages.behind)
     return wrapped
@@ -85,81 +89,156 @@ def data_parallel(
 class _Averages:
     """Handles the experts' gradients of one DDP model: divides them by the EP size, then averages them over the copies.
 
-    places: (module, name) of each parameter that belongs to this rank's experts.
+    places: (module, name) of each parameter that belongs to this rank's experts.  dense: of all others.
     complete: the layer has summed gradients over the copies, too (`Workspace(copies=)`), so that they are only divided.
     A copy of the model has its own object, which finds the copy's parameters at its first forward.
+
+    **Order**: copies reduce the parameters in one order, the last module's first, as DDP does, since a layer may have
+    run on some copies only.  One goes when its gradient is there and those before it have gone, or else at the end of
+    the backward.
     """
 
     def __init__(
         self,
         places: list[tuple[nn.Module, str]],
+        dense: list[tuple[nn.Module, str]],
         copies: dist.ProcessGroup,
         ep_group: dist.ProcessGroup,
         complete: bool,
     ) -> None:
-        self.places, self.copies, self.ep_group, self.complete = places, copies, ep_group, complete
+        self.places, self.dense, self.copies, self.ep_group, self.complete = places, dense, copies, ep_group, complete
+        self.frozen = [(module, name) for module, name in dense if not module.get_parameter(name).requires_grad]
+        self.declared = {module: len(module.expert_dims) for module, _ in places if isinstance(module, Experts)}
         self.synchronize = True
         self.running = False
-        self.works: list[dist.Work] = []
-        self.hooked = WeakTensorKeyDictionary()
+        self.task = 0  # autograd's number of this backward
+        self.there: set[nn.Parameter] = set()
+        self.waiting: list[nn.Parameter] = []  # the next one last
+        self.sent: list[tuple[nn.Parameter, Tensor, bool, dist.Work]] = []
         self.parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Averages:
-        return _Averages(copy.deepcopy(self.places, memo), self.copies, self.ep_group, self.complete)
+        places, dense = copy.deepcopy((self.places, self.dense), memo)
+        return _Averages(places, dense, self.copies, self.ep_group, self.complete)
 
     def parameters(self) -> list[nn.Parameter]:
-        """All expert parameters, with hooks; also new ones, such as from `load_state_dict(assign=True)`."""
-        found, parts = [], self.ep_group.size() * (self.copies.size() if self.complete else 1)
-        for module, name in self.places:
-            parameter = module._parameters.get(name)
-            if parameter is None:
-                raise ConfigError(
-                    f"{type(module).__name__} has lost its parameter {name!r} since data_parallel, so that its "
-                    "gradient would not be averaged; parametrize or replace it before data_parallel"
-                )
-            found.append(parameter)
-            if parameter.requires_grad and parameter not in self.hooked:
-                self.hooked[parameter] = True
+        """All expert parameters.  Takes over those that require gradients: new ones, such as from
+        `load_state_dict(assign=True)`, and those of another model that shares them, or of an earlier DDP."""
+        parts = self.ep_group.size() * (self.copies.size() if self.complete else 1)
+        found = list(dict.fromkeys(self._present(module, name) for module, name in self.places))
+        for parameter in found:
+            handler, handles = _handlers.get(parameter, (None, ()))
+            if parameter.requires_grad and (handler is None or handler() is not self):
+                for handle in handles:
+                    handle.remove()
+                hooks = [parameter.register_post_accumulate_grad_hook(self.arrived)]
                 if parts > 1:
-                    parameter.register_hook(lambda grad: grad / parts)
-                parameter.register_post_accumulate_grad_hook(self.reduce)
+                    hooks.append(parameter.register_hook(lambda grad: grad / parts))
+                _handlers[parameter] = weakref.ref(self), hooks
         return found
+
+    @staticmethod
+    def _present(module: nn.Module, name: str) -> nn.Parameter:
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            raise ConfigError(
+                f"{type(module).__name__} has lost its parameter {name!r} since data_parallel, so that its "
+                "gradient would not be averaged; parametrize or replace it before data_parallel"
+            )
+        return parameter
+
+    def _handled(self) -> list[nn.Parameter]:
+        """Without those that another model has taken over."""
+        return [p for p in self.parameters() if _handlers.get(p, (lambda: self, ()))[0]() is self]
 
     def before(self, wrapped: DistributedDataParallel, args: Any) -> None:
         """The forward decides whether its backward reduces, as in DDP.  Leftovers of a failed backward are dropped."""
         self.synchronize, self.running = wrapped.require_backward_grad_sync, False
-        self.works.clear()
+        self.sent.clear()
+        for module, name in self.frozen:
+            if module.get_parameter(name).requires_grad and torch.is_grad_enabled():
+                path = next(path for path, inner in wrapped.module.named_modules() if inner is module)
+                raise ConfigError(
+                    f"{path}.{name} requires gradients, but did not when data_parallel was called, so that DDP would "
+                    "not reduce it; call model = data_parallel(model.module, mesh) again"
+                )
+        if any(len(module.expert_dims) != number for module, number in self.declared.items()):
+            raise ConfigError(
+                "experts have got other parameters since data_parallel, such as those of add_lora, whose gradients "
+                "would not be averaged; call model = data_parallel(model.module, mesh) again"
+            )
         self.parameters()
 
     def behind(self, wrapped: DistributedDataParallel, args: Any, output: Any) -> None:
         """Every rank of the EP group starts the reduction, even if its experts are frozen."""
-        for t in tree_leaves(output):
-            if isinstance(t, Tensor) and t.requires_grad:
+        for t in _tensors(output):
+            if t.requires_grad:
                 t.register_hook(self.begin)
 
     def begin(self, grad: Tensor | None = None) -> None:
-        if self.synchronize and not self.running:
-            self.running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if not self.synchronize or self.running:
+            return
+        self.running, self.task = True, torch._C._current_graph_task_id()
+        self.there.clear()
+        averages = self.copies.size() > 1 and not self.complete
+        self.waiting = [p for p in self._handled() if p.requires_grad] if averages else []
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     @torch.no_grad()
-    def reduce(self, parameter: Tensor) -> None:
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """This backward has added to its gradient."""
+        _changed[parameter] = True
         if not self.synchronize:
             return
         self.begin()
-        if self.copies.size() > 1 and parameter.grad is not None and not self.complete:
-            parameter.grad.div_(self.copies.size())
-            work = dist.all_reduce(parameter.grad, group=self.copies, async_op=True)
-            self.works.append(work)
+        self.there.add(parameter)
+        if self.task != torch._C._current_graph_task_id():
+            return  # a reentrant checkpoint's own backward: another one may add to the same gradient
+        while self.waiting and self.waiting[-1] in self.there:
+            self._send(self.waiting.pop())
 
+    def _send(self, parameter: nn.Parameter) -> None:
+        grad, changed = parameter.grad, _changed.pop(parameter, False)
+        if grad is None:
+            mean, changed = torch.zeros_like(parameter), False
+        else:
+            mean = grad.div_(self.copies.size()) if changed else grad / self.copies.size()
+        self.sent.append((parameter, mean, changed, dist.all_reduce(mean, group=self.copies, async_op=True)))
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Runs at the end of the backward."""
         self.running = False
-        for work in self.works:
-            work.wait()
-        self.works.clear()
+        while self.waiting:
+            self._send(self.waiting.pop())
+        if self.sent:
+            changes = [changed for _, _, changed, _ in self.sent]
+            somewhere = torch.tensor(changes, dtype=torch.int32, device=self.sent[0][1].device)
+            dist.all_reduce(somewhere, dist.ReduceOp.MAX, group=self.copies)
+            for _, _, _, work in self.sent:
+                work.wait()
+            if not all(changes):  # else the host need not wait
+                for (parameter, mean, changed, _), some in zip(self.sent, somewhere.tolist(), strict=True):
+                    if some and not changed:
+                        parameter.grad = mean
+            self.sent.clear()
         if self.ep_group.size() > 1:
-            share_nonfinite_(self.parameters(), self.ep_group)
+            share_nonfinite_(self._handled(), self.ep_group)
+
+
+_handlers = WeakTensorKeyDictionary()
+"""Parameter -> (weak reference to the `_Averages` whose hooks it has, handles of these)."""
+
+_changed = WeakTensorKeyDictionary()
+"""Parameters whose gradients have changed since they were averaged."""
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh | dist.ProcessGroup) -> None:
