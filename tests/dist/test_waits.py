@@ -103,6 +103,23 @@ def odd_in_place(layer, x, batch):
     y.sum().backward()
 
 
+def odd_freed(name):
+    """A tensor whose memory is gone, as FSDP's parameters outside of their module."""
+
+    def odd(layer, x, batch):
+        given = {"x": x, "ids": batch.ids[:5].clone(), "weights": batch.weights[:5].bfloat16()}
+        given[name].detach().untyped_storage().resize_(0)
+        layer.experts(*given.values())
+
+    return odd
+
+
+def odd_freed_in_backward(layer, x, batch):
+    y = forward(layer, x, batch)
+    layer.experts.w13.detach().untyped_storage().resize_(0)
+    y.sum().backward()
+
+
 def inference_clone(x):
     with torch.inference_mode():
         return x.clone()
@@ -128,6 +145,10 @@ ODD = {
         lambda layer, x, batch: forward(layer, x, batch).sum().backward(create_graph=True),
         "UnsupportedError", "create_graph=True",
     ),
+    "freed x": (odd_freed("x"), "ConfigError", r"rank 1: x has shape \(5, 64\), but its 1280 bytes have been freed"),
+    "freed ids": (odd_freed("ids"), "ConfigError", "ids has shape .* but its 80 bytes have been freed"),
+    "freed weights": (odd_freed("weights"), "ConfigError", "weights has shape .* but its 20 bytes have been freed"),
+    "freed w13": (odd_freed_in_backward, "ConfigError", "w13 has shape .*freed.*inside"),
     "written in place": (odd_in_place, "UniEPError", "rank 1: RuntimeError: .*inplace operation"),
     "hook of the experts": (odd_experts_hook(ValueError("my hook")), "UniEPError", "rank 1: ValueError: my hook"),
     "interrupt before": (odd_experts_hook(KeyboardInterrupt()), "PeerTimeoutError", "rank 1 left.*KeyboardInterrupt"),

@@ -24,7 +24,7 @@ from uniep.nn.record import LayerRecord, find_record
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key, told_to_all
 
-__all__ = ["SAVE_OPS", "call", "check_tokens", "moe_forward"]
+__all__ = ["SAVE_OPS", "call", "check_tokens", "freed", "is_freed", "moe_forward"]
 
 
 @told_to_all(lambda named, workspace: workspace)
@@ -38,6 +38,31 @@ def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
             f"there are {len(named['ids'])} tokens but max_tokens_per_rank is "
             f"{workspace.cfg.max_tokens_per_rank}; raise it in MoEConfig or split the batch"
         )
+
+
+@told_to_all(lambda named, workspace: workspace)
+def _check_memory(named: dict[str, Sequence[Tensor]], workspace: Workspace) -> None:
+    for name, tensors in named.items():
+        for t in tensors:
+            if is_freed(t):
+                raise ConfigError(freed(name, t))
+
+
+def is_freed(t: Tensor) -> bool:
+    """Whether an ordinary tensor has lost its memory, as FSDP takes it from parameters, and has only its shape."""
+    try:
+        return not t.untyped_storage().nbytes() and t.numel() > 0
+    except NotImplementedError:  # a wrapper of torch.func
+        return False
+
+
+def freed(name: str, t: Tensor) -> str:
+    """The error's text."""
+    return (
+        f"{name} has shape {tuple(t.shape)}, but its {t.numel() * t.element_size()} bytes have been freed; pass a tensor "
+        "that has memory.  FSDP frees a parameter outside the forward and backward of the module that it wraps: call the "
+        "layer inside"
+    )
 
 
 @told_to_all(lambda layer, experts, workspace: workspace)
@@ -83,6 +108,7 @@ def enter_forward(
     tokens = ids.shape[0]
     if not tokens == x.shape[0] == weights.shape[0] or tokens > space.cfg.max_tokens_per_rank:
         check_tokens({"ids": ids, "x": x, "weights": weights}, space)
+    _check_memory({"x": [x], "ids": [ids], "weights": [weights], **_named(experts)}, space)
     with space.entering:
         record, tag = _layer_of(layer, experts, space)
         y, saved = space.enter().forward(Inputs(x, ids, weights, experts, tag), save)
@@ -110,7 +136,14 @@ def enter_backward(
     record = find_record(layer, experts.w13[0], space)
     tag = LayerTag(record.number(space)) if record is not None else UNKNOWN_LAYER
     inputs = Inputs(x, ids, weights, experts, tag)
+    named = {"the gradient of y": [dy], "x": [x], "ids": [ids], "weights": [weights], **_named(experts)}
+    _check_memory(named | {"main_grad": main_grads.tensors if main_grads is not None else ()}, space)
     return gradient_shards.backward(space, dy, inputs, saved, needs, main_grads)
+
+
+def _named(experts: ExpertWeights) -> dict[str, Sequence[Tensor]]:
+    """Its tensors, for errors."""
+    return {"w13": experts.w13, "w2": experts.w2, "biases": experts.biases, "lora": experts.factors}
 
 
 def _experts(w13: list[Tensor], w2: list[Tensor], biases: list[Tensor], layout: str, space: Workspace) -> ExpertWeights:
