@@ -107,7 +107,7 @@ class _Call(torch.autograd.Function):
         return y
 
     @staticmethod
-    @told_to_all(lambda ctx, *_: by_key(ctx.how[0]))
+    @told_to_all(lambda ctx, *_: by_key(ctx.how[0]), sums=True)
     def backward(ctx: Any, dy: Tensor | None) -> tuple:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise UnsupportedError(

@@ -59,9 +59,9 @@ def is_freed(t: Tensor) -> bool:
 def freed(name: str, t: Tensor) -> str:
     """The error's text."""
     return (
-        f"{name} has shape {tuple(t.shape)}, but its {t.numel() * t.element_size()} bytes have been freed; pass a tensor "
-        "that has memory.  FSDP frees a parameter outside the forward and backward of the module that it wraps: call the "
-        "layer inside"
+        f"{name} has shape {tuple(t.shape)}, but its {t.numel() * t.element_size()} bytes have been freed; pass a "
+        "tensor that has memory.  FSDP frees a parameter outside the forward and backward of the module that it wraps: "
+        "call the layer inside"
     )
 
 
@@ -280,7 +280,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
-@told_to_all(lambda ctx, *_, **__: by_key(ctx.workspace))
+@told_to_all(lambda ctx, *_, **__: by_key(ctx.workspace), sums=True)
 def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False) -> tuple:
     """direct: run without the dispatcher, unless the backward itself is traced, as in compiled autograd."""
     if torch.is_grad_enabled():
