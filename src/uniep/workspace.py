@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from uniep.backends import registry
 from uniep.config import MoEConfig
 from uniep.copies import Copies
-from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
+from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.meeting import Meeting, has_process_group
 from uniep.membership import Membership
 from uniep.row_operator import RowOperator, refuse_operators
@@ -237,7 +237,7 @@ class Workspace:
 
         since: `entered` at the function's start; None: no call has been entered.  Before a call, the error is a
         refusal, which every rank raises, including this one.  After a call, or if it is not an Exception (such as an
-        interrupt), it closes the Workspace.
+        interrupt), or if a peer is missing already, it closes the Workspace.
 
         sums: the call is a backward, whose gradients ranks with copies of the experts wait for.
         """
@@ -246,7 +246,7 @@ class Workspace:
         if since is not None and self.entered != since:
             if not isinstance(error, UniEPError):  # the backend has already told the others about a UniEPError
                 self.fail(f"{type(error).__name__}: {error}")
-        elif isinstance(error, Exception):
+        elif isinstance(error, Exception) and not isinstance(error, PeerTimeoutError):
             error.uniep_told = self.key  # type: ignore[attr-defined]  # set by the innermost of nested functions
             named = error if isinstance(error, UniEPError) else UniEPError(f"{type(error).__name__}: {error}")
             with temporarily_clear_interpreter_stack(), _disable_current_modes():
