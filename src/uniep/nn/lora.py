@@ -21,7 +21,14 @@ from uniep.backends.base import Needs
 from uniep.errors import ConfigError, UnsupportedError
 from uniep.limits import lora_limit
 from uniep.nn.flops import as_one_operator
-from uniep.nn.ops import SAVE_OPS, enter_backward, enter_forward, for_autograd, refuse_transforms
+from uniep.nn.ops import (
+    SAVE_OPS,
+    enter_backward,
+    enter_forward,
+    for_autograd,
+    refuse_transforms,
+    refuse_unusual_backward,
+)
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, by_key, told_to_all
 
@@ -109,11 +116,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     @told_to_all(lambda ctx, *_: by_key(ctx.how[0]), sums=True)
     def backward(ctx: Any, dy: Tensor | None) -> tuple:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "this backward runs with create_graph=True, but uniep has no second derivatives; call backward or grad "
-                "without it"
-            )
+        refuse_unusual_backward(dy)
         key, layer, *of_experts = ctx.how
         counts = of_experts[-1]
         x, ids, weights, *rest = ctx.saved_tensors

@@ -24,7 +24,7 @@ from uniep.nn.record import LayerRecord, find_record
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key, told_to_all
 
-__all__ = ["SAVE_OPS", "call", "check_tokens", "freed", "is_freed", "moe_forward"]
+__all__ = ["SAVE_OPS", "call", "check_tokens", "freed", "is_freed", "moe_forward", "refuse_unusual_backward"]
 
 
 @told_to_all(lambda named, workspace: workspace)
@@ -283,11 +283,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 @told_to_all(lambda ctx, *_, **__: by_key(ctx.workspace), sums=True)
 def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False) -> tuple:
     """direct: run without the dispatcher, unless the backward itself is traced, as in compiled autograd."""
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "this backward runs with create_graph=True, but uniep has no second derivatives, which would be zeros; "
-            "call backward or grad without it, or keep the layer out of what is differentiated twice"
-        )
+    refuse_unusual_backward(grads[0])
     tensors = ctx.saved_tensors  # read once: under checkpointing this recomputes them
     direct = direct and not _operators_are_seen(tensors[1:])
     layer, x, ids, weights, *rest = tensors
@@ -389,6 +385,20 @@ def refuse_transforms() -> None:
         raise UnsupportedError("uniep does not run inside torch.func transforms; use torch.autograd's backward or grad")
     if torch.jit.is_tracing():
         raise UnsupportedError("torch.jit.trace does not know uniep's calls; use torch.compile")
+
+
+def refuse_unusual_backward(dy: Tensor | None) -> None:
+    """Raise UnsupportedError for a backward of a backward, and for many at once."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "this backward runs with create_graph=True, but uniep has no second derivatives, which would be zeros; "
+            "call backward or grad without it, or keep the layer out of what is differentiated twice"
+        )
+    if dy is not None and not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(dy):
+        raise UnsupportedError(
+            "this backward has many gradients at once (is_grads_batched=True, or jacobian with vectorize=True), and "
+            "uniep's calls have one; call grad for each"
+        )
 
 
 def _operators_are_seen(tensors: Sequence[Tensor]) -> bool:
