@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from uniep.backends import registry
 from uniep.config import MoEConfig
-from uniep.errors import ClosedError, ConfigError, UniEPError, UnsupportedError
+from uniep.copies import Copies
+from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.meeting import Meeting, has_process_group
 from uniep.membership import Membership
 from uniep.row_operator import RowOperator, refuse_operators
@@ -65,6 +66,7 @@ class Workspace:
         experts, in the order of their blocks (`MoEConfig.gradient_shards`), this rank included.  Then each backward
         sums expert gradients over them, too, and is collective over both groups: `.grad` and main_grad are complete
         over EP x copies, the same on all copies.  None: no copies, or they are reduced elsewhere.
+        On the CPU a copy's error or absence is raised on all copies; on GPUs a sum ends by the timeout of `copies`.
     operators: your own operators on rows of the experts (`RowOperator`); those after the same product run in this
         order.  Ranks compare their names, places and kinds, not what they compute.
     schedule: how calls are executed; changes only speed.  Default: chosen by `tune`.
@@ -97,6 +99,7 @@ class Workspace:
         self.ranks = _global_ranks(self.group)
         self.copies: dist.ProcessGroup | None = process_group(copies, "copies")
         self.num_copies = dist.get_world_size(self.copies) if self.copies is not None else 1
+        self.among_copies: Copies | None = None
         self.key = f"uniep-workspace-{next(_numbers)}"
         self._entered = threading.local()
         self._backend: Backend | None = None
@@ -182,6 +185,8 @@ class Workspace:
         try:
             with Meeting(self.copies, self.timeout_s) as meeting:
                 everyone = meeting.exchange((fields, error), "copies")
+                if error is None and self.copies is not None:
+                    self.among_copies = Copies(self.copies, meeting, self.device)
         except UniEPError as cause:
             return error or cause
         first = next((theirs for _, theirs in everyone if theirs is not None), None)
@@ -227,23 +232,29 @@ class Workspace:
         self._entered.count = self.entered + 1
         return backend
 
-    def tell(self, error: BaseException, since: int | None) -> None:
+    def tell(self, error: BaseException, since: int | None, sums: bool = False) -> None:
         """Tell the other ranks about `error`, which leaves a function in which this rank should have made a call.
 
         since: `entered` at the function's start; None: no call has been entered.  Before a call, the error is a
         refusal, which every rank raises, including this one.  After a call, or if it is not an Exception (such as an
-        interrupt), it closes the Workspace.
+        interrupt), or if a peer is missing already, it closes the Workspace.
+
+        sums: the call is a backward, whose gradients ranks with copies of the experts wait for.
         """
         if self._backend is None or _is_no_failure(error) or getattr(error, "uniep_told", "") == self.key:
             return
         if since is not None and self.entered != since:
             if not isinstance(error, UniEPError):  # the backend has already told the others about a UniEPError
                 self.fail(f"{type(error).__name__}: {error}")
-        elif isinstance(error, Exception):
+        elif isinstance(error, Exception) and not isinstance(error, PeerTimeoutError):
             error.uniep_told = self.key  # type: ignore[attr-defined]  # set by the innermost of nested functions
             named = error if isinstance(error, UniEPError) else UniEPError(f"{type(error).__name__}: {error}")
             with temporarily_clear_interpreter_stack(), _disable_current_modes():
-                self.enter().refuse(named)
+                try:
+                    self.enter().refuse(named)
+                finally:
+                    if sums and self.among_copies is not None:
+                        self.among_copies.tell(named)
         else:
             self.fail(f"{type(error).__name__}: {error}")
 
@@ -285,6 +296,8 @@ class Workspace:
         self._close("close() was called")
 
     def _close(self, cause: str) -> None:
+        if self.among_copies is not None:
+            self.among_copies.leave(cause)
         if self._backend is not None:
             self._membership.cause = cause
             self._backend.close()
@@ -319,6 +332,8 @@ class Workspace:
         self._membership.cause = f"it belongs to process {os.getppid()}, of which this one is a fork"
         self._parents, self._backend, self.group, self.copies = self._backend, None, None, None
         self._membership.group = None
+        if self.among_copies is not None:
+            self.among_copies.forget()
 
     def __repr__(self) -> str:
         state = self._backend.name if self._backend is not None else f"closed: {self.cause}"
@@ -344,7 +359,9 @@ def by_key(key: str) -> Workspace:
     return workspace
 
 
-def told_to_all(of: Callable[..., Workspace | None]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def told_to_all(
+    of: Callable[..., Workspace | None], *, sums: bool = False
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Decorator for functions that make a call of the Workspace `of(*arguments)`: see `Workspace.tell`."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -357,7 +374,7 @@ def told_to_all(of: Callable[..., Workspace | None]) -> Callable[[Callable[_P, _
             try:
                 return function(*args, **kwargs)
             except BaseException as error:
-                workspace.tell(error, since)
+                workspace.tell(error, since, sums)
                 raise
 
         return run

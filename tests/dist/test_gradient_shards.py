@@ -5,10 +5,12 @@ The oracle knows no blocks: each block's tokens run alone, on one rank, and the 
 
 import functools
 import re
+import time
 
 import case
 import pytest
 import torch
+import torch.distributed as dist
 from case import config, equal_bits, named_error, random_batch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -162,3 +164,60 @@ def test_frozen_w13(pool):
     batch, *_, dw2 = expected(pool, torch.float32, 4)
     for rank, got in enumerate(pool.run(frozen, config(gradient_shards=4), batch)):
         equal_bits(got, dw2[batch.experts(rank % 2, 2)], f"rank {rank}")
+
+
+def own_groups(world):
+    """(EP group, copies) of 2 x 2 ranks: a failure may leave their collectives out of step."""
+    first, second = ([0, 1], [2, 3]) if world.rank < 2 else ([2, 3], [0, 1])
+    copies = sorted([world.rank, second[first.index(world.rank)]])
+    return (dist.new_group(ranks, use_local_synchronization=True) for ranks in (first, copies))
+
+
+def unpacked(tensor):
+    raise ValueError("my hook")
+
+
+def odd_copy(world, cfg, batch, backend, odd):
+    """(error, seconds) of a backward for which rank 3, or its copy as a whole, does something else; then the error of
+    an ordinary step."""
+    group, copies = own_groups(world)
+    how = {"device": "cpu", "backend": backend, "timeout_s": 3.0 if odd == "does not come" else 30.0}
+    with uniep.Workspace(cfg, group, copies=copies, **how) as ws:
+        step(ws, batch, world.rank, 4)
+        rows, experts = batch.rows(world.rank, 4), batch.experts(ws.rank, 2)
+        x, w13, w2 = map(case.leaf, (batch.x[rows], batch.w13[experts], batch.w2[experts]))
+        if odd == "frozen" and world.rank > 1:
+            w13.requires_grad_(False)
+        unpack = unpacked if odd == "refuses" and world.rank == 3 else lambda t: t
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = uniep.moe(x, batch.ids[rows], batch.weights[rows], w13, w2, workspace=ws)
+        if odd == "leaves" and world.rank == 3:
+            ws.close()
+        if odd == "does not come" and world.rank > 1:
+            return None
+        start = time.monotonic()
+        error = named_error(y.sum().backward)
+        took = time.monotonic() - start
+        return error, took, named_error(step, ws, batch, world.rank, 4)
+
+
+ODD_COPIES = {
+    "refuses": ("UniEPError", "copy 1 of the experts: .*ValueError: my hook", "UniEPError"),
+    "frozen": ("UniEPError", r"different parameters \(copy 0: w13, w2; copy 1: w2\)", "UniEPError"),
+    "leaves": ("PeerTimeoutError", r"sum 2 of expert gradients .*left after call 1", "PeerTimeoutError"),
+    "does not come": ("PeerTimeoutError", "did not come within 3 s", None),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "nccl"])
+@pytest.mark.parametrize("odd", ODD_COPIES)
+def test_what_one_copy_does_reaches_the_others(pool, odd, backend):
+    """Nobody waits in the sum for a copy that has raised; after refusals all go on."""
+    kind, text, theirs = ODD_COPIES[odd]
+    cfg = config(gradient_shards=2)
+    ranks = pool.run(odd_copy, cfg, random_batch(cfg, (5, 6, 7, 9)), backend, odd)
+    for error, took, after in ranks[:2]:
+        assert error[0] == kind and re.search(text, error[1]), error
+        assert took < 12 and (after is None) == (kind == "UniEPError"), (took, after)
+    if theirs is not None:
+        assert ranks[2][0][0] == theirs and (ranks[2][2] is None) == (kind == "UniEPError"), ranks[2]

@@ -103,6 +103,36 @@ def odd_in_place(layer, x, batch):
     y.sum().backward()
 
 
+def odd_freed(name):
+    """A tensor whose memory is gone, as FSDP's parameters outside of their module."""
+
+    def odd(layer, x, batch):
+        given = {"x": x, "ids": batch.ids[:5].clone(), "weights": batch.weights[:5].bfloat16()}
+        given[name].detach().untyped_storage().resize_(0)
+        layer.experts(*given.values())
+
+    return odd
+
+
+def odd_freed_in_backward(layer, x, batch):
+    y = forward(layer, x, batch)
+    layer.experts.w13.detach().untyped_storage().resize_(0)
+    y.sum().backward()
+
+
+def odd_counted(layer, x, batch):
+    monitor = uniep.nn.LoadMonitor(layer)
+    try:
+        layer.experts(x)
+    finally:
+        monitor.close()
+
+
+def odd_batched(layer, x, batch):
+    y = forward(layer, x, batch)
+    torch.autograd.grad(y, [x], torch.ones(2, *y.shape), is_grads_batched=True)
+
+
 def inference_clone(x):
     with torch.inference_mode():
         return x.clone()
@@ -123,11 +153,17 @@ ODD = {
     "inference tensor": (
         lambda layer, x, batch: forward(layer, inference_clone(x), batch), "UnsupportedError", "torch.inference_mode",
     ),
+    "no ids, counted": (odd_counted, "UniEPError", "rank 1: TypeError: .*missing 2 required positional arguments"),
+    "batched gradients": (odd_batched, "UnsupportedError", "rank 1: .*is_grads_batched"),
     "no ids": (lambda layer, x, batch: layer.experts(x, None, batch.weights[:5]), "ConfigError", "holds NoneType"),
     "second derivatives": (
         lambda layer, x, batch: forward(layer, x, batch).sum().backward(create_graph=True),
         "UnsupportedError", "create_graph=True",
     ),
+    "freed x": (odd_freed("x"), "ConfigError", r"rank 1: x has shape \(5, 64\), but its 1280 bytes have been freed"),
+    "freed ids": (odd_freed("ids"), "ConfigError", "ids has shape .* but its 80 bytes have been freed"),
+    "freed weights": (odd_freed("weights"), "ConfigError", "weights has shape .* but its 20 bytes have been freed"),
+    "freed w13": (odd_freed_in_backward, "ConfigError", "w13 has shape .*freed.*inside"),
     "written in place": (odd_in_place, "UniEPError", "rank 1: RuntimeError: .*inplace operation"),
     "hook of the experts": (odd_experts_hook(ValueError("my hook")), "UniEPError", "rank 1: ValueError: my hook"),
     "interrupt before": (odd_experts_hook(KeyboardInterrupt()), "PeerTimeoutError", "rank 1 left.*KeyboardInterrupt"),
@@ -170,6 +206,39 @@ def test_whatever_one_rank_raises_reaches_the_others(pool, backend):
         assert other is not None and other[0] == kind, (name, other)
         assert re.search(text, other[1]), (name, other)
         assert own is not None and other_s < SOON_S and own_s < SOON_S, (name, own, other_s, own_s)
+
+
+def lonely_sums(world):
+    """Rank 0 is interrupted where it waits for counts of all ranks, then runs into the limit; rank 1 does not come."""
+    routers = uniep.nn.RouterConfig(aux_loss=0.1)
+    calls = {
+        "router": lambda layer, monitor: layer(torch.ones(3, 64)),
+        "bias": lambda layer, monitor: layer.router.update_bias(),
+        "load": lambda layer, monitor: monitor.read(),
+    }
+    found = {}
+    for name, call in calls.items():
+        for limit_s in (PATIENT_S, 0.5):
+            ws = make(world, timeout_s=limit_s, group=own_group())
+            layer = uniep.nn.MoE(config(), workspace=ws, seed=0, router=routers)
+            monitor = uniep.nn.LoadMonitor(layer)
+            if world.rank == 0:
+                run = interrupted if limit_s == PATIENT_S else timed
+                found[name, limit_s] = run(lambda call=call, layer=layer, monitor=monitor: call(layer, monitor))
+            monitor.close()
+            make(world).close()  # rank 1 waits here
+    return found
+
+
+def test_a_wait_for_counts_ends(pool):
+    """An interrupt is heard, timeout_s is the limit, and a rank that waited in a router says so, and not that its
+    refusal did not arrive."""
+    found, _ = pool.run(lonely_sums, ranks=2)
+    for (name, limit_s), (error, seconds) in found.items():
+        if limit_s == PATIENT_S:
+            assert error[0] == "KeyboardInterrupt" and seconds < SOON_S, (name, error, seconds)
+        else:
+            assert error[0] == "PeerTimeoutError" and "a peer is missing after 0.5 s" in error[1], (name, error)
 
 
 # --- making a Workspace ---

@@ -46,6 +46,19 @@ def test_counts(workspace, caplog):
     assert len(logged) == 2 and "load" not in uniep.report(workspace) and not caplog.records
 
 
+def test_a_refused_call_is_not_counted(workspace):
+    """And its own error is raised, not one of the count."""
+    experts = uniep.nn.Experts(workspace.cfg, workspace=workspace, seed=0)
+    monitor = LoadMonitor(experts)
+    x, ids, weights = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    for odd in (ids.tolist(), ids + 8, ids.to("meta"), None):
+        with pytest.raises(uniep.UniEPError, match=r"ids|expert id"):
+            experts(x, odd, weights)
+    experts(x, ids, weights)
+    (load,) = monitor.read().values()
+    assert load.experts[0] == 6 and load.calls == 1
+
+
 def test_another_default_device(workspace):
     """Waits lie where the Workspace is."""
     experts = uniep.nn.Experts(workspace.cfg, workspace=workspace, seed=0)

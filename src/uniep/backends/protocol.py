@@ -96,7 +96,7 @@ def error_of(index: int) -> type[UniEPError]:
 
 def encoded(text: str, most: int = TEXT_BYTES) -> Tensor:
     """The text in UTF-8, cut after `most` bytes; (number of bytes,) uint8."""
-    return torch.tensor(list(text.encode()[:most]), dtype=torch.uint8)
+    return torch.tensor(list(text.encode(errors="replace")[:most]), dtype=torch.uint8)
 
 
 def decoded(raw: Tensor) -> str:

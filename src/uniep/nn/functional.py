@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from uniep.errors import ConfigError, DTypeError, UnsupportedError
 from uniep.nn.lora import call_lora, check_lora
-from uniep.nn.ops import call, check_tokens
+from uniep.nn.ops import call, check_tokens, freed, is_freed
 from uniep.nn.record import LayerRecord
 from uniep.routing import RoutingPlan
 from uniep.weights import ExpertWeights, Lora
@@ -199,15 +199,15 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _are_ordinary(values: Sequence[Any], workspace: Workspace) -> bool:
-    """Whether all tensors are as in most calls, so that the detailed checks can be skipped: dense, on the Workspace's
-    type of device, and usable by autograd.  Takes a sixth of the time of those checks."""
+    """Whether all tensors are as in most calls, so that the detailed checks can be skipped: dense, in memory, on the
+    Workspace's type of device, and usable by autograd.  Takes a sixth of the time of those checks."""
     if torch.compiler.is_compiling():
         return False
     kind = workspace.device.type
     for t in values:
         if type(t) not in _ORDINARY or t.layout is not torch.strided or t.is_nested or t.is_inference():
             return False
-        if t.device.type != kind:
+        if t.device.type != kind or is_freed(t):
             return False
     return True
 
@@ -225,6 +225,8 @@ def check_dense(**named: Any) -> None:
                 raise UnsupportedError(f"{name} has layout {t.layout}; pass a dense tensor, e.g. {name}.to_dense()")
             if t.is_nested:
                 raise UnsupportedError(f"{name} is a nested tensor; pass its values as one, e.g. {name}.values()")
+            if not torch.compiler.is_compiling() and type(t) in _ORDINARY and is_freed(t):
+                raise ConfigError(freed(name, t))
 
 
 def _check(x_TD: Tensor, ids_TK: Tensor, workspace: Workspace) -> None:

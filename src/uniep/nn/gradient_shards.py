@@ -15,12 +15,15 @@ gather the sums: G / copies + 1 times the bytes of the gradient leave a rank.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
+from uniep.errors import PeerTimeoutError, UniEPError
 from uniep.layout import SUMMED_AT_ONCE
 from uniep.workspace import Workspace
 
@@ -41,12 +44,25 @@ def backward(
     backend, blocks = space.enter(), space.num_blocks
     if space.num_copies == 1:
         return backend.backward(dy_TD, inputs, saved, needs, main_grads, blocks)
-    of_blocks = _memory(inputs, needs, blocks)
-    got = backend.backward(dy_TD, inputs, saved, needs, of_blocks, blocks)
-    w13, w2, biases = (
-        tuple(sum_over_ranks(t.flatten(1), space.copies).view(t.shape[1:]) for t in ts)
-        for ts in (of_blocks.w13, of_blocks.w2, of_blocks.biases)
-    )
+    of_blocks, copies = _memory(inputs, needs, blocks), space.among_copies
+    assert copies is not None
+    try:
+        got = backend.backward(dy_TD, inputs, saved, needs, of_blocks, blocks)
+    except UniEPError as error:
+        copies.tell(error)
+        raise
+    wait = copies.wait if dy_TD.device.type == "cpu" else None
+    try:
+        copies.agree({"w13": needs.w13, "w2": needs.w2, "biases": needs.biases})
+        w13, w2, biases = (
+            tuple(sum_over_ranks(t.flatten(1), space.copies, wait).view(t.shape[1:]) for t in ts)
+            for ts in (of_blocks.w13, of_blocks.w2, of_blocks.biases)
+        )
+        copies.done()
+    except BaseException as error:
+        if isinstance(error, PeerTimeoutError) or not isinstance(error, UniEPError):  # they may wait for this rank
+            space.fail(f"{type(error).__name__}: {error}")
+        raise
     got = dataclasses.replace(got, biases=_cast(biases, inputs.experts.biases))
     if main_grads is None:
         first, second = inputs.experts.trained
@@ -72,8 +88,12 @@ def _cast(sums: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, .
     return tuple(dw.to(w.dtype) for dw, w in zip(sums, like, strict=True)) if sums else ()
 
 
-def sum_over_ranks(blocks_BN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def sum_over_ranks(
+    blocks_BN: Tensor, group: dist.ProcessGroup | None, wait: Callable[[Any], None] | None = None
+) -> Tensor:
     """Sum of the blocks of all ranks, each fp32 (N,), in the order (rank, block) -> (N,), the same bits on every rank.
+
+    wait: for each collective, on the CPU; None: as torch does, up to the timeout of the group.
 
     **Order**: ((b_0 + b_1) + b_2) + ... .  Each rank sums a share of the elements; then all gather the sums.
     """
@@ -86,21 +106,30 @@ def sum_over_ranks(blocks_BN: Tensor, group: dist.ProcessGroup | None) -> Tensor
         length = part_BN.shape[1]
         share = -(-length // size)
         sent = torch.nn.functional.pad(part_BN, (0, size * share - length))
-        total = share_of_sum(sent.view(number, size, share).transpose(0, 1), group)
+        total = share_of_sum(sent.view(number, size, share).transpose(0, 1), group, wait)
         gathered = total.new_empty(size * share)
-        _all_gather(gathered, total, group=group)
+        _run(_all_gather, gathered, total, group, wait)
         whole[first : first + length] = gathered[:length]
     return whole
 
 
-def share_of_sum(sent_RBN: Tensor, group: dist.ProcessGroup) -> Tensor:
+def share_of_sum(sent_RBN: Tensor, group: dist.ProcessGroup, wait: Callable[[Any], None] | None = None) -> Tensor:
     """This rank's share (N,) of the sum over the blocks of all ranks, in the order (rank, block), fp32.
 
     sent_RBN: of this rank's blocks the share of each rank."""
     sent_RBN = sent_RBN.contiguous()
     received = torch.empty_like(sent_RBN)
-    dist.all_to_all_single(received, sent_RBN, group=group)
+    _run(dist.all_to_all_single, received, sent_RBN, group, wait)
     return _chain(received.flatten(0, 1))
+
+
+def _run(
+    collective: Callable[..., Any], out: Tensor, given: Tensor, group: dist.ProcessGroup,
+    wait: Callable[[Any], None] | None,
+) -> None:  # fmt: skip
+    work = collective(out, given, group=group, async_op=wait is not None)
+    if wait is not None:
+        wait(work)
 
 
 def _chain(blocks_BN: Tensor) -> Tensor:

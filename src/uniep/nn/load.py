@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
@@ -22,7 +21,7 @@ from uniep.errors import ConfigError
 from uniep.nn.late import LateReads
 from uniep.nn.modules import Experts, MoE
 from uniep.nn.router import Router, Routing
-from uniep.nn.router_ops import count_slots, is_recomputing
+from uniep.nn.router_ops import count_slots, is_recomputing, sum_counts
 from uniep.workspace import Workspace
 
 log = logging.getLogger("uniep")
@@ -144,7 +143,7 @@ class LoadMonitor:
         self._reads = LateReads()
         self._warned = 0
         self._hooks = [
-            module.register_forward_pre_hook(self._counter(name), with_kwargs=True)
+            module.register_forward_hook(self._counter(name), with_kwargs=True)  # not of a call that is refused
             for name, module in self.experts.items()
         ]
         if self._workspace.backend.waited() is not None:
@@ -161,7 +160,7 @@ class LoadMonitor:
     def _counter(self, name: str) -> Callable[..., None]:
         @_disable_dynamo
         @torch.no_grad()
-        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y_TD: Tensor) -> None:
             if is_recomputing():
                 return
             ids_TK = args[1] if len(args) > 1 else kwargs["ids_TK"]
@@ -229,7 +228,7 @@ class LoadMonitor:
             totals.zero_()
         flat = torch.cat(rows)
         if self._workspace.group is not None:
-            dist.all_reduce(flat, group=self._workspace.group)
+            sum_counts(flat, self._workspace.group, self._workspace.timeout_s, "LoadMonitor.read")
         self._reads.put(flat)
         found = self._reads.read()
         if not found:

@@ -26,8 +26,8 @@ from uniep.nn.ops import (
     enter_backward,
     enter_forward,
     for_autograd,
-    refuse_second_derivatives,
     refuse_transforms,
+    refuse_unusual_backward,
 )
 from uniep.weights import ExpertWeights, Lora
 from uniep.workspace import Workspace, by_key, told_to_all
@@ -114,9 +114,9 @@ class _Call(torch.autograd.Function):
         return y
 
     @staticmethod
-    @told_to_all(lambda ctx, *_: by_key(ctx.how[0]))
+    @told_to_all(lambda ctx, *_: by_key(ctx.how[0]), sums=True)
     def backward(ctx: Any, dy: Tensor | None) -> tuple:  # type: ignore[override]
-        refuse_second_derivatives()
+        refuse_unusual_backward(dy)
         key, layer, *of_experts = ctx.how
         counts = of_experts[-1]
         x, ids, weights, *rest = ctx.saved_tensors

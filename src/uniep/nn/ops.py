@@ -24,7 +24,7 @@ from uniep.nn.record import LayerRecord, find_record
 from uniep.weights import ExpertWeights
 from uniep.workspace import Workspace, by_key, told_to_all
 
-__all__ = ["SAVE_OPS", "call", "check_tokens", "moe_forward"]
+__all__ = ["SAVE_OPS", "call", "check_tokens", "freed", "is_freed", "moe_forward", "refuse_unusual_backward"]
 
 
 @told_to_all(lambda named, workspace: workspace)
@@ -38,6 +38,31 @@ def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
             f"there are {len(named['ids'])} tokens but max_tokens_per_rank is "
             f"{workspace.cfg.max_tokens_per_rank}; raise it in MoEConfig or split the batch"
         )
+
+
+@told_to_all(lambda named, workspace: workspace)
+def _check_memory(named: dict[str, Sequence[Tensor]], workspace: Workspace) -> None:
+    for name, tensors in named.items():
+        for t in tensors:
+            if is_freed(t):
+                raise ConfigError(freed(name, t))
+
+
+def is_freed(t: Tensor) -> bool:
+    """Whether an ordinary tensor has lost its memory, as FSDP takes it from parameters, and has only its shape."""
+    try:
+        return not t.untyped_storage().nbytes() and t.numel() > 0
+    except NotImplementedError:  # a wrapper of torch.func
+        return False
+
+
+def freed(name: str, t: Tensor) -> str:
+    """The error's text."""
+    return (
+        f"{name} has shape {tuple(t.shape)}, but its {t.numel() * t.element_size()} bytes have been freed; pass a "
+        "tensor that has memory.  FSDP frees a parameter outside the forward and backward of the module that it wraps: "
+        "call the layer inside"
+    )
 
 
 @told_to_all(lambda layer, experts, workspace: workspace)
@@ -83,6 +108,7 @@ def enter_forward(
     tokens = ids.shape[0]
     if not tokens == x.shape[0] == weights.shape[0] or tokens > space.cfg.max_tokens_per_rank:
         check_tokens({"ids": ids, "x": x, "weights": weights}, space)
+    _check_memory({"x": [x], "ids": [ids], "weights": [weights], **_named(experts)}, space)
     with space.entering:
         record, tag = _layer_of(layer, experts, space)
         y, saved = space.enter().forward(Inputs(x, ids, weights, experts, tag), save)
@@ -110,7 +136,14 @@ def enter_backward(
     record = find_record(layer, experts.w13[0], space)
     tag = LayerTag(record.number(space)) if record is not None else UNKNOWN_LAYER
     inputs = Inputs(x, ids, weights, experts, tag)
+    named = {"the gradient of y": [dy], "x": [x], "ids": [ids], "weights": [weights], **_named(experts)}
+    _check_memory(named | {"main_grad": main_grads.tensors if main_grads is not None else ()}, space)
     return gradient_shards.backward(space, dy, inputs, saved, needs, main_grads)
+
+
+def _named(experts: ExpertWeights) -> dict[str, Sequence[Tensor]]:
+    """Its tensors, for errors."""
+    return {"w13": experts.w13, "w2": experts.w2, "biases": experts.biases, "lora": experts.factors}
 
 
 def _experts(w13: list[Tensor], w2: list[Tensor], biases: list[Tensor], layout: str, space: Workspace) -> ExpertWeights:
@@ -247,10 +280,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
-@told_to_all(lambda ctx, *_, **__: by_key(ctx.workspace))
+@told_to_all(lambda ctx, *_, **__: by_key(ctx.workspace), sums=True)
 def _backward(ctx: Any, grads: Sequence[Tensor | None], *, direct: bool = False) -> tuple:
     """direct: run without the dispatcher, unless the backward itself is traced, as in compiled autograd."""
-    refuse_second_derivatives()
+    refuse_unusual_backward(grads[0])
     tensors = ctx.saved_tensors  # read once: under checkpointing this recomputes them
     direct = direct and not _operators_are_seen(tensors[1:])
     layer, x, ids, weights, *rest = tensors
@@ -344,15 +377,6 @@ def call(
     return _Direct.apply(how, (len(w13), len(w2)), x, ids, weights, *w13, *w2, *biases)
 
 
-def refuse_second_derivatives() -> None:
-    """Raise UnsupportedError in a backward that is itself to be differentiated."""
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "this backward runs with create_graph=True, but uniep has no second derivatives, which would be zeros; "
-            "call backward or grad without it, or keep the layer out of what is differentiated twice"
-        )
-
-
 def refuse_transforms() -> None:
     """Raise UnsupportedError inside what does not know uniep's calls."""
     if torch.compiler.is_compiling():
@@ -361,6 +385,20 @@ def refuse_transforms() -> None:
         raise UnsupportedError("uniep does not run inside torch.func transforms; use torch.autograd's backward or grad")
     if torch.jit.is_tracing():
         raise UnsupportedError("torch.jit.trace does not know uniep's calls; use torch.compile")
+
+
+def refuse_unusual_backward(dy: Tensor | None) -> None:
+    """Raise UnsupportedError for a backward of a backward, and for many at once."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "this backward runs with create_graph=True, but uniep has no second derivatives, which would be zeros; "
+            "call backward or grad without it, or keep the layer out of what is differentiated twice"
+        )
+    if dy is not None and not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(dy):
+        raise UnsupportedError(
+            "this backward has many gradients at once (is_grads_batched=True, or jacobian with vectorize=True), and "
+            "uniep's calls have one; call grad for each"
+        )
 
 
 def _operators_are_seen(tensors: Sequence[Tensor]) -> bool:

@@ -23,7 +23,7 @@ from uniep.nn import flops
 from uniep.nn.initial import ROUTER, Seed, generator, normal, place
 from uniep.nn.late import LateReads
 from uniep.nn.router_config import RouterConfig
-from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward, why_torch
+from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward, sum_counts, why_torch
 from uniep.routing.plan import find_bad_id
 from uniep.workspace import DEFAULT_TIMEOUT_S, Workspace, process_group
 
@@ -284,10 +284,12 @@ class Router(nn.Module):
         group: all ranks that train the router, if the router's own group is smaller: EP times data parallelism.
         Collective over it.  Returns that load, (E,) int64.  Source: arXiv 2408.15664.
         """
+        if group is None and isinstance(held := self._group.value, Workspace):
+            _ = held.backend  # a closed one no longer knows its group: the sum would be that of this rank alone
         load = self.load.clone()
         members = process_group(group) or self.group
         if members is not None:
-            dist.all_reduce(load, group=members)
+            sum_counts(load, members, self.timeout_s, "Router.update_bias")
         if self.bias is not None:
             self.bias += self.cfg.bias_rate * torch.sign(load.sum() - load * len(load)).float()
         self.load.zero_()

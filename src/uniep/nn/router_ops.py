@@ -9,7 +9,6 @@ Shape suffixes: T tokens, D hidden, E experts, K slots, G groups, R ranks.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import logging
 import math
@@ -24,6 +23,7 @@ from uniep.errors import CapacityError, PeerTimeoutError, UniEPError
 from uniep.nn.invariant import ROWS, row_products, settings, token_sums
 from uniep.nn.router_config import RouterConfig
 from uniep.numerics import LEAST_SUM, PROBABILITY_UNIT, SQUARE_LIMIT, SQUARE_UNIT, add_ascending, pair_tree_sum
+from uniep.waiting import finish
 
 log = logging.getLogger("uniep")
 
@@ -137,15 +137,28 @@ def _gather(mine: Tensor, group: str, timeout_s: float) -> tuple[Tensor, int]:
     if mine.device.type != "cpu":
         dist.all_gather_into_tensor(every.view(-1), mine, group=members)
         return every, rank
-    try:
-        work = dist.all_gather_into_tensor(every.view(-1), mine, group=members, async_op=True)
-        work.wait(datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise PeerTimeoutError(
-            f"rank {rank} of {len(every)} waits in a router's exchange, where a peer is missing after {timeout_s:g} s "
-            f"or has gone ({str(error).splitlines()[0]}); every rank has to call the layer the same number of times"
-        ) from error
+    work = dist.all_gather_into_tensor(every.view(-1), mine, group=members, async_op=True)
+    _finish(work, members, timeout_s, "in a router's exchange", "call the layer")
     return every, rank
+
+
+def _finish(work: Any, group: dist.ProcessGroup, timeout_s: float, where: str, what: str) -> None:
+    """Wait for a collective on the CPU.  where, what: for the error, where this rank waits and what all have to do."""
+    try:
+        finish(work, timeout_s)
+    except (RuntimeError, TimeoutError) as error:
+        raise PeerTimeoutError(
+            f"rank {dist.get_rank(group)} of {group.size()} waits {where}, where a peer is missing after {timeout_s:g} "
+            f"s or has gone ({str(error).splitlines()[0]}); every rank has to {what} the same number of times"
+        ) from error
+
+
+def sum_counts(counts: Tensor, group: dist.ProcessGroup, timeout_s: float, what: str) -> None:
+    """counts becomes its sum over all ranks.  On a GPU the group's own timeout counts."""
+    if counts.device.type != "cpu":
+        dist.all_reduce(counts, group=group)
+    else:
+        _finish(dist.all_reduce(counts, group=group, async_op=True), group, timeout_s, f"in {what}", f"call {what}")
 
 
 def exchange(mine: Tensor, group: str, timeout_s: float, error: Exception | None = None) -> tuple[Tensor, int]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import hashlib
 import threading
 import time
@@ -75,7 +74,7 @@ from uniep.meeting import Notices
 from uniep.numerics import fp32_products
 from uniep.routing import Parts, RoutingPlan, build_parts, build_plan, token_groups
 from uniep.schedule import Schedule, default_schedule, refuse_invalid
-from uniep.waiting import Patience
+from uniep.waiting import Patience, finish
 from uniep.way import Way, resolve
 from uniep.weights import ExpertWeights
 
@@ -435,30 +434,18 @@ class CollectiveBackend:
         if self.device.type == "cuda":
             work.wait()
             return
-        patience = Patience(self.timeout_s)
-        while True:
-            try:
-                work.wait(datetime.timedelta(seconds=patience.look()))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises if the collective itself failed; a look that ran out of time is no error
-                    return
-            self._look_up(patience)
+        finish(work, self.timeout_s, lambda: self._notices.look(self._call))
 
     def _wait_for_device(self) -> None:
         """Wait until the current stream has finished its work."""
         done, patience, turns = torch.cuda.Event(), Patience(self.timeout_s), 0
         done.record()
         while not done.query():
-            self._look_up(patience)
+            self._notices.look(self._call)
+            if patience.over():
+                raise TimeoutError(f"nothing came for {self.timeout_s:g} s")
             turns += 1
             time.sleep(0 if turns < _EAGER_TURNS else 1e-4)
-
-    def _look_up(self, patience: Patience) -> None:
-        self._notices.look(self._call)
-        if patience.over():
-            raise TimeoutError(f"nothing came for {self.timeout_s:g} s")
 
     @contextlib.contextmanager
     def _waiting(self, stage: str, operation: str = "") -> Iterator[None]:

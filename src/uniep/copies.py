@@ -1,0 +1,98 @@
+"""What ranks with copies of the same experts tell each other before they sum gradients.
+
+They are in different EP groups, so the others do not know what has ended a backward of one group, and would wait for it
+in the sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from uniep.backends.protocol import error_index, error_of
+from uniep.errors import PeerTimeoutError, UniEPError
+from uniep.layout import TEXT_BYTES
+from uniep.meeting import Meeting, Notices
+from uniep.waiting import finish
+
+
+class Copies:
+    """The ranks of `group`, which hold copies of the same experts.
+
+    On GPUs the host does not wait for sums, so nothing is told there: a sum to which a copy does not come ends by the
+    timeout of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, meeting: Meeting, device: torch.device) -> None:
+        """meeting: of the group; it has exchanged something."""
+        self._group: dist.ProcessGroup | None = group if device.type == "cpu" else None
+        self._rank, self._timeout_s = meeting.rank, meeting.timeout_s
+        self._notices = Notices(meeting)
+        self._sums = self._done = 0  # sums that this rank has begun and ended
+
+    def agree(self, wanted: Mapping[str, bool]) -> None:
+        """Return once all are in this backward.  wanted: the parameters that need gradients.
+
+        Raises another copy's error; UniEPError if copies want different gradients; PeerTimeoutError if one does not
+        come.
+        """
+        everyone = self._exchange(0, sum(1 << bit for bit, want in enumerate(wanted.values()) if want))
+        for copy, (kind, _, text) in enumerate(everyone):
+            if kind:
+                self.done()
+                raise error_of(kind - 1)(f"copy {copy} of the experts: {text}")
+        if len({bits for _, bits, _ in everyone}) > 1:
+            self.done()
+            listed = (
+                f"copy {copy}: {', '.join(n for bit, n in enumerate(wanted) if bits >> bit & 1) or 'none'}"
+                for copy, (_, bits, _) in enumerate(everyone)
+            )
+            raise UniEPError(
+                f"copies of the same experts want gradients of different parameters ({'; '.join(listed)}); call "
+                "requires_grad_ alike on all copies"
+            )
+
+    def tell(self, error: UniEPError) -> None:
+        """Tell the others why this rank has no gradients for this sum; they raise it."""
+        with contextlib.suppress(PeerTimeoutError):
+            self._exchange(1 + error_index(error), 0, str(error))
+            self.done()
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective of the sum.  Raises PeerTimeoutError."""
+        try:
+            finish(work, self._timeout_s, lambda: self._notices.look(self._sums))
+        except (RuntimeError, TimeoutError, PeerTimeoutError) as cause:
+            raise PeerTimeoutError(
+                f"copy {self._rank}, sum {self._sums} of expert gradients over copies: another copy did not come "
+                f"within {self._timeout_s:g} s or is gone ({cause}). All copies must make the same backwards"
+            ) from cause
+
+    def done(self) -> None:
+        """This rank has all of the sum."""
+        self._done = self._sums
+
+    def leave(self, cause: str) -> None:
+        """Tell the others that this rank comes to no more sums."""
+        self._group = None
+        self._notices.tell(self._done, cause, failed=False)
+
+    def forget(self) -> None:
+        """In a forked child, where the group is the parent's."""
+        self._group = None
+
+    def _exchange(self, kind: int, bits: int, text: str = "") -> list[tuple[int, int, str]]:
+        """Every copy's kind of error, bits and text; nobody's once it has left."""
+        if self._group is None:
+            return []
+        self._sums += 1
+        letters = text.encode(errors="replace")[:TEXT_BYTES]
+        mine = torch.tensor([kind, bits, *letters.ljust(TEXT_BYTES, b"\0")], dtype=torch.uint8, device="cpu")
+        every = [torch.empty_like(mine) for _ in range(self._group.size())]
+        self.wait(dist.all_gather(every, mine, group=self._group, async_op=True))
+        found = [bytes(t.tolist()) for t in every]
+        return [(of[0], of[1], of[2:].rstrip(b"\0").decode(errors="replace")) for of in found]
