@@ -35,7 +35,7 @@ def draw_lanes(ran: Mapping[str, Simulated], title: str, path: Path) -> None:
     )
     used: dict[str, None] = {}
     for axes, (name, made) in zip(panels[:, 0], ran.items(), strict=True):
-        graph, line = made.graph, made.timeline
+        graph = made.graph
         here = graph.rank_N == 0
         for lane, worker in enumerate(WORKERS):
             of_class = here & (graph.classes == WORKERS.index(worker))
@@ -55,8 +55,7 @@ def draw_lanes(ran: Mapping[str, Simulated], title: str, path: Path) -> None:
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.axvline(made.makespan_ns / 1e6, color=MUTED, linewidth=0.8, linestyle=":")
-        exposed = line.makespan_ns / 1e6
-        axes.set_title(f"{name}: {exposed:.2f} ms", loc="left", color=INK)
+        axes.set_title(f"{name}: {made.makespan_ns / 1e6:.2f} ms", loc="left", color=INK)
     panels[-1, 0].set_xlabel("ms")
     panels[-1, 0].set_xlim(0, until / 1e6 * 1.01)
     names: dict[str, list[str]] = {}  # operators of one kind have one colour, and one entry
