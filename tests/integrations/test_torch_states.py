@@ -269,6 +269,30 @@ def test_a_model_in_safetensors(pool, tmp_path):
     assert pool.run(in_safetensors, str(tmp_path)) == [([], 20)] * 4
 
 
+def by_name(world, folder):
+    """What loading says, and this optimizer's names: of one group in reverse, into which two groups are loaded."""
+    mesh, _ = plain.meshes(world, 2)
+    with uniep.Workspace(config(), mesh["ep"], device="cpu", timeout_s=case.TIMEOUT_S) as workspace:
+        model = uniep_torch.data_parallel(plain.Model(workspace, blocks=1), mesh)
+        names = list(model.named_parameters())
+        optimizer = torch.optim.AdamW([{"params": names[:3]}, {"params": names[3:]}])
+        step(model, world.size)
+        optimizer.step()
+        dcp.save({"train": uniep_torch.TrainState(model, optimizer, mesh["ep"])}, checkpoint_id=folder)
+        other = plain.Model(workspace, blocks=1)
+        names = list(other.named_parameters())[::-1]
+        optimizer = torch.optim.AdamW(names)
+        state = uniep_torch.TrainState(other, optimizer, mesh["ep"])
+        said = named(dcp.load, {"train": state}, checkpoint_id=folder)
+        return said, optimizer.param_groups[0]["param_names"] == [name for name, _ in names]
+
+
+@pytest.mark.smoke
+def test_optimizers_with_names(pool, tmp_path):
+    """torch's `param_names` belong to the optimizer that loads."""
+    assert pool.run(by_name, str(tmp_path)) == [(None, True)] * 4
+
+
 def declared(world, folder):
     """A state of shape (e,) and a buffer, told whose they are, at EP 2 and then at EP 4: the first of each expert."""
     found = []

@@ -45,6 +45,9 @@ STATES: dict[str, int | None] = {
 """States of torch's optimizers and transformers' Adafactor: the dimension along which experts lie; None for numbers
 that are the same for all experts."""
 
+OF_PARAMETERS = ("params", "states", "param_names")
+"""Keys of a parameter group that are no settings: lists, in the order of its own parameters."""
+
 
 class TrainState(Stateful):
     """Model and optimizer for torch.distributed.checkpoint, with experts under their global ids.
@@ -118,7 +121,7 @@ class TrainState(Stateful):
         settings = {name: group for group in about["groups"] for name in group["params"]}
         for optimizer, group, name, parameter in self._parameters():
             for key, value in settings[name].items():
-                if key not in ("params", "states"):
+                if key not in OF_PARAMETERS:
                     _set(group, key, tuple(value) if isinstance(group.get(key), tuple) else value)
             if name not in kept:
                 optimizer.state.pop(parameter, None)
@@ -335,7 +338,7 @@ class TrainState(Stateful):
                 raise ConfigError(
                     f"the checkpoint's optimizer did not have {lost[0]}; give this one the same parameters"
                 )
-            theirs = [{**groups[name], "params": None, "states": None} for name in group["params"]]
+            theirs = [groups[name] | dict.fromkeys(OF_PARAMETERS) for name in group["params"]]
             if any(other != theirs[0] for other in theirs):
                 raise ConfigError(
                     f"{group['params'][0]} and others of its parameter group were in groups of other settings when "
@@ -484,7 +487,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Learning rates and other settings, as numbers."""
     settings = {}
     for key, value in group.items():
-        if key != "params":
+        if key not in OF_PARAMETERS:
             settings[key] = value.item() if isinstance(value, Tensor) else value
             try:
                 json.dumps(settings[key])

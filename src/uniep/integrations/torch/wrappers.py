@@ -213,11 +213,13 @@ class _Averages:
             self._send(self.waiting.pop())
         if self.sent:
             changes = [changed for _, _, changed, _ in self.sent]
-            somewhere = torch.tensor(changes, dtype=torch.int32, device=self.sent[0][1].device)
+            somewhere = torch.ones(len(changes), dtype=torch.int32, device=self.sent[0][1].device)
+            if not all(changes):  # else the host need not wait
+                somewhere.copy_(torch.tensor(changes))
             dist.all_reduce(somewhere, dist.ReduceOp.MAX, group=self.copies)
             for _, _, _, work in self.sent:
                 work.wait()
-            if not all(changes):  # else the host need not wait
+            if not all(changes):
                 for (parameter, mean, changed, _), some in zip(self.sent, somewhere.tolist(), strict=True):
                     if some and not changed:
                         parameter.grad = mean
