@@ -162,6 +162,29 @@ def test_forward_mode_is_refused():
         torch.func.jvp(layer, (BATCH.x,), (BATCH.x,))
 
 
+ROUTER = torch.ones(8, 64)
+DENSE = {
+    "linear": lambda x: uniep.nn.linear(x, BATCH.w2[0]),
+    "activate": lambda x: uniep.nn.activate(x, "swiglu"),
+    "add": lambda x: uniep.nn.add(BATCH.x, x),
+    "attach_loss": lambda x: uniep.nn.attach_loss(BATCH.weights, x.sum()),
+    "choose_experts": lambda x: uniep.nn.choose_experts(x, ROUTER, 2, uniep.nn.RouterConfig()).weights_TK,
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_forward_mode_is_refused_by_other_operators(name):
+    """As by the layer: each gave a tangent of zeros."""
+    with pytest.raises(uniep.UnsupportedError, match="carries a forward-mode tangent"):
+        torch.func.jvp(DENSE[name], (BATCH.x,), (BATCH.x,))
+
+
+@pytest.mark.parametrize("h", [BATCH.x[None], BATCH.x[0], BATCH.x[:, :63], BATCH.x.int(), BATCH.x.to(torch.complex64)])
+def test_an_activation_of_something_else(h):
+    with pytest.raises(uniep.UniEPError, match=r"h has (shape|dtype)"):
+        uniep.nn.activate(h, "swiglu")
+
+
 def test_copies_share_the_workspace():
     """A deep copy of a model works on; pickling a Workspace says what to save instead."""
     layer = uniep.nn.MoE(CFG, device="cpu")

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from uniep.errors import ConfigError, DTypeError, UnsupportedError
+from uniep.nn.invariant import refuse_forward_mode
 from uniep.nn.lora import call_lora, check_lora
 from uniep.nn.ops import call, check_tokens, freed, is_freed
 from uniep.nn.record import LayerRecord
@@ -118,7 +118,7 @@ def moe(
             _refuse_inference_tensors(named)
     if main_grads:
         _refuse_inference_tensors({"main_grad": main_grads})
-    _refuse_forward_mode(named)
+    refuse_forward_mode(named)
     if lora is not None:
         of_call = x_TD.contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous()
         return call_lora(*of_call, experts, workspace, save, layer.key if layer is not None else None)
@@ -268,12 +268,3 @@ def _refuse_inference_tensors(named: Mapping[str, Sequence[Tensor]]) -> None:
                 f"{name} was made in torch.inference_mode and cannot be kept for backward; make it outside, pass "
                 f"{name}.clone(), or call the layer under torch.no_grad"
             )
-
-
-def _refuse_forward_mode(named: Mapping[str, Sequence[Tensor]]) -> None:
-    """Custom operators silently drop tangents."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    for name, tensors in named.items():
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            raise UnsupportedError(f"{name} carries a forward-mode tangent (jvp); use reverse mode: backward or grad")

@@ -21,6 +21,7 @@ from uniep.config import MoEConfig
 from uniep.errors import ConfigError, DTypeError, InputError
 from uniep.nn import flops
 from uniep.nn.initial import ROUTER, Seed, generator, normal
+from uniep.nn.invariant import refuse_forward_mode
 from uniep.nn.late import LateReads
 from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward, sum_counts, why_torch
@@ -79,6 +80,7 @@ def choose_experts(
     name = _group_name(group, cfg)
     with _told(weight_ED, name, timeout_s) as enter:
         _check(x_TD, weight_ED, top_k, cfg, bias_E, token_ids_T, ids_TK)
+        refuse_forward_mode({"x": [x_TD], "weight": [weight_ED]})
         x_TD = x_TD.contiguous()
         if not torch.compiler.is_compiling():
             flops.looked_at()
