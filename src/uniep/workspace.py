@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from uniep.backends import registry
 from uniep.config import MoEConfig
 from uniep.copies import Copies
-from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
+from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError, check_kind
 from uniep.meeting import Meeting, has_process_group
 from uniep.membership import Membership
 from uniep.row_operator import RowOperator, refuse_operators
@@ -155,8 +155,7 @@ class Workspace:
         chosen, error = "", None
         try:
             self.timeout_s = choose_timeout(timeout_s)
-            if not isinstance(cfg, MoEConfig):
-                raise ConfigError(f"cfg is a {type(cfg).__name__}; pass a uniep.MoEConfig")
+            check_kind("cfg", cfg, MoEConfig)
             _refuse_launcher_without_group(self.group)
             fields |= dataclasses.asdict(cfg) | {"ep_size": self.ep_size, "copies": self.num_copies}
             self.device = _device(device)
@@ -368,8 +367,8 @@ def told_to_all(
         @functools.wraps(function)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             workspace = of(*args, **kwargs)
-            if workspace is None:
-                return function(*args, **kwargs)  # which says that it is missing
+            if not isinstance(workspace, Workspace):
+                return function(*args, **kwargs)  # which says so
             since = None if torch.compiler.is_compiling() else workspace.entered  # a compiler would guard on the number
             try:
                 return function(*args, **kwargs)
@@ -403,6 +402,7 @@ def _end_in_forked_children() -> None:
 
 def report(workspace: Workspace) -> dict[str, str]:
     """Which backend and which features are active, and why the others are not."""
+    check_kind("workspace", workspace, Workspace)
     return workspace.backend.report()
 
 

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import os
 import pickle
+import re
 
 import case
 import pytest
@@ -149,6 +150,60 @@ def test_a_launcher_without_a_process_group(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
     assert make().ranks == [1]
+
+
+def call_with(**changes):
+    given = {"workspace": make()} | changes
+    return uniep.moe(BATCH.x, BATCH.ids, BATCH.weights, BATCH.w13, BATCH.w2, **given)
+
+
+KINDS = {
+    "workspace is a NoneType; it must be a Workspace": lambda: call_with(workspace=None),
+    "workspace is a MoE; it must be a Workspace": lambda: call_with(workspace=uniep.nn.MoE(CFG, device="cpu")),
+    "layer is a int; it must be a LayerRecord": lambda: call_with(layer=3),
+    "lora is a tuple; it must be a Lora": lambda: call_with(lora=(None, None, 1.0)),
+    "LoRA factors of w13 are": lambda: call_with(lora=uniep.nn.Lora((BATCH.w13,), None, 1.0)),
+    "LoRA factors of w2 are": lambda: call_with(lora=uniep.nn.Lora(None, (1, 2), 1.0)),
+    "scale of LoRA is '1'": lambda: call_with(lora=uniep.nn.Lora(None, None, "1")),
+    "workspace is a str; it must be a Workspace": lambda: uniep.route(BATCH.ids, workspace="ws"),
+    "workspace is a bool; it must be a Workspace": lambda: uniep.report(True),
+    "workspace is a float; it must be a Workspace": lambda: uniep.nn.Experts(CFG, workspace=1.0),
+    "cfg is a dict; it must be a MoEConfig": lambda: uniep.nn.MoE({}, device="cpu"),
+    "cfg is a list; it must be a MoEConfig": lambda: uniep.plan_memory([], 1),
+    "router is a str; it must be a RouterConfig": lambda: uniep.nn.MoE(CFG, device="cpu", router="sigmoid"),
+    "ffn of the shared experts is 1.5, a float": lambda: uniep.nn.SharedExperts(CFG, 1.5),
+    "seed is '0'; it must be an int": lambda: uniep.nn.Experts(CFG, device="cpu", seed="0"),
+    "token_ids is a list; it must be a Tensor": lambda: uniep.nn.MoE(CFG, device="cpu")(BATCH.x, [1]),
+    "ids is a list; it must be a Tensor": lambda: uniep.nn.MoE(CFG, device="cpu")(BATCH.x, ids=[[1, 2]]),
+    "renormalize is 'no'; it must be True or False": lambda: uniep.nn.RouterConfig(renormalize="no"),
+    "scale is None; it must be a number": lambda: uniep.nn.RouterConfig(scale=None),
+    "jitter is '0.1'": lambda: uniep.nn.RouterConfig(jitter="0.1"),
+    "groups is None, a NoneType": lambda: uniep.nn.RouterConfig(groups=None),
+    "bias is a list; it must be a Tensor": lambda: uniep.nn.choose_experts(
+        BATCH.x, ROUTER, 2, uniep.nn.RouterConfig(), bias_E=[0.0]
+    ),
+}
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_arguments_of_another_kind(text):
+    """Named, with what is needed: no error of an attribute that they lack."""
+    with pytest.raises(uniep.ConfigError, match=re.escape(text)):
+        KINDS[text]()
+
+
+@pytest.mark.parametrize("mode", ["accumulate", "overwrite"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(lambda t: t[:1].expand(t.shape), "share memory"), (lambda t: t.to_sparse(), "has layout torch.sparse_coo")],
+)
+def test_a_main_grad_that_cannot_be_written(backend, mode, change, text):
+    """Refused before the call, not after the others have their gradients."""
+    w13, workspace = case.leaf(BATCH.w13), make(backend=backend)
+    w13.main_grad = change(torch.zeros(w13.shape))
+    with pytest.raises(uniep.UniEPError, match=text):
+        uniep.moe(BATCH.x, BATCH.ids, BATCH.weights, w13, BATCH.w2, workspace=workspace, main_grad=mode)
+    case.forward_backward(workspace, BATCH)
 
 
 def test_forward_mode_is_refused():

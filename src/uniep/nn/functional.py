@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from uniep.errors import ConfigError, DTypeError, UnsupportedError
+from uniep.errors import ConfigError, DTypeError, UnsupportedError, check_kind
 from uniep.nn.invariant import refuse_forward_mode
 from uniep.nn.lora import call_lora, check_lora
 from uniep.nn.ops import call, check_tokens, freed, is_freed
@@ -81,6 +81,11 @@ def moe(
     **Order**: rows of an expert by (source rank, token, slot); slots of a token summed k = 0..K-1 in fp32.
     Bits depend on neither schedule, EP size, nor timing: docs/numerics.md.
     """
+    check_kind("workspace", workspace, Workspace)
+    if layer is not None:
+        check_kind("layer", layer, LayerRecord)
+    if lora is not None:
+        check_kind("lora", lora, Lora)
     given, biases = (w13, w2), {name: b for name, b in (("b13", b13), ("b2", b2)) if b is not None}
     ordinary = _are_ordinary((x_TD, ids_TK, weights_TK, w13, w2, *biases.values()), workspace)
     if not ordinary:
@@ -146,6 +151,7 @@ def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
 
     ids_TK: (T, K) integers as for `moe`.  Raises InputError on every rank, naming rank, row, slot, value.
     """
+    check_kind("workspace", workspace, Workspace)
     check_dense(ids=ids_TK)
     _check_ids(ids_TK, workspace)
     check_devices({"ids": [ids_TK]}, workspace)
@@ -176,11 +182,18 @@ def _main_grads(
             )
             if not isinstance(found, Tensor):
                 raise ConfigError(f"{label}.main_grad is {found!r} but main_grad={main_grad!r}; {remedy}")
+            if found.layout != torch.strided or found.is_nested:
+                raise UnsupportedError(f"{label}.main_grad has layout {found.layout}; {remedy}")
             if found.dtype != torch.float32:
                 raise DTypeError(f"{label}.main_grad has dtype {found.dtype}; {remedy}")
             if tuple(found.shape) != shape:
                 raise ConfigError(f"{label}.main_grad has shape {tuple(found.shape)}; {remedy}")
             check_devices({f"{label}.main_grad": [found]}, workspace)
+            if any(step == 0 and size > 1 for step, size in zip(found.stride(), shape, strict=True)):
+                raise ConfigError(
+                    f"{label}.main_grad has strides {found.stride()}, so that elements share memory, and cannot be "
+                    f"written; {remedy}"
+                )
             if main_grad == "overwrite" and any(found.data_ptr() == other.data_ptr() for other in main_grads):
                 raise ConfigError(
                     f"{label}.main_grad is also that of a parameter before it, so that 'overwrite' would leave one "

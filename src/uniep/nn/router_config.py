@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Literal
 
+import torch
+
+from uniep.config import refused_number
 from uniep.errors import ConfigError
+
+_MOST = torch.finfo(torch.float32).max
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,19 +56,22 @@ class RouterConfig:
             raise ConfigError(f"score is {self.score!r}; it must be 'softmax' or 'sigmoid'")
         if self.overflow not in ("raise", "drop"):
             raise ConfigError(f"overflow is {self.overflow!r}; it must be 'raise' or 'drop'")
+        for name in ("renormalize", "selection_bias"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} is {value!r}; it must be True or False")
         for name in ("scale", "bias_rate", "aux_loss", "z_loss"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be a number of at least 0")
-        if not 0 <= self.jitter < 1:
-            raise ConfigError(f"jitter is {self.jitter}; it must be at least 0 and less than 1")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            if not _is_number(value := getattr(self, name)) or not 0 <= value <= _MOST:
+                raise ConfigError(f"{name} is {value!r}; it must be a number from 0 to {_MOST:g}")
+        if not _is_number(self.jitter) or not 0 <= self.jitter < 1:
+            raise ConfigError(f"jitter is {self.jitter!r}; it must be at least 0 and less than 1")
+        if (factor := self.capacity_factor) is not None and not (_is_number(factor) and 0 < factor <= _MOST):
             raise ConfigError(
-                f"capacity_factor is {self.capacity_factor}; it must be more than 0, or None for no limit"
+                f"capacity_factor is {factor!r}; it must be more than 0 and at most {_MOST:g}, or None for no limit"
             )
         for name in ("groups", "groups_per_token", "group_top"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1")
+            if not (value is None and name == "group_top") and (reason := refused_number(value, 1)):
+                raise ConfigError(f"{name} is {reason}")
         if self.groups_per_token > self.groups:
             raise ConfigError(
                 f"groups_per_token is {self.groups_per_token} but there are {self.groups} groups; lower it"
