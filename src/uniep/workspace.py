@@ -7,6 +7,7 @@ UNIEP_BACKEND, UNIEP_TIMEOUT_S, UNIEP_TUNE.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,7 +16,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -113,14 +114,14 @@ class Workspace:
         error = self._agree_with_copies(fields, error)
         meeting = Meeting(self.group, self.timeout_s)  # of all ranks, until this Workspace is made
         try:
-            with meeting, torch.inference_mode(False):  # it is used inside and outside that mode
+            with meeting, _ordinary():
                 found = self._agree(fields, error, found, meeting)
                 if len(found) < 2 or operators:  # which were not there when the points were timed
                     self._make(chosen, found[0] if found else schedule, meeting)
             if self._backend is None:
                 schedule = choose.fastest(cfg, self.group, chosen, self.device, found, self.timeout_s, self.num_copies)
                 meeting = Meeting(self.group, self.timeout_s)
-                with meeting, torch.inference_mode(False):
+                with meeting, _ordinary():
                     self._make(chosen, schedule, meeting)
         except BaseException as cause:  # the other ranks have no Workspace either
             self._close(f"{type(cause).__name__}: {cause}")
@@ -337,6 +338,13 @@ class Workspace:
     def __repr__(self) -> str:
         state = self._backend.name if self._backend is not None else f"closed: {self.cause}"
         return f"Workspace(rank {self.rank} of {self.ep_size}, {state}, {self.cfg})"
+
+
+@contextlib.contextmanager
+def _ordinary() -> Iterator[None]:
+    """New tensors have memory, also under fake tensors, and are used inside and outside inference mode."""
+    with torch.inference_mode(False), _disable_current_modes():
+        yield
 
 
 def _disagreement(everyone: Sequence[dict[str, Any]], who: str) -> ConfigError | None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from case import config, equal_bits, random_batch, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import uniep
 
@@ -95,6 +97,21 @@ def test_autocast_with_lists_of_parameters(backend):
         want = case.forward_backward(workspace, HALF_BATCH)
     for parameters, gradient in zip(lists, (want.dw13, want.dw2), strict=True):
         equal_bits(torch.stack([p.grad for p in parameters]), gradient.float(), "gradient")
+
+
+def test_fake_tensors(backend):
+    """A Workspace that is made among them has memory; a call without values has shapes, or says what it lacks."""
+    leaves = [case.leaf(t) for t in (BATCH.x, BATCH.weights, BATCH.w13, BATCH.w2)]
+    with FakeTensorMode():
+        workspace = make(backend=backend)
+    for known, enough in ((None, False), (ShapeEnv(), True)):
+        with FakeTensorMode(shape_env=known) as mode:
+            x, weights, w13, w2 = map(mode.from_tensor, leaves)
+            with torch.no_grad():
+                assert uniep.moe(x, mode.from_tensor(BATCH.ids), weights, w13, w2, workspace=workspace).shape == x.shape
+            with contextlib.nullcontext() if enough else pytest.raises(uniep.UnsupportedError, match="shape_env="):
+                uniep.moe(x, mode.from_tensor(BATCH.ids), weights, w13, w2, workspace=workspace).sum().backward()
+    case.forward_backward(workspace, BATCH)
 
 
 @pytest.mark.parametrize("position", range(5))
