@@ -234,6 +234,11 @@ def check_dense(**named: Any) -> None:
                     f"{name} is or holds {type(t).__name__}; it must be a torch.Tensor (torch.fx cannot trace the "
                     "layer: make it a leaf, or use torch.export)"
                 )
+            if hasattr(t, "device_mesh"):
+                raise UnsupportedError(
+                    f"{name} is a {type(t).__name__} over {t.device_mesh}; a call takes this rank's own part, such as "
+                    f"its tokens or its experts: {name}.to_local()"
+                )
             if t.layout != torch.strided:
                 raise UnsupportedError(f"{name} has layout {t.layout}; pass a dense tensor, e.g. {name}.to_dense()")
             if t.is_nested:
