@@ -31,3 +31,9 @@ class PeerTimeoutError(UniEPError):
 
 class ClosedError(UniEPError):
     """The Workspace was closed by the caller, or by an earlier error that the message repeats."""
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise ConfigError for an argument that is no `kind`."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}")

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig, refused_number
-from uniep.errors import CapacityError, ConfigError
+from uniep.errors import CapacityError, ConfigError, check_kind
 from uniep.layout import (
     SUMMED_AT_ONCE,
     Arrays,
@@ -165,7 +165,8 @@ def plan_memory(
     Raises ConfigError if ep_size ranks of this backend, and their copies, cannot run cfg or schedule, tokens exceed the
     maximum, or the backend is unknown; UnsupportedError if it cannot run factors of rank `lora`.
     """
-    if backend not in _BUFFERS:
+    check_kind("cfg", cfg, MoEConfig)
+    if backend not in tuple(_BUFFERS):
         raise ConfigError(f"backend is {backend!r}; plan_memory knows {', '.join(map(repr, _BUFFERS))}")
     if reason := refused_number(copies, 1):
         raise ConfigError(f"copies is {reason}")

@@ -87,7 +87,7 @@ class RowOperator:
         named = f"operator {self.name!r}"
         if not isinstance(self.name, str) or not re.fullmatch("[a-z][a-z0-9_]*", self.name) or self.name in TAKEN:
             raise ConfigError(f"{named} needs another name: lower-case letters, digits, _, and none of the layer's own")
-        if self.after not in PLACES:
+        if self.after not in tuple(PLACES):
             places = "; ".join(f"{after!r}: {place.rows}" for after, place in PLACES.items())
             raise ConfigError(f"{named} stands after {self.after!r}; it may stand after {places}")
         if self.rows is None and self.body is None:

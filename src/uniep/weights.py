@@ -43,11 +43,13 @@ class Lora:
     def check(self, cfg: MoEConfig, ep_size: int) -> None:
         """Raises ConfigError or DTypeError with both shapes or dtypes."""
         e, f, d = cfg.experts_per_rank(ep_size), cfg.ffn, cfg.hidden
-        if not math.isfinite(self.scale):
-            raise ConfigError(f"scale of LoRA is {self.scale}; it must be a finite number")
+        if not isinstance(self.scale, int | float) or not math.isfinite(self.scale):
+            raise ConfigError(f"scale of LoRA is {self.scale!r}; it must be a finite number")
         for name, pair, wide, high in (("w13", self.w13, d, cfg.h_columns), ("w2", self.w2, f, d)):
             if pair is None:
                 continue
+            if not isinstance(pair, tuple) or [isinstance(t, Tensor) for t in pair] != [True, True]:
+                raise ConfigError(f"LoRA factors of {name} are {pair!r:.100}; pass a tuple (A, B) of tensors, or None")
             a, b = pair
             rank = a.shape[1] if a.dim() == 3 else 0
             if rank < 1 or tuple(a.shape) != (e, rank, wide) or tuple(b.shape) != (e, high, rank):

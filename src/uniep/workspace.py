@@ -7,6 +7,7 @@ UNIEP_BACKEND, UNIEP_TIMEOUT_S, UNIEP_TUNE.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,7 +16,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from uniep.backends import registry
 from uniep.config import MoEConfig
 from uniep.copies import Copies
-from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
+from uniep.errors import ClosedError, ConfigError, PeerTimeoutError, UniEPError, UnsupportedError, check_kind
 from uniep.meeting import Meeting, has_process_group
 from uniep.membership import Membership
 from uniep.row_operator import RowOperator, refuse_operators
@@ -113,14 +114,14 @@ class Workspace:
         error = self._agree_with_copies(fields, error)
         meeting = Meeting(self.group, self.timeout_s)  # of all ranks, until this Workspace is made
         try:
-            with meeting, torch.inference_mode(False):  # it is used inside and outside that mode
+            with meeting, _ordinary():
                 found = self._agree(fields, error, found, meeting)
                 if len(found) < 2 or operators:  # which were not there when the points were timed
                     self._make(chosen, found[0] if found else schedule, meeting)
             if self._backend is None:
                 schedule = choose.fastest(cfg, self.group, chosen, self.device, found, self.timeout_s, self.num_copies)
                 meeting = Meeting(self.group, self.timeout_s)
-                with meeting, torch.inference_mode(False):
+                with meeting, _ordinary():
                     self._make(chosen, schedule, meeting)
         except BaseException as cause:  # the other ranks have no Workspace either
             self._close(f"{type(cause).__name__}: {cause}")
@@ -155,8 +156,7 @@ class Workspace:
         chosen, error = "", None
         try:
             self.timeout_s = choose_timeout(timeout_s)
-            if not isinstance(cfg, MoEConfig):
-                raise ConfigError(f"cfg is a {type(cfg).__name__}; pass a uniep.MoEConfig")
+            check_kind("cfg", cfg, MoEConfig)
             _refuse_launcher_without_group(self.group)
             fields |= dataclasses.asdict(cfg) | {"ep_size": self.ep_size, "copies": self.num_copies}
             self.device = _device(device)
@@ -340,6 +340,13 @@ class Workspace:
         return f"Workspace(rank {self.rank} of {self.ep_size}, {state}, {self.cfg})"
 
 
+@contextlib.contextmanager
+def _ordinary() -> Iterator[None]:
+    """New tensors have memory, also under fake tensors, and are used inside and outside inference mode."""
+    with torch.inference_mode(False), _disable_current_modes():
+        yield
+
+
 def _disagreement(everyone: Sequence[dict[str, Any]], who: str) -> ConfigError | None:
     """The error of all, if two of them have different values of a field."""
     for name in dict.fromkeys(itertools.chain(*everyone)):
@@ -368,8 +375,8 @@ def told_to_all(
         @functools.wraps(function)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             workspace = of(*args, **kwargs)
-            if workspace is None:
-                return function(*args, **kwargs)  # which says that it is missing
+            if not isinstance(workspace, Workspace):
+                return function(*args, **kwargs)  # which says so
             since = None if torch.compiler.is_compiling() else workspace.entered  # a compiler would guard on the number
             try:
                 return function(*args, **kwargs)

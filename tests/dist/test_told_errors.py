@@ -1,9 +1,11 @@
 """What one rank does wrong at an odd moment: every rank gets a named error at once, and no wrong number."""
 
 import dataclasses
+import gc
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -234,3 +236,62 @@ def test_one_rank_leaves(pool, how, reason):
     first, _ = pool.run(leaving, config(), random_batch(config(), (5, 5, 5, 5)), how, ranks=2)
     assert f"rank 1 left after call 2 ({reason})" in first[0], first
     assert first[1] < 10
+
+
+def dropping(world, cfg, batch):
+    """Rank 1 drops its Workspace after one step, rank 0 goes on: (its error, seconds)."""
+    ws = make(world, cfg, timeout_s=60.0)
+    case.forward_backward(ws, batch)
+    if world.rank == 1:
+        del ws
+        gc.collect()
+        return None
+    start = time.monotonic()
+    return case.named_error(case.forward_backward, ws, batch), time.monotonic() - start
+
+
+def test_one_rank_drops_its_workspace(pool):
+    """63: as at the end of a process that an error of its program ends; nobody has to wait for it."""
+    first, _ = pool.run(dropping, config(), random_batch(config(), (5, 5, 5, 5)), ranks=2)
+    error, took = first
+    assert error[0] == "PeerTimeoutError" and "rank 1 left after call 2 (its Workspace was dropped" in error[1], error
+    assert took < 10
+
+
+ENDING = """
+import os, sys, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import case, uniep
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+batch = case.random_batch(case.config(), (5, 6, 0, 9))
+ws = uniep.Workspace(case.config(), dist.group.WORLD, device="cpu", timeout_s=60)
+case.forward_backward(ws, batch)
+if rank == 1:
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)  # of which nobody must hear
+    os.waitpid(child, 0)
+case.forward_backward(ws, batch)
+if rank == 1:
+    raise ValueError("no more data")
+try:
+    case.forward_backward(ws, batch)
+except uniep.PeerTimeoutError as error:
+    print(error)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_program_ends_without_closing(tmp_path):
+    """63: by an error outside of the layer; the end of a forked child is none."""
+    arguments = [sys.executable, "-c", ENDING, os.path.dirname(__file__), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen(arguments, env=os.environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    start = time.monotonic()
+    said, _ = (rank.communicate(timeout=120)[0] for rank in ranks)
+    assert "rank 1 left after call 4" in said and "its process ended, without close()" in said, said
+    assert time.monotonic() - start < 55

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from case import config, named_error, random_batch
 from pool import Pool
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import uniep
 from uniep.backends.collective import backend as nccl
@@ -128,6 +130,11 @@ def odd_counted(layer, x, batch):
         monitor.close()
 
 
+def odd_mesh(layer, x, batch):
+    mesh = DeviceMesh("cpu", [0], _init_backend=False)
+    layer(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
+
+
 def odd_batched(layer, x, batch):
     y = forward(layer, x, batch)
     torch.autograd.grad(y, [x], torch.ones(2, *y.shape), is_grads_batched=True)
@@ -141,6 +148,7 @@ def inference_clone(x):
 ODD = {
     "a list": (lambda layer, x, batch: layer(x.tolist()), "ConfigError", "rank 1: x is or holds list"),
     "sparse": (lambda layer, x, batch: layer(x.detach().to_sparse()), "UnsupportedError", "layout torch.sparse"),
+    "a DTensor": (odd_mesh, "UnsupportedError", r"x is a DTensor .*x.to_local\(\)"),
     "meta": (lambda layer, x, batch: layer(x.to("meta")), "ConfigError", "x is on meta"),
     "nested": (
         lambda layer, x, batch: forward(layer, torch.nested.nested_tensor([x[0].detach()]), batch),
@@ -173,7 +181,7 @@ ODD = {
     "memory": (odd_memory, "PeerTimeoutError", "rank 1 failed with MemoryError: all is used"),
     "memory in backward": (odd_memory_in_backward, "PeerTimeoutError", "rank 1 failed with MemoryError: all is used"),
 }  # fmt: skip
-NO_CALL = ("a list", "sparse", "meta", "hook of the experts", "interrupt before", "exit before")
+NO_CALL = ("a list", "sparse", "a DTensor", "meta", "hook of the experts", "interrupt before", "exit before")
 """Where the other rank goes through the router, too."""
 
 

@@ -319,6 +319,18 @@ def test_the_temporary_directory_is_second_choice(monkeypatch, tmp_path):
     os.close(fd)
 
 
+def no_temporary_directory():
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+
+def test_a_temporary_directory_is_not_needed(monkeypatch):
+    """As in a container that can write nothing but /dev/shm."""
+    monkeypatch.setattr(shm.tempfile, "gettempdir", no_temporary_directory)
+    shm._create(4096).drop()
+    with pytest.raises(OSError, match="no room for"):
+        shm._create(1 << 60)
+
+
 def in_folder(monkeypatch, folder):
     """Files are made there only."""
     monkeypatch.setattr(shm.tempfile, "gettempdir", lambda: str(folder))

@@ -370,9 +370,9 @@ BAD = {
     "too many": ({"groups": 2, "groups_per_token": 3}, "groups_per_token is 3 but there are 2 groups"),
     "group_top": ({"groups": 2, "group_top": 5}, "group_top is 5, but a group has 4 experts"),
     "no integer": ({"groups": 2.0}, "groups is 2.0, a float; it must be an int of at least 1"),
-    "no number": ({"scale": "2.5"}, "scale is '2.5'; it must be a number of at least 0"),
+    "no number": ({"scale": "2.5"}, "scale is '2.5'; it must be a number from 0 to"),
     "no jitter": ({"jitter": None}, "jitter is None; it must be a number of at least 0 and less than 1"),
-    "a text": ({"capacity_factor": "1.25"}, "capacity_factor is '1.25'; it must be a number above 0, or None"),
+    "a text": ({"capacity_factor": "1.25"}, "capacity_factor is '1.25'; it must be a number above 0, up to"),
     "no flag": ({"selection_bias": "no"}, "selection_bias is 'no'; it must be True or False"),
 }
 

@@ -5,12 +5,15 @@ import contextlib
 import copy
 import os
 import pickle
+import re
 
 import case
 import pytest
 import torch
 import torch.distributed as dist
 from case import config, equal_bits, random_batch, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import uniep
 
@@ -96,6 +99,21 @@ def test_autocast_with_lists_of_parameters(backend):
         equal_bits(torch.stack([p.grad for p in parameters]), gradient.float(), "gradient")
 
 
+def test_fake_tensors(backend):
+    """A Workspace that is made among them has memory; a call without values has shapes, or says what it lacks."""
+    leaves = [case.leaf(t) for t in (BATCH.x, BATCH.weights, BATCH.w13, BATCH.w2)]
+    with FakeTensorMode():
+        workspace = make(backend=backend)
+    for known, enough in ((None, False), (ShapeEnv(), True)):
+        with FakeTensorMode(shape_env=known) as mode:
+            x, weights, w13, w2 = map(mode.from_tensor, leaves)
+            with torch.no_grad():
+                assert uniep.moe(x, mode.from_tensor(BATCH.ids), weights, w13, w2, workspace=workspace).shape == x.shape
+            with contextlib.nullcontext() if enough else pytest.raises(uniep.UnsupportedError, match="shape_env="):
+                uniep.moe(x, mode.from_tensor(BATCH.ids), weights, w13, w2, workspace=workspace).sum().backward()
+    case.forward_backward(workspace, BATCH)
+
+
 @pytest.mark.parametrize("position", range(5))
 def test_a_tensor_on_another_device(backend, position):
     """Refused by name; a "meta" tensor would turn the call into one without values."""
@@ -151,6 +169,60 @@ def test_a_launcher_without_a_process_group(monkeypatch):
     assert make().ranks == [1]
 
 
+def call_with(**changes):
+    given = {"workspace": make()} | changes
+    return uniep.moe(BATCH.x, BATCH.ids, BATCH.weights, BATCH.w13, BATCH.w2, **given)
+
+
+KINDS = {
+    "workspace is a NoneType; it must be a Workspace": lambda: call_with(workspace=None),
+    "workspace is a MoE; it must be a Workspace": lambda: call_with(workspace=uniep.nn.MoE(CFG, device="cpu")),
+    "layer is a int; it must be a LayerRecord": lambda: call_with(layer=3),
+    "lora is a tuple; it must be a Lora": lambda: call_with(lora=(None, None, 1.0)),
+    "LoRA factors of w13 are": lambda: call_with(lora=uniep.nn.Lora((BATCH.w13,), None, 1.0)),
+    "LoRA factors of w2 are": lambda: call_with(lora=uniep.nn.Lora(None, (1, 2), 1.0)),
+    "scale of LoRA is '1'": lambda: call_with(lora=uniep.nn.Lora(None, None, "1")),
+    "workspace is a str; it must be a Workspace": lambda: uniep.route(BATCH.ids, workspace="ws"),
+    "workspace is a bool; it must be a Workspace": lambda: uniep.report(True),
+    "workspace is a float; it must be a Workspace": lambda: uniep.nn.Experts(CFG, workspace=1.0),
+    "cfg is a dict; it must be a MoEConfig": lambda: uniep.nn.MoE({}, device="cpu"),
+    "cfg is a list; it must be a MoEConfig": lambda: uniep.plan_memory([], 1),
+    "router is a str; it must be a RouterConfig": lambda: uniep.nn.MoE(CFG, device="cpu", router="sigmoid"),
+    "ffn of the shared experts is 1.5, a float": lambda: uniep.nn.SharedExperts(CFG, 1.5),
+    "seed is '0'; it must be an int": lambda: uniep.nn.Experts(CFG, device="cpu", seed="0"),
+    "token_ids is a list; it must be a Tensor": lambda: uniep.nn.MoE(CFG, device="cpu")(BATCH.x, [1]),
+    "ids is a list; it must be a Tensor": lambda: uniep.nn.MoE(CFG, device="cpu")(BATCH.x, ids=[[1, 2]]),
+    "renormalize is 'no'; it must be True or False": lambda: uniep.nn.RouterConfig(renormalize="no"),
+    "scale is None; it must be a number": lambda: uniep.nn.RouterConfig(scale=None),
+    "jitter is '0.1'": lambda: uniep.nn.RouterConfig(jitter="0.1"),
+    "groups is None, a NoneType": lambda: uniep.nn.RouterConfig(groups=None),
+    "bias is a list; it must be a Tensor": lambda: uniep.nn.choose_experts(
+        BATCH.x, ROUTER, 2, uniep.nn.RouterConfig(), bias_E=[0.0]
+    ),
+}
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_arguments_of_another_kind(text):
+    """Named, with what is needed: no error of an attribute that they lack."""
+    with pytest.raises(uniep.ConfigError, match=re.escape(text)):
+        KINDS[text]()
+
+
+@pytest.mark.parametrize("mode", ["accumulate", "overwrite"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(lambda t: t[:1].expand(t.shape), "share memory"), (lambda t: t.to_sparse(), "has layout torch.sparse_coo")],
+)
+def test_a_main_grad_that_cannot_be_written(backend, mode, change, text):
+    """Refused before the call, not after the others have their gradients."""
+    w13, workspace = case.leaf(BATCH.w13), make(backend=backend)
+    w13.main_grad = change(torch.zeros(w13.shape))
+    with pytest.raises(uniep.UniEPError, match=text):
+        uniep.moe(BATCH.x, BATCH.ids, BATCH.weights, w13, BATCH.w2, workspace=workspace, main_grad=mode)
+    case.forward_backward(workspace, BATCH)
+
+
 def test_forward_mode_is_refused():
     """Custom operators would return a tangent of zeros."""
     workspace = make()
@@ -160,6 +232,29 @@ def test_forward_mode_is_refused():
 
     with pytest.raises(uniep.UnsupportedError, match="x carries a forward-mode tangent"):
         torch.func.jvp(layer, (BATCH.x,), (BATCH.x,))
+
+
+ROUTER = torch.ones(8, 64)
+DENSE = {
+    "linear": lambda x: uniep.nn.linear(x, BATCH.w2[0]),
+    "activate": lambda x: uniep.nn.activate(x, "swiglu"),
+    "add": lambda x: uniep.nn.add(BATCH.x, x),
+    "attach_loss": lambda x: uniep.nn.attach_loss(BATCH.weights, x.sum()),
+    "choose_experts": lambda x: uniep.nn.choose_experts(x, ROUTER, 2, uniep.nn.RouterConfig()).weights_TK,
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_forward_mode_is_refused_by_other_operators(name):
+    """As by the layer: each gave a tangent of zeros."""
+    with pytest.raises(uniep.UnsupportedError, match="carries a forward-mode tangent"):
+        torch.func.jvp(DENSE[name], (BATCH.x,), (BATCH.x,))
+
+
+@pytest.mark.parametrize("h", [BATCH.x[None], BATCH.x[0], BATCH.x[:, :63], BATCH.x.int(), BATCH.x.to(torch.complex64)])
+def test_an_activation_of_something_else(h):
+    with pytest.raises(uniep.UniEPError, match=r"h has (shape|dtype)"):
+        uniep.nn.activate(h, "swiglu")
 
 
 def test_copies_share_the_workspace():

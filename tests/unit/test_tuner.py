@@ -448,6 +448,30 @@ def test_two_processes_that_tune_at_once(monkeypatch):
     stored()
 
 
+def no_user(number):
+    raise KeyError(f"getpwuid(): uid not found: {number}")
+
+
+def no_right(path):
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+@pytest.mark.parametrize("lacks", ["a home", "the right to read it"])
+def test_a_user_without_a_folder(monkeypatch, lacks):
+    """As in a container that runs as another user: a Workspace needs no tables, and who wants to tune is told."""
+    for name in ("UNIEP_TUNE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if lacks == "a home":
+        monkeypatch.setattr("pwd.getpwuid", no_user)
+        with pytest.raises(ConfigError, match="set UNIEP_TUNE_DIR, or HOME"):
+            tables.folder()
+    else:
+        monkeypatch.setenv("HOME", "/root")
+        monkeypatch.setattr(tables.Path, "is_dir", no_right)
+    assert tables.own_folder() is None and tables.card_file("h200") == "h200"
+    uniep.Workspace(SMALL, device="cpu").close()
+
+
 def test_a_folder_that_cannot_be_made(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "file" / "x"))

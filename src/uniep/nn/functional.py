@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
-from uniep.errors import ConfigError, DTypeError, UnsupportedError
+from uniep.errors import ConfigError, DTypeError, UnsupportedError, check_kind
+from uniep.nn.invariant import refuse_forward_mode
 from uniep.nn.lora import call_lora, check_lora
 from uniep.nn.ops import call, check_tokens, freed, is_freed
 from uniep.nn.record import LayerRecord
@@ -81,6 +81,11 @@ def moe(
     **Order**: rows of an expert by (source rank, token, slot); slots of a token summed k = 0..K-1 in fp32.
     Bits depend on neither schedule, EP size, nor timing: docs/numerics.md.
     """
+    check_kind("workspace", workspace, Workspace)
+    if layer is not None:
+        check_kind("layer", layer, LayerRecord)
+    if lora is not None:
+        check_kind("lora", lora, Lora)
     given, biases = (w13, w2), {name: b for name, b in (("b13", b13), ("b2", b2)) if b is not None}
     ordinary = _are_ordinary((x_TD, ids_TK, weights_TK, w13, w2, *biases.values()), workspace)
     if not ordinary:
@@ -118,7 +123,7 @@ def moe(
             _refuse_inference_tensors(named)
     if main_grads:
         _refuse_inference_tensors({"main_grad": main_grads})
-    _refuse_forward_mode(named)
+    refuse_forward_mode(named)
     if lora is not None:
         of_call = x_TD.contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous()
         return call_lora(*of_call, experts, workspace, save, layer.key if layer is not None else None)
@@ -146,6 +151,7 @@ def route(ids_TK: Tensor, *, workspace: Workspace) -> RoutingPlan:
 
     ids_TK: (T, K) integers as for `moe`.  Raises InputError on every rank, naming rank, row, slot, value.
     """
+    check_kind("workspace", workspace, Workspace)
     check_dense(ids=ids_TK)
     _check_ids(ids_TK, workspace)
     check_devices({"ids": [ids_TK]}, workspace)
@@ -176,11 +182,18 @@ def _main_grads(
             )
             if not isinstance(found, Tensor):
                 raise ConfigError(f"{label}.main_grad is {found!r} but main_grad={main_grad!r}; {remedy}")
+            if found.layout != torch.strided or found.is_nested:
+                raise UnsupportedError(f"{label}.main_grad has layout {found.layout}; {remedy}")
             if found.dtype != torch.float32:
                 raise DTypeError(f"{label}.main_grad has dtype {found.dtype}; {remedy}")
             if tuple(found.shape) != shape:
                 raise ConfigError(f"{label}.main_grad has shape {tuple(found.shape)}; {remedy}")
             check_devices({f"{label}.main_grad": [found]}, workspace)
+            if any(step == 0 and size > 1 for step, size in zip(found.stride(), shape, strict=True)):
+                raise ConfigError(
+                    f"{label}.main_grad has strides {found.stride()}, so that elements share memory, and cannot be "
+                    f"written; {remedy}"
+                )
             if main_grad == "overwrite" and any(found.data_ptr() == other.data_ptr() for other in main_grads):
                 raise ConfigError(
                     f"{label}.main_grad is also that of a parameter before it, so that 'overwrite' would leave one "
@@ -220,6 +233,11 @@ def check_dense(**named: Any) -> None:
                 raise ConfigError(
                     f"{name} is or holds {type(t).__name__}; it must be a torch.Tensor (torch.fx cannot trace the "
                     "layer: make it a leaf, or use torch.export)"
+                )
+            if hasattr(t, "device_mesh"):
+                raise UnsupportedError(
+                    f"{name} is a {type(t).__name__} over {t.device_mesh}; a call takes this rank's own part, such as "
+                    f"its tokens or its experts: {name}.to_local()"
                 )
             if t.layout != torch.strided:
                 raise UnsupportedError(f"{name} has layout {t.layout}; pass a dense tensor, e.g. {name}.to_dense()")
@@ -268,12 +286,3 @@ def _refuse_inference_tensors(named: Mapping[str, Sequence[Tensor]]) -> None:
                 f"{name} was made in torch.inference_mode and cannot be kept for backward; make it outside, pass "
                 f"{name}.clone(), or call the layer under torch.no_grad"
             )
-
-
-def _refuse_forward_mode(named: Mapping[str, Sequence[Tensor]]) -> None:
-    """Custom operators silently drop tangents."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    for name, tensors in named.items():
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            raise UnsupportedError(f"{name} carries a forward-mode tangent (jvp); use reverse mode: backward or grad")

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from uniep.errors import ConfigError
+
 STREAMS = 1_000_003
 """Random streams of one seed: one for each expert from 0 on, and from the end `ROUTER`, `SHARED` and, downwards, one
 for each expert's `LORA`."""
@@ -22,6 +24,8 @@ class Seed:
     """The seed of a router and its experts: a given one, or one draw for each reset of all of them."""
 
     def __init__(self, given: int | None) -> None:
+        if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
+            raise ConfigError(f"seed is {given!r}; it must be an int, or None to draw one")
         self.given = given
         self._value = 0
         self._takers: set[str] = set()

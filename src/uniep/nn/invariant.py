@@ -16,16 +16,17 @@ Shape suffixes: T tokens, D inputs, N outputs, F half of the activation's inputs
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from uniep.activation import ACTIVATIONS, activation_of
 from uniep.config import COLUMN_GROUP
-from uniep.errors import ConfigError, DTypeError
+from uniep.errors import ConfigError, DTypeError, UnsupportedError
 from uniep.nn import flops
 from uniep.numerics import fixed_settings, matmul, widened
 
@@ -33,6 +34,15 @@ TOKEN_BLOCK = 128
 """Tokens whose products are added in one call of the matrix library."""
 ROWS = 64
 """Rows that are computed together: PyTorch's elementwise loops may use another code path for a ragged tail."""
+
+
+def refuse_forward_mode(named: Mapping[str, Sequence[Tensor]]) -> None:
+    """Custom operators silently drop tangents."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for name, tensors in named.items():
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise UnsupportedError(f"{name} carries a forward-mode tangent (jvp); use reverse mode: backward or grad")
 
 
 @contextlib.contextmanager
@@ -146,6 +156,7 @@ def linear(x: Tensor, weight_ND: Tensor) -> Tensor:
         raise ConfigError(f"x has shape {tuple(x.shape)} and weight {tuple(weight_ND.shape)}; pass (..., D) and (N, D)")
     if not x.is_floating_point() or not weight_ND.is_floating_point():
         raise DTypeError(f"x has dtype {x.dtype} and weight {weight_ND.dtype}; both must be floating point")
+    refuse_forward_mode({"x": [x], "weight": [weight_ND]})
     if not torch.compiler.is_compiling():
         flops.looked_at()
     y_TN = _linear(x.reshape(-1, x.shape[-1]).contiguous(), weight_ND)
@@ -207,9 +218,16 @@ _activate.register_autograd(_differentiate_activate, setup_context=_setup_activa
 
 def activate(h_T2F: Tensor, activation: str, limit: float | None = None) -> Tensor:
     """cast(f(gate, up)) of one of `MoEConfig`'s activations, with its limit.  h: (T, 2F), gate columns first, or (T, F)
-    without a gate.  -> (T, F)."""
-    if activation not in ACTIVATIONS:
+    without a gate.  -> (T, F).  Raises ConfigError, DTypeError."""
+    if activation not in tuple(ACTIVATIONS):
         raise ConfigError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+    halves = 1 + ACTIVATIONS[activation].gated
+    if h_T2F.dim() != 2 or h_T2F.shape[1] % halves:
+        shape = "(T, 2F), gate columns first" if halves == 2 else "(T, F)"
+        raise ConfigError(f"h has shape {tuple(h_T2F.shape)}; activation {activation!r} takes {shape}")
+    if not h_T2F.is_floating_point():
+        raise DTypeError(f"h has dtype {h_T2F.dtype}; it must be floating point")
+    refuse_forward_mode({"h": [h_T2F]})
     return _activate(h_T2F, activation, limit)
 
 
@@ -235,4 +253,5 @@ def add(a: Tensor, b: Tensor) -> Tensor:
         raise ConfigError(
             f"a is {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype}; they must have the same shape and dtype"
         )
+    refuse_forward_mode({"a": [a], "b": [b]})
     return _add(a, b)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from uniep.errors import ConfigError
+from uniep.errors import ConfigError, check_kind
 from uniep.nn.late import LateReads
 from uniep.nn.modules import Experts, MoE
 from uniep.nn.router import Router, Routing
@@ -288,6 +288,7 @@ class LoadMonitor:
 def report(workspace: Workspace) -> dict[str, str]:
     """Which backend and which features are active, and why the others are not.  Also the load of this Workspace's
     layers, as last read by a `uniep.nn.LoadMonitor`."""
+    check_kind("workspace", workspace, Workspace)
     lines = workspace.backend.report()
     for monitor in _monitors:
         for name, load in monitor.last.items():

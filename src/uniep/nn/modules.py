@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from uniep.config import MoEConfig, refused_number
-from uniep.errors import ConfigError, UnsupportedError
+from uniep.errors import ConfigError, UnsupportedError, check_kind
 from uniep.meeting import has_process_group
 from uniep.nn.beside import start_beside
 from uniep.nn.functional import MATERIALISE, MainGrad, check_dense, check_devices, moe
@@ -65,6 +65,9 @@ class Experts(nn.Module):
         main_grad: MainGrad | None = None,
     ) -> None:
         super().__init__()
+        check_kind("cfg", cfg, MoEConfig)
+        if workspace is not None:
+            check_kind("workspace", workspace, Workspace)
         self.main_grad: MainGrad | None = main_grad
         self.expert_dims: dict[str, int | None] = {"w13": 0, "w2": 0, **(dict.fromkeys(BIASES, 0) if cfg.bias else {})}
         self.lora_scale: float | None = None
@@ -264,6 +267,7 @@ class SharedExperts(nn.Module):
         seed: int | Seed | None = None,
     ) -> None:
         super().__init__()
+        check_kind("cfg", cfg, MoEConfig)
         if reason := refused_number(ffn, 1):
             raise ConfigError(f"ffn of the shared experts is {reason}")
         self.activation, self.limit, self.dtype = cfg.activation, cfg.activation_limit, cfg.dtype
@@ -321,10 +325,13 @@ class MoE(nn.Module):
         main_grad: MainGrad | None = None,
     ) -> None:
         super().__init__()
+        check_kind("cfg", cfg, MoEConfig)
         if shared_beside and shared_ffn is None:
             raise ConfigError("shared_beside is True but shared_ffn is None; set the width of shared experts")
-        if router is not None and not renormalize:
-            raise ConfigError("renormalize=False is an option of the default router; set it in the RouterConfig")
+        if router is not None:
+            check_kind("router", router, RouterConfig)
+            if not renormalize:
+                raise ConfigError("renormalize=False is an option of the default router; set it in the RouterConfig")
         (router or RouterConfig(renormalize=renormalize)).check(cfg.num_experts, cfg.top_k)
         self.experts = Experts(cfg, group, workspace=workspace, device=device, seed=seed, main_grad=main_grad)
         self.workspace, self.cfg = self.experts.workspace, cfg  # `experts` may get wrapped, for example in DDP
@@ -398,6 +405,8 @@ class MoE(nn.Module):
             x_TD = x.reshape(-1, x.shape[-1])
             if self.tape is not None and ids is None:
                 ids = self.tape.given(x_TD, self.cfg.top_k)
+            if token_ids is not None:
+                check_kind("token_ids", token_ids, Tensor)
             token_ids_T = token_ids.reshape(-1) if token_ids is not None else None
             entered()
         ids_TK, weights_TK = self.route(x_TD, token_ids_T, ids)

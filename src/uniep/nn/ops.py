@@ -159,6 +159,12 @@ def _(x, ids, weights, w13, w2, biases, layout, workspace, save, parameters, mai
     if not save:
         return [y]
     context = torch.library.get_ctx()
+    if getattr(context, "_shape_env", context) is None:
+        raise UnsupportedError(
+            "what a forward keeps for its backward depends on the routing, and this FakeTensorMode knows no unknown "
+            "sizes; make it with shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv(), or call under "
+            "torch.no_grad()"
+        )
     return [y, *by_key(workspace).backend.fake_saved(x.shape[0], x, context.new_dynamic_size)]
 
 

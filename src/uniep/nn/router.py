@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from uniep.config import MoEConfig
-from uniep.errors import ConfigError, DTypeError, InputError
+from uniep.config import MoEConfig, refused_number
+from uniep.errors import ConfigError, DTypeError, InputError, check_kind
 from uniep.nn import flops
 from uniep.nn.initial import ROUTER, Seed, generator, normal, place
+from uniep.nn.invariant import refuse_forward_mode
 from uniep.nn.late import LateReads
 from uniep.nn.router_config import RouterConfig
 from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward, sum_counts, why_torch
@@ -79,6 +80,7 @@ def choose_experts(
     name = _group_name(group, cfg)
     with _told(weight_ED, name, timeout_s) as enter:
         _check(x_TD, weight_ED, top_k, cfg, bias_E, token_ids_T, ids_TK)
+        refuse_forward_mode({"x": [x_TD], "weight": [weight_ED]})
         x_TD = x_TD.contiguous()
         if not torch.compiler.is_compiling():
             flops.looked_at()
@@ -127,6 +129,11 @@ def _check(
     token_ids_T: Tensor | None,
     ids_TK: Tensor | None,
 ) -> None:
+    check_kind("cfg", cfg, RouterConfig)
+    given = {"x": x_TD, "weight": weight_ED, "bias": bias_E, "token_ids": token_ids_T, "ids": ids_TK}
+    for name, value in given.items():
+        if value is not None or name in ("x", "weight"):
+            check_kind(name, value, Tensor)
     if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
         raise ConfigError(
             f"x has shape {tuple(x_TD.shape)} and the router's weight {tuple(weight_ED.shape)}; pass (T, D) and (E, D)"
@@ -136,8 +143,8 @@ def _check(
             f"x has dtype {x_TD.dtype} and the router's weight {weight_ED.dtype}; both must be floating point"
         )
     num_tokens, num_experts = x_TD.shape[0], weight_ED.shape[0]
-    if not 1 <= top_k <= num_experts:
-        raise ConfigError(f"top_k is {top_k}; it must be from 1 to the number of experts, {num_experts}")
+    if reason := refused_number(top_k, 1, num_experts):
+        raise ConfigError(f"top_k is {reason}, the number of experts")
     cfg.check(num_experts, top_k)
     if bias_E is not None and (bias_E.dtype != torch.float32 or bias_E.shape != (num_experts,)):
         raise DTypeError(f"the bias is {tuple(bias_E.shape)} {bias_E.dtype}; it must be ({num_experts},) fp32")
@@ -150,6 +157,7 @@ def _check(
 def check_given(ids_TK: Tensor, num_tokens: int, top_k: int, num_experts: int) -> None:
     """Raise InputError unless a given choice fits the call; values are checked on the CPU only, so there is no host
     read."""
+    check_kind("ids", ids_TK, Tensor)
     if ids_TK.shape != (num_tokens, top_k):
         raise InputError(
             f"the given choice has shape {tuple(ids_TK.shape)}, but the call has {num_tokens} tokens and top_k={top_k}"
@@ -204,7 +212,9 @@ class Router(nn.Module):
         seed: int | Seed | None = None,
     ) -> None:
         super().__init__()
+        check_kind("moe", moe, MoEConfig)
         self.cfg = cfg if cfg is not None else RouterConfig()
+        check_kind("cfg", self.cfg, RouterConfig)
         self.cfg.check(moe.num_experts, moe.top_k)
         self.top_k, self._group = moe.top_k, _Held(group if isinstance(group, Workspace) else process_group(group))
         self.loss_scale, self.jitter_seed = 1.0, 0

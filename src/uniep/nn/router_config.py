@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Literal
+
+import torch
 
 from uniep.config import refused_number
 from uniep.errors import ConfigError
+
+_MOST = torch.finfo(torch.float32).max
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,13 +60,14 @@ class RouterConfig:
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} is {value!r}; it must be True or False")
         for name in ("scale", "bias_rate", "aux_loss", "z_loss"):
-            if not _is_number(value := getattr(self, name)) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value!r}; it must be a number of at least 0")
+            if not _is_number(value := getattr(self, name)) or not 0 <= value <= _MOST:
+                raise ConfigError(f"{name} is {value!r}; it must be a number from 0 to {_MOST:g}")
         if not _is_number(self.jitter) or not 0 <= self.jitter < 1:
             raise ConfigError(f"jitter is {self.jitter!r}; it must be a number of at least 0 and less than 1")
-        factor = self.capacity_factor
-        if factor is not None and (not _is_number(factor) or not 0 < factor < math.inf):
-            raise ConfigError(f"capacity_factor is {factor!r}; it must be a number above 0, or None for no limit")
+        if (factor := self.capacity_factor) is not None and not (_is_number(factor) and 0 < factor <= _MOST):
+            raise ConfigError(
+                f"capacity_factor is {factor!r}; it must be a number above 0, up to {_MOST:g}, or None for no limit"
+            )
         for name in ("groups", "groups_per_token", *(() if self.group_top is None else ("group_top",))):
             if reason := refused_number(getattr(self, name), 1):
                 raise ConfigError(f"{name} is {reason}")
@@ -107,7 +115,3 @@ class RouterConfig:
     def parse(cls, text: str) -> RouterConfig:
         """The RouterConfig that `text` encodes."""
         return cls(**json.loads(text))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from uniep.errors import CapacityError, PeerTimeoutError, UniEPError
-from uniep.nn.invariant import ROWS, row_products, settings, token_sums
+from uniep.nn.invariant import ROWS, refuse_forward_mode, row_products, settings, token_sums
 from uniep.nn.router_config import RouterConfig
 from uniep.numerics import LEAST_SUM, PROBABILITY_UNIT, SQUARE_LIMIT, SQUARE_UNIT, add_ascending, pair_tree_sum
 from uniep.waiting import finish
@@ -479,4 +479,5 @@ _attach.register_autograd(_differentiate_attach, setup_context=_setup_attach)
 def attach_loss(weights_TK: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
     """`weights_TK`; its backward gives `loss` the gradient `scale`, as if scale * loss had been added to the training
     loss."""
+    refuse_forward_mode({"weights": [weights_TK], "loss": [loss]})
     return _attach(weights_TK, loss, scale)

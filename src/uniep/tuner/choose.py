@@ -136,8 +136,8 @@ def fastest(
 def report(device: torch.device) -> list[tuple[str, str]]:
     """For every table of this card: (its path, its content, or why it cannot be used)."""
     card, rows = tables.card_name(device), []
-    for folder in (tables.folder(), tables.shipped()):
-        for path in sorted(folder.glob(f"{card}-*-ep*.json")) if folder.is_dir() else ():
+    for folder in (tables.own_folder(), tables.shipped()):
+        for path in sorted(folder.glob(f"{card}-*-ep*.json")) if folder is not None else ():
             backend = path.name.removeprefix(f"{card}-").rsplit("-ep", 1)[0]
             if backend not in registry.NAMES:
                 continue

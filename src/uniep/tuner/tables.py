@@ -146,17 +146,38 @@ class Found:
 
 
 def folder() -> Path:
-    """Where `uniep tune` writes and a Workspace looks first: UNIEP_TUNE_DIR, or under the user's cache."""
+    """Where `uniep tune` writes and a Workspace looks first: UNIEP_TUNE_DIR, or under the user's cache.
+
+    Raises ConfigError for a user without a home directory."""
     if given := os.environ.get("UNIEP_TUNE_DIR"):
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uniep" / "tuner"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uniep" / "tuner"
+    except RuntimeError as error:
+        raise ConfigError(f"there is no folder for tables ({error}); set UNIEP_TUNE_DIR, or HOME") from error
+
+
+def own_folder() -> Path | None:
+    """`folder`, or None where nothing can be read there: a container may run as a user without a home, or in another
+    user's."""
+    try:
+        path = folder()
+        if not path.is_dir():
+            return None
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise PermissionError(f"{path} cannot be read")
+        return path
+    except (ConfigError, OSError) as error:
+        (log.warning if "UNIEP_TUNE_DIR" in os.environ else log.info)("no tables of your own are used: %s", error)
+        return None
 
 
 def card_file(card: str) -> str:
     """For `model.load_card`: the path of the card that `uniep tune --calibrate` wrote on this machine, or the name
     itself."""
-    path = folder() / "cards" / f"{card}.toml"
-    return str(path) if path.is_file() else card
+    own = own_folder()
+    path = own / "cards" / f"{card}.toml" if own is not None else None
+    return str(path) if path is not None and path.is_file() else card
 
 
 def shipped() -> Path:
@@ -169,10 +190,11 @@ def find(cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Found:
     that cannot be used; `uniep doctor` also names the package's."""
     key = Key.of(cfg, ep_size, backend, card)
     why = f"no table of {key.file.removesuffix('.json')} has {key.shape} in {key.dtype}"
-    for path in (folder() / key.file, shipped() / key.file):
+    own = own_folder()
+    for path in (place / key.file for place in (own, shipped()) if place is not None):
         if not path.is_file():
             continue
-        told = log.warning if path.parent == folder() else log.info
+        told = log.warning if path.parent == own else log.info
         try:
             entry = _nearest(read(path, backend), key)
             if entry is None:

@@ -6,14 +6,16 @@ released around it is the memory fence.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from uniep.backends.cpu.shm import map_segments
+from uniep.backends.cpu.shm import Segment, map_segments
 from uniep.backends.protocol import decoded, encoded
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, PeerTimeoutError
@@ -45,6 +47,7 @@ class Peers:
         self._segments = map_segments(layout, meeting)
         self.tensors = [{name: segment.tensor(name) for name in layout} for segment in self._segments]
         self._fence = threading.Lock()
+        weakref.finalize(self, _leave_silently, self._segments[self.rank], os.getpid())
 
     # --- entering a call ---
 
@@ -121,11 +124,7 @@ class Peers:
             self._tell(text, -1)
 
     def _tell(self, text: str, sign: int) -> None:
-        raw = encoded(text)
-        self.tensors[self.rank]["failed"][1:].view(torch.uint8)[: len(raw)] = raw
-        self._order()
-        segment = self._segments[self.rank]
-        segment.words[segment.word("failed")] = sign * len(raw)
+        _write(self._segments[self.rank], text, sign)
 
     def _told(self, peer: int) -> int:
         """The word that `peer` wrote: its size is the number of bytes of text; positive if it failed, negative if it
@@ -161,3 +160,20 @@ class Peers:
         """Memory fence: writes before it are visible before writes after it."""
         with self._fence:
             pass
+
+
+def _write(segment: Segment, text: str, sign: int) -> None:
+    """Why this rank comes to no more calls; sign: as of `Peers._told`."""
+    raw = encoded(text)
+    segment.tensor("failed")[1:].view(torch.uint8)[: len(raw)] = raw
+    with threading.Lock():  # a memory fence
+        pass
+    segment.words[segment.word("failed")] = sign * len(raw)
+
+
+def _leave_silently(segment: Segment, process: int) -> None:
+    """Called when `Peers` are dropped, or their process ends, such as by an error of its program: others need not wait.
+
+    Not in a forked child, whose memory is its parent's."""
+    if os.getpid() == process and segment.words[segment.word("failed")] == 0:
+        _write(segment, "its Workspace was dropped, or its process ended, without close()", -1)

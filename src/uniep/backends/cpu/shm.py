@@ -21,7 +21,7 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -161,7 +161,7 @@ def _create_named(size: int) -> File:
 def _first_with_room(make: Callable[[str], File], size: int) -> File:
     """The result of `make` in the first folder that has room.  Raises OSError with the reason of each folder."""
     reasons = []
-    for folder in dict.fromkeys(("/dev/shm", tempfile.gettempdir())):
+    for folder in _folders():
         if not os.path.isdir(folder):
             reasons.append(f"{folder} does not exist")
             continue
@@ -184,6 +184,17 @@ def _first_with_room(make: Callable[[str], File], size: int) -> File:
         f"no room for {size} bytes of shared memory ({'; '.join(reasons)}); enlarge /dev/shm (docker: --shm-size), set "
         "TMPDIR to a disk with room, or lower max_tokens_per_rank",
     )
+
+
+def _folders() -> Iterator[str]:
+    """/dev/shm, and, for who goes on, the temporary directory: nobody else needs one that can be written."""
+    yield "/dev/shm"
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:
+        return
+    if temporary != "/dev/shm":
+        yield temporary
 
 
 def _remove_stale(folder: str) -> None:
