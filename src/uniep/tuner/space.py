@@ -194,6 +194,12 @@ class Points:
     def __len__(self) -> int:
         return self.count
 
+    def parts(self, count: int) -> Iterator[Points]:
+        """So many at a time."""
+        for first in range(0, len(self), count):
+            columns = {name: column[first : first + count] for name, column in self.columns.items()}
+            yield Points(self.base, columns, min(count, len(self) - first))
+
     def column(self, name: str) -> Tensor:
         """(N,), or a scalar if it is the same for all points."""
         if name in self.columns:
