@@ -64,7 +64,8 @@ def explain(
     cfg.check_group(ep)
     if lora is not None:
         check_lora(lora, "--lora", cfg, backend)
-    found = tables.find(cfg, ep, backend, known.name)
+    here = torch.cuda.is_available() and tables.card_name(torch.device("cuda")) == known.name
+    found = tables.find(cfg, ep, backend, known.name, here)
     document = explained(cfg, ep, backend, known, made.name, results or (), found)
     way = resolve(cfg, ep, tokens, found.schedule, backend=backend, lora=ADAPTABLE if lora is not None else ())
     document["lora"], document["calls"] = lora, [choice._asdict() for choice in way.choices()]
@@ -120,7 +121,7 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         console.print(f"measured: {source}", style="dim")
     if document["runner_up"] is not None:
         differs = _changes(document["runner_up"]["differs_from_choice"])
-        console.print(f"The runner-up ({differs}) is {document['runner_up']['why']}.")
+        console.print(f"The runner-up ({differs}): {document['runner_up']['why']}.")
     if document["matters_most"] is not None:
         of = document["dimensions"][document["matters_most"]]
         costs = ", ".join(f"{cost:+.1%} with {value}" for value, cost in of["costs"].items())

@@ -1,8 +1,8 @@
 """Which Schedule a Workspace runs with: by UNIEP_TUNE and tables.
 
 off: the backend's default.  cached: the choice of a table of this card, shape and kernels; the default without a table.
-online: as cached, but the points of that table's entry that were as fast as its choice, within the measured variation,
-are timed once more on this machine, when the Workspace is made, on their own tensors.
+online: as cached, but the points of that table's entry that were as fast as its choice (or as the default that stays),
+within the measured variation, are timed once more on this machine, when the Workspace is made, on their own tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.meeting import Meeting
 from uniep.membership import Membership
-from uniep.schedule import Schedule
+from uniep.schedule import Schedule, default_schedule
 from uniep.tuner import tables
 from uniep.tuner.space import refusals
 from uniep.tuner.timing import Drawn, drawn, in_turn, over_ranks
@@ -55,13 +55,13 @@ def proposals(cfg: MoEConfig, ep_size: int, backend: str, device: torch.device, 
     if how == "off":
         return []
     found = tables.find(cfg, ep_size, backend, tables.card_name(device))
-    if found.schedule is None:
+    if found.file is None:
         log.debug("default Schedule: %s", found.why)
         return []
     log.info("Schedule of %s: %s", found.file, found.why)
     if how == "cached":
-        return [found.schedule]
-    close = [found.schedule]
+        return [found.schedule] if found.schedule is not None else []
+    close = [found.schedule or default_schedule(backend, cfg, ep_size)]
     timed = [(of["score"], point) for point, of in tables.tried(found.entry) if of["status"] == "timed"]
     limit = CLOSE * min((score for score, _ in timed), default=0.0)
     for score, point in sorted(timed, key=lambda pair: pair[0]):
@@ -142,8 +142,7 @@ def report(device: torch.device) -> list[tuple[str, str]]:
             if backend not in registry.NAMES:
                 continue
             try:
-                entries = tables.read(path, backend)["entries"]
-                rows.append((str(path), f"serves {', '.join(sorted(entries))}"))
+                rows.append((str(path), tables.served(tables.valid(path, backend))))
             except ConfigError as error:
                 rows.append((str(path), f"does not serve: {error}"))
     return rows
