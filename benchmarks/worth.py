@@ -12,17 +12,18 @@ Without `--grid`, for each shape:
 2. `uniep.trials.search` looks for the fastest Schedule for `--search-s` seconds, compiling included: `points` has all
    that it tried.  With `--ablate-s`, each dimension is then changed alone at that Schedule, back to the default first,
    in so many seconds, compiling included: `ablation` has the times over its time, `dropped` why a point has none.  With
-   `--tables`, choices are kept as `uniep tune` keeps them.  `seconds`: what was spent.
+   `--tables`, what was found is kept as `uniep tune` keeps it.  `compared`: the fastest point beside the default, in
+   fresh processes, and why it was not kept.  `seconds`: what was spent.
 
 Then `moe.py`, in fresh processes, times the choices beside the default, the named strategies and the peers; one run has
 all shapes with the same numbers of tokens.  `tuned` is the choice where the search kept one, else the default.
-`left_out`: peers that failed here, as moe.py printed.
+`left_out`: peers that failed here, as moe.py printed.  With `--only-search` all this is left out, and its kernels.
 
-Nothing is timed while something is compiled.  The file is written after each search and each timed case.  `--budget-s`
-is for all of it: compiling and searching end after SEARCHING of it, with what runs then; moe.py is given the rest, and
-begins no case when its ranks have run for as long.  The exit status is 1 if a shape or a peer was left out of some
-rows.  With `--ep 1` and several GPUs, start one of these for each GPU, with its own CUDA_VISIBLE_DEVICES, --shapes and
---json.
+Nothing is timed while something is compiled, or a sampler is made.  The file is written after each search and each
+timed case.  `--budget-s` is for all of it: compiling and searching end after SEARCHING of it (`--only-search`: all of
+it), with what runs then; moe.py is given the rest, and begins no case when its ranks have run for as long.  The exit
+status is 1 if a shape or a peer was left out of some rows.  With `--ep 1` and several GPUs, start one of these for each
+GPU, with its own CUDA_VISIBLE_DEVICES, --shapes and --json; --tables may be the same folder.
 
 With `--grid`: all points of a declared grid (`GRID`) are compiled, then proved (bits) and timed in turn with the
 default.  Written with them: how near the best of the first share of points, in the model's order, comes to the best of

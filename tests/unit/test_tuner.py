@@ -378,7 +378,9 @@ def test_tokens_are_in_buckets_and_the_nearest_serves():
 
     stored(dataclasses.replace(SMALL, max_tokens_per_rank=64), changes={"chunk_tokens": 32})
     stored(dataclasses.replace(SMALL, max_tokens_per_rank=1024), changes={"chunk_tokens": 128})
-    assert [of(t) and of(t).chunk_tokens for t in (16, 20, 33, 64, 100, 200, 400, 600, 1500, 9000)] == [
+    stored(dataclasses.replace(SMALL, max_tokens_per_rank=4096), changes={"chunk_tokens": 32})
+    assert of(2000).chunk_tokens == 32, "the larger of two that are as near"
+    assert [of(t) and of(t).chunk_tokens for t in (16, 20, 33, 64, 100, 200, 400, 600, 1000, 9000)] == [
         None, 32, 32, 32, 32, None, 128, 128, 128, None,
     ]  # fmt: skip
 
@@ -418,10 +420,16 @@ def test_a_table_of_the_package_that_cannot_serve_warns_nobody(caplog):
     assert found().file == path
     assert choose.report(CPU) == [(str(path), "serves 32x16x4x2-float32 at 64 tokens; the default stays but for "
                                    "32x16x4x2-float32-64")]  # fmt: skip
-    path.write_text(path.read_text().replace(tables.kernels("cpu"), "others"))
+    other = stored(dataclasses.replace(SMALL, hidden=64), changes={}, into=tables.shipped())
+    ((named, what),) = choose.report(CPU)
+    assert named == f"{path} and 1 more" and what.startswith(
+        "serves 32x16x4x2-float32, 64x16x4x2-float32 at 64 tokens;"
+    )
+    for file in (path, other):
+        file.write_text(file.read_text().replace(tables.kernels("cpu"), "others"))
     assert found().schedule is None and "other kernels" in found().why and not caplog.records
     ((named, why),) = choose.report(CPU)
-    assert named == str(path) and why.startswith("does not serve: ")
+    assert named == f"{path} and 1 more" and why.startswith("does not serve: ")
     assert why.endswith("defaults serve, or what uniep tune finds on this machine") and "remove" not in why
 
 

@@ -486,7 +486,7 @@ def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch, always_faster):
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output
     assert "all 1 ranks have choice" in done.output
-    (entry,) = tables.read(tmp_path / "cpu-cpu-ep1.json", "cpu")["entries"].values()
+    (entry,) = tables.read(tmp_path / "cpu-cpu-ep1-32x16x4x2.json", "cpu")["entries"].values()
     assert entry["tried"] and entry["proof"] and entry["commit"]
     assert all(t["pairs_us"] for t in entry["tried"] if t["status"] == "timed")
     (trials,) = (tmp_path / "trials").glob("*.sqlite")
@@ -497,7 +497,7 @@ def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch, always_faster):
         again = CliRunner().invoke(app, command.split())
     assert again.exit_code == 2 and "another process" in again.output
     shown = "".join(c for c in CliRunner().invoke(app, ["doctor"]).output if c not in " │\n")
-    assert f"{tmp_path / 'cpu-cpu-ep1.json'}:serves32x16x4x2-float32at64tokens;thedefaultstaysbutfor" in shown
+    assert f"{tmp_path / 'cpu-cpu-ep1-32x16x4x2.json'}:serves32x16x4x2-float32at64tokens;thedefaultstaysbutfor" in shown
 
 
 def test_a_default_that_stays_is_kept_with_every_timing(tmp_path, monkeypatch):
@@ -543,7 +543,7 @@ def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monk
     done = CliRunner().invoke(app, [*command.split(), "--json", str(out)])
     assert done.exit_code == 2 and "32x16x8x2-float32-64: failed, as said above" in " ".join(done.output.split())
     assert known == [["32x16x4x2-float32-16", "32x16x4x2-float32-64"]] * 2
-    table = into / "cpu-cpu-ep1.json"
+    table = into / "cpu-cpu-ep1-32x16x4x2.json"
     entries = tables.read(table, "cpu")["entries"]
     assert entries.keys() == {"32x16x4x2-float32-16", "32x16x4x2-float32-64"}
     assert not list((tmp_path / "user").glob("*.json"))

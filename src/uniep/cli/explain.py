@@ -102,7 +102,8 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens per rank, forward + backward, on "
         f"{document['card']} ({document['backend']})"
     )
-    chosen = {"table": "what a tuned table has", "model": f"the fastest of {document['points']:,} by the model"}
+    kept = "the default, which stays" if document["choice"]["changes"] == {} else "what a tuned table has"
+    chosen = {"table": kept, "model": f"the fastest of {document['points']:,} by the model"}
     console.print(f"choice: {chosen[document['by']]}")
     console.print(f"A Workspace there runs with {document['serves']}", style="dim")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -12,8 +12,10 @@ import functools
 import logging
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -134,15 +136,26 @@ def fastest(
 
 
 def report(device: torch.device) -> list[tuple[str, str]]:
-    """For every table of this card: (its path, its content, or why it cannot be used)."""
+    """Of all tables of this card: (paths, what they serve, or why they cannot be used).  Tables of which the same is to
+    be said have one row."""
     card, rows = tables.card_name(device), []
     for folder in (tables.folder(), tables.shipped()):
+        serving, refused = defaultdict[str, list[Path]](list), defaultdict[str, list[Path]](list)
+        entries = defaultdict[str, dict[str, Any]](dict)
         for path in sorted(folder.glob(f"{card}-*-ep*.json")) if folder.is_dir() else ():
             backend = path.name.removeprefix(f"{card}-").rsplit("-ep", 1)[0]
             if backend not in registry.NAMES:
                 continue
             try:
-                rows.append((str(path), tables.served(tables.valid(path, backend))))
+                setup = path.name.rsplit("-", 1)[0]
+                entries[setup] |= tables.valid(path, backend)["entries"]
+                serving[setup].append(path)
             except ConfigError as error:
-                rows.append((str(path), f"does not serve: {error}"))
+                refused[str(error).replace(f"{path} ", "")].append(path)
+        rows += [(_named(paths), tables.served(entries[setup])) for setup, paths in serving.items()]
+        rows += [(_named(paths), f"does not serve: {why}") for why, paths in refused.items()]
     return rows
+
+
+def _named(paths: Sequence[Path]) -> str:
+    return f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}"

@@ -1,10 +1,10 @@
 """Tables of tuning results: which Schedule to use for which calls on a card, with all its timings.
 
-One JSON file per card, backend and number of ranks.  The tables of the package are in `tuner/tables`.  Results of
-`uniep tune` on this machine are in a folder of the user (`folder()`), which is searched first.  An entry is valid for
-one shape, dtype and bucket of tokens, and only while the sources that decide speed and Triton are those that were
-timed (`timed_with`).  Its Schedules are written as they differ from `Schedule()`, because the default depends on the
-size of the call.  Where the default was the fastest, the entry says so: a call then gets the default of its own size.
+One JSON file per card, backend, number of ranks and shape.  The tables of the package are in `tuner/tables`.  Results
+of `uniep tune` on this machine are in a folder of the user (`folder()`), which is searched first.  An entry is valid
+for one dtype and bucket of tokens, and only while the sources that decide speed and Triton are those that were timed
+(`timed_with`).  Its Schedules are written as they differ from `Schedule()`, because the default depends on the size of
+the call.  Where the default was the fastest, the entry says so: a call then gets the default of its own size.
 
 A table that cannot be used is no error: the default is used.  A warning names one of the user, if its choice is another
 than the default; one of the package, which nobody here can mend, only `uniep doctor` names, and a test finds it before
@@ -128,7 +128,7 @@ class Key:
 
     @property
     def file(self) -> str:
-        return f"{self.card}-{self.backend}-ep{self.ep_size}.json"
+        return f"{self.card}-{self.backend}-ep{self.ep_size}-{self.shape}.json"
 
     @property
     def place(self) -> str:
@@ -171,7 +171,7 @@ def find(cfg: MoEConfig, ep_size: int, backend: str, card: str, here: bool = Tru
     that cannot be used; `uniep doctor` also names the package's.  here: False: it runs on another machine, so this
     one's Triton does not matter."""
     key = Key.of(cfg, ep_size, backend, card)
-    why = f"no table of {key.file.removesuffix('.json')} has {key.shape} in {key.dtype}"
+    why = f"no table {key.file} has {key.dtype} near {key.tokens} tokens"
     for path in (folder() / key.file, shipped() / key.file):
         if not path.is_file():
             continue
@@ -212,13 +212,13 @@ def _choice(path: Path, entry: dict[str, Any], cfg: MoEConfig, ep_size: int, bac
 
 
 def _nearest(document: dict[str, Any], key: Key) -> dict[str, Any] | None:
-    """The entry whose bucket is nearest to the key's."""
+    """The entry whose bucket is nearest to the key's; of two, the larger."""
 
     def far(entry: dict[str, Any]) -> float:
         return abs(math.log2(entry["tokens"] / key.tokens))
 
     fits = [e for e in document["entries"].values() if (e["shape"], e["dtype"]) == (key.shape, key.dtype)]
-    best = min(fits, key=far, default=None)
+    best = min(fits, key=lambda e: (far(e), -e["tokens"]), default=None)
     return best if best is not None and far(best) <= FARTHEST else None
 
 
@@ -253,10 +253,9 @@ def valid(path: Path, backend: str) -> dict[str, Any]:
 
 def _refuse_outdated(path: Path, document: dict[str, Any], backend: str, here: bool = True) -> None:
     now = timed_with(backend)
-    for name, what in (("kernels", "other kernels"), ("triton", "another Triton")):
+    for name, why in (("kernels", "was timed with other kernels"), ("triton", "was timed with another Triton")):
         if document.get(name) != now.get(name) and (here or name != "triton"):
-            was = f"({document.get(name)}, here {now.get(name)})"
-            raise ConfigError(f"table {path} was timed with {what} {was}; {_remedy(path)}")
+            raise ConfigError(f"table {path} {why} ({document.get(name)}, here {now.get(name)}); {_remedy(path)}")
 
 
 def _remedy(path: Path) -> str:
@@ -290,15 +289,16 @@ def _is_compared(of: Any) -> bool:
     return isinstance(of, dict) and isinstance(of.get("changes"), dict) and isinstance(of.get("why"), str)
 
 
-def served(document: dict[str, Any]) -> str:
-    """In words: the layers and tokens of a table, and where it has another Schedule than the default."""
-    tokens, others = defaultdict[str, list[int]](list), []
-    for place, entry in sorted(document["entries"].items()):
+def served(entries: dict[str, Any]) -> str:
+    """In words: the layers and tokens of tables, and where they have another Schedule than the default."""
+    tokens, layers = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
+    for entry in entries.values():
         tokens[f"{entry['shape']}-{entry['dtype']}"].append(entry["tokens"])
-        if not stays(entry):
-            others.append(place)
-    layers = "; ".join(f"{layer} at {', '.join(map(str, sorted(of)))} tokens" for layer, of in tokens.items())
-    return f"serves {layers}; the default stays{' but for ' * bool(others)}{', '.join(others)}"
+    for layer, of in sorted(tokens.items()):
+        layers[", ".join(map(str, sorted(of)))].append(layer)
+    said = "; ".join(f"{', '.join(of)} at {counts} tokens" for counts, of in layers.items())
+    others = sorted(place for place, entry in entries.items() if not stays(entry))
+    return f"serves {said}; the default stays{' but for ' * bool(others)}{', '.join(others)}"
 
 
 def parse(values: dict[str, Any], usual: Schedule | None = None) -> Schedule:
