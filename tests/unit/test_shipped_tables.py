@@ -139,7 +139,7 @@ def example(tmp_path, monkeypatch):
             {"changes": {"transfer": "pull"}, "status": "fault", "text": "died"},
         ]  # fmt: skip
         pairs = [[1000.0 * faster + n, 1000.0] for n in range(15)]
-        compared = {"changes": changes, "why": "" if faster > 1 else "1.007x as fast, no more than the spread of 0.008"}
+        compared = {"changes": changes, "why": "" if faster > 1 else "1.007x as fast, with a spread of 0.008"}
         compared |= {"pairs_us": pairs, "sustained_pairs_us": pairs[:9]} if faster > 1 else {"pairs_us": pairs}
         entry = {
             "default": usual, "schedule": usual | changes if faster > 1 else usual, "tried": tried, "usual_us": 1000.0,
@@ -155,7 +155,7 @@ def test_a_right_table_has_no_faults_and_is_explained(example, tmp_path):
     assert made["serves"].startswith(f"{example}: the default stays at 512 tokens, of 3 points, commit abc, Triton ")
     assert (made["choice"]["changes"], made["measured_us"]) == ({}, 1007.0)
     assert made["runner_up"]["measured_us"] == 1000.0
-    assert "no more than the spread of 0.008" in " ".join(said.split())
+    assert "with a spread of 0.008" in " ".join(said.split())
     made, _ = explained("qwen3-30b", 2, 8192, "bf16", tmp_path)
     assert (made["choice"]["changes"], made["measured_us"]) == ({"down.columns": 128}, 1000.0)
     assert made["runner_up"]["changes"] == {} and made["by"] == "table"

@@ -688,7 +688,7 @@ def test_explain_takes_the_tables_choice(tmp_path):
     assert runner_up["why"] == "it took 1.111 of the choice's time"
 
 
-LOST = {"changes": {"down.columns": 128}, "why": "1.004x as fast, no more than the spread of 0.005"}
+LOST = {"changes": {"down.columns": 128}, "why": "1.004x as fast, with a spread of 0.005"}
 
 
 @pytest.mark.parametrize(
@@ -696,7 +696,7 @@ LOST = {"changes": {"down.columns": 128}, "why": "1.004x as fast, no more than t
     [
         ({}, (3400.0, 3390.0), {"gate_up.columns": 128}, "it took 0.995 of the choice's time, too little to be timed"),
         ({"compared": LOST | {"pairs_us": [[3500.0, 3480.0], [3520.0, 3490.0], [3510.0, 3500.0]]}}, (3510.0, 3490.0),
-         LOST["changes"], "timed again beside the choice, it was 1.004x as fast, no more than the spread of 0.005"),
+         LOST["changes"], "timed again beside the choice, it was 1.004x as fast, with a spread of 0.005"),
         ({"tried": [{"changes": {"down.columns": 128}, "status": "fault"}]}, (3400.0, None), None, "us "),
     ],
 )  # fmt: skip

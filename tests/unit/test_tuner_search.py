@@ -136,7 +136,7 @@ def test_a_winner_that_loses_in_fresh_ranks_leaves_the_default(record):
     assert result.choice == Schedule() and gain(result) == pytest.approx(1.0)
     said = searching.entry(result, JOB, "abc")
     assert said["schedule"] == said["default"] and said["compared"]["changes"] == {"chunk_tokens": 32}
-    assert said["compared"]["why"] == "1.000x as fast, no more than the spread of 0.000"
+    assert said["compared"]["why"] == "1.000x as fast, with a spread of 0.000"
     assert len(said["compared"]["pairs_us"]) == searching.CONFIRM and "sustained_pairs_us" not in said["compared"]
 
 

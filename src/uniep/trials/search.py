@@ -547,7 +547,7 @@ class _State:
             pairs = slowest(self._ask("time", CONFIRM))
             gain, spread = gain_of(pairs)
             if gain - 1 <= spread:
-                return Compared(self.incumbent, f"{gain:.3f}x as fast, no more than the spread of {spread:.3f}", pairs)
+                return Compared(self.incumbent, f"{gain:.3f}x as fast, with a spread of {spread:.3f}", pairs)
             count = max(2, round(SUSTAINED_US / self.usual_us))
             sustained = slowest(self._ask("time", SUSTAINED, count))
             of_many, noise = gain_of(sustained)

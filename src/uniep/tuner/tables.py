@@ -352,7 +352,7 @@ def store(path: Path, key: Key, entry: dict[str, Any], folder_by: str = FOLDER_B
         write(path, _lines(document) + "\n", folder_by)
 
 
-LINE = 400
+LINE = 600
 """Characters of a line of a table: a point that was tried has one."""
 
 
