@@ -20,10 +20,10 @@ all shapes with the same numbers of tokens.  `tuned` is the choice where the sea
 `left_out`: peers that failed here, as moe.py printed.  With `--only-search` all this is left out, and its kernels.
 
 Nothing is timed while something is compiled, or a sampler is made.  The file is written after each search and each
-timed case.  `--budget-s` is for all of it: compiling and searching end after SEARCHING of it (`--only-search`: all of
-it), with what runs then; moe.py is given the rest, and begins no case when its ranks have run for as long.  The exit
-status is 1 if a shape or a peer was left out of some rows.  With `--ep 1` and several GPUs, start one of these for each
-GPU, with its own CUDA_VISIBLE_DEVICES, --shapes and --json; --tables may be the same folder.
+timed case.  `--budget-s` is for all of it: compiling and searching end after SEARCHING of it, with what runs then;
+moe.py is given the rest, and begins no case when its ranks have run for as long.  The exit status is 1 if a shape or a
+peer was left out of some rows.  With `--ep 1` and several GPUs, start one of these for each GPU, with its own
+CUDA_VISIBLE_DEVICES, --shapes and --json; --tables may be the same folder.
 
 With `--grid`: all points of a declared grid (`GRID`) are compiled, then proved (bits) and timed in turn with the
 default.  Written with them: how near the best of the first share of points, in the model's order, comes to the best of
@@ -140,8 +140,8 @@ class Beside:
 
 # ------------------------------------------------------------------------------------------------- tuned or not
 
-SEARCHING = 0.7
-"""Share of --budget-s for compiling and searching."""
+SEARCHING, ONLY_SEARCHING = 0.7, 0.9
+"""Share of --budget-s for compiling and searching, before moe.py, and without it: the last search ends behind it."""
 
 
 def left(end: float, most: float = math.inf) -> float:
@@ -372,7 +372,7 @@ def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: arg
                 print(json.dumps(row), flush=True)
         written()
 
-    stop = began + (1.0 if args.only_search else SEARCHING) * args.budget_s
+    stop = began + (ONLY_SEARCHING if args.only_search else SEARCHING) * args.budget_s
     end = began + args.budget_s
     made = [Case(shape, tokens, job_of(shape, tokens, args)) for shape, tokens in cases]
     with Fleet(made[0].job, end) as ranks, compilers_of(args) as compilers:

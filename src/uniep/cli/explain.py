@@ -136,13 +136,13 @@ SHOWN = 0.0005
 
 
 def _draw(document: dict[str, Any], path: Path) -> None:
-    """Above: predicted time of the choice and of named strategies, with measurements as dots.  Below: the cost of the
-    slowest value of each dimension."""
+    """Above: predicted time of the choice, the runner-up and named strategies, with measurements as dots.  Below: the
+    cost of the slowest value of each dimension."""
     from uniep.cli.pictures import BLUE, ORANGE, WIDTH, figure_style, title
 
     plt = figure_style()
     figure, (above, below) = plt.subplots(2, figsize=(WIDTH, 7.6), layout="constrained")
-    bars = {"choice": document["choice"], "default": document["default"]}
+    bars = {title.replace("_", " "): document[title] for title in ("choice", "default", "runner_up") if document[title]}
     named = {name: {"predicted_us": us, "measured_us": None} for name, us in document["strategies"].items()}
     rows = list({**bars, **named}.items())[::-1]
     above.barh([name for name, _ in rows], [of["predicted_us"] / 1e3 for _, of in rows], color=BLUE)
