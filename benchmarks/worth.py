@@ -12,17 +12,18 @@ Without `--grid`, for each shape:
 2. `uniep.trials.search` looks for the fastest Schedule for `--search-s` seconds, compiling included: `points` has all
    that it tried.  With `--ablate-s`, each dimension is then changed alone at that Schedule, back to the default first,
    in so many seconds, compiling included: `ablation` has the times over its time, `dropped` why a point has none.  With
-   `--tables`, choices are kept as `uniep tune` keeps them.  `seconds`: what was spent.
+   `--tables`, what was found is kept as `uniep tune` keeps it.  `compared`: the fastest point beside the default, in
+   fresh processes, and why it was not kept.  `seconds`: what was spent.
 
 Then `moe.py`, in fresh processes, times the choices beside the default, the named strategies and the peers; one run has
 all shapes with the same numbers of tokens.  `tuned` is the choice where the search kept one, else the default.
-`left_out`: peers that failed here, as moe.py printed.
+`left_out`: peers that failed here, as moe.py printed.  With `--only-search` all this is left out, and its kernels.
 
-Nothing is timed while something is compiled.  The file is written after each search and each timed case.  `--budget-s`
-is for all of it: compiling and searching end after SEARCHING of it, with what runs then; moe.py is given the rest, and
-begins no case when its ranks have run for as long.  The exit status is 1 if a shape or a peer was left out of some
-rows.  With `--ep 1` and several GPUs, start one of these for each GPU, with its own CUDA_VISIBLE_DEVICES, --shapes and
---json.
+Nothing is timed while something is compiled, or a sampler is made.  The file is written after each search and each
+timed case.  `--budget-s` is for all of it: compiling and searching end after SEARCHING of it, with what runs then;
+moe.py is given the rest, and begins no case when its ranks have run for as long.  The exit status is 1 if a shape or a
+peer was left out of some rows.  With `--ep 1` and several GPUs, start one of these for each GPU, with its own
+CUDA_VISIBLE_DEVICES, --shapes and --json; --tables may be the same folder.
 
 With `--grid`: all points of a declared grid (`GRID`) are compiled, then proved (bits) and timed in turn with the
 default.  Written with them: how near the best of the first share of points, in the model's order, comes to the best of
@@ -46,7 +47,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,17 @@ from uniep.schedule import Schedule, default_schedule
 from uniep.shapes import Shape
 from uniep.trials.compilers import Compilers, usual_number
 from uniep.trials.fleet import DroppedError, Fleet
-from uniep.trials.search import SAMPLERS, Record, Sampler, entry, sampler_here, sampler_of, search, serial
+from uniep.trials.search import (
+    SAMPLERS,
+    Record,
+    Sampler,
+    compared_entry,
+    entry,
+    sampler_here,
+    sampler_of,
+    search,
+    serial,
+)
 from uniep.trials.trial import Job, slowest
 from uniep.tuner import strategies, tables
 from uniep.tuner.model import Card, Load, find_card, predict
@@ -101,13 +112,12 @@ class Beside:
     ) -> Iterator[tuple[str, list[tuple[float, float]]]]:
         """("timed" or why not, us of both, in pairs) of each; none begins behind `until`.  together: how many are
         compiled together; 0: as many as keep all compilers busy."""
-        together, compile_s = together or self.compilers.batch or 1, 0.0
+        together = together or self.compilers.batch or 1
         for first in range(0, len(schedules), together):
-            batch, began = schedules[first : first + together], time.monotonic()
-            if began + compile_s > until:
+            if time.monotonic() > until:
                 return
+            batch = schedules[first : first + together]
             errors = self.compilers.ahead(self.ranks, batch, self.candidate_s, until, finish=True)
-            compile_s = time.monotonic() - began
             for schedule, error in zip(batch, errors, strict=True):
                 if time.monotonic() > until:
                     return
@@ -130,8 +140,8 @@ class Beside:
 
 # ------------------------------------------------------------------------------------------------- tuned or not
 
-SEARCHING = 0.7
-"""Share of --budget-s for compiling and searching."""
+SEARCHING, ONLY_SEARCHING = 0.7, 0.9
+"""Share of --budget-s for compiling and searching, before moe.py, and without it: the last search ends behind it."""
 
 
 def left(end: float, most: float = math.inf) -> float:
@@ -154,21 +164,22 @@ class Case:
         here, _ = sampler_here(card, tables.card_name(torch.device(args.device)))
         return sampler_of(here if args.sampler == "auto" else args.sampler, self.job, card)
 
-    def first(self, sampler: Sampler, names: Sequence[str]) -> list[tuple[Job, list[Schedule]]]:
-        """What moe.py and the search launch first.  names: of strategies."""
+    def first(self, sampler: Callable[[], Sampler], names: Sequence[str]) -> Iterator[tuple[Job, list[Schedule]]]:
+        """What moe.py and the search launch first; the sampler is asked for last.  names: of strategies; without any,
+        moe.py launches nothing else."""
         job = self.job
         usual = default_schedule(job.backend, job.cfg, job.ep_size)
         there = [name for name in names if job.backend in strategies.STRATEGIES[name].points]
         named = [strategies.point(name, job.backend, job.cfg, job.ep_size) for name in there]
         nccl = dataclasses.replace(job, backend="nccl", cfg=dataclasses.replace(job.cfg, max_rows=None))
-        return [
-            (job, list(dict.fromkeys([usual, serial(usual), *named, *sampler.first]))),
-            (nccl, [default_schedule("nccl", nccl.cfg, job.ep_size)]),
-        ]
+        yield job, list(dict.fromkeys([usual, serial(usual), *named]))
+        if names:
+            yield nccl, [default_schedule("nccl", nccl.cfg, job.ep_size)]
+        yield job, [*sampler().first]
 
 
 def compile_first(
-    wanted: Sequence[tuple[Job, Sequence[Schedule]]], ranks: Fleet, compilers: Compilers, candidate_s: float,
+    wanted: Iterable[tuple[Job, Sequence[Schedule]]], ranks: Fleet, compilers: Compilers, candidate_s: float,
     until: float,
 ) -> None:  # fmt: skip
     """What cannot be compiled is told, and left to who wants its time."""
@@ -184,30 +195,32 @@ def compile_first(
                 print(f"{job.backend}, {schedule.name}: not compiled first: {reason}", flush=True)
 
 
-def searched(
-    case: Case, sampler: Sampler, ranks: Fleet, compilers: Compilers, args: argparse.Namespace, stop: float
-) -> dict[str, Any]:
+def searched(case: Case, ranks: Fleet, compilers: Compilers, args: argparse.Namespace, stop: float) -> dict[str, Any]:
     """The choice, what was tried, and what each dimension costs there."""
     job, card, candidate_s = case.job, card_of(args), left(stop, args.candidate_s)
     began, compiled_s = time.monotonic(), compilers.seconds
     usual = default_schedule(job.backend, job.cfg, job.ep_size)
-    if compilers.most:
-        until = began + left(stop, args.compile_s)
-        compile_first(case.first(sampler, args.strategies), ranks, compilers, candidate_s, until)
+    with ThreadPoolExecutor(1) as aside:  # seconds of this process, beside compiling: nothing is timed yet
+        made_aside = aside.submit(case.sampler, args)
+        if compilers.most:
+            until = began + left(stop, args.compile_s)
+            compile_first(case.first(made_aside.result, args.strategies), ranks, compilers, candidate_s, until)
+    sampler = made_aside.result()
     ranks.becomes(job, timeout_s=candidate_s)
     for schedule in (usual, serial(usual)):  # before the search knows its time
         ranks.ask("prove", schedule, timeout_s=left(stop, args.candidate_s))
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Record(Path(folder) / "x.sqlite", {})) as record:
-        options: Any = {"fleet": ranks, "compilers": compilers, "card": card, "restarts": False}
+        options: Any = {"fleet": ranks, "compilers": compilers, "card": card, "finish": True}
         options["candidate_s"] = left(stop, args.candidate_s)
         found = search(job, sampler, record, left(stop, args.search_s), **options)
-    if args.tables:
+    if args.tables and found.tried:
         key = tables.Key.of(job.cfg, job.ep_size, job.backend, tables.card_name(torch.device(args.device)))
-        tables.keep(args.tables / key.file, key, entry(found, job, args.commit or commit()))
+        tables.store(args.tables / key.file, key, entry(found, job, args.commit or commit()))
     changes = tables.as_changes(found.choice, job.cfg, job.ep_size, job.backend)
     counts = {status: sum(t.status == status for t in found.tried) for status in {t.status for t in found.tried}}
-    made = {**case.key, "changes": changes, "gain": found.gain, "spread": found.spread}
-    made |= {"sustained": found.sustained, "tried": counts}
+    made = {**case.key, "changes": changes, "tried": counts}
+    if found.compared is not None:
+        made["compared"] = compared_entry(found.compared, usual)
     made["points"] = [{"changes": t.changes, "status": t.status, "score": t.score} for t in found.tried]
     if args.ablate_s:
         made["ablation"], made["dropped"] = ablation(job, found.choice, ranks, compilers, args, stop)
@@ -344,16 +357,6 @@ def compilers_of(args: argparse.Namespace) -> Compilers:
     return Compilers(args.at_once if args.device == "cuda" else 0)
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[ThreadPoolExecutor]:
-    """What it has not begun at the end is left."""
-    made = ThreadPoolExecutor(1)
-    try:
-        yield made
-    finally:
-        made.shutdown(wait=False, cancel_futures=True)
-
-
 def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: argparse.Namespace) -> None:
     """Fills `results`, and writes it whenever something is known."""
     began, results["searches"] = time.monotonic(), []
@@ -369,16 +372,16 @@ def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: arg
                 print(json.dumps(row), flush=True)
         written()
 
-    stop, end = began + SEARCHING * args.budget_s, began + args.budget_s
+    stop = began + (ONLY_SEARCHING if args.only_search else SEARCHING) * args.budget_s
+    end = began + args.budget_s
     made = [Case(shape, tokens, job_of(shape, tokens, args)) for shape, tokens in cases]
-    with one_thread() as aside, Fleet(made[0].job, end) as ranks, compilers_of(args) as compilers:
-        samplers = [aside.submit(case.sampler, args) for case in made]  # seconds each, of this process
-        for case, sampler in zip(made, samplers, strict=True):
+    with Fleet(made[0].job, end) as ranks, compilers_of(args) as compilers:
+        for case in made:
             if not left(stop):
                 print(f"no time to search {case.shape.name} T={case.tokens}; raise --budget-s", flush=True)
                 continue
             try:
-                found = searched(case, sampler.result(), ranks, compilers, args, stop)
+                found = searched(case, ranks, compilers, args, stop)
             except UniEPError as error:
                 print(f"{case.shape.name} T={case.tokens} is left out: {error}", flush=True)
                 continue
@@ -386,11 +389,16 @@ def worth(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: arg
             said = {key: value for key, value in found.items() if key != "points"}
             print(f"[{time.monotonic() - began:6.1f} s] {json.dumps(said)}", flush=True)
             written()
-    timed(results["searches"], args, end, told)
+    if not args.only_search:
+        timed(results["searches"], args, end, told)
 
 
-def left_out(cases: Sequence[tuple[Shape, int]], rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[str]:
-    """What is missing in the rows, in words: cases that have not all of their loads and directions, and peers."""
+def left_out(cases: Sequence[tuple[Shape, int]], results: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """What is missing, in words: cases without a search or all of their loads and directions, and peers."""
+    rows, of_searches = results["rows"], {(of["shape"], of["tokens"]) for of in results["searches"]}
+    if args.only_search:
+        missing = [f"{shape.name} T={tokens}" for shape, tokens in cases if (shape.name, tokens) not in of_searches]
+        return [f"not searched, as printed above: {', '.join(missing)}"] if missing else []
     count = len(args.load.split(",")) * len(args.directions.split(","))
     of = Counter((row["shape"], row["tokens"]) for row in rows)
     short = [f"{shape.name} T={tokens}" for shape, tokens in cases if of[shape.name, tokens] < count]
@@ -477,7 +485,8 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--ablate-s", type=float, default=0, help="of each ablation, likewise (default: none)")
     made.add_argument("--candidate-s", type=float, default=60, help="longest answer of a point (default %(default)s)")
     made.add_argument("--sampler", choices=SAMPLERS, default="auto", help="as of uniep tune (default %(default)s)")
-    made.add_argument("--tables", metavar="DIR", type=Path, help="keep the choices in tables of this folder")
+    made.add_argument("--tables", metavar="DIR", type=Path, help="keep what was found in tables of this folder")
+    made.add_argument("--only-search", action="store_true", help="without moe.py")
     made.add_argument("--at-once", type=int, help="--compilers of uniep tune, 0: none (default: as there)")
     made.add_argument("--compile-s", type=float, default=90, help="before each search (default %(default)s)")
     made.add_argument("--strategies", default=",".join(NAMED), help="named ones to time (default %(default)s)")
@@ -494,7 +503,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     add_file_options(made)
     args = made.parse_args(argv)
     args.at_once = usual_number() if args.at_once is None else args.at_once
-    args.strategies = list(filter(None, args.strategies.split(",")))
+    args.strategies = [] if args.only_search else list(filter(None, args.strategies.split(",")))
     if unknown := [name for name in args.strategies if name not in NAMED]:
         made.error(f"--strategies {','.join(unknown)!r} is unknown; use one or more of {', '.join(NAMED)}")
     for peer in filter(None, args.peers.split(",")):
@@ -512,7 +521,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = list(itertools.product(shapes, tokens))
     if not args.grid:
         worth(cases, results, args)
-        if missing := left_out(cases, results["rows"], args):
+        if missing := left_out(cases, results, args):
             sys.exit("\n".join(missing))
         return
     for shape, count in cases:

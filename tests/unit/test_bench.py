@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from uniep.reference import composition
 from uniep.schedule import DEFAULT_SCHEDULES, parse_schedule
+from uniep.trials import search as searching
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -273,37 +274,55 @@ def test_only_what_was_searched_is_timed_and_only_with_time_left(monkeypatch, ca
     assert [(row["shape"], row["tokens"]) for row in told[-1]] == pairs
     every = list(itertools.product(map(cases.parse_shape, ("64x32x4x2", "64x64x8x2")), (16, 32)))
     rows = list(worth.compared(searches, told[-1], args))
-    assert worth.left_out(every, rows, args) == ["not timed, or not all of it, as printed above: 64x32x4x2 T=32"]
-    assert "64x64x8x2 T=32" in worth.left_out(every, rows[:2], args)[0], "its own time ended"
+    of = {"searches": searches, "rows": rows}
+    assert worth.left_out(every, of, args) == ["not timed, or not all of it, as printed above: 64x32x4x2 T=32"]
+    assert "64x64x8x2 T=32" in worth.left_out(every, of | {"rows": rows[:2]}, args)[0], "its own time ended"
+    args.only_search = True
+    assert worth.left_out(every, of | {"rows": []}, args) == ["not searched, as printed above: 64x32x4x2 T=32"]
+    assert worth.left_out(every[:1], of, args) == []
     runs.clear()
     worth.timed(searches, args, time.monotonic(), told.append)
     assert not runs and capsys.readouterr().out.count("raise --budget-s") == 2
 
 
-def test_a_search_and_its_candidates_end_with_their_share_of_the_budget(monkeypatch):
-    """So does an ablation.  Scores of all that was tried are kept."""
+def test_a_search_and_its_candidates_end_with_their_share_of_the_budget(monkeypatch, tmp_path):
+    """So does an ablation.  Scores of all that was tried are kept; a table has them, and what was compared, unless
+    nothing was tried."""
     args = worth.options(["--device", "cpu", "--search-s", "6", "--candidate-s", "60", "--ablate-s", "4"])
+    args.tables, args.sampler, args.commit = tmp_path, "random", "abc"
     shape = cases.parse_shape("64x32x4x2")
     job = worth.job_of(shape, 64, args)
-    case, sampler = worth.Case(shape, 64, job), SimpleNamespace(first=[])
+    case = worth.Case(shape, 64, job)
     usual, ranks, given = worth.default_schedule("cpu", job.cfg, 1), Answers(), {}
     ahead = Ahead(0)
     ranks.becomes = lambda job, timeout_s: None
     ranks.starts = 2  # nothing ends them
-    tried = [SimpleNamespace(changes={"chunk_tokens": 32}, status="slow", score=1.5)]
+    tried = [searching.Tried({"chunk_tokens": 32}, "slow", score=1.5)]
+    compared = searching.Compared(dataclasses.replace(usual, chunk_tokens=32), "too slow", [(100.0, 101.0)] * 15)
 
     def search(job, sampler, record, budget_s, **options):
         given.update(options, budget_s=budget_s)
-        return SimpleNamespace(choice=usual, gain=1.0, spread=0.0, sustained=1.0, tried=tried)
+        return searching.Result(usual, compared, "0", tried, 100.0, 1)
 
     monkeypatch.setattr(worth, "search", search)
-    found = worth.searched(case, sampler, ranks, ahead, args, time.monotonic() + 3)
+    found = worth.searched(case, ranks, ahead, args, time.monotonic() + 3)
+    key = worth.tables.Key.of(job.cfg, 1, "cpu", "cpu")
+    entry = worth.tables.valid(tmp_path / key.file, "cpu")["entries"][key.place]
+    assert entry["compared"] == found["compared"] and entry["commit"] == "abc"
+    assert (found["compared"]["why"], found["compared"]["gain"]) == ("too slow", 0.9901)
+    (tmp_path / key.file).unlink()
+    tried.clear()
+    assert not worth.searched(case, ranks, ahead, args, time.monotonic() + 3)["points"]
+    assert not (tmp_path / key.file).exists()
+    tried.append(searching.Tried({"chunk_tokens": 32}, "slow", score=1.5))
+    ahead = Ahead(0)
+    found = worth.searched(case, ranks, ahead, args, time.monotonic() + 3)
     assert 1 < given["budget_s"] <= 3 and 1 < given["candidate_s"] <= 3
     assert found["points"] == [{"changes": {"chunk_tokens": 32}, "status": "slow", "score": 1.5}]
     assert found["tried"] == {"slow": 1} and found["ablation"] and found["dropped"]
     assert given["compilers"] is ahead
     assert found["seconds"] == {"compiling": len(ahead.batches), "timing": pytest.approx(-len(ahead.batches), abs=0.5)}
-    found = worth.searched(case, sampler, ranks, ahead, args, time.monotonic())
+    found = worth.searched(case, ranks, ahead, args, time.monotonic())
     assert given["budget_s"] == given["candidate_s"] == 0 and not found["ablation"]
 
 
@@ -372,11 +391,15 @@ def test_worth_runs_and_its_table_and_picture_are_made(tmp_path, capsys):
     out, name = tmp_path / "worth.json", "64x32x4x2"
     few = ["--search-s", "0.5", "--ablate-s", "0.5", "--iters", "1", "--sustained-s", "0.001", "--sampler", "random"]
     command = [str(ROOT / "benchmarks" / "worth.py"), "--device", "cpu", "--shapes", f"{name},64x32x8x2", *few]
-    subprocess.run([sys.executable, *command, "--tokens", "16", "--json", str(out)], check=True, timeout=150)
+    command += ["--tokens", "16", "--tables", str(tmp_path / "tables")]
+    subprocess.run([sys.executable, *command, "--json", str(out)], check=True, timeout=150)
     content = json.loads(out.read_text())
     assert [of["shape"] for of in content["searches"]] == [name, "64x32x8x2"] and len(content["rows"]) == 8
     assert all(of["tried"] and of["ablation"] for of in content["searches"])
     assert all(row["default"] > 0 and row["tuned"] > 0 and row["strategy"] for row in content["rows"])
+    for of in content["searches"]:
+        entries = worth.tables.valid(tmp_path / "tables" / f"cpu-cpu-ep1-{of['shape']}.json", "cpu")["entries"]
+        assert [len(entry["tried"]) for entry in entries.values()] == [sum(of["tried"].values())]
     table.main(["--worth", str(out)])
     shown = capsys.readouterr().out
     assert shown.count(f"| {name} | 16 |") == 5 and "**Forward + backward, sustained, 1x CPU" in shown
@@ -403,7 +426,7 @@ def test_points_are_compiled_together_before_they_are_timed():
     assert all(until <= time.monotonic() + 9 for until in ahead.until)
 
 
-def test_no_point_begins_behind_the_end_nor_a_batch_that_would_compile_until_then(monkeypatch):
+def test_no_point_nor_batch_begins_behind_the_end(monkeypatch):
     args = worth.options(["--device", "cpu"])
     job = worth.job_of(cases.parse_shape("64x32x4x2"), 64, args)
     usual, now, ahead = worth.default_schedule("cpu", job.cfg, 1), [0.0], Ahead(2)
@@ -415,7 +438,7 @@ def test_no_point_begins_behind_the_end_nor_a_batch_that_would_compile_until_the
         return compile_it(*args, **how)
 
     ahead.ahead = slowly
-    for until, count, batches in ((11.0, 4, 2), (7.0, 2, 1), (3.0, 0, 1)):
+    for until, count, batches in ((11.0, 4, 3), (7.0, 2, 2), (3.0, 0, 1)):
         now[0] = 0.0
         ahead.batches.clear()
         beside = worth.Beside(ranks, ahead, usual, 60.0)
@@ -430,11 +453,13 @@ def test_what_a_search_and_moe_begin_with_is_compiled_first(monkeypatch, sampler
     shape = cases.SHAPES["qwen3-30b"]
     case = worth.Case(shape, 4096, worth.job_of(shape, 4096, args))
     made = case.sampler(args)
-    (job, schedules), (nccl, of_nccl) = case.first(made, ["deepep-like", "serial-all-to-all"])
+    (job, named), (nccl, of_nccl), (again, first) = case.first(lambda: made, ["deepep-like", "serial-all-to-all"])
+    assert [*case.first(lambda: made, [])] == [(job, named[:2]), (again, first)], "moe.py launches nothing more"
+    schedules = [*named, *first]
     assert (nccl.backend, nccl.cfg.max_rows, [s.overlap for s in of_nccl]) == ("nccl", None, ["serial"])
-    assert job is case.job and job.cfg.max_rows
+    assert again is job is case.job and job.cfg.max_rows
     usual = worth.default_schedule("hopper", job.cfg, 2)
-    assert schedules[:2] == [usual, worth.serial(usual)] and len(set(schedules)) == len(schedules)
+    assert named[:2] == [usual, worth.serial(usual)] and len(set(named)) == len(named)
     first = [schedule for schedule in made.first if schedule != usual]
     assert set(first) < set(schedules) and len(first) >= 7
     assert sum(s.overlap == "serial" and s.transfer == "push" for s in schedules) >= 1

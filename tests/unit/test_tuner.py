@@ -40,7 +40,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
+    """Of the user's tables; the package has none here (test_shipped_tables.py reads those that it has)."""
     monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path))
+    monkeypatch.setattr(tables, "shipped", lambda: tmp_path / "package")
     monkeypatch.delenv("UNIEP_TUNE", raising=False)
     return tmp_path
 
@@ -344,11 +346,11 @@ def test_bench_takes_named_strategies():
 # --- tables ---
 
 
-def stored(cfg=SMALL, ep_size=1, changes=None, backend="cpu", card="cpu", **more):
+def stored(cfg=SMALL, ep_size=1, changes=None, backend="cpu", card="cpu", into=None, **more):
     """The path of a table with the default and these changes."""
     key = tables.Key.of(cfg, ep_size, backend, card)
-    path, usual = tables.folder() / key.file, tables.fields(default_schedule(backend, cfg, ep_size))
-    choice = usual | (changes or {"chunk_tokens": 32})
+    path, usual = (into or tables.folder()) / key.file, tables.fields(default_schedule(backend, cfg, ep_size))
+    choice = usual | ({"chunk_tokens": 32} if changes is None else changes)
     tables.store(path, key, {"schedule": choice, "default": usual, "commit": "abc", **more})
     return path
 
@@ -376,7 +378,9 @@ def test_tokens_are_in_buckets_and_the_nearest_serves():
 
     stored(dataclasses.replace(SMALL, max_tokens_per_rank=64), changes={"chunk_tokens": 32})
     stored(dataclasses.replace(SMALL, max_tokens_per_rank=1024), changes={"chunk_tokens": 128})
-    assert [of(t) and of(t).chunk_tokens for t in (16, 20, 33, 64, 100, 200, 400, 600, 1500, 9000)] == [
+    stored(dataclasses.replace(SMALL, max_tokens_per_rank=4096), changes={"chunk_tokens": 32})
+    assert of(2000).chunk_tokens == 32, "the larger of two that are as near"
+    assert [of(t) and of(t).chunk_tokens for t in (16, 20, 33, 64, 100, 200, 400, 600, 1000, 9000)] == [
         None, 32, 32, 32, 32, None, 128, 128, 128, None,
     ]  # fmt: skip
 
@@ -385,36 +389,66 @@ def test_tokens_are_in_buckets_and_the_nearest_serves():
     ("spoil", "says"),
     [
         (lambda text: text[: len(text) // 2], "cannot be read"),
-        (lambda text: "[]", "not a table of format 2"),
+        (lambda text: "[]", "not a table of format 3"),
         (lambda text: text.replace('"card": "cpu"', '"card": "h200"'), "is of card 'h200'"),
         (lambda text: text.replace(tables.kernels("cpu"), "0123456789abcdef"), "other kernels"),
         (lambda text: text.replace('"chunk_tokens"', '"chunk_wishes": 1, "chunk_tokens"'), "a field 'chunk_wishes'"),
-        (lambda text: text.replace('"chunk_tokens"', '"_"'), "no value of chunk_tokens"),
-        (lambda text: text.replace('"overlap": "fused"', '"overlap": "sometimes"'), "overlap is 'sometimes'"),
-        (lambda text: text.replace('"gate_up.columns": 256', '"gate_up.columns": 7'), "gate_up.columns is 7"),
+        (lambda text: text.replace('"chunk_tokens": 32', '"overlap": "sometimes"'), "overlap is 'sometimes'"),
+        (lambda text: text.replace('"chunk_tokens": 32', '"gate_up.columns": 7'), "gate_up.columns is 7"),
+        (lambda text: text.replace('"tried": [', '"tried": [7, '), "not a table of format 3"),
+        (lambda text: text.replace('"score": 0.9', '"score": "good"'), "not a table of format 3"),
+        (lambda text: text.replace('"changes": {"peer_order"', '"changes": {"peer_wishes"'), "a field 'peer_wishes'"),
+        (lambda text: text.replace('"why": ""', '"why": 1'), "not a table of format 3"),
     ],
 )
 def test_a_table_that_cannot_serve_is_named_and_the_default_serves(spoil, says, caplog):
-    path = stored()
+    tried = [{"changes": {"peer_order": "rotated"}, "status": "timed", "score": 0.9}]
+    path = stored(tried=tried, compared={"changes": {"chunk_tokens": 32}, "why": ""})
+    assert found().schedule.chunk_tokens == 32
     path.write_text(spoil(path.read_text()))
     with caplog.at_level(logging.WARNING, "uniep"):
-        assert found().schedule is None
-    assert len(caplog.records) == 1
+        assert found().schedule is None and found().file is None
+    assert len(caplog.records) == 2 and "remove it, or tune again" in caplog.text
     assert says in caplog.text
     with uniep.Workspace(SMALL) as workspace:
         assert workspace.backend.schedule == Schedule()
 
 
-def test_a_table_of_the_package_that_cannot_serve_warns_nobody(monkeypatch, tmp_path, caplog):
-    """Whoever uses the package cannot mend it; the reason is there."""
-    key = tables.Key.of(SMALL, 1, "cpu", "cpu")
-    path = stored()
-    monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path / "empty"))
-    monkeypatch.setattr(tables, "shipped", lambda: path.parent)
+def test_a_table_of_the_package_that_cannot_serve_warns_nobody(caplog):
+    """Whoever uses the package cannot mend it; `uniep doctor` has the reason in one line, and a remedy."""
+    path = stored(into=tables.shipped())
     assert found().file == path
-    document = json.loads(path.read_text())
-    (path.parent / key.file).write_text(json.dumps(document | {"kernels": "others"}))
+    assert choose.report(CPU) == [(str(path), "serves 32x16x4x2-float32 at 64 tokens; the default stays but for "
+                                   "32x16x4x2-float32-64")]  # fmt: skip
+    other = stored(dataclasses.replace(SMALL, hidden=64), changes={}, into=tables.shipped())
+    ((named, what),) = choose.report(CPU)
+    assert named == f"{path} and 1 more" and what.startswith(
+        "serves 32x16x4x2-float32, 64x16x4x2-float32 at 64 tokens;"
+    )
+    for file in (path, other):
+        file.write_text(file.read_text().replace(tables.kernels("cpu"), "others"))
     assert found().schedule is None and "other kernels" in found().why and not caplog.records
+    ((named, why),) = choose.report(CPU)
+    assert named == f"{path} and 1 more" and why.startswith("does not serve: ")
+    assert why.endswith("defaults serve, or what uniep tune finds on this machine") and "remove" not in why
+
+
+def test_a_default_that_stays_serves_as_that_of_its_call(caplog):
+    """Not that of the size that was timed.  What the package found is not taken where it was found to be slower here;
+    and nobody is warned of a table without which the default runs as well."""
+    timed, other = (dataclasses.replace(CFG, max_tokens_per_rank=tokens) for tokens in (1024, 512))
+    assert default_schedule("hopper", timed, 2) != default_schedule("hopper", other, 2)
+    shipped = stored(timed, 2, {"gate_up.columns": 128}, "hopper", "h200", into=tables.shipped())
+    assert tables.find(other, 2, "hopper", "h200").file == shipped
+    tried = [{"changes": {"gate_up.columns": 128}, "status": "slow", "score": 1.2}]
+    path = stored(timed, 2, {}, "hopper", "h200", tried=tried)
+    made = tables.find(other, 2, "hopper", "h200")
+    assert (made.schedule, made.file) == (None, path) and made.why.startswith("the default stays at 1024 tokens")
+    document = explain(other, 2, "hopper", load_card("h200"), "qwen3-30b")
+    assert document["by"] == "table" and document["choice"]["changes"] == {}
+    shipped.unlink()
+    path.write_text(path.read_text().replace(tables.kernels("hopper"), "others"))
+    assert tables.find(other, 2, "hopper", "h200").file is None and not caplog.records
 
 
 def test_a_full_disk_is_told_and_leaves_the_table(monkeypatch):
@@ -488,6 +522,12 @@ def test_a_table_of_another_triton_is_named(monkeypatch, caplog):
     assert tables.find(CFG, 2, "hopper", "h200").schedule is not None
     monkeypatch.setattr(tables.metadata, "version", lambda name: "0.1" if name == "triton" else version(name))
     assert tables.find(CFG, 2, "hopper", "h200").schedule is None
+    assert tables.find(CFG, 2, "hopper", "h200", here=False).schedule is not None
+    document = explain(CFG, 2, "hopper", load_card("h200"), "qwen3-30b")
+    assert document["by"] == "model" and "another Triton" in document["serves"]
+    said = CliRunner().invoke(app, ["explain"]).output
+    if not torch.cuda.is_available():
+        assert "what a tuned table has" in said and f"Triton {version('triton')}" in said, "there it may be that one"
     assert f"was timed with another Triton ({version('triton')}, here 0.1); remove it, or tune again" in caplog.text
     assert found().schedule is not None
 
@@ -575,6 +615,17 @@ def test_online_times_only_what_was_proved_here():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+def test_online_times_what_was_as_fast_as_a_default_that_stays():
+    tried = [
+        {"changes": {"chunk_tokens": n}, "status": "timed", "score": score} for n, score in ((32, 0.99), (128, 1.2))
+    ]
+    stored(changes={}, tried=tried)
+    proposed = choose.proposals(SMALL, 1, "cpu", CPU, "online")
+    assert [s.chunk_tokens for s in proposed] == [64, 32]
+    assert choose.proposals(SMALL, 1, "cpu", CPU, "cached") == []
+    assert schedule_of(tune="cached") == Schedule() and schedule_of(tune="online") in proposed
+
+
 @pytest.mark.parametrize("other", [{"activation": "relu2"}, {"bias": True}])
 def test_online_times_layers_without_gates_and_with_biases(other):
     """A table serves them, too: its key has sizes alone."""
@@ -656,6 +707,38 @@ def test_explain_takes_the_tables_choice(tmp_path):
     document = explain(CFG, 2, "hopper", load_card("h200"), "qwen3-30b")
     assert document["by"] == "table" and str(path) in document["serves"]
     assert document["choice"]["changes"] == changes and document["measured_us"] == 1234.5
+    runner_up = document["runner_up"]
+    assert (runner_up["by"], runner_up["changes"]) == ("table", {}), "the default"
+    assert runner_up["why"] == "it took 1.111 of the choice's time"
+
+
+LOST = {"changes": {"down.columns": 128}, "why": "1.004x as fast, with a spread of 0.005"}
+
+
+@pytest.mark.parametrize(
+    ("more", "us", "changes", "why"),
+    [
+        ({}, (3400.0, 3390.0), {"gate_up.columns": 128}, "it took 0.995 of the choice's time, too little to be timed"),
+        ({"compared": LOST | {"pairs_us": [[3500.0, 3480.0], [3520.0, 3490.0], [3510.0, 3500.0]]}}, (3510.0, 3490.0),
+         LOST["changes"], "timed again beside the choice, it was 1.004x as fast, with a spread of 0.005"),
+        ({"tried": [{"changes": {"down.columns": 128}, "status": "fault"}]}, (3400.0, None), None, "us "),
+    ],
+)  # fmt: skip
+def test_explain_has_times_and_the_runner_up_of_a_search_that_kept_the_default(more, us, changes, why):
+    """The point that was timed again, else the fastest, else the model's; times of calls of as many tokens alone."""
+    tried = [
+        {"changes": {"gate_up.columns": 128}, "status": "timed", "us": 3390.0, "score": 0.995},
+        {"changes": {"down.columns": 128}, "status": "slow", "us": 3600.0, "score": 1.06},
+    ]
+    stored(CFG, 2, {}, "hopper", "h200", **{"tried": tried, "usual_us": 3400.0, **more})
+    document = explain(CFG, 2, "hopper", load_card("h200"), "qwen3-30b")
+    runner_up = document["runner_up"]
+    assert document["by"] == "table" and document["choice"]["changes"] == {} and document["measured_us"] == us[0]
+    assert changes is None or runner_up["changes"] == changes
+    assert runner_up["measured_us"] == us[1] and why in runner_up["why"]
+    assert runner_up["by"] == ("model" if changes is None else "table")
+    near = explain(dataclasses.replace(CFG, max_tokens_per_rank=5000), 2, "hopper", load_card("h200"), "qwen3-30b")
+    assert near["by"] == "table" and near["measured_us"] is None and near["measured"][0]["tokens"] == 8192
 
 
 def test_result_files_that_are_none(tmp_path):

@@ -23,7 +23,7 @@ from uniep.launch.ahead import Kernel, Target
 from uniep.launch.driver import Launch
 from uniep.schedule import Schedule
 from uniep.trials import search as searching
-from uniep.trials.compilers import Compiler, Compilers
+from uniep.trials.compilers import LATE, Compiler, Compilers
 from uniep.trials.fleet import DroppedError
 from uniep.trials.search import Climbing, Listed, Optuna, Record, in_order, search
 from uniep.trials.trial import Trial
@@ -46,9 +46,12 @@ class Ahead:
 
     def __init__(self, batch, seconds=0.0, dropped=()):
         self.batch, self.seconds, self.dropped = batch, seconds, dict(dropped)
-        self.batches, self.before, self.options = [], [], []
+        self.batches, self.before, self.options, self.default = [], [], [], []
 
-    def ahead(self, ranks, schedules, candidate_s, until, finish):
+    def ahead(self, ranks, schedules, candidate_s, until, finish=False):
+        if not self.default:
+            self.default = list(schedules)
+            return [None] * len(schedules)
         self.batches.append([schedule.chunk_tokens for schedule in schedules])
         self.before.append(ranks.asked.count("time"))
         self.options.append((candidate_s, until, finish))
@@ -76,18 +79,22 @@ def test_batches_are_compiled_before_they_are_timed(record, caplog):
     assert result.choice.chunk_tokens == 128
 
 
-@pytest.mark.parametrize("restarts", [True, False])
-def test_compiling_counts_and_no_batch_begins_that_cannot_be_timed(record, restarts):
-    ranks = Told()
-    ahead = Ahead(2, seconds=0.4)
+@pytest.mark.parametrize("finish", [True, False])
+def test_compiling_counts_and_what_would_not_be_compiled_in_time_is_left(record, finish):
+    """The default is compiled before, and does not count."""
+    ranks, late = Told(), DroppedError(LATE, "as told")
+    ahead = Ahead(2, seconds=0.4, dropped={4: late, 5: late, 6: late, 7: late})
     began = time.monotonic()
-    changes = [{"chunk_tokens": n} for n in range(1, 99)]
-    result = search(JOB, listed(*changes), record, 1.0, fleet=ranks, compilers=ahead, restarts=restarts)
-    assert len(ahead.batches) == 2 and len(result.tried) == 4, "0.4 s twice; a third time there is less left"
-    assert [finish for _, _, finish in ahead.options] == [not restarts] * 2
-    assert all(began + 1.0 <= until <= began + 2.0 for _, until, _ in ahead.options)
+    changes = [{"chunk_tokens": n} for n in range(1, 9)]
+    result = search(JOB, listed(*changes), record, 30.0, fleet=ranks, compilers=ahead, finish=finish)
+    assert ahead.default == [Schedule(), searching.serial(Schedule())]
+    assert ahead.batches == [[1, 2], [3, 4], [5, 6], [7, 8]], "others may have no kernels that are new"
+    assert [t.changes["chunk_tokens"] for t in result.tried] == [1, 2, 3, 8] and len(record.all()) == 4
+    assert [of for _, _, of in ahead.options] == [finish] * 4
+    assert all(began + 30.0 <= until for _, until, _ in ahead.options)
     ahead = Ahead(2, seconds=0.4)
-    result = search(JOB, listed(*changes[10:]), record, 0.2, fleet=ranks, compilers=ahead, restarts=restarts)
+    changes = [{"chunk_tokens": n} for n in range(11, 99)]
+    result = search(JOB, listed(*changes), record, 0.2, fleet=ranks, compilers=ahead, finish=finish)
     assert len(ahead.batches) == 1 and len(result.tried) == 4, "nothing is timed behind the end"
 
 
@@ -290,11 +297,29 @@ def test_only_points_whose_kernels_kill_or_hang_are_dropped():
         began = time.monotonic()
         assert compilers.compile(hangs, candidate_s=60.0, until=began + 4) == [None] * 2, "their time was over"
         assert time.monotonic() - began < 20
+        assert compilers.compile([of_name("e")], 30.0) == [None], "the process runs"
         dropped = compilers.compile(hangs, candidate_s=6.0, until=time.monotonic() + 5, finish=True)
         assert [error and error.reason for error in dropped] == ["timeout", None]
         assert Kernel("d", b"") not in compilers.known, "it never began"
-        assert compilers.compile(hangs[1:], 30.0, until=time.monotonic()) == [None]
+        (late,) = compilers.compile(hangs[1:], 30.0, until=time.monotonic())
+        assert late.reason == LATE
         assert compilers.compile(hangs[1:], 30.0) == [None] and Kernel("d", b"") in compilers.known
+
+
+def test_points_that_would_not_be_compiled_in_time_are_late():
+    """By what kernels took so far; one whose kernels are known is not, whatever the time."""
+    with faulty(2) as compilers:
+        soon = time.monotonic() + 20
+        assert compilers.compile([of_name("a", "b")], 30.0, until=soon) == [None], "of the first nothing is known"
+        assert len(compilers.took) == 2
+        compilers.took = [15.0, 5.0]
+        lists = [of_name("a", "c"), of_name("d", "e", "f"), of_name("d"), of_name("b")]
+        late = compilers.compile(lists, 30.0, until=time.monotonic() + 12)
+        assert [error and error.reason for error in late] == [None, LATE, None, None], "10 s for two, 20 for four"
+        assert {kernel.name for kernel in compilers.known} == {"a", "b", "c", "d"}
+        late = compilers.compile([*lists, of_name("a", "b")], 30.0, until=time.monotonic())
+        assert [error and error.reason for error in late] == [None, LATE, None, None, None]
+        assert compilers.compile(lists, 30.0) == [None] * 4
 
 
 def test_processes_that_cannot_start_are_done_without(caplog):
@@ -403,7 +428,8 @@ def test_uniep_tune_compiles_beforehand_if_asked(tmp_path, monkeypatch):
     out = tmp_path / "x.json"
     done = CliRunner().invoke(app, f"tune {layer} --tokens 16,64 --compilers 4 --json {out}".split())
     assert done.exit_code == 0, done.output
-    assert len(made) == 1 and made[0].most == 4 and given == [(16, 2), (16, 2), (64, 2), (64, 2)]
+    assert len(made) == 1 and made[0].most == 4
+    assert given == [(16, 2), (16, 2), (16, 2), (64, 2), (64, 2), (64, 2)], "the default, then two batches"
     assert [len(entry["tried"]) for entry in json.loads(out.read_text()).values()] == [4, 4]
     assert CliRunner().invoke(app, f"tune {layer} --tokens 32 --budget-s 0".split()).exit_code == 0
     assert made[1].most == 0, "on CPUs nothing is compiled"

@@ -103,6 +103,11 @@ def run(record, ranks, *changes, **options):
     return search(JOB, listed(*changes), record, 30.0, fleet=ranks, **options)
 
 
+def gain(result):
+    """Of the fastest point over the default, in fresh ranks."""
+    return searching.gain_of(result.compared.pairs)[0]
+
+
 def chunk(factors):
     return lambda s: factors.get(s.chunk_tokens, 1.0)
 
@@ -111,7 +116,7 @@ def test_the_fastest_is_kept_if_it_wins_again_in_fresh_ranks(record):
     ranks = Told(chunk({32: 0.9, 128: 0.8, 96: 1.5}))
     result = run(record, ranks, *({"chunk_tokens": n} for n in (32, 96, 128)))
     assert result.choice.chunk_tokens == 128
-    assert result.gain == pytest.approx(1 / 0.8) and result.spread == 0
+    assert gain(result) == pytest.approx(1 / 0.8) and result.compared.schedule == result.choice
     assert ranks.starts == 2
     assert [t.status for t in result.tried] == ["timed", "slow", "timed"]
     assert [t.score for t in result.tried] == pytest.approx([0.9, 1.5 * 0.9 / 0.9, 0.8])
@@ -128,7 +133,40 @@ def test_a_winner_that_loses_in_fresh_ranks_leaves_the_default(record):
     ranks = Told()
     ranks.factor = lambda s: 0.9 if s.chunk_tokens == 32 and ranks.starts == 1 else 1.0
     result = run(record, ranks, {"chunk_tokens": 32})
-    assert result.choice == Schedule() and result.gain == pytest.approx(1.0)
+    assert result.choice == Schedule() and gain(result) == pytest.approx(1.0)
+    said = searching.entry(result, JOB, "abc")
+    assert said["schedule"] == said["default"] and said["compared"]["changes"] == {"chunk_tokens": 32}
+    assert said["compared"]["why"] == "1.000x as fast, with a spread of 0.000"
+    assert len(said["compared"]["pairs_us"]) == searching.CONFIRM and "sustained_pairs_us" not in said["compared"]
+
+
+def test_a_winner_that_faults_when_it_is_timed_again_leaves_the_default(record):
+    ranks = Told(chunk({32: 0.9}))
+    ranks.fault = lambda s: "timeout" if s.chunk_tokens == 32 and ranks.starts > 1 else None
+    result = run(record, ranks, {"chunk_tokens": 32})
+    assert result.choice == Schedule()
+    assert result.compared.why == "dropped when it was compared again: timeout: as told"
+
+
+def test_an_entry_has_every_timing_to_five_digits(record):
+    """Without what is not known; a point in a line."""
+    ranks = Told(chunk({32: 0.912345678, 96: 1.5, 128: 0.9999}), lambda s: "fault" if s.chunk_tokens == 2 else None)
+    result = run(record, ranks, *({"chunk_tokens": n} for n in (32, 96, 2, 128)), card=None)
+    made = searching.entry(result, JOB, "abc")
+    assert made["tried"][0] == {
+        "changes": {"chunk_tokens": 32}, "status": "timed", "score": 0.9123, "us": 91.235,
+        "pairs_us": [[100.0, 91.235]] * searching.PAIRS * searching.ROUNDS,
+    }  # fmt: skip
+    assert made["tried"][1]["status"] == "slow" and len(made["tried"][1]["pairs_us"]) == searching.PAIRS
+    assert made["tried"][2] == {"changes": {"chunk_tokens": 2}, "status": "fault", "text": "as told"}
+    assert len(made["compared"]["sustained_pairs_us"]) == searching.SUSTAINED and made["compared"]["why"] == ""
+    key = tables.Key.of(CFG, 1, "cpu", "cpu")
+    tables.store(path := record.path.parent / key.file, key, made)
+    assert tables.read(path, "cpu")["entries"][key.place].items() >= made.items()
+    lines = path.read_text().splitlines()
+    assert [of["changes"] for line in lines if '"status"' in line for of in [json.loads(line.rstrip(","))]] == [
+        {"chunk_tokens": n} for n in (32, 96, 2, 128)
+    ]
 
 
 def test_what_faults_or_changes_bits_is_dropped_with_its_reason(record, caplog):
@@ -156,8 +194,8 @@ def test_a_winner_that_costs_the_host_more_than_it_gains_is_not_kept(record, slo
     """0.8 of the default's time in a call on an idle device; back to back 0.96 or 1.04 of it."""
     ranks = Told(chunk({32: 0.8}), sustained=chunk({32: slower}))
     result = run(record, ranks, {"chunk_tokens": 32})
-    assert result.choice.chunk_tokens == chosen and result.gain == pytest.approx(1.25)
-    assert result.sustained == pytest.approx(1 / (0.8 * slower))
+    assert result.choice.chunk_tokens == chosen and gain(result) == pytest.approx(1.25)
+    assert searching.gain_of(result.compared.sustained)[0] == pytest.approx(1 / (0.8 * slower))
     assert ("back to back" in caplog.text) == (chosen == 64)
 
 
@@ -273,8 +311,8 @@ def test_steps_from_the_best_find_what_the_model_does_not_know(record):
     assert len({json.dumps(t.changes, sort_keys=True) for t in result.tried}) == len(result.tried) == 24
 
 
-def test_ranks_that_need_not_restart_are_kept(record):
-    """The point that runs at the end of the budget is kept, and the winner is compared in the same processes."""
+def test_what_runs_at_the_end_may_finish(record):
+    """The winner is compared in fresh processes then, too."""
     ranks = Told(chunk({32: 0.8}))
     ask = ranks.ask
 
@@ -284,8 +322,8 @@ def test_ranks_that_need_not_restart_are_kept(record):
         return ask(method, *args, timeout_s=timeout_s)
 
     ranks.ask = slowly
-    made = search(JOB, listed({"chunk_tokens": 32}, {"chunk_tokens": 96}), record, 0.1, fleet=ranks, restarts=False)
-    assert made.choice.chunk_tokens == 32 and ranks.starts == 1
+    made = search(JOB, listed({"chunk_tokens": 32}, {"chunk_tokens": 96}), record, 0.1, fleet=ranks, finish=True)
+    assert made.choice.chunk_tokens == 32 and ranks.starts == 2
     assert [t.changes for t in made.tried] == [{"chunk_tokens": 32}], "none begins behind the end"
 
 
@@ -316,7 +354,7 @@ def test_optuna_asks_for_points_of_the_space(record):
     assert sampler.ask() == SPACE.schedule(5)
     sampler.tell(SPACE.schedule(5), None)
     result = search(JOB, sampler, record, 60.0, fleet=Told(far), most=40)
-    assert result.gain == pytest.approx(1 / 0.8)
+    assert gain(result) == pytest.approx(1 / 0.8)
     assert all("peer_order" not in t.changes for t in result.tried if t.changes.get("overlap") == "serial")
 
 
@@ -448,7 +486,7 @@ def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch, always_faster):
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output
     assert "all 1 ranks have choice" in done.output
-    (entry,) = tables.read(tmp_path / "cpu-cpu-ep1.json", "cpu")["entries"].values()
+    (entry,) = tables.read(tmp_path / "cpu-cpu-ep1-32x16x4x2.json", "cpu")["entries"].values()
     assert entry["tried"] and entry["proof"] and entry["commit"]
     assert all(t["pairs_us"] for t in entry["tried"] if t["status"] == "timed")
     (trials,) = (tmp_path / "trials").glob("*.sqlite")
@@ -459,23 +497,31 @@ def test_uniep_tune_on_cpu_ranks(tmp_path, monkeypatch, always_faster):
         again = CliRunner().invoke(app, command.split())
     assert again.exit_code == 2 and "another process" in again.output
     shown = "".join(c for c in CliRunner().invoke(app, ["doctor"]).output if c not in " │\n")
-    assert f"{tmp_path / 'cpu-cpu-ep1.json'}:serves32x16x4x2-float32-64" in shown
+    assert f"{tmp_path / 'cpu-cpu-ep1-32x16x4x2.json'}:serves32x16x4x2-float32at64tokens;thedefaultstaysbutfor" in shown
 
 
-def test_a_default_that_stays_needs_no_table(tmp_path, monkeypatch):
-    """Nothing was compared within the budget; a table of an earlier search is replaced."""
+def test_a_default_that_stays_is_kept_with_every_timing(tmp_path, monkeypatch):
+    """In place of an older choice, too; where nothing was tried, that one stays."""
     monkeypatch.setenv("UNIEP_TUNE_DIR", str(tmp_path))
-    command = "tune --backend cpu --shape 32x16x4x2 --tokens 64 --ep 1 --dtype fp32 --budget-s 0"
-    done = CliRunner().invoke(app, command.split())
+    monkeypatch.setattr(searching, "slowest", lambda of: [(a, 1.5 * a) for a, _ in slowest(of)])
+    monkeypatch.setattr("uniep.cli.tune.search", functools.partial(search, most=2))
+    key, usual = tables.Key.of(CFG, 1, "cpu", "cpu"), tables.fields(Schedule())
+    path, command = tmp_path / key.file, "tune --backend cpu --shape 32x16x4x2 --tokens 64 --ep 1 --dtype fp32"
+    tables.store(path, key, {"schedule": usual | {"chunk_tokens": 32}, "default": usual})
+    done = CliRunner().invoke(app, [*command.split(), "--budget-s", "0"])
     assert done.exit_code == 0, done.output
     assert "none in this time; raise --budget-s" in done.output and "no table is written" in done.output
     assert re.search(r"sampler: (optuna|random) \(", done.output)
-    assert not list(tmp_path.glob("*.json"))
-    key = tables.Key.of(CFG, 1, "cpu", "cpu")
-    usual = tables.fields(Schedule())
-    tables.store(tmp_path / key.file, key, {"schedule": usual | {"chunk_tokens": 32}, "default": usual})
-    assert "written: " in CliRunner().invoke(app, command.split()).output
-    assert tables.read(tmp_path / key.file, "cpu")["entries"][key.place]["schedule"] == usual
+    assert not tables.stays(tables.read(path, "cpu")["entries"][key.place])
+    done = CliRunner().invoke(app, [*command.split(), "--budget-s", "60", "--sampler", "random"])
+    assert "the default stays, " in done.output and "written: " in done.output, done.output
+    entry = tables.read(path, "cpu")["entries"][key.place]
+    assert tables.stays(entry) and "compared" not in entry and len(entry["tried"]) == 2
+    assert all(of["status"] == "slow" and of["pairs_us"] for of in entry["tried"])
+    with uniep.Workspace(CFG, device="cpu", tune="cached") as workspace:
+        assert workspace.backend.schedule == Schedule()
+    shown = "".join(c for c in CliRunner().invoke(app, ["doctor"]).output if c not in " │\n")
+    assert f"{path}:serves32x16x4x2-float32at64tokens;thedefaultstays└" in shown
 
 
 def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monkeypatch, always_faster):
@@ -497,7 +543,7 @@ def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monk
     done = CliRunner().invoke(app, [*command.split(), "--json", str(out)])
     assert done.exit_code == 2 and "32x16x8x2-float32-64: failed, as said above" in " ".join(done.output.split())
     assert known == [["32x16x4x2-float32-16", "32x16x4x2-float32-64"]] * 2
-    table = into / "cpu-cpu-ep1.json"
+    table = into / "cpu-cpu-ep1-32x16x4x2.json"
     entries = tables.read(table, "cpu")["entries"]
     assert entries.keys() == {"32x16x4x2-float32-16", "32x16x4x2-float32-64"}
     assert not list((tmp_path / "user").glob("*.json"))
@@ -505,7 +551,7 @@ def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monk
     with uniep.Workspace(CFG, device="cpu") as workspace:
         assert tables.fields(workspace.backend.schedule) == entries["32x16x4x2-float32-64"]["schedule"]
     shown = "".join(c for c in CliRunner().invoke(app, ["doctor"]).output if c not in " │\n")
-    assert f"{table}:serves32x16x4x2-float32-16,32x16x4x2-float32-64" in shown
+    assert f"{table}:serves32x16x4x2-float32at16,64tokens;thedefaultstaysbutfor" in shown
     written = calibrate.uncalibrated(calibrate.machine_of("cpu"), "cpu")
     machine = tmp_path / "machine.toml"
     machine.write_text(calibrate.machine_text(written.machine))
@@ -513,7 +559,8 @@ def test_several_layers_are_tuned_into_tables_that_can_be_shipped(tmp_path, monk
     explain = f"explain {layer} --shape 32x16x4x2 --tokens 64 --card {tmp_path / 'cpu.toml'}"
     said = CliRunner().invoke(app, [*explain.split(), "--json", str(tmp_path / "x.json")])
     document = json.loads((tmp_path / "x.json").read_text())
-    assert (document["by"], document["serves"]) == ("table", str(table)), said.output
+    assert document["by"] == "table" and document["serves"].startswith(f"{table}: tuned at 64 tokens"), said.output
+    assert document["measured_us"] and document["runner_up"]["by"] == "table"
 
 
 def test_a_choice_is_told_whose_table_cannot_be_written(tmp_path, monkeypatch, always_faster):

@@ -64,7 +64,8 @@ def explain(
     cfg.check_group(ep)
     if lora is not None:
         check_lora(lora, "--lora", cfg, backend)
-    found = tables.find(cfg, ep, backend, known.name)
+    here = torch.cuda.is_available() and tables.card_name(torch.device("cuda")) == known.name
+    found = tables.find(cfg, ep, backend, known.name, here)
     document = explained(cfg, ep, backend, known, made.name, results or (), found)
     way = resolve(cfg, ep, tokens, found.schedule, backend=backend, lora=ADAPTABLE if lora is not None else ())
     document["lora"], document["calls"] = lora, [choice._asdict() for choice in way.choices()]
@@ -101,7 +102,8 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         f"{document['shape']}, EP {document['ep']}, {document['tokens']} tokens per rank, forward + backward, on "
         f"{document['card']} ({document['backend']})"
     )
-    chosen = {"table": "what a tuned table has", "model": f"the fastest of {document['points']:,} by the model"}
+    kept = "the default, which stays" if document["choice"]["changes"] == {} else "what a tuned table has"
+    chosen = {"table": kept, "model": f"the fastest of {document['points']:,} by the model"}
     console.print(f"choice: {chosen[document['by']]}")
     console.print(f"A Workspace there runs with {document['serves']}", style="dim")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -120,7 +122,7 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         console.print(f"measured: {source}", style="dim")
     if document["runner_up"] is not None:
         differs = _changes(document["runner_up"]["differs_from_choice"])
-        console.print(f"The runner-up ({differs}) is {document['runner_up']['why']}.")
+        console.print(f"The runner-up ({differs}): {document['runner_up']['why']}.")
     if document["matters_most"] is not None:
         of = document["dimensions"][document["matters_most"]]
         costs = ", ".join(f"{cost:+.1%} with {value}" for value, cost in of["costs"].items())
@@ -134,13 +136,13 @@ SHOWN = 0.0005
 
 
 def _draw(document: dict[str, Any], path: Path) -> None:
-    """Above: predicted time of the choice and of named strategies, with measurements as dots.  Below: the cost of the
-    slowest value of each dimension."""
+    """Above: predicted time of the choice, the runner-up and named strategies, with measurements as dots.  Below: the
+    cost of the slowest value of each dimension."""
     from uniep.cli.pictures import BLUE, ORANGE, WIDTH, figure_style, title
 
     plt = figure_style()
     figure, (above, below) = plt.subplots(2, figsize=(WIDTH, 7.6), layout="constrained")
-    bars = {"choice": document["choice"], "default": document["default"]}
+    bars = {title.replace("_", " "): document[title] for title in ("choice", "default", "runner_up") if document[title]}
     named = {name: {"predicted_us": us, "measured_us": None} for name, us in document["strategies"].items()}
     rows = list({**bars, **named}.items())[::-1]
     above.barh([name for name, _ in rows], [of["predicted_us"] / 1e3 for _, of in rows], color=BLUE)

@@ -26,7 +26,18 @@ from uniep.sim.machine import load_machine
 from uniep.trials import calibrate as calibration
 from uniep.trials.compilers import MOST, Compilers, usual_number
 from uniep.trials.fleet import Fleet
-from uniep.trials.search import EARLY, SAMPLERS, Record, Result, Sampler, entry, sampler_here, sampler_of, search
+from uniep.trials.search import (
+    EARLY,
+    SAMPLERS,
+    Record,
+    Result,
+    Sampler,
+    entry,
+    gain_of,
+    sampler_here,
+    sampler_of,
+    search,
+)
 from uniep.trials.trial import Job
 from uniep.tuner import tables
 from uniep.tuner.model import Card, card_text, find_card
@@ -87,7 +98,7 @@ def tune(
     Lists, separated by commas, of shapes and of tokens are searched one after the other, in the same ranks. Candidates
     run in child processes of all ranks; on GPUs others compile them beforehand, in parallel. A candidate that
     crashes, takes too long or changes a bit is dropped, with the reason. An interrupted search resumes where it
-    stopped. A table is written if one is faster than the default, which needs none. Tables and trials are in
+    stopped. The table has the choice, which may be the default, and every timing. Tables and trials are in
     UNIEP_TUNE_DIR, or in the user's cache; --into names another folder for tables.
     """
     console = Console(highlight=False)
@@ -139,15 +150,17 @@ def tune(
                 made = _search(console, key, job, which, ranks, ahead, budget_s, candidate_s, known)
                 entries[key.place] = made
                 write_json(json_file, entries if len(jobs) > 1 else made)
-                written = tables.keep(folder / key.file, key, made, folder_by)
+                if made["tried"]:
+                    tables.store(folder / key.file, key, made, folder_by)
             except UniEPError as error:
                 if len(jobs) == 1:
                     raise
                 failed.append(key.place)
                 console.print(f"{key.place} failed: {error}")
             else:
-                kept = f"written: {folder / key.file}" if written else "no table is written: the default needs none"
-                console.print(kept)
+                console.print(
+                    f"written: {folder / key.file}" if made["tried"] else "no table is written: nothing was tried"
+                )
     if failed:
         raise UniEPError(f"{', '.join(failed)}: failed, as said above; all others are kept")
 
@@ -200,17 +213,21 @@ def _print(console: Console, result: Result, job: Job) -> None:
     counts = Counter(t.status for t in result.tried)
     listed = ", ".join(f"{n} {words.get(status, status)}" for status, n in counts.most_common())
     console.print(f"Schedules tried: {listed or 'none in this time; raise --budget-s'}")
-    changes = tables.as_changes(result.choice, job.cfg, job.ep_size, job.backend)
-    if changes:
-        console.print(
-            f"{result.gain:.3f}x the default in fresh processes (spread {result.spread:.3f}), "
-            f"{result.sustained:.3f}x in calls back to back: "
-            + ", ".join(f"{name}={value}" for name, value in changes.items())
-        )
+    compared = result.compared
+    if compared is None:
+        console.print(f"the default stays, {result.usual_us:.0f} us")
     else:
-        better = f"; the best reached {result.gain:.3f}x, spread {result.spread:.3f}" if result.gain != 1 else ""
-        better += f", in calls back to back {result.sustained:.3f}x" if result.sustained != 1 else ""
-        console.print(f"the default stays, {result.usual_us:.0f} us{better}")
+        changes = tables.as_changes(compared.schedule, job.cfg, job.ep_size, job.backend)
+        named = ", ".join(f"{name}={value}" for name, value in changes.items())
+        if compared.why:
+            stays = f"the default stays, {result.usual_us:.0f} us"
+            console.print(f"{stays}; the fastest of the search, timed again, was {compared.why}: {named}")
+        else:
+            (gain, spread), (sustained, _) = gain_of(compared.pairs), gain_of(compared.sustained)
+            console.print(
+                f"{gain:.3f}x the default in fresh processes (spread {spread:.3f}), {sustained:.3f}x in calls back to "
+                f"back: {named}"
+            )
     console.print(f"all {job.ep_size} ranks have choice {result.proof}")
 
 

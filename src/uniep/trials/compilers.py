@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -33,6 +34,9 @@ MOST = 32
 
 REFUSED = "refused", "out of memory"
 """What ranks say of a point that cannot run, before they launch anything."""
+
+LATE = "late"
+"""What is said of a point whose kernels would not be compiled in time."""
 
 
 def usual_number() -> int:
@@ -78,13 +82,14 @@ class Compiler:
 class Compilers:
     """Up to `most` processes, which start when they are first needed, and stay for the next points and layers.
 
-    most: 0: nothing is compiled beforehand.  seconds: spent in `ahead` and `compile` so far.
+    most: 0: nothing is compiled beforehand.  seconds: spent in `ahead` and `compile` so far.  took: by each kernel.
     """
 
     def __init__(self, most: int) -> None:
         self.most, self.process, self.seconds = most, _Process(arch_here()), 0.0
         self.fleets: list[Fleet] = []
         self.known: dict[Kernel, DroppedError | None] = {}
+        self.took: list[float] = []
 
     @property
     def batch(self) -> int:
@@ -95,9 +100,9 @@ class Compilers:
         self, ranks: Fleet, schedules: Sequence[Schedule], candidate_s: float, until: float = math.inf,
         finish: bool = False,
     ) -> list[DroppedError | None]:  # fmt: skip
-        """Compiles what calls of the ranks' job launch.  -> for each Schedule why it cannot run, None if nothing shows
-        that.  candidate_s to finish: as in `compile`; a list takes as long as a kernel at most.  A fault of the ranks
-        ends the lists: what is not compiled here compiles where it is timed."""
+        """Compiles what calls of the ranks' job launch.  -> for each Schedule LATE, or why it cannot run; None if
+        nothing shows that.  candidate_s to finish: as in `compile`; a list takes as long as a kernel at most.  A fault
+        of the ranks ends the lists: what is not compiled here compiles where it is timed."""
         began, refused = time.monotonic(), dict[int, DroppedError]()
         lists: list[list[Kernel]] = [[] for _ in schedules]
         for number, schedule in enumerate(schedules):
@@ -119,17 +124,29 @@ class Compilers:
         self, lists: Sequence[Sequence[Kernel]], candidate_s: float, until: float = math.inf, finish: bool = False
     ) -> list[DroppedError | None]:
         """Compiles kernels of several points, each once.  -> for each point that one has killed its compiler or did not
-        end; None for all others: what Triton says of a kernel comes again where it is launched.
+        end, or LATE; None for all others: what Triton says of a kernel comes again where it is launched.
 
-        candidate_s: longest time of a kernel.  until: `time.monotonic()` behind which none begins; those under way are
-        given up then, unless they may `finish`.
+        candidate_s: longest time of a kernel.  until: `time.monotonic()` by which points are wanted: those whose new
+        kernels are not expected by then are LATE.  No kernel begins behind it; those under way are given up then,
+        unless they may `finish`.
         """
-        began = time.monotonic()
-        new = [k for k in dict.fromkeys(itertools.chain.from_iterable(lists)) if k not in self.known]
+        began, new, late = time.monotonic(), dict[Kernel, None](), set[int]()
+        for number, kernels in enumerate(lists):
+            more = new | dict.fromkeys(k for k in kernels if k not in self.known)
+            if began + self._expected_s(len(more)) <= until or len(more) == len(new):
+                new = more
+            else:
+                late.add(number)
         if count := min(self.most, len(new)):
-            self._compile(new, count, candidate_s, until, finish)
+            self._compile([*new], count, candidate_s, until, finish)
         self.seconds += time.monotonic() - began
-        return [next((e for k in kernels if (e := self.known.get(k)) is not None), None) for kernels in lists]
+        no = DroppedError(LATE, "its kernels would not be compiled in time")
+        found = [next((e for k in kernels if (e := self.known.get(k)) is not None), None) for kernels in lists]
+        return [error or (no if number in late else None) for number, error in enumerate(found)]
+
+    def _expected_s(self, count: int) -> float:
+        """How long so many kernels compile, by those before them; nothing is expected of the first ones."""
+        return math.ceil(count / self.most) * statistics.fmean(self.took) if self.most and self.took else 0.0
 
     def _compile(self, kernels: list[Kernel], count: int, candidate_s: float, until: float, finish: bool) -> None:
         began, queue = time.monotonic(), collections.deque(kernels)
@@ -173,9 +190,10 @@ class Compilers:
                 return True
             if finish:
                 fleet.until = math.inf
-            found = None
+            found, began = None, time.monotonic()
             try:
                 fleet.ask("compile", kernel, timeout_s=candidate_s)
+                self.took.append(time.monotonic() - began)
             except DroppedError as error:
                 if error.reason == "timeout" and time.monotonic() >= fleet.until:
                     return True

@@ -31,12 +31,12 @@ import torch
 
 from uniep.errors import ConfigError, UniEPError
 from uniep.schedule import Schedule, default_schedule
-from uniep.trials.compilers import Compilers
+from uniep.trials.compilers import LATE, Compilers
 from uniep.trials.fleet import DroppedError, Fleet
 from uniep.trials.trial import Job, slowest
 from uniep.tuner import tables
-from uniep.tuner.model import Card, Load, predict
-from uniep.tuner.space import Points, dimensions, get, neighbours, point, points, refusals
+from uniep.tuner.model import Card, Load, predict, times
+from uniep.tuner.space import Points, differences, dimensions, get, neighbours, point, points, refusals
 
 log = logging.getLogger("uniep")
 
@@ -48,6 +48,9 @@ EARLY = 1.08
 
 BETTER = 0.99
 """A candidate replaces the incumbent if it takes at most this many times its time, and wins three of four pairs."""
+
+ENDED = "ended"
+"""The status of a point for which there was no time."""
 
 CONFIRM = 15
 """Pairs of the winner and the default in fresh processes."""
@@ -220,7 +223,7 @@ class Climbing:
 def in_order(space: Points, load: Load, card: Card | None, sampler: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(indices of points in the order of timing, predicted us of all points or None): the fastest first, or random."""
     if card is not None:
-        predicted = predict(load, space, card).both
+        predicted = times(load, space, card)
         if sampler != "random":
             return torch.sort(predicted, stable=True).indices, predicted
     else:
@@ -265,16 +268,28 @@ def sampler_of(name: str, job: Job, card: Card | None) -> Sampler:
     return listed if name == "random" or card is None else Climbing(job, card, first, listed)
 
 
+Pairs = Sequence[tuple[float, float]]
+"""us of two Schedules that were timed in turn, of the slowest rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """The fastest point of a search, beside the default in fresh processes.  why: it is not kept; "" if it is.  pairs:
+    the default's time and the point's, of one call each; sustained: of calls back to back."""
+
+    schedule: Schedule
+    why: str
+    pairs: Pairs = ()
+    sustained: Pairs = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """choice: the Schedule that is kept.  gain, spread: the default's time divided by the winner's, compared again,
-    and its spread; 1 and 0 where the default won.  sustained: the same of calls back to back; 1 if not timed.  proof:
-    hash of the choice, the same on all ranks."""
+    """choice: the Schedule that is kept.  compared: None if no point seemed to be faster than the default.  proof: hash
+    of the choice, the same on all ranks."""
 
     choice: Schedule
-    gain: float
-    spread: float
-    sustained: float
+    compared: Compared | None
     proof: str
     tried: list[Tried]
     usual_us: float
@@ -282,21 +297,43 @@ class Result:
 
 
 def entry(result: Result, job: Job, commit: str) -> dict[str, Any]:
-    """What a table says of a search."""
-    tried = [
-        {
-            "changes": t.changes, "status": t.status, "text": t.text, "score": t.score, "us": t.us,
-            "predicted_us": t.predicted_us, "pairs_us": [[round(a, 1), round(b, 1)] for a, b in t.pairs],
-        }
-        for t in result.tried
-    ]  # fmt: skip
+    """What a table says of a search, with every time that was measured, to five digits."""
     usual = default_schedule(job.backend, job.cfg, job.ep_size)
-    return {
-        "schedule": tables.fields(result.choice), "default": tables.fields(usual), "gain": round(result.gain, 4),
-        "spread": round(result.spread, 4), "sustained": round(result.sustained, 4), "proof": result.proof,
-        "usual_us": result.usual_us, "commit": commit, "timed_tokens": job.tokens, "date": time.strftime("%Y-%m-%d"),
-        "tried": tried,
+    made: dict[str, Any] = {
+        "schedule": tables.fields(result.choice), "default": tables.fields(usual), "proof": result.proof,
+        "usual_us": _digits(result.usual_us), "commit": commit, "timed_tokens": job.tokens,
+        "date": time.strftime("%Y-%m-%d"), "tried": [_tried_entry(t) for t in result.tried],
     }  # fmt: skip
+    if result.compared is not None:
+        made["compared"] = compared_entry(result.compared, usual)
+    return made
+
+
+def compared_entry(of: Compared, usual: Schedule) -> dict[str, Any]:
+    made: dict[str, Any] = {"changes": differences(of.schedule, usual), "why": of.why}
+    for name, pairs in (("", of.pairs), ("sustained_", of.sustained)):
+        if pairs:
+            gain, spread = gain_of(pairs)
+            made |= {f"{name}gain": round(gain, 4), f"{name}spread": round(spread, 4)}
+            made[f"{name}pairs_us"] = _digits(pairs)
+    return made
+
+
+def _tried_entry(tried: Tried) -> dict[str, Any]:
+    """Without what is not known."""
+    made = {
+        "changes": tried.changes, "status": tried.status, "text": tried.text,
+        "score": None if tried.score is None else round(tried.score, 4), "us": _digits(tried.us),
+        "predicted_us": _digits(tried.predicted_us), "pairs_us": _digits(tried.pairs),
+    }  # fmt: skip
+    return {name: of for name, of in made.items() if name in ("changes", "status") or of}
+
+
+def _digits(of: Any) -> Any:
+    """Numbers, also in lists, to five digits."""
+    if isinstance(of, (list, tuple)):
+        return [*map(_digits, of)]
+    return None if of is None else float(f"{of:.5g}")
 
 
 Progress = Callable[[float, str], None]
@@ -314,20 +351,22 @@ def search(
     card: Card | None = None,
     candidate_s: float = 60.0,
     most: int | None = None,
-    restarts: bool = True,
+    finish: bool = False,
     progress: Progress = lambda seconds, text: None,
 ) -> Result:
     """Time candidates for `budget_s` seconds, counted from when all ranks have started and the default was timed; the
     candidate that runs at their end is given up.  most: limit of candidates.  candidate_s: longest time for one
-    question to all ranks.  fleet: ranks of this job, which stay.  compilers: compile the next candidates together, in
-    the same seconds, before they are timed.  restarts: False: ranks start anew only after a fault: what runs at the end
-    may finish, and the winner is compared in the same processes.
+    question to all ranks.  fleet: ranks of this job, which stay.  compilers: compile the default before it is timed,
+    and the next candidates together, in the same seconds, before they are timed.  finish: what runs at the end may
+    finish.
 
     Raises UniEPError if the default itself cannot be timed.
     """
     usual = default_schedule(job.backend, job.cfg, job.ep_size)
     with contextlib.nullcontext(fleet) if fleet is not None else Fleet(job) as ranks:
-        state = _State(job, ranks, usual, candidate_s, restarts)
+        if compilers is not None and compilers.batch:
+            compilers.ahead(ranks, [usual, serial(usual)], candidate_s, time.monotonic() + candidate_s)
+        state = _State(job, ranks, usual, candidate_s, finish)
         began = time.monotonic()
         until = began + budget_s
         candidates = _Candidates(
@@ -337,24 +376,18 @@ def search(
         if best is not None and best.score is not None and best.score < BETTER:
             state.resume(tables.parse(best.changes, usual), best.score)
         count = compilers.batch if compilers is not None else 0
-        compile_s = 0.0  # of the last batch: the next one begins only if as much is left
-        while batch := candidates.next(max(count, 1), until - compile_s):
+        while batch := candidates.next(max(count, 1), until):
             errors: list[DroppedError | None] = [None] * len(batch)
             if compilers is not None and count:
-                start = time.monotonic()
-                progress(start - began, f"compiling {len(batch)} points")
-                errors = compilers.ahead(ranks, [point for point, _ in batch], candidate_s, until, not restarts)
-                compile_s = time.monotonic() - start
+                progress(time.monotonic() - began, f"compiling {len(batch)} points")
+                errors = compilers.ahead(ranks, [point for point, _ in batch], candidate_s, until, finish)
             for (schedule, changes), error in zip(batch, errors, strict=True):
-                if error is not None:
-                    tried = Tried(changes, error.reason, error.text)
-                elif time.monotonic() < until:
+                if error is None:
                     tried = state.tried(schedule, changes, until)
                 else:
-                    break
-                if tried.status == "ended":
-                    break
-                candidates.tell(schedule, tried)
+                    tried = Tried(changes, error.reason, error.text)
+                if tried.status not in (ENDED, LATE):
+                    candidates.tell(schedule, tried)
         return state.confirmed(list(candidates.known.values()))
 
 
@@ -432,8 +465,8 @@ def serial(usual: Schedule) -> Schedule:
 class _State:
     """The incumbent, which the running ranks hold, and its score."""
 
-    def __init__(self, job: Job, ranks: Fleet, usual: Schedule, candidate_s: float, restarts: bool) -> None:
-        self.job, self.ranks, self.usual, self.candidate_s, self.restarts = job, ranks, usual, candidate_s, restarts
+    def __init__(self, job: Job, ranks: Fleet, usual: Schedule, candidate_s: float, finish: bool) -> None:
+        self.job, self.ranks, self.usual, self.candidate_s, self.finish = job, ranks, usual, candidate_s, finish
         self.incumbent, self.score = usual, 1.0
         try:
             self.bits = self._ask("prove", usual)
@@ -456,11 +489,13 @@ class _State:
                 self.incumbent, self.score = schedule, score
 
     def tried(self, schedule: Schedule, changes: dict[str, Any], until: float) -> Tried:
-        """until: when the budget ends; a candidate still running then is "ended", and does not count as a trial."""
+        """until: when the budget ends; a candidate that is to begin or still runs then is ENDED, which is no trial."""
         pairs: list[tuple[float, float]] = []
+        if time.monotonic() >= until:
+            return Tried(changes, ENDED)
 
         def ask(method: str, *args: Any) -> list[Any]:
-            left = max(until - time.monotonic(), 0.0) if self.restarts else self.candidate_s
+            left = self.candidate_s if self.finish else max(until - time.monotonic(), 0.0)
             return self.ranks.ask(method, *args, timeout_s=min(self.candidate_s, left))
 
         try:
@@ -476,11 +511,11 @@ class _State:
                 ratio = statistics.median(b / a for a, b in pairs)
                 if ratio > EARLY:
                     break
-                if self.restarts and time.monotonic() > until:
-                    return Tried(changes, "ended")
+                if not self.finish and time.monotonic() > until:
+                    return Tried(changes, ENDED)
         except DroppedError as error:
-            if self.restarts and error.reason == "timeout" and time.monotonic() >= until:
-                return Tried(changes, "ended")
+            if not self.finish and error.reason == "timeout" and time.monotonic() >= until:
+                return Tried(changes, ENDED)
             return Tried(changes, error.reason, error.text)
         score, us = ratio * self.score, statistics.median(b for _, b in pairs)
         status = "slow" if ratio > EARLY else "timed"
@@ -491,38 +526,38 @@ class _State:
 
     def confirmed(self, tried: list[Tried]) -> Result:
         """The incumbent, if it beats the default again, and does not lose in calls back to back; else the default."""
-        choice, gain, spread, sustained = self.usual, 1.0, 0.0, 1.0
-        if self.incumbent != self.usual:
-            if self.restarts:
-                self.ranks.end()
-            try:
-                self._ask("prove", self.usual)
-                self._ask("take")
-                same = self._ask("prove", self.incumbent) == self.bits
-                pairs = slowest(self._ask("time", CONFIRM)) if same else []
-            except DroppedError as error:
-                log.warning("the winner failed when it was compared again, the default stays: %s", error)
-                pairs = []
-            if pairs:
-                gain, spread = _gain(pairs)
-            if gain - 1 > spread:
-                try:
-                    count = max(2, round(SUSTAINED_US / self.usual_us))
-                    sustained, noise = _gain(slowest(self._ask("time", SUSTAINED, count)))
-                    if sustained >= 1 - noise:
-                        choice = self.incumbent
-                    else:
-                        log.warning("the winner takes %.3f of the default's time in calls back to back, so the default "
-                                    "stays: %s", 1 / sustained, self.incumbent.name)  # fmt: skip
-                except DroppedError as error:
-                    log.warning("the winner failed in calls back to back, the default stays: %s", error)
+        compared = self._compared() if self.incumbent != self.usual else None
+        if compared is not None and compared.why:
+            log.warning("the default stays; the fastest of the search, %s, was %s", self.incumbent.name, compared.why)
+        choice = self.incumbent if compared is not None and not compared.why else self.usual
         proofs = set(self._ask("chosen", choice))
         if len(proofs) != 1:
             raise UniEPError(f"ranks have different choices ({', '.join(sorted(proofs))}): a bug; please report it")
-        return Result(choice, gain, spread, sustained, proofs.pop(), tried, self.usual_us, self.ranks.starts)
+        return Result(choice, compared, proofs.pop(), tried, self.usual_us, self.ranks.starts)
+
+    def _compared(self) -> Compared:
+        """The incumbent beside the default in fresh processes."""
+        self.ranks.end()
+        pairs: Pairs = []
+        try:
+            self._ask("prove", self.usual)
+            self._ask("take")
+            if self._ask("prove", self.incumbent) != self.bits:
+                return Compared(self.incumbent, "other in its bits in fresh processes")
+            pairs = slowest(self._ask("time", CONFIRM))
+            gain, spread = gain_of(pairs)
+            if gain - 1 <= spread:
+                return Compared(self.incumbent, f"{gain:.3f}x as fast, with a spread of {spread:.3f}", pairs)
+            count = max(2, round(SUSTAINED_US / self.usual_us))
+            sustained = slowest(self._ask("time", SUSTAINED, count))
+            of_many, noise = gain_of(sustained)
+            why = "" if of_many >= 1 - noise else f"{gain:.3f}x as fast, but {of_many:.3f}x in calls back to back"
+            return Compared(self.incumbent, why, pairs, sustained)
+        except DroppedError as error:
+            return Compared(self.incumbent, f"dropped when it was compared again: {error}", pairs)
 
 
-def _gain(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def gain_of(pairs: Pairs) -> tuple[float, float]:
     """Median of the first's time over the second's, and half of its interquartile range."""
     ratios = sorted(a / b for a, b in pairs)
     quarter = len(ratios) // 4

@@ -1,8 +1,8 @@
 """Which Schedule a Workspace runs with: by UNIEP_TUNE and tables.
 
 off: the backend's default.  cached: the choice of a table of this card, shape and kernels; the default without a table.
-online: as cached, but the points of that table's entry that were as fast as its choice, within the measured variation,
-are timed once more on this machine, when the Workspace is made, on their own tensors.
+online: as cached, but the points of that table's entry that were as fast as its choice (or as the default that stays),
+within the measured variation, are timed once more on this machine, when the Workspace is made, on their own tensors.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import functools
 import logging
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +25,7 @@ from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.meeting import Meeting
 from uniep.membership import Membership
-from uniep.schedule import Schedule
+from uniep.schedule import Schedule, default_schedule
 from uniep.tuner import tables
 from uniep.tuner.space import refusals
 from uniep.tuner.timing import Drawn, drawn, in_turn, over_ranks
@@ -55,13 +57,13 @@ def proposals(cfg: MoEConfig, ep_size: int, backend: str, device: torch.device, 
     if how == "off":
         return []
     found = tables.find(cfg, ep_size, backend, tables.card_name(device))
-    if found.schedule is None:
+    if found.file is None:
         log.debug("default Schedule: %s", found.why)
         return []
     log.info("Schedule of %s: %s", found.file, found.why)
     if how == "cached":
-        return [found.schedule]
-    close = [found.schedule]
+        return [found.schedule] if found.schedule is not None else []
+    close = [found.schedule or default_schedule(backend, cfg, ep_size)]
     timed = [(of["score"], point) for point, of in tables.tried(found.entry) if of["status"] == "timed"]
     limit = CLOSE * min((score for score, _ in timed), default=0.0)
     for score, point in sorted(timed, key=lambda pair: pair[0]):
@@ -134,16 +136,26 @@ def fastest(
 
 
 def report(device: torch.device) -> list[tuple[str, str]]:
-    """For every table of this card: (its path, its content, or why it cannot be used)."""
+    """Of all tables of this card: (paths, what they serve, or why they cannot be used).  Tables of which the same is to
+    be said have one row."""
     card, rows = tables.card_name(device), []
     for folder in (tables.own_folder(), tables.shipped()):
+        serving, refused = defaultdict[str, list[Path]](list), defaultdict[str, list[Path]](list)
+        entries = defaultdict[str, dict[str, Any]](dict)
         for path in sorted(folder.glob(f"{card}-*-ep*.json")) if folder is not None else ():
             backend = path.name.removeprefix(f"{card}-").rsplit("-ep", 1)[0]
             if backend not in registry.NAMES:
                 continue
             try:
-                entries = tables.read(path, backend)["entries"]
-                rows.append((str(path), f"serves {', '.join(sorted(entries))}"))
+                setup = path.name.rsplit("-", 1)[0]
+                entries[setup] |= tables.valid(path, backend)["entries"]
+                serving[setup].append(path)
             except ConfigError as error:
-                rows.append((str(path), f"does not serve: {error}"))
+                refused[str(error).replace(f"{path} ", "")].append(path)
+        rows += [(_named(paths), tables.served(entries[setup])) for setup, paths in serving.items()]
+        rows += [(_named(paths), f"does not serve: {why}") for why, paths in refused.items()]
     return rows
+
+
+def _named(paths: Sequence[Path]) -> str:
+    return f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.schedule import Schedule, default_schedule, parse_schedule
 from uniep.tuner import tables
-from uniep.tuner.model import Card, Load, Predicted, predict
+from uniep.tuner.model import Card, Load, Predicted, predict, times
 from uniep.tuner.space import Points, differences, dimensions, get, points, refusals, replaced
 from uniep.tuner.strategies import STRATEGIES
 
@@ -26,31 +29,36 @@ def explain(
     """A document of plain values.  cfg: with max_tokens_per_rank of one call.  results: files of benchmarks/moe.py.
     found: what the tables say, if somebody has looked.
 
-    choice: the table's point, if a table of this card fits, else the fastest by the model.
+    choice: the table's, which may be the default, if a table of this card fits, else the fastest by the model.
+    runner_up: the next best point of the table's search, else the fastest other one that the model tells from the
+    choice.  measured_us: of calls of as many tokens.
     """
     space = points(backend, cfg, ep_size)
     load, usual = Load.uniform(cfg, ep_size), default_schedule(backend, cfg, ep_size)
-    made = predict(load, space, card)
+    us_N = times(load, space, card)
     found = found or tables.find(cfg, ep_size, backend, card.name)
-    order = made.both.argsort(stable=True).tolist()
-    choice = found.schedule
+    order = us_N.argsort(stable=True).tolist()
+    choice = found.schedule or (usual if found.file else None)
     if choice is None:
         choice = next(s for s in map(space.schedule, order) if not refusals(s, cfg, ep_size, backend))
     of_choice = predict(load, Points.of([choice]), card)
     us = float(of_choice.both)
-    runner_up = _runner_up(space, order, made, us, choice, cfg, ep_size, backend)
+    runner_up, why_not = _measured_runner_up(found.entry, choice)
+    if runner_up is None:
+        runner_up = _runner_up(space, order, us_N, us, choice, cfg, ep_size, backend)
     measured = list(_measured(cfg, ep_size, card, shape, results))
     if found.entry:
+        source = f"{found.file}, commit {found.entry.get('commit', '?')}"
+        tokens = found.entry.get("timed_tokens", found.entry["tokens"])
         measured += [
-            {"us": of["us"], "changes": tables.as_changes(tried, cfg, ep_size, backend), "source": str(found.file)}
-            for tried, of in tables.tried(found.entry)
-            if of["us"]
+            {"us": us, "tokens": tokens, "changes": tables.as_changes(point, cfg, ep_size, backend), "source": source}
+            for point, us in _times(found.entry)
         ]
 
     def of_point(schedule: Schedule) -> dict[str, Any]:
         differs = tables.as_changes(schedule, cfg, ep_size, backend)
         of = predict(load, Points.of([schedule]), card)
-        same = [m for m in measured if m["changes"] == differs]
+        same = [m for m in measured if m["changes"] == differs and m["tokens"] == cfg.max_tokens_per_rank]
         return {
             "changes": differs, "predicted_us": round(float(of.both), 1), "predicted_fwd_us": round(float(of.fwd), 1),
             "measured_us": same[-1]["us"] if same else None, "measured_by": same[-1]["source"] if same else None,
@@ -58,8 +66,8 @@ def explain(
 
     document = {
         "shape": shape, "ep": ep_size, "tokens": cfg.max_tokens_per_rank, "backend": backend, "card": card.name,
-        "points": len(space), "serves": str(found.file) if found.file else f"the default Schedule: {found.why}",
-        "by": "table" if found.schedule is not None else "model",
+        "points": len(space), "serves": f"{found.file or 'the default Schedule'}: {found.why}",
+        "by": "table" if found.file else "model",
         "choice": of_point(choice), "default": of_point(usual), "runner_up": None,
         "predicted_us": round(us, 1), "stages_us": {k: round(float(v), 1) for k, v in of_choice.parts.items()},
         "dimensions": _dimensions(choice, us, load, card, cfg, ep_size, backend),
@@ -67,7 +75,10 @@ def explain(
     }  # fmt: skip
     document["measured_us"] = document["choice"]["measured_us"]  # type: ignore[index]
     if runner_up is not None:
-        document["runner_up"] = {**of_point(runner_up), "why": _why(runner_up, of_choice, load, card)}
+        document["runner_up"] = {
+            **of_point(runner_up), "by": "table" if why_not else "model",
+            "why": why_not or _why(runner_up, of_choice, load, card),
+        }  # fmt: skip
         document["runner_up"]["differs_from_choice"] = {  # type: ignore[index]
             name: get(runner_up, name)
             for name in _names(backend, cfg, ep_size)
@@ -85,7 +96,7 @@ def _names(backend: str, cfg: MoEConfig, ep_size: int) -> list[str]:
 def _runner_up(
     space: Points,
     order: list[int],
-    made: Predicted,
+    us_N: Tensor,
     us: float,
     choice: Schedule,
     cfg: MoEConfig,
@@ -94,11 +105,38 @@ def _runner_up(
 ) -> Schedule | None:
     """The fastest other point that the model tells from the choice."""
     for index in order:
-        if abs(float(made.both[index]) / us - 1) > SAME:
+        if abs(float(us_N[index]) / us - 1) > SAME:
             schedule = space.schedule(index)
             if schedule != choice and not refusals(schedule, cfg, ep_size, backend):
                 return schedule
     return None
+
+
+def _times(entry: dict[str, Any]) -> Iterator[tuple[Schedule, float]]:
+    """(point, us) of a table's entry; what was timed again comes last."""
+    usual, compared = tables.parse(entry["default"]), entry.get("compared", {})
+    every = [(usual, entry.get("usual_us")), *((point, of.get("us")) for point, of in tables.tried(entry))]
+    if pairs := compared.get("pairs_us"):
+        again = usual, tables.parse(compared["changes"], usual)
+        every += zip(again, map(statistics.median, zip(*pairs, strict=True)), strict=True)
+    yield from ((point, us) for point, us in every if us)
+
+
+def _measured_runner_up(entry: dict[str, Any], choice: Schedule) -> tuple[Schedule | None, str]:
+    """What came next in the search of a table's entry, and by how much it lost."""
+    if not entry:
+        return None, ""
+    usual, compared = tables.parse(entry["default"]), entry.get("compared")
+    if compared is not None and compared["why"]:
+        return tables.parse(compared["changes"], usual), f"timed again beside the choice, it was {compared['why']}"
+    scores = {usual: 1.0} | {point: of["score"] for point, of in tables.tried(entry) if of.get("score")}
+    stays = tables.stays(entry)
+    mine = scores.pop(usual if stays else choice, None)
+    best = min(scores, key=scores.__getitem__, default=None)
+    if best is None or mine is None:
+        return None, ""
+    too_little = ", too little to be timed again" if stays and scores[best] < mine else ""
+    return best, f"it took {scores[best] / mine:.3f} of the choice's time{too_little}"
 
 
 def _why(other: Schedule, of_choice: Predicted, load: Load, card: Card) -> str:
@@ -166,6 +204,7 @@ def _measured(
             )
             if row["impl"] in ("uniep", "uniep-serial") or change:
                 yield {
-                    "us": row["ms"] * 1e3, "changes": differences(parse_schedule(change, usual), usual),
+                    "us": row["ms"] * 1e3, "tokens": row["tokens"],
+                    "changes": differences(parse_schedule(change, usual), usual),
                     "source": f"{path.name}, commit {meta['commit']}, {row['impl']}",
                 }  # fmt: skip

@@ -226,6 +226,10 @@ def _wanted(rank_TK: Tensor, ep_size: int) -> Tensor:
     return torch.zeros(len(rank_TK), ep_size, dtype=torch.bool).scatter_(1, rank_TK, True).sum(0)
 
 
+PART = 65536
+"""Points whose columns are made together by `times`, so that they stay in caches."""
+
+
 class Predicted(NamedTuple):
     """Times in us, (N,).  parts: of both directions, by stage, each taken alone.  host: time that the host needs."""
 
@@ -233,6 +237,11 @@ class Predicted(NamedTuple):
     bwd: Tensor
     both: Tensor
     parts: dict[str, Tensor]
+
+
+def times(load: Load, points: Points, card: Card) -> Tensor:
+    """(N,): us of a forward and backward of every point."""
+    return torch.cat([predict(load, part, card).both for part in points.parts(PART)])
 
 
 def predict(load: Load, points: Points, card: Card) -> Predicted:

@@ -194,6 +194,12 @@ class Points:
     def __len__(self) -> int:
         return self.count
 
+    def parts(self, count: int) -> Iterator[Points]:
+        """So many at a time."""
+        for first in range(0, len(self), count):
+            columns = {name: column[first : first + count] for name, column in self.columns.items()}
+            yield Points(self.base, columns, min(count, len(self) - first))
+
     def column(self, name: str) -> Tensor:
         """(N,), or a scalar if it is the same for all points."""
         if name in self.columns:
@@ -225,12 +231,12 @@ def points(
     chosen = dimensions(backend, cfg, ep_size, keep)
     values = [_default_first(d.values[backend], get(usual, d.name)) for d in chosen]
     at = {d.name: i for i, d in enumerate(chosen)}
-    place_ND = torch.zeros(1, len(chosen), dtype=torch.int64)
+    place_ND = torch.zeros(1, len(chosen), dtype=torch.int8)
 
     def holds(name: str, allowed: tuple[Any, ...]) -> Any:
         if name not in at:
             return get(usual, name) in allowed
-        return torch.tensor([value in allowed for value in values[at[name]]])[place_ND[:, at[name]]]
+        return torch.tensor([value in allowed for value in values[at[name]]])[place_ND[:, at[name]].int()]
 
     for i, dimension in enumerate(chosen):
         means_NV = torch.ones(len(place_ND), len(values[i]), dtype=torch.bool)
@@ -246,7 +252,7 @@ def points(
     for i, dimension in enumerate(chosen):
         coded = torch.tensor([_code(dimension.name, value) for value in values[i]], dtype=torch.float64)
         for name in (dimension.name, *dimension.also):
-            columns[name] = coded[place_ND[:, i]]
+            columns[name] = coded[place_ND[:, i].int()]
     made = Points(usual, columns, len(place_ND))
     if backend != "hopper":
         return made

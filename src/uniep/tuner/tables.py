@@ -1,13 +1,14 @@
 """Tables of tuning results: which Schedule to use for which calls on a card, with all its timings.
 
-One JSON file per card, backend and number of ranks.  The tables of the package are in `tuner/tables`.  Results of
-`uniep tune` on this machine are in a folder of the user (`folder()`), which is searched first.  An entry is valid for
-one shape, dtype and bucket of tokens, and only while the sources that decide speed and Triton are those that were
-timed (`timed_with`).  It has all fields of its choice, because the default that a choice differs from depends on the
-size of the call.
+One JSON file per card, backend, number of ranks and shape.  The tables of the package are in `tuner/tables`.  Results
+of `uniep tune` on this machine are in a folder of the user (`folder()`), which is searched first.  An entry is valid
+for one dtype and bucket of tokens, and only while the sources that decide speed and Triton are those that were timed
+(`timed_with`).  Its Schedules are written as they differ from `Schedule()`, because the default depends on the size of
+the call.  Where the default was the fastest, the entry says so: a call then gets the default of its own size.
 
-A table that cannot be used is no error: the default is used.  A warning names one of the user; one of the package,
-which nobody here can mend, only `uniep doctor` names.
+A table that cannot be used is no error: the default is used.  A warning names one of the user, if its choice is another
+than the default; one of the package, which nobody here can mend, only `uniep doctor` names, and a test finds it before
+it is released (tests/unit/test_shipped_tables.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import os
 import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata, resources
 from pathlib import Path
@@ -35,14 +37,14 @@ from uniep import version
 from uniep.config import MoEConfig
 from uniep.errors import ConfigError
 from uniep.schedule import DIMENSION, Schedule, default_schedule
-from uniep.tuner.space import NAMES, differences, get, refusals, replaced
+from uniep.tuner.space import NAMES, differences, refusals, replaced
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 log = logging.getLogger("uniep")
 
-FORMAT = 2
+FORMAT = 3
 FARTHEST = 1.0
 """Largest distance, in factors of two, between a call's tokens and the bucket used for it."""
 
@@ -126,7 +128,7 @@ class Key:
 
     @property
     def file(self) -> str:
-        return f"{self.card}-{self.backend}-ep{self.ep_size}.json"
+        return f"{self.card}-{self.backend}-ep{self.ep_size}-{self.shape}.json"
 
     @property
     def place(self) -> str:
@@ -136,8 +138,8 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """schedule: the one to use; file: the table it comes from, None for the default; why: in words; entry: all of its
-    data in the file."""
+    """schedule: the one to use, None for the backend's default; file: the table that serves the call, None if none
+    does; why: in words; entry: what that table says of the call."""
 
     schedule: Schedule | None
     file: Path | None
@@ -185,63 +187,103 @@ def shipped() -> Path:
     return Path(str(resources.files("uniep.tuner") / "tables"))
 
 
-def find(cfg: MoEConfig, ep_size: int, backend: str, card: str) -> Found:
+def find(cfg: MoEConfig, ep_size: int, backend: str, card: str, here: bool = True) -> Found:
     """The Schedule for a Workspace of `cfg` on a card, from the nearest bucket of a table.  Warns of the user's tables
-    that cannot be used; `uniep doctor` also names the package's."""
+    that cannot be used; `uniep doctor` also names the package's.  here: False: it runs on another machine, so this
+    one's Triton does not matter."""
     key = Key.of(cfg, ep_size, backend, card)
-    why = f"no table of {key.file.removesuffix('.json')} has {key.shape} in {key.dtype}"
+    why = f"no table {key.file} has {key.dtype} near {key.tokens} tokens"
     own = own_folder()
     for path in (place / key.file for place in (own, shipped()) if place is not None):
         if not path.is_file():
             continue
         told = log.warning if path.parent == own else log.info
         try:
-            entry = _nearest(read(path, backend), key)
+            document = read(path, backend)
+            entry = _nearest(document, key)
             if entry is None:
                 continue
-            schedule = whole(entry["schedule"])
+            if stays(entry):
+                told = log.info  # nothing is lost without it
+            _refuse_outdated(path, document, backend, here)
+            schedule = _choice(path, entry, cfg, ep_size, backend)
         except ConfigError as error:
-            told("%s; the default Schedule is used", error)
+            told("%s; it is not used", error)
             why = str(error)
             continue
-        if reasons := refusals(schedule, cfg, ep_size, backend):
-            why = f"table {path}: {key.place} cannot run: {'; '.join(reasons)}"
-            told("%s; the default Schedule is used", why)
-            continue
-        return Found(schedule, path, f"tuned at {entry['tokens']} tokens, commit {entry.get('commit', '?')}", entry)
+        with_triton = f", Triton {document['triton']}" if "triton" in document else ""
+        at = f"{entry['tokens']} tokens, of {len(entry.get('tried', ()))} points, commit {entry.get('commit', '?')}"
+        why = f"{'the default stays' if schedule is None else 'tuned'} at {at}{with_triton}"
+        return Found(schedule, path, why, entry)
     return Found(None, None, why)
 
 
+def _choice(path: Path, entry: dict[str, Any], cfg: MoEConfig, ep_size: int, backend: str) -> Schedule | None:
+    """None for the default.  Raises ConfigError, which names the file, for points that do not exist, and for a choice
+    that cannot run."""
+    try:
+        schedule = None if stays(entry) else parse(entry["schedule"])
+        list(tried(entry))
+        reasons = [] if schedule is None else refusals(schedule, cfg, ep_size, backend)
+    except ConfigError as error:
+        reasons = [str(error)]
+    if reasons:
+        where = f"{entry['shape']}-{entry['dtype']}-{entry['tokens']}"
+        raise ConfigError(f"table {path}: {where} cannot run: {'; '.join(reasons)}; {_remedy(path)}")
+    return schedule
+
+
 def _nearest(document: dict[str, Any], key: Key) -> dict[str, Any] | None:
-    """The entry whose bucket is nearest to the key's."""
+    """The entry whose bucket is nearest to the key's; of two, the larger."""
 
     def far(entry: dict[str, Any]) -> float:
         return abs(math.log2(entry["tokens"] / key.tokens))
 
     fits = [e for e in document["entries"].values() if (e["shape"], e["dtype"]) == (key.shape, key.dtype)]
-    best = min(fits, key=far, default=None)
+    best = min(fits, key=lambda e: (far(e), -e["tokens"]), default=None)
     return best if best is not None and far(best) <= FARTHEST else None
 
 
+def stays(entry: dict[str, Any]) -> bool:
+    """Whether the default was kept."""
+    return entry["schedule"] == entry["default"]
+
+
 def read(path: Path, backend: str) -> dict[str, Any]:
-    """A table.  Raises ConfigError, which names the file, for one that is corrupt, foreign or of other kernels."""
-    remedy = "remove it, or tune again with uniep tune"
+    """A table, also one that is outdated.  Raises ConfigError, which names the file, for one that is corrupt or
+    foreign."""
     try:
         document = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"table {path} cannot be read ({type(error).__name__}: {error}); {remedy}") from None
+        raise ConfigError(f"table {path} cannot be read ({type(error).__name__}: {error}); {_remedy(path)}") from None
     entries = document.get("entries") if isinstance(document, dict) else None
     whole = isinstance(entries, dict) and all(_is_entry(entry) for entry in entries.values())
     if not whole or document.get("format") != FORMAT:
-        raise ConfigError(f"table {path} is not a table of format {FORMAT}; {remedy}")
+        raise ConfigError(f"table {path} is not a table of format {FORMAT}; {_remedy(path)}")
     for name, wanted in (("card", path.name.rsplit(f"-{backend}-ep", 1)[0]), ("backend", backend)):
         if document.get(name) != wanted:
-            raise ConfigError(f"table {path} is of {name} {document.get(name)!r}, not {wanted!r}; {remedy}")
-    here = timed_with(backend)
-    for name, why in (("kernels", "was timed with other kernels"), ("triton", "was timed with another Triton")):
-        if document.get(name) != here.get(name):
-            raise ConfigError(f"table {path} {why} ({document.get(name)}, here {here.get(name)}); {remedy}")
+            raise ConfigError(f"table {path} is of {name} {document.get(name)!r}, not {wanted!r}; {_remedy(path)}")
     return document
+
+
+def valid(path: Path, backend: str) -> dict[str, Any]:
+    """A table for this machine.  Raises ConfigError as `read` does, and for one that is outdated."""
+    document = read(path, backend)
+    _refuse_outdated(path, document, backend)
+    return document
+
+
+def _refuse_outdated(path: Path, document: dict[str, Any], backend: str, here: bool = True) -> None:
+    now = timed_with(backend)
+    for name, why in (("kernels", "was timed with other kernels"), ("triton", "was timed with another Triton")):
+        if document.get(name) != now.get(name) and (here or name != "triton"):
+            raise ConfigError(f"table {path} {why} ({document.get(name)}, here {now.get(name)}); {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    if path.parent == shipped():
+        return "defaults serve, or what uniep tune finds on this machine"
+    return "remove it, or tune again with uniep tune"
 
 
 def _is_entry(entry: Any) -> bool:
@@ -250,36 +292,57 @@ def _is_entry(entry: Any) -> bool:
         isinstance(entry, dict)
         and all(isinstance(entry.get(k), kind) for k, kind in kinds.items())
         and entry["tokens"] > 0
+        and isinstance(entry.get("tried", []), list)
+        and all(map(_is_tried, entry.get("tried", [])))
+        and ("compared" not in entry or _is_compared(entry["compared"]))
     )
 
 
-def parse(values: dict[str, Any], usual: Schedule) -> Schedule:
-    """{"gate_up.columns": 128} -> `usual` with that value.  Raises ConfigError for names and values that do not
-    exist."""
+def _is_tried(of: Any) -> bool:
+    return (
+        isinstance(of, dict)
+        and isinstance(of.get("changes"), dict)
+        and isinstance(of.get("status"), str)
+        and all(isinstance(of.get(name), (int, float, type(None))) for name in ("score", "us"))
+    )
+
+
+def _is_compared(of: Any) -> bool:
+    return isinstance(of, dict) and isinstance(of.get("changes"), dict) and isinstance(of.get("why"), str)
+
+
+def served(entries: dict[str, Any]) -> str:
+    """In words: the layers and tokens of tables, and where they have another Schedule than the default."""
+    tokens, layers = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
+    for entry in entries.values():
+        tokens[f"{entry['shape']}-{entry['dtype']}"].append(entry["tokens"])
+    for layer, of in sorted(tokens.items()):
+        layers[", ".join(map(str, sorted(of)))].append(layer)
+    said = "; ".join(f"{', '.join(of)} at {counts} tokens" for counts, of in layers.items())
+    others = sorted(place for place, entry in entries.items() if not stays(entry))
+    return f"serves {said}; the default stays{' but for ' * bool(others)}{', '.join(others)}"
+
+
+def parse(values: dict[str, Any], usual: Schedule | None = None) -> Schedule:
+    """{"gate_up.columns": 128} -> `usual` with that value; without it `Schedule()`.  Raises ConfigError for names and
+    values that do not exist."""
     for name, value in values.items():
         if name not in NAMES:
-            raise ConfigError(f"a table has a field {name!r} that no Schedule has")
+            raise ConfigError(f"it has a field {name!r} that no Schedule has")
         if refused := DIMENSION[name].refused(value):
-            raise ConfigError(f"a table has a value that no Schedule has: {refused}")
-    return replaced(usual, values)
+            raise ConfigError(f"it has a value that no Schedule has: {refused}")
+    return replaced(usual or Schedule(), values)
 
 
 def fields(schedule: Schedule) -> dict[str, Any]:
-    """{name: value} of every dimension."""
-    return {name: get(schedule, name) for name in NAMES}
-
-
-def whole(values: dict[str, Any]) -> Schedule:
-    """The Schedule with these `fields`.  Raises ConfigError, also for one that is missing."""
-    if missing := [name for name in NAMES if name not in values]:
-        raise ConfigError(f"a table's Schedule has no value of {', '.join(missing)}")
-    return parse(values, Schedule())
+    """{name: value} of every dimension that differs from `Schedule()`, for `parse`."""
+    return differences(schedule, Schedule())
 
 
 def tried(entry: dict[str, Any]) -> Iterator[tuple[Schedule, dict[str, Any]]]:
     """The points that were tried for an entry, and what it says of each."""
     for of in entry.get("tried", ()):
-        yield parse(of["changes"], whole(entry["default"])), of
+        yield parse(of["changes"], parse(entry["default"])), of
 
 
 def digest(schedule: Schedule) -> str:
@@ -296,7 +359,7 @@ def store(path: Path, key: Key, entry: dict[str, Any], folder_by: str = FOLDER_B
     as `fields`; "tried"; and more to read.  Raises ConfigError, also for a full disk."""
     with held(path, PATIENCE_S, folder_by):
         try:
-            document = read(path, key.backend) if path.exists() else None
+            document = valid(path, key.backend) if path.exists() else None
         except ConfigError as error:
             log.warning("%s; it is written anew", error)
             document = None
@@ -308,20 +371,24 @@ def store(path: Path, key: Key, entry: dict[str, Any], folder_by: str = FOLDER_B
         document["entries"][key.place] = {
             "shape": key.shape, "dtype": key.dtype, "tokens": key.tokens, **versions, **entry,
         }  # fmt: skip
-        write(path, json.dumps(document, indent=1, sort_keys=True) + "\n", folder_by)
+        write(path, _lines(document) + "\n", folder_by)
 
 
-def keep(path: Path, key: Key, entry: dict[str, Any], folder_by: str = FOLDER_BY) -> bool:
-    """`store` an entry whose choice is not the default, or which takes the place of one.  -> whether it was stored."""
-    if entry["schedule"] == entry["default"]:
-        try:
-            known = read(path, key.backend)["entries"] if path.exists() else {}
-        except ConfigError:
-            known = {}
-        if key.place not in known:
-            return False
-    store(path, key, entry, folder_by)
-    return True
+LINE = 600
+"""Characters of a line of a table: a point that was tried has one."""
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    """JSON, in which everything that fits into a line is in one."""
+    short = json.dumps(value, sort_keys=True)
+    if not isinstance(value, (dict, list)) or len(indent + short) <= LINE:
+        return short
+    inner = indent + " "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(name)}: {_lines(of, inner)}" for name, of in sorted(value.items())]
+    else:
+        parts = [_lines(of, inner) for of in value]
+    return f"{short[0]}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{short[-1]}"
 
 
 def write(path: Path, text: str, folder_by: str = FOLDER_BY) -> None:
