@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from uniep import version
-from uniep.errors import ConfigError, PeerTimeoutError, UniEPError
+from uniep.errors import ConfigError, PeerTimeoutError, UniEPError, UnsupportedError
 from uniep.waiting import LOOK_S, SAME_CALLS, Patience
 
 _NOTHING = "-"  # what a key without a value reads as; never a real value
@@ -142,6 +142,11 @@ class Meeting:
         self._turn: threading.Lock | None = None
         self.board: Board | None = None
         if group is not None and self.size > 1:
+            if dist.get_backend(group) == "fake":
+                raise UnsupportedError(
+                    f"the process group is a fake one of {self.size} ranks, of which only this one exists; pass "
+                    "group=None, which is EP=1"
+                )
             ranks = repr(dist.get_process_group_ranks(group)).encode()
             name = f"uniep/{group.group_name}/{hashlib.blake2b(ranks, digest_size=8).hexdigest()}"
             self.board = Board(dist.distributed_c10d._get_default_store(), name)

@@ -286,6 +286,10 @@ class Workspace:
         """Raise errors that earlier calls deferred (timeouts, overflow of max_rows)."""
         self.backend.check()
 
+    def look(self) -> None:
+        """Raise PeerTimeoutError if a peer will not come to the next call, as far as the host knows."""
+        self.backend.look()
+
     def fail(self, cause: str) -> None:
         """Close it after an error that may have left bad data in peers' memory: later calls raise ClosedError with
         `cause`."""

@@ -295,3 +295,21 @@ def test_a_program_ends_without_closing(tmp_path):
     said, _ = (rank.communicate(timeout=120)[0] for rank in ranks)
     assert "rank 1 left after call 4" in said and "its process ended, without close()" in said, said
     assert time.monotonic() - start < 55
+
+
+FAKE = """
+import torch.distributed as dist, uniep
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+cfg = uniep.MoEConfig(hidden=64, ffn=64, num_experts=8, top_k=2, max_tokens_per_rank=8)
+try:
+    uniep.Workspace(cfg, dist.group.WORLD, device="cpu")
+except uniep.UnsupportedError as error:
+    print(error)
+"""
+
+
+def test_a_fake_process_group():
+    """Its ranks do not exist, so none of them is missing."""
+    told = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "fake one of 2 ranks" in told and "group=None" in told

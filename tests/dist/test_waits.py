@@ -216,6 +216,26 @@ def test_whatever_one_rank_raises_reaches_the_others(pool, backend):
         assert own is not None and other_s < SOON_S and own_s < SOON_S, (name, own, other_s, own_s)
 
 
+def left_in_router(world, backend):
+    """(error, seconds) of rank 0 in a layer whose router exchanges; rank 1 is interrupted before its router."""
+    routers = uniep.nn.RouterConfig(aux_loss=0.1)
+    with make(world, backend, group=own_group()) as ws:
+        layer, x = uniep.nn.MoE(config(), workspace=ws, seed=0, router=routers), torch.ones(3, 64)
+        layer(x)
+        if world.rank == 1:
+            layer.router.register_forward_pre_hook(raising(KeyboardInterrupt()))
+        found = timed(lambda: layer(x))
+        dist.barrier(world.group(2))
+    return found
+
+
+@BACKENDS
+def test_a_router_hears_of_a_rank_that_left(pool, backend):
+    (error, seconds), (own, _) = pool.run(left_in_router, backend, ranks=2)
+    assert error[0] == "PeerTimeoutError" and "rank 1 left after call 1 (KeyboardInterrupt" in error[1], error
+    assert seconds < SOON_S and own[0] == "KeyboardInterrupt"
+
+
 def lonely_sums(world):
     """Rank 0 is interrupted where it waits for counts of all ranks, then runs into the limit; rank 1 does not come."""
     routers = uniep.nn.RouterConfig(aux_loss=0.1)

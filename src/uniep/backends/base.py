@@ -167,6 +167,10 @@ class Backend(Protocol):
         """Raise what earlier calls deferred."""
         ...
 
+    def look(self) -> None:
+        """Raise PeerTimeoutError if a peer will not come to the next call, as far as the host knows."""
+        ...
+
     def waited(self) -> Tensor | None:
         """(2,) int64: nanoseconds in which this rank has stood still, since the Workspace was made, for ranks that had
         not entered a call, and for their tokens and results.  On the Workspace's device; the backend goes on counting

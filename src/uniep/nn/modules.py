@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from uniep.nn.record import LayerRecord
 from uniep.nn.replay import Tape
 from uniep.nn.router import Router, check_given
 from uniep.nn.router_config import RouterConfig
+from uniep.nn.router_ops import looking
 from uniep.nn.wrappers import RankOfState, is_full_state_taken, refuse_full_optimizer_state, whole_tensor
 from uniep.numerics import LEAST_SUM
 from uniep.weights import ExpertWeights, Lora
@@ -409,7 +410,8 @@ class MoE(nn.Module):
                 check_kind("token_ids", token_ids, Tensor)
             token_ids_T = token_ids.reshape(-1) if token_ids is not None else None
             entered()
-        ids_TK, weights_TK = self.route(x_TD, token_ids_T, ids)
+        with self._looking():
+            ids_TK, weights_TK = self.route(x_TD, token_ids_T, ids)
         if self.tape is not None:
             ids_TK = self.tape.keep(ids_TK)
         if self.shared is None:
@@ -419,6 +421,11 @@ class MoE(nn.Module):
             y_TD = self.experts(x_TD, ids_TK, weights_TK)
             y_TD = add(y_TD, self.shared(x_TD) if shared is None else shared())
         return y_TD if x.dim() == 2 else y_TD.view(x.shape)  # FSDP2 warns of views
+
+    def _looking(self) -> AbstractContextManager[None]:
+        """Inside, a wait of the router also ends if a peer will not come to the experts' call, which follows."""
+        exchanges = isinstance(self.router, Router) and self.router.cfg.exchanges
+        return looking(self.workspace.look) if exchanges and not torch.compiler.is_compiling() else nullcontext()
 
     def _runs_beside(self, x_TD: Tensor) -> bool:
         """Whether shared experts get a stream of their own: compilers trace no streams, and one rank sends nothing."""

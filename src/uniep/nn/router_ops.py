@@ -9,9 +9,12 @@ Shape suffixes: T tokens, D hidden, E experts, K slots, G groups, R ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -142,10 +145,27 @@ def _gather(mine: Tensor, group: str, timeout_s: float) -> tuple[Tensor, int]:
     return every, rank
 
 
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], None]) -> Iterator[None]:
+    """Inside, this thread's waits for an exchange on the CPU poll `look`, which may raise."""
+    _here.look = look
+    try:
+        yield
+    finally:
+        _here.look = _look_nowhere
+
+
+def _look_nowhere() -> None:
+    pass
+
+
 def _finish(work: Any, group: dist.ProcessGroup, timeout_s: float, where: str, what: str) -> None:
     """Wait for a collective on the CPU.  where, what: for the error, where this rank waits and what all have to do."""
     try:
-        finish(work, timeout_s)
+        finish(work, timeout_s, getattr(_here, "look", _look_nowhere))
     except (RuntimeError, TimeoutError) as error:
         raise PeerTimeoutError(
             f"rank {dist.get_rank(group)} of {group.size()} waits {where}, where a peer is missing after {timeout_s:g} "

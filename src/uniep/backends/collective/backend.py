@@ -256,6 +256,9 @@ class CollectiveBackend:
     def check(self) -> None:
         """Errors are raised by the call they belong to; nothing is deferred."""
 
+    def look(self) -> None:
+        self._notices.look(self._call + 1)
+
     def waited(self) -> None:
         """Not measured."""
 

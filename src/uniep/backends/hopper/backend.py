@@ -112,6 +112,9 @@ class HopperBackend(Link):
         if self.num_ranks > 1:
             self.planner.refuse(type(error)(f"rank {self.rank}: {error}"))
 
+    def look(self) -> None:
+        """Nothing: the device waits, and the host does not know."""
+
     def waited(self) -> Tensor:
         return self.planner.waited
 
