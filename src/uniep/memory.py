@@ -34,10 +34,10 @@ from uniep.layout import (
     padded_rank,
     plan_words,
     row_tables,
+    steps,
     tile_tables,
 )
 from uniep.limits import group_limit, lora_limit, shape_limit
-from uniep.numerics import column_groups
 from uniep.row_operator import RowOperator, refuse_operators
 from uniep.schedule import Schedule, refuse_invalid
 from uniep.stages import CALLER, DIRECTIONS, END, SAVED, stages
@@ -250,6 +250,10 @@ class _Call:
         return {"w13": (e, h, d), "w2": (e, d, f)} if r is None else {"lora13": (e, r, d + h), "lora2": (e, r, f + d)}
 
     @property
+    def column_groups(self) -> int:
+        return -(-self.cfg.ffn // COLUMN_GROUP)
+
+    @property
     def parts(self) -> int:
         """Sums of combine groups; with balanced routing as many leave this rank as arrive."""
         groups = self.cfg.combine_groups or 0
@@ -404,7 +408,7 @@ _BUFFERS: dict[str, Callable[[_Call], list[_Size]]] = {"hopper": _hopper, "cpu":
 def _groups(c: _Call, rows: int, of_bias: bool = False) -> _Size:
     """of_bias: those of dO . b2 are kept, too."""
     why = f"backward: sums of {COLUMN_GROUP} columns"
-    groups = column_groups(c.cfg.ffn) + (column_groups(c.cfg.hidden) if of_bias and c.cfg.bias else 0)
+    groups = c.column_groups + (steps(c.cfg.hidden, COLUMN_GROUP) if of_bias and c.cfg.bias else 0)
     return _Size("dweight_groups", (rows, groups), _F32, why)
 
 
