@@ -7,11 +7,12 @@ in the sum.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from uniep.backends.protocol import error_index, error_of
 from uniep.errors import PeerTimeoutError, UniEPError
@@ -23,6 +24,8 @@ from uniep.waiting import finish
 class Copies:
     """The ranks of `group`, which hold copies of the same experts.
 
+    sums: that this rank has begun.
+
     On GPUs the host does not wait for sums, so nothing is told there: a sum to which a copy does not come ends by the
     timeout of the group.
     """
@@ -31,8 +34,8 @@ class Copies:
         """meeting: of the group; it has exchanged something."""
         self._group: dist.ProcessGroup | None = group if device.type == "cpu" else None
         self._rank, self._timeout_s = meeting.rank, meeting.timeout_s
-        self._notices = Notices(meeting)
-        self._sums = self._done = 0  # sums that this rank has begun and ended
+        self._notices = Notices(meeting, who="copy", what="sum", remedy="")
+        self.sums = self._done = 0
 
     def agree(self, wanted: Mapping[str, bool]) -> None:
         """Return once all are in this backward.  wanted: the parameters that need gradients.
@@ -56,25 +59,26 @@ class Copies:
                 "requires_grad_ alike on all copies"
             )
 
-    def tell(self, error: UniEPError) -> None:
-        """Tell the others why this rank has no gradients for this sum; they raise it."""
+    def tell(self, error: UniEPError) -> bool:
+        """Tell the others why this rank has no gradients for this sum; they raise it.  False: they cannot be told."""
         with contextlib.suppress(PeerTimeoutError):
             self._exchange(1 + error_index(error), 0, str(error))
             self.done()
+        return self._group is not None
 
-    def wait(self, work: Any) -> None:
-        """Wait for a collective of the sum.  Raises PeerTimeoutError."""
+    def wait(self, start: Callable[[], Any]) -> None:
+        """Run a collective of the sum, which `start` begins.  Raises PeerTimeoutError."""
         try:
-            finish(work, self._timeout_s, lambda: self._notices.look(self._sums))
+            finish(start(), self._timeout_s, lambda: self._notices.look(self.sums))
         except (RuntimeError, TimeoutError, PeerTimeoutError) as cause:
             raise PeerTimeoutError(
-                f"copy {self._rank}, sum {self._sums} of expert gradients over copies: another copy did not come "
+                f"copy {self._rank}, sum {self.sums} of expert gradients over copies: another copy did not come "
                 f"within {self._timeout_s:g} s or is gone ({cause}). All copies must make the same backwards"
             ) from cause
 
     def done(self) -> None:
         """This rank has all of the sum."""
-        self._done = self._sums
+        self._done = self.sums
 
     def leave(self, cause: str) -> None:
         """Tell the others that this rank comes to no more sums."""
@@ -84,15 +88,24 @@ class Copies:
     def forget(self) -> None:
         """In a forked child, where the group is the parent's."""
         self._group = None
+        self._notices.forget()
 
     def _exchange(self, kind: int, bits: int, text: str = "") -> list[tuple[int, int, str]]:
         """Every copy's kind of error, bits and text; nobody's once it has left."""
+        self.sums += 1
         if self._group is None:
             return []
-        self._sums += 1
-        letters = text.encode(errors="replace")[:TEXT_BYTES]
-        mine = torch.tensor([kind, bits, *letters.ljust(TEXT_BYTES, b"\0")], dtype=torch.uint8, device="cpu")
-        every = [torch.empty_like(mine) for _ in range(self._group.size())]
-        self.wait(dist.all_gather(every, mine, group=self._group, async_op=True))
-        found = [bytes(t.tolist()) for t in every]
-        return [(of[0], of[1], of[2:].rstrip(b"\0").decode(errors="replace")) for of in found]
+        numbers = [tuple(t.tolist()) for t in self._gather(torch.tensor([kind, bits], device="cpu"))]
+        if not any(kind for kind, _ in numbers):
+            return [(kind, bits, "") for kind, bits in numbers]
+        letters = text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        texts = self._gather(torch.tensor(list(letters), dtype=torch.uint8, device="cpu"))
+        found = (bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in texts)
+        return [(kind, bits, text) for (kind, bits), text in zip(numbers, found, strict=True)]
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        group = self._group
+        assert group is not None
+        every = [torch.empty_like(mine) for _ in range(group.size())]
+        self.wait(lambda: dist.all_gather(every, mine, group=group, async_op=True))
+        return every

@@ -304,9 +304,9 @@ def _close_session(store: Any, name: str, size: int, keys: Sequence[str]) -> Non
 class Notices:
     """What a rank tells the others outside collectives: that it failed, or left after some call."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        """Uses the session of `meeting`, after the meeting has ended."""
-        self.rank = meeting.rank
+    def __init__(self, meeting: Meeting, who: str = "rank", what: str = "call", remedy: str = f" {SAME_CALLS}") -> None:
+        """Uses the session of `meeting`, after the meeting has ended.  who to remedy: words of the errors."""
+        self.rank, self._who, self._what, self._remedy = meeting.rank, who, what, remedy
         self._board, self._name = meeting.board, f"{meeting.session}/notices"
         self._any = f"{self._name}/any"  # exists if a notice of any rank may exist
         self._keys = [f"{self._name}/{rank}" for rank in range(meeting.size)]
@@ -349,17 +349,19 @@ class Notices:
     def _read(self, store: Any) -> list[bytes | None]:
         return read(store, self._keys) if read(store, [self._any])[0] is not None else []
 
+    def forget(self) -> None:
+        """In a forked child, where no thread asks the store."""
+        self._board = None
+
     def _judge(self, call: int, notices: Sequence[bytes | None]) -> None:
+        here = f"{self._who} {self.rank}, in {self._what} {call}, cannot go on"
         for rank, notice in enumerate(notices):
             if notice is None or rank == self.rank:
                 continue
             last, text, failed = pickle.loads(notice)
             if failed:
-                raise PeerTimeoutError(
-                    f"rank {self.rank}, in call {call}, cannot go on: rank {rank} failed with {text}"
-                )
+                raise PeerTimeoutError(f"{here}: {self._who} {rank} failed with {text}")
             if last < call:
                 raise PeerTimeoutError(
-                    f"rank {self.rank}, in call {call}, cannot go on: rank {rank} left after call {last} ({text}). "
-                    f"{SAME_CALLS}"
+                    f"{here}: {self._who} {rank} left after {self._what} {last} ({text}).{self._remedy}"
                 )

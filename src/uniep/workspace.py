@@ -67,7 +67,8 @@ class Workspace:
         experts, in the order of their blocks (`MoEConfig.gradient_shards`), this rank included.  Then each backward
         sums expert gradients over them, too, and is collective over both groups: `.grad` and main_grad are complete
         over EP x copies, the same on all copies.  None: no copies, or they are reduced elsewhere.
-        On the CPU a copy's error or absence is raised on all copies; on GPUs a sum ends by the timeout of `copies`.
+        On the CPU a copy's error or absence is raised on all copies.  On GPUs nobody can be told: a failed backward
+        closes the Workspace, and the copies' sum ends by the timeout of `copies`.
     operators: your own operators on rows of the experts (`RowOperator`); those after the same product run in this
         order.  Ranks compare their names, places and kinds, not what they compute.
     schedule: how calls are executed; changes only speed.  Default: chosen by `tune`.
@@ -232,31 +233,43 @@ class Workspace:
         self._entered.count = self.entered + 1
         return backend
 
-    def tell(self, error: BaseException, since: int | None, sums: bool = False) -> None:
+    def tell(self, error: BaseException, since: int | None, sums: int | None = None) -> None:
         """Tell the other ranks about `error`, which leaves a function in which this rank should have made a call.
 
         since: `entered` at the function's start; None: no call has been entered.  Before a call, the error is a
         refusal, which every rank raises, including this one.  After a call, or if it is not an Exception (such as an
         interrupt), or if a peer is missing already, it closes the Workspace.
 
-        sums: the call is a backward, whose gradients ranks with copies of the experts wait for.
+        sums: `Copies.sums` at the start of a backward, whose gradients ranks with copies of the experts wait for.
         """
-        if self._backend is None or _is_no_failure(error) or getattr(error, "uniep_told", "") == self.key:
+        if self._backend is None or _is_no_failure(error):
+            return
+        named = error if isinstance(error, UniEPError) else UniEPError(f"{type(error).__name__}: {error}")
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            try:
+                self._tell(error, named, since)
+            finally:
+                if self.among_copies is not None and self.among_copies.sums == sums:
+                    self.tell_copies(named)
+
+    def _tell(self, error: BaseException, named: UniEPError, since: int | None) -> None:
+        """To the ranks of the EP group."""
+        if getattr(error, "uniep_told", "") == self.key:
             return
         if since is not None and self.entered != since:
-            if not isinstance(error, UniEPError):  # the backend has already told the others about a UniEPError
-                self.fail(f"{type(error).__name__}: {error}")
+            if error is not named:  # the backend has already told the others about a UniEPError
+                self.fail(str(named))
         elif isinstance(error, Exception) and not isinstance(error, PeerTimeoutError):
             error.uniep_told = self.key  # type: ignore[attr-defined]  # set by the innermost of nested functions
-            named = error if isinstance(error, UniEPError) else UniEPError(f"{type(error).__name__}: {error}")
-            with temporarily_clear_interpreter_stack(), _disable_current_modes():
-                try:
-                    self.enter().refuse(named)
-                finally:
-                    if sums and self.among_copies is not None:
-                        self.among_copies.tell(named)
+            self.enter().refuse(named)
         else:
             self.fail(f"{type(error).__name__}: {error}")
+
+    def tell_copies(self, error: UniEPError) -> None:
+        """Tell ranks with copies of the experts that this one has no gradients for their sum.  Where they cannot be
+        told, the Workspace is closed: the next backward would come to this sum."""
+        if self.among_copies is not None and self._backend is not None and not self.among_copies.tell(error):
+            self.fail(f"a backward failed, which copies of the experts cannot be told here: {error}")
 
     def program(self, tokens: int, direction: Direction, lora: Sequence[str] = ()) -> Program:
         """What a call with so many tokens of this rank does: its stages; printed, a table.  direction: "forward" or
@@ -373,7 +386,8 @@ def by_key(key: str) -> Workspace:
 def told_to_all(
     of: Callable[..., Workspace | None], *, sums: bool = False
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Decorator for functions that make a call of the Workspace `of(*arguments)`: see `Workspace.tell`."""
+    """Decorator for functions that make a call of the Workspace `of(*arguments)`: see `Workspace.tell`.  sums: they are
+    a backward, or a part of it before its sums."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(function)
@@ -382,10 +396,11 @@ def told_to_all(
             if not isinstance(workspace, Workspace):
                 return function(*args, **kwargs)  # which says so
             since = None if torch.compiler.is_compiling() else workspace.entered  # a compiler would guard on the number
+            begun = workspace.among_copies.sums if sums and workspace.among_copies is not None else None
             try:
                 return function(*args, **kwargs)
             except BaseException as error:
-                workspace.tell(error, since, sums)
+                workspace.tell(error, since, begun)
                 raise
 
         return run

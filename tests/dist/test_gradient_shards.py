@@ -4,6 +4,7 @@ The oracle knows no blocks: each block's tokens run alone, on one rank, and the 
 """
 
 import functools
+import os
 import re
 import time
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from case import config, equal_bits, named_error, random_batch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import uniep
 
@@ -181,16 +183,29 @@ def odd_copy(world, cfg, batch, backend, odd):
     """(error, seconds) of a backward for which rank 3, or its copy as a whole, does something else; then the error of
     an ordinary step."""
     group, copies = own_groups(world)
-    how = {"device": "cpu", "backend": backend, "timeout_s": 3.0 if odd == "does not come" else 30.0}
+    how = {"device": "cpu", "backend": backend, "timeout_s": 3.0 if odd in UNTOLD else 30.0}
     with uniep.Workspace(cfg, group, copies=copies, **how) as ws:
         step(ws, batch, world.rank, 4)
         rows, experts = batch.rows(world.rank, 4), batch.experts(ws.rank, 2)
         x, w13, w2 = map(case.leaf, (batch.x[rows], batch.w13[experts], batch.w2[experts]))
         if odd == "frozen" and world.rank > 1:
             w13.requires_grad_(False)
-        unpack = unpacked if odd == "refuses" and world.rank == 3 else lambda t: t
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-            y = uniep.moe(x, batch.ids[rows], batch.weights[rows], w13, w2, workspace=ws)
+        if odd == "cannot be told":
+            ws.among_copies._group = None  # as on GPUs
+        ids, wrong = batch.ids[rows], batch.ids[rows] + 1000
+        turns = iter([ids, wrong if odd == "recomputes wrongly" and world.rank == 3 else ids])
+
+        def layer(x):
+            return uniep.moe(x, next(turns), batch.weights[rows], w13, w2, workspace=ws)
+
+        unpack = unpacked if odd in ("refuses", "cannot be told") and world.rank == 3 else lambda t: t
+        if odd == "recomputes wrongly":
+            y = checkpoint(layer, x, use_reentrant=False)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+                y = layer(x)
+        if odd == "is freed" and world.rank == 3:
+            w13.detach().untyped_storage().resize_(0)
         if odd == "leaves" and world.rank == 3:
             ws.close()
         if odd == "does not come" and world.rank > 1:
@@ -201,10 +216,14 @@ def odd_copy(world, cfg, batch, backend, odd):
         return error, took, named_error(step, ws, batch, world.rank, 4)
 
 
+UNTOLD = "does not come", "cannot be told"
 ODD_COPIES = {
     "refuses": ("UniEPError", "copy 1 of the experts: .*ValueError: my hook", "UniEPError"),
+    "is freed": ("ConfigError", "copy 1 of the experts: rank 1: w13 .* have been freed", "ConfigError"),
+    "recomputes wrongly": ("InputError", "copy 1 of the experts: rank 1, row 0, slot 0: expert id", "InputError"),
+    "cannot be told": ("PeerTimeoutError", "did not come within 3 s", "UniEPError"),
     "frozen": ("UniEPError", r"different parameters \(copy 0: w13, w2; copy 1: w2\)", "UniEPError"),
-    "leaves": ("PeerTimeoutError", r"sum 2 of expert gradients .*left after call 1", "PeerTimeoutError"),
+    "leaves": ("PeerTimeoutError", r"sum 2 of expert gradients .*left after sum 1", "PeerTimeoutError"),
     "does not come": ("PeerTimeoutError", "did not come within 3 s", None),
 }
 
@@ -212,12 +231,28 @@ ODD_COPIES = {
 @pytest.mark.parametrize("backend", ["cpu", "nccl"])
 @pytest.mark.parametrize("odd", ODD_COPIES)
 def test_what_one_copy_does_reaches_the_others(pool, odd, backend):
-    """Nobody waits in the sum for a copy that has raised; after refusals all go on."""
+    """Nobody waits in the sum for a copy that has raised; after refusals all go on, but for who cannot tell."""
     kind, text, theirs = ODD_COPIES[odd]
     cfg = config(gradient_shards=2)
     ranks = pool.run(odd_copy, cfg, random_batch(cfg, (5, 6, 7, 9)), backend, odd)
     for error, took, after in ranks[:2]:
         assert error[0] == kind and re.search(text, error[1]), error
-        assert took < 12 and (after is None) == (kind == "UniEPError"), (took, after)
+        assert took < 12 and (after is None) == (kind != "PeerTimeoutError"), (took, after)
     if theirs is not None:
-        assert ranks[2][0][0] == theirs and (ranks[2][2] is None) == (kind == "UniEPError"), ranks[2]
+        assert ranks[2][0][0] == theirs and (ranks[2][2] is None) == (kind != "PeerTimeoutError"), ranks[2]
+
+
+def closed_in_a_child(world, cfg):
+    """Seconds that it took there."""
+    group, copies = own_groups(world)
+    with uniep.Workspace(cfg, group, copies=copies, device="cpu", timeout_s=30.0) as ws:
+        started, child = time.monotonic(), os.fork()
+        if child == 0:
+            ws.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        return time.monotonic() - started
+
+
+def test_a_forked_child_tells_the_copies_nothing(pool):
+    assert max(pool.run(closed_in_a_child, config(gradient_shards=2))) < 1

@@ -15,6 +15,7 @@ gather the sums: G / copies + 1 times the bytes of the gradient leave a rank.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,13 +47,9 @@ def backward(
         return backend.backward(dy_TD, inputs, saved, needs, main_grads, blocks)
     of_blocks, copies = _memory(inputs, needs, blocks), space.among_copies
     assert copies is not None
+    wait, begun = copies.wait if dy_TD.device.type == "cpu" else None, copies.sums
     try:
         got = backend.backward(dy_TD, inputs, saved, needs, of_blocks, blocks)
-    except UniEPError as error:
-        copies.tell(error)
-        raise
-    wait = copies.wait if dy_TD.device.type == "cpu" else None
-    try:
         copies.agree({"w13": needs.w13, "w2": needs.w2, "biases": needs.biases})
         w13, w2, biases = (
             tuple(sum_over_ranks(t.flatten(1), space.copies, wait).view(t.shape[1:]) for t in ts)
@@ -60,8 +57,10 @@ def backward(
         )
         copies.done()
     except BaseException as error:
-        if isinstance(error, PeerTimeoutError) or not isinstance(error, UniEPError):  # they may wait for this rank
+        if not isinstance(error, UniEPError) or isinstance(error, PeerTimeoutError):  # they may wait for this rank
             space.fail(f"{type(error).__name__}: {error}")
+        elif copies.sums == begun:
+            space.tell_copies(error)
         raise
     got = dataclasses.replace(got, biases=_cast(biases, inputs.experts.biases))
     if main_grads is None:
@@ -89,11 +88,11 @@ def _cast(sums: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 
 def sum_over_ranks(
-    blocks_BN: Tensor, group: dist.ProcessGroup | None, wait: Callable[[Any], None] | None = None
+    blocks_BN: Tensor, group: dist.ProcessGroup | None, wait: Callable[[Callable[[], Any]], None] | None = None
 ) -> Tensor:
     """Sum of the blocks of all ranks, each fp32 (N,), in the order (rank, block) -> (N,), the same bits on every rank.
 
-    wait: for each collective, on the CPU; None: as torch does, up to the timeout of the group.
+    wait: runs what begins a collective, on the CPU; None: as torch does, up to the timeout of the group.
 
     **Order**: ((b_0 + b_1) + b_2) + ... .  Each rank sums a share of the elements; then all gather the sums.
     """
@@ -113,7 +112,9 @@ def sum_over_ranks(
     return whole
 
 
-def share_of_sum(sent_RBN: Tensor, group: dist.ProcessGroup, wait: Callable[[Any], None] | None = None) -> Tensor:
+def share_of_sum(
+    sent_RBN: Tensor, group: dist.ProcessGroup, wait: Callable[[Callable[[], Any]], None] | None = None
+) -> Tensor:
     """This rank's share (N,) of the sum over the blocks of all ranks, in the order (rank, block), fp32.
 
     sent_RBN: of this rank's blocks the share of each rank."""
@@ -125,11 +126,12 @@ def share_of_sum(sent_RBN: Tensor, group: dist.ProcessGroup, wait: Callable[[Any
 
 def _run(
     collective: Callable[..., Any], out: Tensor, given: Tensor, group: dist.ProcessGroup,
-    wait: Callable[[Any], None] | None,
+    wait: Callable[[Callable[[], Any]], None] | None,
 ) -> None:  # fmt: skip
-    work = collective(out, given, group=group, async_op=wait is not None)
-    if wait is not None:
-        wait(work)
+    if wait is None:
+        collective(out, given, group=group)
+    else:
+        wait(functools.partial(collective, out, given, group=group, async_op=True))
 
 
 def _chain(blocks_BN: Tensor) -> Tensor:
