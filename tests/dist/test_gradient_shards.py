@@ -194,9 +194,10 @@ def odd_copy(world, cfg, batch, backend, odd):
             ws.among_copies._group = None  # as on GPUs
         ids, wrong = batch.ids[rows], batch.ids[rows] + 1000
         turns = iter([ids, wrong if odd == "recomputes wrongly" and world.rank == 3 else ids])
+        call = torch.compile(uniep.moe, backend="aot_eager") if odd == "freed, compiled" else uniep.moe
 
         def layer(x):
-            return uniep.moe(x, next(turns), batch.weights[rows], w13, w2, workspace=ws)
+            return call(x, next(turns), batch.weights[rows], w13, w2, workspace=ws)
 
         unpack = unpacked if odd in ("refuses", "cannot be told") and world.rank == 3 else lambda t: t
         if odd == "recomputes wrongly":
@@ -204,7 +205,7 @@ def odd_copy(world, cfg, batch, backend, odd):
         else:
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
                 y = layer(x)
-        if odd == "is freed" and world.rank == 3:
+        if odd.startswith("freed") and world.rank == 3:
             w13.detach().untyped_storage().resize_(0)
         if odd == "leaves" and world.rank == 3:
             ws.close()
@@ -219,7 +220,8 @@ def odd_copy(world, cfg, batch, backend, odd):
 UNTOLD = "does not come", "cannot be told"
 ODD_COPIES = {
     "refuses": ("UniEPError", "copy 1 of the experts: .*ValueError: my hook", "UniEPError"),
-    "is freed": ("ConfigError", "copy 1 of the experts: rank 1: w13 .* have been freed", "ConfigError"),
+    "freed": ("ConfigError", "copy 1 of the experts: rank 1: w13 .* have been freed", "ConfigError"),
+    "freed, compiled": ("ConfigError", "copy 1 of the experts: .*w13 .* have been freed", "ConfigError"),
     "recomputes wrongly": ("InputError", "copy 1 of the experts: rank 1, row 0, slot 0: expert id", "InputError"),
     "cannot be told": ("PeerTimeoutError", "did not come within 3 s", "UniEPError"),
     "frozen": ("UniEPError", r"different parameters \(copy 0: w13, w2; copy 1: w2\)", "UniEPError"),

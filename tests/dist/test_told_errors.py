@@ -1,5 +1,6 @@
 """What one rank does wrong at an odd moment: every rank gets a named error at once, and no wrong number."""
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -14,6 +15,7 @@ import case
 import pytest
 import torch
 from case import config, equal_bits, random_batch, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import uniep
 
@@ -238,21 +240,32 @@ def test_one_rank_leaves(pool, how, reason):
     assert first[1] < 10
 
 
-def dropping(world, cfg, batch):
+MODES = {
+    "plain": contextlib.nullcontext,
+    "meta": lambda: torch.device("meta"),
+    "fake": FakeTensorMode,
+    "inference": torch.inference_mode,
+}
+
+
+def dropping(world, cfg, batch, mode):
     """Rank 1 drops its Workspace after one step, rank 0 goes on: (its error, seconds)."""
     ws = make(world, cfg, timeout_s=60.0)
     case.forward_backward(ws, batch)
     if world.rank == 1:
-        del ws
-        gc.collect()
+        with MODES[mode]():
+            del ws
+            gc.collect()
         return None
     start = time.monotonic()
     return case.named_error(case.forward_backward, ws, batch), time.monotonic() - start
 
 
-def test_one_rank_drops_its_workspace(pool):
-    """63: as at the end of a process that an error of its program ends; nobody has to wait for it."""
-    first, _ = pool.run(dropping, config(), random_batch(config(), (5, 5, 5, 5)), ranks=2)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_rank_drops_its_workspace(pool, mode):
+    """63: as at the end of a process that an error of its program ends; nobody has to wait for it, whatever mode of
+    PyTorch is on where garbage is collected."""
+    first, _ = pool.run(dropping, config(), random_batch(config(), (5, 5, 5, 5)), mode, ranks=2)
     error, took = first
     assert error[0] == "PeerTimeoutError" and "rank 1 left after call 2 (its Workspace was dropped" in error[1], error
     assert took < 10

@@ -122,6 +122,22 @@ def odd_freed_in_backward(layer, x, batch):
     y.sum().backward()
 
 
+def odd_freed_compiled(layer, x, batch):
+    """At a compiled call's tensors only the operator looks."""
+    experts, ids, weights = layer.experts, batch.ids[:5], batch.weights[:5]
+    experts.w2.detach().untyped_storage().resize_(0)
+    call = torch.compile(uniep.moe, backend="aot_eager")
+    call(x, ids, weights, experts.w13, experts.w2, workspace=layer.workspace)
+
+
+def odd_freed_factor(layer, x, batch):
+    w13, w2 = layer.experts.w13.detach(), layer.experts.w2.detach()
+    factors = w13.new_zeros(len(w13), 8, w13.shape[-1]), w13.new_zeros(len(w13), w13.shape[1], 8)
+    factors[1].untyped_storage().resize_(0)
+    lora = uniep.nn.Lora(factors, None, 1.0)
+    uniep.moe(x, batch.ids[:5], batch.weights[:5], w13, w2, workspace=layer.workspace, lora=lora)
+
+
 def odd_counted(layer, x, batch):
     monitor = uniep.nn.LoadMonitor(layer)
     try:
@@ -172,6 +188,8 @@ ODD = {
     "freed ids": (odd_freed("ids"), "ConfigError", "ids has shape .* but its 80 bytes have been freed"),
     "freed weights": (odd_freed("weights"), "ConfigError", "weights has shape .* but its 20 bytes have been freed"),
     "freed w13": (odd_freed_in_backward, "ConfigError", "w13 has shape .*freed.*inside"),
+    "freed w2, compiled": (odd_freed_compiled, "ConfigError", "w2 has shape .*freed"),
+    "freed factor": (odd_freed_factor, "ConfigError", "lora has shape .*freed"),
     "written in place": (odd_in_place, "UniEPError", "rank 1: RuntimeError: .*inplace operation"),
     "hook of the experts": (odd_experts_hook(ValueError("my hook")), "UniEPError", "rank 1: ValueError: my hook"),
     "interrupt before": (odd_experts_hook(KeyboardInterrupt()), "PeerTimeoutError", "rank 1 left.*KeyboardInterrupt"),

@@ -392,6 +392,28 @@ def test_a_router_that_began_without_memory():
     case.equal_bits(router.weight, Router(config(), seed=3).weight, "weight")
 
 
+def test_waits_poll_the_innermost_look(monkeypatch):
+    """Behind a block, also one that raises, that of the block around it."""
+    polled = []
+    monkeypatch.setattr(router_ops, "finish", lambda work, timeout_s, look: look())
+
+    def look(name):
+        return router_ops.looking(lambda: polled.append(name))
+
+    def poll():
+        router_ops._finish(None, None, 1.0, "here", "call this")
+
+    with look("outer"):
+        with look("inner"):
+            poll()
+        poll()
+        with pytest.raises(ValueError, match="of the block"), look("raises"):
+            raise ValueError("of the block")
+        poll()
+    poll()
+    assert polled == ["inner", "outer", "outer"]
+
+
 def test_bad_inputs():
     x, weight, bias, _ = problem()
     cfg = RouterConfig(selection_bias=True)

@@ -309,13 +309,13 @@ def test_only_points_whose_kernels_kill_or_hang_are_dropped():
 def test_points_that_would_not_be_compiled_in_time_are_late():
     """By what kernels took so far; one whose kernels are known is not, whatever the time."""
     with faulty(2) as compilers:
-        soon = time.monotonic() + 20
+        soon = time.monotonic() + 600
         assert compilers.compile([of_name("a", "b")], 30.0, until=soon) == [None], "of the first nothing is known"
         assert len(compilers.took) == 2
-        compilers.took = [15.0, 5.0]
+        compilers.took = [900.0, 300.0]
         lists = [of_name("a", "c"), of_name("d", "e", "f"), of_name("d"), of_name("b")]
-        late = compilers.compile(lists, 30.0, until=time.monotonic() + 12)
-        assert [error and error.reason for error in late] == [None, LATE, None, None], "10 s for two, 20 for four"
+        late = compilers.compile(lists, 30.0, until=time.monotonic() + 900)
+        assert [error and error.reason for error in late] == [None, LATE, None, None], "600 s for two, 1200 for four"
         assert {kernel.name for kernel in compilers.known} == {"a", "b", "c", "d"}
         late = compilers.compile([*lists, of_name("a", "b")], 30.0, until=time.monotonic())
         assert [error and error.reason for error in late] == [None, LATE, None, None, None]

@@ -94,9 +94,14 @@ def error_of(index: int) -> type[UniEPError]:
     return _ERRORS[index]
 
 
+def utf8(text: str, most: int = TEXT_BYTES) -> bytes:
+    """Cut after `most` bytes."""
+    return text.encode(errors="replace")[:most]
+
+
 def encoded(text: str, most: int = TEXT_BYTES) -> Tensor:
-    """The text in UTF-8, cut after `most` bytes; (number of bytes,) uint8."""
-    return torch.tensor(list(text.encode(errors="replace")[:most]), dtype=torch.uint8)
+    """`utf8`; (number of bytes,) uint8."""
+    return torch.tensor(list(utf8(text, most)), dtype=torch.uint8)
 
 
 def decoded(raw: Tensor) -> str:

@@ -23,6 +23,7 @@ from uniep.limits import lora_limit
 from uniep.nn.flops import as_one_operator
 from uniep.nn.ops import (
     SAVE_OPS,
+    check_memory,
     enter_backward,
     enter_forward,
     for_autograd,
@@ -59,6 +60,7 @@ def call_lora(
     """y (T, D), differentiable in x, weights and the factors.  Arguments as of `ops.call`."""
     refuse_transforms()
     _refuse_modes(x, ids, weights)
+    check_memory(x, ids, weights, experts, space)
     if not save:
         with as_one_operator(ids, experts, space):
             return enter_forward(x, ids, weights, experts, space, save, layer)[0]

@@ -40,12 +40,21 @@ def check_tokens(named: dict[str, Tensor], workspace: Workspace) -> None:
         )
 
 
-@told_to_all(lambda named, workspace: workspace)
-def _check_memory(named: dict[str, Sequence[Tensor]], workspace: Workspace) -> None:
+def check_memory(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, workspace: Workspace) -> None:
+    """For calls at whose tensors `moe` has not looked, or not at all of them: of compiled graphs, with LoRA factors."""
+    if any(map(is_freed, (x, ids, weights, *experts.tensors, *experts.factors))):
+        _told_of_forward({"x": [x], "ids": [ids], "weights": [weights], **_named(experts)}, workspace)
+
+
+def _refuse_freed(named: dict[str, Sequence[Tensor]], workspace: Workspace) -> None:
     for name, tensors in named.items():
         for t in tensors:
             if is_freed(t):
                 raise ConfigError(freed(name, t))
+
+
+_told_of_forward = told_to_all(lambda named, workspace: workspace)(_refuse_freed)
+_told_of_backward = told_to_all(lambda named, workspace: workspace, sums=True)(_refuse_freed)
 
 
 def is_freed(t: Tensor) -> bool:
@@ -97,8 +106,19 @@ def _forward(
     layer: `LayerRecord.key`.
     """
     space = by_key(workspace)
-    y, saved = enter_forward(x, ids, weights, _experts(w13, w2, biases, layout, space), space, save, layer)
+    experts = _experts(w13, w2, biases, layout, space)
+    check_memory(x, ids, weights, experts, space)
+    y, saved = enter_forward(x, ids, weights, experts, space, save, layer)
     return [y, *saved]
+
+
+def _run(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Sequence[Tensor], w2: Sequence[Tensor], biases: Sequence[Tensor],
+    layout: str, workspace: str, save: bool, layer: Tensor | None,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """`_forward` where `moe` has just looked at these tensors."""
+    space = by_key(workspace)
+    return enter_forward(x, ids, weights, _experts(w13, w2, biases, layout, space), space, save, layer)
 
 
 def enter_forward(
@@ -108,7 +128,6 @@ def enter_forward(
     tokens = ids.shape[0]
     if not tokens == x.shape[0] == weights.shape[0] or tokens > space.cfg.max_tokens_per_rank:
         check_tokens({"ids": ids, "x": x, "weights": weights}, space)
-    _check_memory({"x": [x], "ids": [ids], "weights": [weights], **_named(experts)}, space)
     with space.entering:
         record, tag = _layer_of(layer, experts, space)
         y, saved = space.enter().forward(Inputs(x, ids, weights, experts, tag), save)
@@ -136,8 +155,10 @@ def enter_backward(
     record = find_record(layer, experts.w13[0], space)
     tag = LayerTag(record.number(space)) if record is not None else UNKNOWN_LAYER
     inputs = Inputs(x, ids, weights, experts, tag)
-    named = {"the gradient of y": [dy], "x": [x], "ids": [ids], "weights": [weights], **_named(experts)}
-    _check_memory(named | {"main_grad": main_grads.tensors if main_grads is not None else ()}, space)
+    targets = main_grads.tensors if main_grads is not None else ()
+    if any(map(is_freed, (dy, x, ids, weights, *experts.tensors, *experts.factors, *targets))):
+        named = {"the gradient of y": [dy], "x": [x], "ids": [ids], "weights": [weights], **_named(experts)}
+        _told_of_backward(named | {"main_grad": targets}, space)
     return gradient_shards.backward(space, dy, inputs, saved, needs, main_grads)
 
 
@@ -146,7 +167,9 @@ def _named(experts: ExpertWeights) -> dict[str, Sequence[Tensor]]:
     return {"w13": experts.w13, "w2": experts.w2, "biases": experts.biases, "lora": experts.factors}
 
 
-def _experts(w13: list[Tensor], w2: list[Tensor], biases: list[Tensor], layout: str, space: Workspace) -> ExpertWeights:
+def _experts(
+    w13: Sequence[Tensor], w2: Sequence[Tensor], biases: Sequence[Tensor], layout: str, space: Workspace
+) -> ExpertWeights:
     return ExpertWeights(tuple(w13), tuple(w2), layout, space.cfg.gated, *biases)  # type: ignore[arg-type]
 
 
@@ -357,10 +380,11 @@ class _Direct(torch.autograd.Function):
     ) -> Tensor:
         """how: the arguments of `_forward` from layout on.  experts: so many of w13 and of w2, then biases."""
         a, b = counts[0], sum(counts)
-        inputs = (x, ids, weights, list(experts[:a]), list(experts[a:b]), list(experts[b:]), *how)
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output[0]
+        layout, workspace, save, *_, layer = how
+        tensors = x, ids, weights, experts[:a], experts[a:b], experts[b:]
+        y, saved = _run(*tensors, layout, workspace, save, layer)
+        _setup_context(ctx, (*tensors, *how), [y, *saved])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
@@ -379,7 +403,7 @@ def call(
     if _operators_are_seen((x, ids, weights, *w13, *w2, *biases)):
         return moe_forward(x, ids, weights, w13, w2, biases, *how)[0]
     if not save:
-        return _forward(x, ids, weights, w13, w2, biases, *how)[0]
+        return _run(x, ids, weights, w13, w2, biases, layout, workspace, save, layer)[0]
     return _Direct.apply(how, (len(w13), len(w2)), x, ids, weights, *w13, *w2, *biases)
 
 

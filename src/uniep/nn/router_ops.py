@@ -150,12 +150,14 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
-    """Inside, this thread's waits for an exchange on the CPU poll `look`, which may raise."""
+    """Inside, this thread's waits for an exchange on the CPU poll `look`, which may raise; behind it, what they polled
+    before."""
+    before = getattr(_here, "look", _look_nowhere)
     _here.look = look
     try:
         yield
     finally:
-        _here.look = _look_nowhere
+        _here.look = before
 
 
 def _look_nowhere() -> None:

@@ -12,11 +12,10 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from uniep.backends.cpu.shm import Segment, map_segments
-from uniep.backends.protocol import decoded, encoded
+from uniep.backends.protocol import decoded, utf8
 from uniep.config import MoEConfig
 from uniep.errors import ClosedError, PeerTimeoutError
 from uniep.layout import HEADER_WORDS, cpu_arrays, pack, packed_bytes
@@ -133,7 +132,9 @@ class Peers:
         return segment.words[segment.word("failed")]
 
     def _reason(self, peer: int) -> str:
-        return decoded(self.tensors[peer]["failed"][1:].view(torch.uint8)[: abs(self._told(peer))])
+        segment = self._segments[peer]
+        text = segment.words[segment.word("failed") + 1 :].cast("B")[: abs(self._told(peer))]
+        return bytes(text).decode(errors="replace")
 
     def raise_if_failed(self) -> None:
         """PeerTimeoutError with the reason of a peer that called `fail`; ClosedError if this rank did, as in a signal
@@ -164,11 +165,12 @@ class Peers:
 
 def _write(segment: Segment, text: str, sign: int) -> None:
     """Why this rank comes to no more calls; sign: as of `Peers._told`."""
-    raw = encoded(text)
-    segment.tensor("failed")[1:].view(torch.uint8)[: len(raw)] = raw
+    raw, first = utf8(text), segment.word("failed")
+    # Without PyTorch: garbage is collected anywhere, also under fake tensors or a device context.
+    segment.words[first + 1 :].cast("B")[: len(raw)] = raw
     with threading.Lock():  # a memory fence
         pass
-    segment.words[segment.word("failed")] = sign * len(raw)
+    segment.words[first] = sign * len(raw)
 
 
 def _leave_silently(segment: Segment, process: int) -> None:
