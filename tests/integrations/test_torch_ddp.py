@@ -184,6 +184,31 @@ def test_experts_of_one_rank_frozen(pool):
         close(got, {n: g[:4] if "experts" in n else g for n, g in want.items() if n in got})
 
 
+def frozen_and_shared(world, again):
+    """Gradients of experts that another DDP has handled before, and that one rank of each EP group has frozen since."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace:
+        model = Model(workspace)
+        first = uniep_torch.data_parallel(model, mesh)
+        second = None if again else uniep_torch.data_parallel(Wrapping(model), mesh)
+        loss_of(first, *of_rank(world)).backward()
+        model.zero_grad()
+        for block in model.blocks:
+            block.moe.experts.requires_grad_(workspace.rank != 1)
+        second = uniep_torch.data_parallel(first.module, mesh) if again else lambda x, ddp=second: ddp(x).y
+        loss_of(second, *of_rank(world)).backward()
+        return workspace.rank, {n: g for n, g in grads_of(model).items() if g is not None}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_experts_of_one_rank_frozen_after_another_ddp(pool, again):
+    """The number of parameters that a rank still handles must not decide whether it waits for the others."""
+    want = plain.alone(8, False)[0][0]
+    for rank, got in pool.run(frozen_and_shared, again):
+        assert any("experts" in n for n in got) == (rank != 1)
+        close(got, {n: want[n][:4] if "experts" in n else want[n] for n in got})
+
+
 def tied_and_recomputed(world):
     mesh, _ = meshes(world, 2)
     with opened(mesh) as workspace:

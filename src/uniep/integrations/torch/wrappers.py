@@ -113,6 +113,7 @@ class _Averages:
         self.running = False
         self.task = 0  # autograd's number of this backward
         self.there: set[nn.Parameter] = set()
+        self.handled: list[nn.Parameter] = []  # in this backward
         self.waiting: list[nn.Parameter] = []  # the next one last
         self.sent: list[tuple[nn.Parameter, Tensor, bool, dist.Work]] = []
         self.parameters()
@@ -147,10 +148,6 @@ class _Averages:
             )
         return parameter
 
-    def _handled(self) -> list[nn.Parameter]:
-        """Without those that another model has taken over."""
-        return [p for p in self.parameters() if _handlers.get(p, (lambda: self, ()))[0]() is self]
-
     def before(self, wrapped: DistributedDataParallel, args: Any) -> None:
         """The forward decides whether its backward reduces, as in DDP.  Leftovers of a failed backward are dropped."""
         self.synchronize, self.running = wrapped.require_backward_grad_sync, False
@@ -181,7 +178,8 @@ class _Averages:
         self.running, self.task = True, torch._C._current_graph_task_id()
         self.there.clear()
         averages = self.copies.size() > 1 and not self.complete
-        self.waiting = [p for p in self._handled() if p.requires_grad] if averages else []
+        self.handled = self.parameters()
+        self.waiting = [p for p in self.handled if p.requires_grad] if averages else []
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     @torch.no_grad()
@@ -225,7 +223,7 @@ class _Averages:
                         parameter.grad = mean
             self.sent.clear()
         if self.ep_group.size() > 1:
-            share_nonfinite_(self._handled(), self.ep_group)
+            share_nonfinite_(self.handled, self.ep_group)
 
 
 _handlers = WeakTensorKeyDictionary()
