@@ -1,5 +1,6 @@
 """`data_parallel` where models are not plain: layers left out, shared experts, wrapped twice, frozen parts, options."""
 
+import copy
 import dataclasses
 
 import case
@@ -11,6 +12,7 @@ from case import config
 from test_torch import TOKENS, Model, batches, loss_of, meshes, share
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import uniep
@@ -260,6 +262,34 @@ def test_what_ddp_leaves_out(pool):
         assert said[0] == "ConfigError" and "head.bias requires gradients, but did not when" in said[1]
         assert not reduced
         torch.testing.assert_close(bias, want, rtol=2e-5, atol=1e-6)
+
+
+class Negated(nn.Module):
+    def forward(self, x):
+        return -x
+
+
+def parametrized_late(world):
+    """Gradients of a model, and of its copy, of which a frozen dense parameter got a parametrization."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace:
+        model = Model(workspace)
+        model.head.weight.requires_grad_(False)
+        ddp = uniep_torch.data_parallel(model, mesh)
+        model.head.weight.detach().neg_()
+        parametrize.register_parametrization(model.head, "weight", Negated())
+        both = ddp, copy.deepcopy(ddp)
+        for one in both:
+            loss_of(one, *of_rank(world)).backward()
+        return [grads_of(one.module, mesh) for one in both]
+
+
+def test_frozen_parameter_parametrized_late(pool):
+    want = plain.alone(8, False)[0][0]
+    want = {n: g for n, g in want.items() if n != "head.weight"} | {"head.parametrizations.weight.original": None}
+    for both in pool.run(parametrized_late):
+        for got in both:
+            close(got, want)
 
 
 def adapted_late(world):

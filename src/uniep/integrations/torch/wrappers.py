@@ -107,7 +107,8 @@ class _Averages:
         complete: bool,
     ) -> None:
         self.places, self.dense, self.copies, self.ep_group, self.complete = places, dense, copies, ep_group, complete
-        self.frozen = [(module, name) for module, name in dense if not module.get_parameter(name).requires_grad]
+        now = [(module, name, module._parameters.get(name)) for module, name in dense]  # None: parametrized since
+        self.frozen = [(module, name) for module, name, p in now if p is not None and not p.requires_grad]
         self.declared = {module: len(module.expert_dims) for module, _ in places if isinstance(module, Experts)}
         self.synchronize = True
         self.running = False
@@ -152,8 +153,9 @@ class _Averages:
         """The forward decides whether its backward reduces, as in DDP.  Leftovers of a failed backward are dropped."""
         self.synchronize, self.running = wrapped.require_backward_grad_sync, False
         self.sent.clear()
-        for module, name in self.frozen:
-            if module.get_parameter(name).requires_grad and torch.is_grad_enabled():
+        for module, name in self.frozen if torch.is_grad_enabled() else ():
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad:
                 path = next(path for path, inner in wrapped.module.named_modules() if inner is module)
                 raise ConfigError(
                     f"{path}.{name} requires gradients, but did not when data_parallel was called, so that DDP would "
