@@ -211,28 +211,72 @@ def test_experts_of_one_rank_frozen_after_another_ddp(pool, again):
         close(got, {n: want[n][:4] if "experts" in n else want[n] for n in got})
 
 
-def tied_and_recomputed(world):
+def tie(model, how):
+    """Experts used several times, in backwards of their own (reentrant checkpoints) or in the outer one."""
+    reentrant = [n for n, way in enumerate(how) if way == "reentrant"]
+    model.blocks[-1].moe.experts = model.blocks[0].moe.experts
+    for n in reentrant:
+        block = model.blocks[n]
+        block.forward = lambda x, block=block: checkpoint(block.inner, x, use_reentrant=True)
+
+
+def tied_and_recomputed(world, how, later):
+    """Gradients of two backwards; later: what the second says if only then blocks are in reentrant checkpoints."""
     mesh, _ = meshes(world, 2)
     with opened(mesh) as workspace:
-        model = Model(workspace)
-        model.blocks[1].moe.experts = model.blocks[0].moe.experts
-        for block in model.blocks:
-            block.forward = lambda x, block=block: checkpoint(block.inner, x, use_reentrant=True)
-        ddp = uniep_torch.data_parallel(model, mesh, static_graph=True)
+        model, found = Model(workspace, len(how)), []
+        tie(model, () if later else how)
+        ddp = uniep_torch.data_parallel(model, mesh, static_graph=not later)
         x, *rest = of_rank(world)
-        loss_of(ddp, x.clone().requires_grad_(), *rest).backward()
-        return grads_of(model, mesh)
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            model.zero_grad()
+            if later and found:
+                tie(model, how)
+                found.append(case.named_error(lambda: loss_of(ddp, x, *rest).backward()))
+                ddp = uniep_torch.data_parallel(model, mesh)
+            else:
+                loss_of(ddp, x, *rest).backward()
+                found.append(grads_of(model, mesh))
+        if later:
+            model.zero_grad()
+            loss_of(ddp, x, *rest).backward()
+            found.append(grads_of(model, mesh))
+        return found
 
 
-def test_tied_experts_recomputed_in_backwards_of_their_own(pool):
-    """Two backwards inside one add to the same gradient: it is averaged when both have."""
+def tied_alone(blocks):
     with uniep.Workspace(config(), device="cpu") as workspace:
-        model = Model(workspace)
-        model.blocks[1].moe.experts = model.blocks[0].moe.experts
+        model = Model(workspace, blocks)
+        tie(model, ())
         loss_of(model, X, TARGET, len(X)).backward()
-        want = grads_of(model)
-    for got in pool.run(tied_and_recomputed):
-        close(got, want)
+        return grads_of(model)
+
+
+MIXED = [
+    ("reentrant", "reentrant"),
+    ("reentrant", "plain", "reentrant"),
+    ("reentrant", "plain", "plain"),
+    ("plain", "plain", "reentrant"),
+]
+
+
+@pytest.mark.parametrize("how", MIXED, ids="-".join)
+def test_tied_experts_recomputed_in_backwards_of_their_own(pool, how):
+    """Several backwards inside one add to the same gradient: it is averaged when all have."""
+    want = tied_alone(len(how))
+    for found in pool.run(tied_and_recomputed, how, False):
+        for got in found:
+            close(got, want)
+
+
+def test_tied_experts_recomputed_only_later(pool):
+    """The first backward says which parameters wait.  If it did not, the one that would be wrong says so."""
+    how = ("reentrant", "plain", "plain")
+    for first, said, again in pool.run(tied_and_recomputed, how, True):
+        close(first, tied_alone(len(how)))
+        assert said[0] == "UnsupportedError" and "when a reentrant checkpoint added to it" in said[1]
+        close(again, tied_alone(len(how)))
 
 
 def chosen(world):

@@ -96,6 +96,10 @@ class _Averages:
     **Order**: copies reduce the parameters in one order, the last module's first, as DDP does, since a layer may have
     run on some copies only.  One goes when its gradient is there and those before it have gone, or else at the end of
     the backward.
+
+    **Reentrant checkpoints** have backwards of their own, inside the outer one, in which another part of the same
+    gradient may come.  A parameter whose gradient ever came in one waits for the end of every backward, and so do those
+    behind it.  The first backward finds them: it sends nothing before its end.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class _Averages:
         self.declared = {module: len(module.expert_dims) for module, _ in places if isinstance(module, Experts)}
         self.synchronize = True
         self.running = False
+        self.first = True  # until the end of the first backward
         self.task = 0  # autograd's number of this backward
         self.there: set[nn.Parameter] = set()
         self.handled: list[nn.Parameter] = []  # in this backward
@@ -191,10 +196,16 @@ class _Averages:
         if not self.synchronize:
             return
         self.begin()
-        self.there.add(parameter)
         if self.task != torch._C._current_graph_task_id():
-            return  # a reentrant checkpoint's own backward: another one may add to the same gradient
-        while self.waiting and self.waiting[-1] in self.there:
+            _nested[parameter] = True
+        if parameter in self.there and any(parameter is sent for sent, *_ in self.sent):
+            raise UnsupportedError(
+                f"the gradient of an expert parameter of shape {tuple(parameter.shape)} was already being averaged over "
+                "its copies when a reentrant checkpoint added to it, which none did in the backwards before; use "
+                "checkpoint(use_reentrant=False), or call model = data_parallel(model.module, mesh) again"
+            )
+        self.there.add(parameter)
+        while not self.first and self.waiting and self.waiting[-1] in self.there and self.waiting[-1] not in _nested:
             self._send(self.waiting.pop())
 
     def _send(self, parameter: nn.Parameter) -> None:
@@ -208,7 +219,7 @@ class _Averages:
     @torch.no_grad()
     def finish(self) -> None:
         """Runs at the end of the backward."""
-        self.running = False
+        self.running = self.first = False
         while self.waiting:
             self._send(self.waiting.pop())
         if self.sent:
@@ -230,6 +241,9 @@ class _Averages:
 
 _handlers = WeakTensorKeyDictionary()
 """Parameter -> (weak reference to the `_Averages` whose hooks it has, handles of these)."""
+
+_nested = WeakTensorKeyDictionary()
+"""Parameters whose gradients have come in a reentrant checkpoint's own backward."""
 
 _changed = WeakTensorKeyDictionary()
 """Parameters whose gradients have changed since they were averaged."""
