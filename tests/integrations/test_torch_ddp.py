@@ -90,6 +90,47 @@ def test_layers_that_some_copies_leave_out(pool, drops):
             close(got, ref)
 
 
+def freeze_dense(block):
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_("experts" in name)
+
+
+def left_out_unseen(world, drops, options):
+    """Gradients where DDP has nothing to reduce in the block that is left out, and number of reductions of flags."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace, pytest.MonkeyPatch.context() as patch:
+        model = Model(workspace, 3)
+        freeze_dense(model.blocks[1])
+        ddp = uniep_torch.data_parallel(model, mesh, **options)
+        blocks, flags, reduce = model.blocks, [], dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda t, *a, **k: (flags.append(t.dtype), reduce(t, *a, **k))[1])
+        skipping(model, drops[mesh["dp"].get_local_rank()])
+        loss_of(ddp, *of_rank(world)).backward()
+        model.blocks = blocks
+        return grads_of(model, mesh), flags.count(torch.int32)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["all run", "unused"])
+@pytest.mark.parametrize("drops", [(1, None), (1, 1)], ids=str)
+def test_experts_left_out_unseen_by_ddp(pool, drops, options):
+    """Right without the option, too, which costs a reduction of flags: only what no copy ran gets zeros, not None."""
+    with uniep.Workspace(config(), device="cpu") as workspace:
+        model = Model(workspace, 3)
+        blocks = model.blocks
+        freeze_dense(blocks[1])
+        for half, drop in zip((slice(HALF), slice(HALF, None)), drops, strict=True):
+            skipping(model, drop)
+            loss_of(model, X[half], TARGET[half], len(X)).backward()
+            model.blocks = blocks
+        if not options:
+            for parameter in blocks[1].moe.experts.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        want = grads_of(model)
+    for got, flags in pool.run(left_out_unseen, drops, options):
+        close(got, want)
+        assert flags == len(options)
+
+
 class Both(nn.Module):
     def __init__(self, first, second):
         super().__init__()
@@ -220,29 +261,37 @@ def tie(model, how):
         block.forward = lambda x, block=block: checkpoint(block.inner, x, use_reentrant=True)
 
 
-def tied_and_recomputed(world, how, later):
-    """Gradients of two backwards; later: what the second says if only then blocks are in reentrant checkpoints."""
+def tied_and_recomputed(world, how):
+    """Gradients of two backwards."""
     mesh, _ = meshes(world, 2)
     with opened(mesh) as workspace:
         model, found = Model(workspace, len(how)), []
-        tie(model, () if later else how)
-        ddp = uniep_torch.data_parallel(model, mesh, static_graph=not later)
+        tie(model, how)
+        ddp = uniep_torch.data_parallel(model, mesh, static_graph=True)
         x, *rest = of_rank(world)
-        x = x.clone().requires_grad_()
         for _ in range(2):
             model.zero_grad()
-            if later and found:
-                tie(model, how)
-                found.append(case.named_error(lambda: loss_of(ddp, x, *rest).backward()))
-                ddp = uniep_torch.data_parallel(model, mesh)
-            else:
-                loss_of(ddp, x, *rest).backward()
-                found.append(grads_of(model, mesh))
-        if later:
-            model.zero_grad()
-            loss_of(ddp, x, *rest).backward()
+            loss_of(ddp, x.clone().requires_grad_(), *rest).backward()
             found.append(grads_of(model, mesh))
         return found
+
+
+def recomputed_later(world, how):
+    """What the second backward says if blocks are in reentrant checkpoints only then; gradients when wrapped again."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace:
+        model = Model(workspace, len(how))
+        tie(model, ())
+        ddp = uniep_torch.data_parallel(model, mesh)
+        x, *rest = of_rank(world)
+        x = x.clone().requires_grad_()
+        loss_of(ddp, x, *rest).backward()
+        tie(model, how)
+        said = case.named_error(lambda: loss_of(ddp, x, *rest).backward())
+        ddp = uniep_torch.data_parallel(ddp.module, mesh)
+        model.zero_grad()
+        loss_of(ddp, x, *rest).backward()
+        return said, grads_of(model, mesh)
 
 
 def tied_alone(blocks):
@@ -265,7 +314,7 @@ MIXED = [
 def test_tied_experts_recomputed_in_backwards_of_their_own(pool, how):
     """Several backwards inside one add to the same gradient: it is averaged when all have."""
     want = tied_alone(len(how))
-    for found in pool.run(tied_and_recomputed, how, False):
+    for found in pool.run(tied_and_recomputed, how):
         for got in found:
             close(got, want)
 
@@ -273,8 +322,7 @@ def test_tied_experts_recomputed_in_backwards_of_their_own(pool, how):
 def test_tied_experts_recomputed_only_later(pool):
     """The first backward says which parameters wait.  If it did not, the one that would be wrong says so."""
     how = ("reentrant", "plain", "plain")
-    for first, said, again in pool.run(tied_and_recomputed, how, True):
-        close(first, tied_alone(len(how)))
+    for said, again in pool.run(recomputed_later, how):
         assert said[0] == "UnsupportedError" and "when a reentrant checkpoint added to it" in said[1]
         close(again, tied_alone(len(how)))
 

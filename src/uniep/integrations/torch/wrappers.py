@@ -36,8 +36,9 @@ def data_parallel(
 
     Returns a DDP over all ranks that leaves the experts alone; nothing inside the model is wrapped or renamed.  The
     experts' gradients are averaged over mesh[dp] while the backward continues.  Some copies may leave out a layer
-    (find_unused_parameters=True): it counts as zeros there.  Wrapping again, or wrapping another model that shares
-    experts, is allowed: the model whose forward ran last handles them.
+    (find_unused_parameters=True): it counts as zeros there, and if all leave it out, its gradients do not change.
+    Wrapping again, or wrapping another model that shares experts, is allowed: the model whose forward ran last handles
+    them.
     dp: the dimension, or dimensions, whose ranks hold copies of the same experts.
     options: those of DistributedDataParallel, except process_group.
 
@@ -116,6 +117,7 @@ class _Averages:
         self.declared = {module: len(module.expert_dims) for module, _ in places if isinstance(module, Experts)}
         self.synchronize = True
         self.running = False
+        self.uneven = True  # layers may be left out on some copies or on all; else each runs somewhere
         self.first = True  # until the end of the first backward
         self.task = 0  # autograd's number of this backward
         self.there: set[nn.Parameter] = set()
@@ -157,6 +159,7 @@ class _Averages:
     def before(self, wrapped: DistributedDataParallel, args: Any) -> None:
         """The forward decides whether its backward reduces, as in DDP.  Leftovers of a failed backward are dropped."""
         self.synchronize, self.running = wrapped.require_backward_grad_sync, False
+        self.uneven = wrapped.find_unused_parameters or wrapped.static_graph
         self.sent.clear()
         for module, name in self.frozen if torch.is_grad_enabled() else ():
             parameter = module._parameters.get(name)
@@ -200,8 +203,8 @@ class _Averages:
             _nested[parameter] = True
         if parameter in self.there and any(parameter is sent for sent, *_ in self.sent):
             raise UnsupportedError(
-                f"the gradient of an expert parameter of shape {tuple(parameter.shape)} was already being averaged over "
-                "its copies when a reentrant checkpoint added to it, which none did in the backwards before; use "
+                f"the gradient of an expert parameter of shape {tuple(parameter.shape)} was already being averaged "
+                "over its copies when a reentrant checkpoint added to it, which none did in the backwards before; use "
                 "checkpoint(use_reentrant=False), or call model = data_parallel(model.module, mesh) again"
             )
         self.there.add(parameter)
@@ -221,17 +224,21 @@ class _Averages:
         """Runs at the end of the backward."""
         self.running = self.first = False
         while self.waiting:
-            self._send(self.waiting.pop())
+            parameter = self.waiting.pop()
+            if _handlers[parameter][0]() is self:  # else another model in this backward does
+                self._send(parameter)
         if self.sent:
             changes = [changed for _, _, changed, _ in self.sent]
-            somewhere = torch.ones(len(changes), dtype=torch.int32, device=self.sent[0][1].device)
-            if not all(changes):  # else the host need not wait
-                somewhere.copy_(torch.tensor(changes))
-            dist.all_reduce(somewhere, dist.ReduceOp.MAX, group=self.copies)
+            if self.uneven:
+                somewhere = torch.ones(len(changes), dtype=torch.int32, device=self.sent[0][1].device)
+                if not all(changes):  # else the host need not wait
+                    somewhere.copy_(torch.tensor(changes))
+                dist.all_reduce(somewhere, dist.ReduceOp.MAX, group=self.copies)
             for _, _, _, work in self.sent:
                 work.wait()
             if not all(changes):
-                for (parameter, mean, changed, _), some in zip(self.sent, somewhere.tolist(), strict=True):
+                ran = somewhere.tolist() if self.uneven else [True] * len(changes)
+                for (parameter, mean, changed, _), some in zip(self.sent, ran, strict=True):
                     if some and not changed:
                         parameter.grad = mean
             self.sent.clear()
