@@ -1,5 +1,6 @@
 """`data_parallel` where models are not plain: layers left out, shared experts, wrapped twice, frozen parts, options."""
 
+import copy
 import dataclasses
 
 import case
@@ -11,6 +12,7 @@ from case import config
 from test_torch import TOKENS, Model, batches, loss_of, meshes, share
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import uniep
@@ -86,6 +88,47 @@ def test_layers_that_some_copies_leave_out(pool, drops):
     for found in pool.run(left_out, drops):
         for got, ref in zip(found, want, strict=True):
             close(got, ref)
+
+
+def freeze_dense(block):
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_("experts" in name)
+
+
+def left_out_unseen(world, drops, options):
+    """Gradients where DDP has nothing to reduce in the block that is left out, and number of reductions of flags."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace, pytest.MonkeyPatch.context() as patch:
+        model = Model(workspace, 3)
+        freeze_dense(model.blocks[1])
+        ddp = uniep_torch.data_parallel(model, mesh, **options)
+        blocks, flags, reduce = model.blocks, [], dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda t, *a, **k: (flags.append(t.dtype), reduce(t, *a, **k))[1])
+        skipping(model, drops[mesh["dp"].get_local_rank()])
+        loss_of(ddp, *of_rank(world)).backward()
+        model.blocks = blocks
+        return grads_of(model, mesh), flags.count(torch.int32)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["all run", "unused"])
+@pytest.mark.parametrize("drops", [(1, None), (1, 1)], ids=str)
+def test_experts_left_out_unseen_by_ddp(pool, drops, options):
+    """Right without the option, too, which costs a reduction of flags: only what no copy ran gets zeros, not None."""
+    with uniep.Workspace(config(), device="cpu") as workspace:
+        model = Model(workspace, 3)
+        blocks = model.blocks
+        freeze_dense(blocks[1])
+        for half, drop in zip((slice(HALF), slice(HALF, None)), drops, strict=True):
+            skipping(model, drop)
+            loss_of(model, X[half], TARGET[half], len(X)).backward()
+            model.blocks = blocks
+        if not options:
+            for parameter in blocks[1].moe.experts.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        want = grads_of(model)
+    for got, flags in pool.run(left_out_unseen, drops, options):
+        close(got, want)
+        assert flags == len(options)
 
 
 class Both(nn.Module):
@@ -184,28 +227,104 @@ def test_experts_of_one_rank_frozen(pool):
         close(got, {n: g[:4] if "experts" in n else g for n, g in want.items() if n in got})
 
 
-def tied_and_recomputed(world):
+def frozen_and_shared(world, again):
+    """Gradients of experts that another DDP has handled before, and that one rank of each EP group has frozen since."""
     mesh, _ = meshes(world, 2)
     with opened(mesh) as workspace:
         model = Model(workspace)
-        model.blocks[1].moe.experts = model.blocks[0].moe.experts
+        first = uniep_torch.data_parallel(model, mesh)
+        second = None if again else uniep_torch.data_parallel(Wrapping(model), mesh)
+        loss_of(first, *of_rank(world)).backward()
+        model.zero_grad()
         for block in model.blocks:
-            block.forward = lambda x, block=block: checkpoint(block.inner, x, use_reentrant=True)
+            block.moe.experts.requires_grad_(workspace.rank != 1)
+        second = uniep_torch.data_parallel(first.module, mesh) if again else lambda x, ddp=second: ddp(x).y
+        loss_of(second, *of_rank(world)).backward()
+        return workspace.rank, {n: g for n, g in grads_of(model).items() if g is not None}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_experts_of_one_rank_frozen_after_another_ddp(pool, again):
+    """The number of parameters that a rank still handles must not decide whether it waits for the others."""
+    want = plain.alone(8, False)[0][0]
+    for rank, got in pool.run(frozen_and_shared, again):
+        assert any("experts" in n for n in got) == (rank != 1)
+        close(got, {n: want[n][:4] if "experts" in n else want[n] for n in got})
+
+
+def tie(model, how):
+    """Experts used several times, in backwards of their own (reentrant checkpoints) or in the outer one."""
+    reentrant = [n for n, way in enumerate(how) if way == "reentrant"]
+    model.blocks[-1].moe.experts = model.blocks[0].moe.experts
+    for n in reentrant:
+        block = model.blocks[n]
+        block.forward = lambda x, block=block: checkpoint(block.inner, x, use_reentrant=True)
+
+
+def tied_and_recomputed(world, how):
+    """Gradients of two backwards."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace:
+        model, found = Model(workspace, len(how)), []
+        tie(model, how)
         ddp = uniep_torch.data_parallel(model, mesh, static_graph=True)
         x, *rest = of_rank(world)
-        loss_of(ddp, x.clone().requires_grad_(), *rest).backward()
-        return grads_of(model, mesh)
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(ddp, x.clone().requires_grad_(), *rest).backward()
+            found.append(grads_of(model, mesh))
+        return found
 
 
-def test_tied_experts_recomputed_in_backwards_of_their_own(pool):
-    """Two backwards inside one add to the same gradient: it is averaged when both have."""
+def recomputed_later(world, how):
+    """What the second backward says if blocks are in reentrant checkpoints only then; gradients when wrapped again."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace:
+        model = Model(workspace, len(how))
+        tie(model, ())
+        ddp = uniep_torch.data_parallel(model, mesh)
+        x, *rest = of_rank(world)
+        x = x.clone().requires_grad_()
+        loss_of(ddp, x, *rest).backward()
+        tie(model, how)
+        said = case.named_error(lambda: loss_of(ddp, x, *rest).backward())
+        ddp = uniep_torch.data_parallel(ddp.module, mesh)
+        model.zero_grad()
+        loss_of(ddp, x, *rest).backward()
+        return said, grads_of(model, mesh)
+
+
+def tied_alone(blocks):
     with uniep.Workspace(config(), device="cpu") as workspace:
-        model = Model(workspace)
-        model.blocks[1].moe.experts = model.blocks[0].moe.experts
+        model = Model(workspace, blocks)
+        tie(model, ())
         loss_of(model, X, TARGET, len(X)).backward()
-        want = grads_of(model)
-    for got in pool.run(tied_and_recomputed):
-        close(got, want)
+        return grads_of(model)
+
+
+MIXED = [
+    ("reentrant", "reentrant"),
+    ("reentrant", "plain", "reentrant"),
+    ("reentrant", "plain", "plain"),
+    ("plain", "plain", "reentrant"),
+]
+
+
+@pytest.mark.parametrize("how", MIXED, ids="-".join)
+def test_tied_experts_recomputed_in_backwards_of_their_own(pool, how):
+    """Several backwards inside one add to the same gradient: it is averaged when all have."""
+    want = tied_alone(len(how))
+    for found in pool.run(tied_and_recomputed, how):
+        for got in found:
+            close(got, want)
+
+
+def test_tied_experts_recomputed_only_later(pool):
+    """The first backward says which parameters wait.  If it did not, the one that would be wrong says so."""
+    how = ("reentrant", "plain", "plain")
+    for said, again in pool.run(recomputed_later, how):
+        assert said[0] == "UnsupportedError" and "when a reentrant checkpoint added to it" in said[1]
+        close(again, tied_alone(len(how)))
 
 
 def chosen(world):
@@ -235,6 +354,34 @@ def test_what_ddp_leaves_out(pool):
         assert said[0] == "ConfigError" and "head.bias requires gradients, but did not when" in said[1]
         assert not reduced
         torch.testing.assert_close(bias, want, rtol=2e-5, atol=1e-6)
+
+
+class Negated(nn.Module):
+    def forward(self, x):
+        return -x
+
+
+def parametrized_late(world):
+    """Gradients of a model, and of its copy, of which a frozen dense parameter got a parametrization."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace:
+        model = Model(workspace)
+        model.head.weight.requires_grad_(False)
+        ddp = uniep_torch.data_parallel(model, mesh)
+        model.head.weight.detach().neg_()
+        parametrize.register_parametrization(model.head, "weight", Negated())
+        both = ddp, copy.deepcopy(ddp)
+        for one in both:
+            loss_of(one, *of_rank(world)).backward()
+        return [grads_of(one.module, mesh) for one in both]
+
+
+def test_frozen_parameter_parametrized_late(pool):
+    want = plain.alone(8, False)[0][0]
+    want = {n: g for n, g in want.items() if n != "head.weight"} | {"head.parametrizations.weight.original": None}
+    for both in pool.run(parametrized_late):
+        for got in both:
+            close(got, want)
 
 
 def adapted_late(world):

@@ -36,8 +36,9 @@ def data_parallel(
 
     Returns a DDP over all ranks that leaves the experts alone; nothing inside the model is wrapped or renamed.  The
     experts' gradients are averaged over mesh[dp] while the backward continues.  Some copies may leave out a layer
-    (find_unused_parameters=True): it counts as zeros there.  Wrapping again, or wrapping another model that shares
-    experts, is allowed: the model whose forward ran last handles them.
+    (find_unused_parameters=True): it counts as zeros there, and if all leave it out, its gradients do not change.
+    Wrapping again, or wrapping another model that shares experts, is allowed: the model whose forward ran last handles
+    them.
     dp: the dimension, or dimensions, whose ranks hold copies of the same experts.
     options: those of DistributedDataParallel, except process_group.
 
@@ -96,6 +97,10 @@ class _Averages:
     **Order**: copies reduce the parameters in one order, the last module's first, as DDP does, since a layer may have
     run on some copies only.  One goes when its gradient is there and those before it have gone, or else at the end of
     the backward.
+
+    **Reentrant checkpoints** have backwards of their own, inside the outer one, in which another part of the same
+    gradient may come.  A parameter whose gradient ever came in one waits for the end of every backward, and so do those
+    behind it.  The first backward finds them: it sends nothing before its end.
     """
 
     def __init__(
@@ -107,12 +112,16 @@ class _Averages:
         complete: bool,
     ) -> None:
         self.places, self.dense, self.copies, self.ep_group, self.complete = places, dense, copies, ep_group, complete
-        self.frozen = [(module, name) for module, name in dense if not module.get_parameter(name).requires_grad]
+        now = [(module, name, module._parameters.get(name)) for module, name in dense]  # None: parametrized since
+        self.frozen = [(module, name) for module, name, p in now if p is not None and not p.requires_grad]
         self.declared = {module: len(module.expert_dims) for module, _ in places if isinstance(module, Experts)}
         self.synchronize = True
         self.running = False
+        self.uneven = True  # layers may be left out on some copies or on all; else each runs somewhere
+        self.first = True  # until the end of the first backward
         self.task = 0  # autograd's number of this backward
         self.there: set[nn.Parameter] = set()
+        self.handled: list[nn.Parameter] = []  # in this backward
         self.waiting: list[nn.Parameter] = []  # the next one last
         self.sent: list[tuple[nn.Parameter, Tensor, bool, dist.Work]] = []
         self.parameters()
@@ -147,16 +156,14 @@ class _Averages:
             )
         return parameter
 
-    def _handled(self) -> list[nn.Parameter]:
-        """Without those that another model has taken over."""
-        return [p for p in self.parameters() if _handlers.get(p, (lambda: self, ()))[0]() is self]
-
     def before(self, wrapped: DistributedDataParallel, args: Any) -> None:
         """The forward decides whether its backward reduces, as in DDP.  Leftovers of a failed backward are dropped."""
         self.synchronize, self.running = wrapped.require_backward_grad_sync, False
+        self.uneven = wrapped.find_unused_parameters or wrapped.static_graph
         self.sent.clear()
-        for module, name in self.frozen:
-            if module.get_parameter(name).requires_grad and torch.is_grad_enabled():
+        for module, name in self.frozen if torch.is_grad_enabled() else ():
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad:
                 path = next(path for path, inner in wrapped.module.named_modules() if inner is module)
                 raise ConfigError(
                     f"{path}.{name} requires gradients, but did not when data_parallel was called, so that DDP would "
@@ -181,7 +188,8 @@ class _Averages:
         self.running, self.task = True, torch._C._current_graph_task_id()
         self.there.clear()
         averages = self.copies.size() > 1 and not self.complete
-        self.waiting = [p for p in self._handled() if p.requires_grad] if averages else []
+        self.handled = self.parameters()
+        self.waiting = [p for p in self.handled if p.requires_grad] if averages else []
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     @torch.no_grad()
@@ -191,10 +199,16 @@ class _Averages:
         if not self.synchronize:
             return
         self.begin()
-        self.there.add(parameter)
         if self.task != torch._C._current_graph_task_id():
-            return  # a reentrant checkpoint's own backward: another one may add to the same gradient
-        while self.waiting and self.waiting[-1] in self.there:
+            _nested[parameter] = True
+        if parameter in self.there and any(parameter is sent for sent, *_ in self.sent):
+            raise UnsupportedError(
+                f"the gradient of an expert parameter of shape {tuple(parameter.shape)} was already being averaged "
+                "over its copies when a reentrant checkpoint added to it, which none did in the backwards before; use "
+                "checkpoint(use_reentrant=False), or call model = data_parallel(model.module, mesh) again"
+            )
+        self.there.add(parameter)
+        while not self.first and self.waiting and self.waiting[-1] in self.there and self.waiting[-1] not in _nested:
             self._send(self.waiting.pop())
 
     def _send(self, parameter: nn.Parameter) -> None:
@@ -208,28 +222,35 @@ class _Averages:
     @torch.no_grad()
     def finish(self) -> None:
         """Runs at the end of the backward."""
-        self.running = False
+        self.running = self.first = False
         while self.waiting:
-            self._send(self.waiting.pop())
+            parameter = self.waiting.pop()
+            if _handlers[parameter][0]() is self:  # else another model in this backward does
+                self._send(parameter)
         if self.sent:
             changes = [changed for _, _, changed, _ in self.sent]
-            somewhere = torch.ones(len(changes), dtype=torch.int32, device=self.sent[0][1].device)
-            if not all(changes):  # else the host need not wait
-                somewhere.copy_(torch.tensor(changes))
-            dist.all_reduce(somewhere, dist.ReduceOp.MAX, group=self.copies)
+            if self.uneven:
+                somewhere = torch.ones(len(changes), dtype=torch.int32, device=self.sent[0][1].device)
+                if not all(changes):  # else the host need not wait
+                    somewhere.copy_(torch.tensor(changes))
+                dist.all_reduce(somewhere, dist.ReduceOp.MAX, group=self.copies)
             for _, _, _, work in self.sent:
                 work.wait()
             if not all(changes):
-                for (parameter, mean, changed, _), some in zip(self.sent, somewhere.tolist(), strict=True):
+                ran = somewhere.tolist() if self.uneven else [True] * len(changes)
+                for (parameter, mean, changed, _), some in zip(self.sent, ran, strict=True):
                     if some and not changed:
                         parameter.grad = mean
             self.sent.clear()
         if self.ep_group.size() > 1:
-            share_nonfinite_(self._handled(), self.ep_group)
+            share_nonfinite_(self.handled, self.ep_group)
 
 
 _handlers = WeakTensorKeyDictionary()
 """Parameter -> (weak reference to the `_Averages` whose hooks it has, handles of these)."""
+
+_nested = WeakTensorKeyDictionary()
+"""Parameters whose gradients have come in a reentrant checkpoint's own backward."""
 
 _changed = WeakTensorKeyDictionary()
 """Parameters whose gradients have changed since they were averaged."""
