@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uniep.backends.protocol import error_index, error_of
+from uniep.backends.protocol import decoded, error_index, error_of, utf8
 from uniep.errors import PeerTimeoutError, UniEPError
 from uniep.layout import TEXT_BYTES
 from uniep.meeting import Meeting, Notices
@@ -98,10 +98,9 @@ class Copies:
         numbers = [tuple(t.tolist()) for t in self._gather(torch.tensor([kind, bits], device="cpu"))]
         if not any(kind for kind, _ in numbers):
             return [(kind, bits, "") for kind, bits in numbers]
-        letters = text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        texts = self._gather(torch.tensor(list(letters), dtype=torch.uint8, device="cpu"))
-        found = (bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in texts)
-        return [(kind, bits, text) for (kind, bits), text in zip(numbers, found, strict=True)]
+        letters = [*utf8(text).ljust(TEXT_BYTES, b"\0")]
+        texts = self._gather(torch.tensor(letters, dtype=torch.uint8, device="cpu"))
+        return [(kind, bits, decoded(t).rstrip("\0")) for (kind, bits), t in zip(numbers, texts, strict=True)]
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         group = self._group

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -57,25 +58,30 @@ def refuse_mesh(parameter: Tensor, group: dist.ProcessGroup | None, num_experts:
         raise _error("fully_shard", f"a DTensor {tuple(parameter.shape)} of {num_experts} experts", shared)
 
 
+def callers() -> Iterator[FrameType]:
+    """The frames of the functions that are now running, the innermost first.  torch.distributed.checkpoint does not
+    tell modules and values what it does with them, so its frames are looked for."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_full_state_taken() -> bool:
     """Whether torch.distributed.checkpoint is now taking a full state, with all ranks' parts put together.
 
-    It does not tell modules, and it takes plain tensors for copies, of which it keeps rank 0's.  So this looks for the
-    frame of its call.
+    It takes plain tensors for copies, of which it keeps rank 0's.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in callers():
         if frame.f_code.co_name == "_get_model_state_dict":
             return getattr(frame.f_locals.get("info"), "full_state_dict", False)
-        frame = frame.f_back
     return False
 
 
 def refuse_full_optimizer_state(held: str) -> None:
     """Raise UnsupportedError if torch.distributed.checkpoint is now taking or loading an optimizer's full state: of
     plain tensors it keeps rank 0's and gives them to all.  held: the experts of this rank."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in callers():
         if frame.f_code.co_name == "_verify_options":
             if frame.f_locals.get("optims") and getattr(frame.f_locals.get("options"), "full_state_dict", False):
                 raise UnsupportedError(
@@ -85,7 +91,6 @@ def refuse_full_optimizer_state(held: str) -> None:
                     "get_model_state_dict takes the full state of the model alone"
                 )
             return
-        frame = frame.f_back
 
 
 class RankOfState(Tensor):
@@ -126,12 +131,10 @@ class RankOfState(Tensor):
 
 def _is_together() -> bool:
     """Whether torch.distributed.checkpoint is now planning for several ranks, not with no_dist=True."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in callers():
         wrapper: Any = frame.f_locals.get("self")
         if type(wrapper).__name__ == "_DistWrapper":
             return wrapper.get_world_size() > 1
-        frame = frame.f_back
     return dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import hashlib
-import inspect
 import itertools
 import json
 import logging
@@ -27,6 +26,7 @@ from uniep.errors import ConfigError, UniEPError, UnsupportedError
 from uniep.integrations.torch.owners import Owner, check_group, layers, mesh_of, owners, plain_name
 from uniep.nn import Experts
 from uniep.nn.modules import local_part
+from uniep.nn.wrappers import callers
 
 __all__ = ["TrainState", "load_full_state_dict"]
 
@@ -402,8 +402,7 @@ class _About(str):
     nothing can read, and raise no error; so this does, on all ranks, when it is asked how it is split."""
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        frame = inspect.currentframe()
-        while frame is not None:
+        for frame in callers():
             kind = getattr(frame.f_locals.get("storage_writer"), "serialization_format", None)
             if getattr(kind, "name", None) == "SAFETENSORS":
                 raise UnsupportedError(
@@ -411,7 +410,6 @@ class _About(str):
                     "default writer (checkpoint_id=folder), or the model alone, TrainState(...).state_dict()['model'], "
                     "with this one"
                 )
-            frame = frame.f_back
         return _create_write_items(name, str(self))
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
