@@ -264,12 +264,13 @@ class Counters:
             raise SystemExit(f"--parts l2 cannot read the counters of this GPU, leave l2 out: {error}") from error
 
     def during(self, call: Callable[[], object], seconds: float) -> tuple[list[float], int]:
-        """(The sums, calls) of so long."""
+        """(The sums, calls) of so long, of four calls at the least."""
         call()
         timing.synchronize()
-        calls, until = 0, time.perf_counter() + seconds
+        calls = 0
         self.collector.start()
-        while time.perf_counter() < until:
+        until = time.perf_counter() + seconds
+        while not calls or time.perf_counter() < until:
             for _ in range(4):
                 call()
             timing.synchronize()

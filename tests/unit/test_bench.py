@@ -167,7 +167,8 @@ def test_l2_counters_are_per_call(monkeypatch):
     products = SimpleNamespace(of={"down": (call, call)}, workspace=workspace)
     monkeypatch.setattr(energy, "Products", lambda *given: products)
     monkeypatch.setattr(energy, "layers", lambda *given: [("uniep", layer, None)])
-    args, shape = energy.options(["--seconds", "0.0001"]), cases.parse_shape("qwen3-30b")
+    args = energy.options(["--seconds", "1e-9"])  # over before the first call
+    shape = cases.parse_shape("qwen3-30b")
     found = {"l2_hit": 0.75, "l2_read_gb": 32.0, "dram_read_gb": 2.0, "dram_write_gb": 0.5}
     sides = ("down", "uniep"), ("down", "grouped_mm"), ("layer", "uniep")
     wanted = [{"shape": "qwen3-30b", "what": what, "side": side, **found} for what, side in sides]
