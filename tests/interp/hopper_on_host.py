@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -74,12 +75,14 @@ def install(multiprocessors: int) -> None:
 def interpret(ahead_ns: int = 0) -> None:
     """`install` for processes that interpret.  Few programs, since they run one after another.  ahead_ns: of its clock.
 
-    Two things are nearer to compiled kernels here than in Triton's interpreter: `for i in range(...)` yields
-    int32 tensors, not Python ints, and there is a clock, so that waits end.  It also lets other processes run
-    while a kernel spins.
+    Three things are nearer to compiled kernels here than in Triton's interpreter: `for i in range(...)` yields
+    int32 tensors, not Python ints; a dot rounds its elements alike, wherever in the tile they lie, which numpy's BLAS
+    does not on every CPU; and there is a clock, so that waits end.  It also lets other processes run while a kernel
+    spins.
     """
     install(multiprocessors=4)
     hurry()
+    interpreter.InterpreterBuilder.create_dot = dot
     hopper_calls.EXCHANGE_PROGRAMS = 3
     layout.PLAN_CHUNKS = 16
 
@@ -95,6 +98,12 @@ def interpret(ahead_ns: int = 0) -> None:
         module.range = tensor_range
     for module in (claims, entry, mega, sync):
         module.nanoseconds = nanoseconds
+
+
+def dot(self, a, b, c, input_precision, max_num_imprecise_acc):
+    """a @ b + c, of fp16 or fp32: summed in fp64, rounded once."""
+    total = np.matmul(a.data, b.data, dtype=np.float64) + c.data
+    return interpreter.TensorHandle(total.astype(c.data.dtype), c.dtype.scalar)
 
 
 def hurry() -> None:
