@@ -1,5 +1,6 @@
 """Counts of a layer's load, their warning, and what `uniep.report` says of them."""
 
+import copy
 import dataclasses
 import logging
 import time
@@ -78,6 +79,19 @@ def test_drops_are_counted(workspace):
     layer["moe"](torch.randn(32, 64))
     load = monitor.read()["moe.experts"]
     assert load.dropped == load.unused > 0 and sum(load.experts) + load.dropped == 64
+
+
+def test_calls_of_a_deep_copy_do_not_count(workspace):
+    """An average or a reference model has the hooks, but is not the model that is watched."""
+    kit = RouterConfig(capacity_factor=0.5, overflow="drop")
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace, seed=0, router=kit)
+    x = torch.randn(32, 64)
+    monitor = LoadMonitor(layer)
+    layer(x).sum().backward()
+    want = monitor.read()["experts"]
+    layer(x).sum().backward()
+    copy.deepcopy(layer)(x[:7]).sum().backward()
+    assert counts(monitor.read()["experts"]) == counts(want) and want.dropped > 0
 
 
 def test_bad_monitors(workspace):
