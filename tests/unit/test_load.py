@@ -126,6 +126,30 @@ def test_all_ranks_and_the_warning(pool):
     assert "costs 33 % of the experts' time" in lines[0] and "rank 0 has 1.50 times the mean" in lines[0]
 
 
+def in_trouble(world):
+    """(error of a monitor over two EP groups, slots that a read has behind one that failed)."""
+    with case.workspace(world, config(), 2) as ws, case.workspace(world, config(), 1) as alone:
+        layers = torch.nn.ModuleList(uniep.nn.Experts(ws.cfg, workspace=one, seed=0) for one in (ws, alone))
+        error = case.named_error(LoadMonitor, layers)
+        monitor = LoadMonitor(layers[0])
+        layers[0](torch.randn(2, 64), torch.tensor([[0, 1], [2, 7]]), torch.ones(2, 2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(uniep.nn.load, "sum_counts", failing)
+            assert case.named_error(monitor.read) == ("PeerTimeoutError", "late")
+        return error, sum(monitor.read()[""].experts)
+
+
+def failing(*args):
+    raise uniep.PeerTimeoutError("late")
+
+
+def test_errors(pool):
+    """Layers of other groups would be counted in the first's; a read that fails loses no count."""
+    for error, slots in pool.run(in_trouble, ranks=2):
+        assert error[0] == "ConfigError" and "the EP group of 1 is of ranks" in error[1]
+        assert slots == 8
+
+
 LATE_S = 0.3
 
 

@@ -134,6 +134,12 @@ class LoadMonitor:
         self.last: dict[str, Load] = {}
         self._names = list(self.experts)
         self._workspace = next(iter(self.experts.values())).workspace
+        for name, experts in self.experts.items():
+            if experts.workspace.ranks != self._workspace.ranks:
+                raise ConfigError(
+                    f"the EP group of {name} is of ranks {experts.workspace.ranks}, that of {self._names[0]} of "
+                    f"{self._workspace.ranks}, and a read adds up one group; make a LoadMonitor for each"
+                )
         # Made here, not at the first call, which may be captured in a CUDA graph.
         like: dict[str, Any] = {"dtype": torch.int64, "device": self._workspace.device}
         self._counts = {name: torch.zeros(m.cfg.num_experts + 3, **like) for name, m in self.experts.items()}
@@ -225,11 +231,11 @@ class LoadMonitor:
             waits_R22 = torch.zeros(ranks, 2, 2, dtype=torch.int64, device=device)
             waits_R22[rank] = self._waits[name]
             rows.append(torch.cat([self._counts[name], waits_R22.flatten()]))
-        for totals in (*self._counts.values(), *self._waits.values()):
-            totals.zero_()
         flat = torch.cat(rows)
         if self._workspace.group is not None:
             sum_counts(flat, self._workspace.group, self._workspace.timeout_s, "LoadMonitor.read")
+        for totals in (*self._counts.values(), *self._waits.values()):
+            totals.zero_()
         self._reads.put(flat)
         found = self._reads.read()
         if not found:

@@ -217,14 +217,14 @@ class Router(nn.Module):
         check_kind("cfg", self.cfg, RouterConfig)
         self.cfg.check(moe.num_experts, moe.top_k)
         self.top_k, self._group = moe.top_k, _Held(group if isinstance(group, Workspace) else process_group(group))
-        self.loss_scale, self.jitter_seed = 1.0, 0
+        self._seed = seed if isinstance(seed, Seed) else Seed(seed)
+        self.loss_scale, self.jitter_seed = 1.0, (self._seed.given or 0) % 2**63
         device = place(device)
         self.weight = nn.Parameter(torch.empty(moe.num_experts, moe.hidden, dtype=dtype or moe.dtype, device=device))
         bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if self.cfg.selection_bias else None
         self.register_buffer("bias", bias)
         # Not a buffer: DistributedDataParallel would overwrite it with rank 0's.
         self.load = torch.zeros(moe.num_experts, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-        self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self._dropped = LateReads()
         self._told = 0  # how often drops were logged
         self.reset_parameters()
