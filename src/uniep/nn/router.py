@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from uniep.config import MoEConfig, refused_number
 from uniep.errors import ConfigError, DTypeError, InputError, check_kind
 from uniep.nn import flops
-from uniep.nn.initial import ROUTER, Seed, generator, normal, place
+from uniep.nn.initial import ROUTER, Seed, generator, normal, place, refuse_parametrized
 from uniep.nn.invariant import refuse_forward_mode
 from uniep.nn.late import LateReads
 from uniep.nn.router_config import RouterConfig
@@ -234,6 +234,7 @@ class Router(nn.Module):
         """Weight: normal with std 1/sqrt(D); bias and load: 0."""
         if self.weight.is_meta:
             return
+        refuse_parametrized(self, "weight")
         value = self._seed.take("router") if seed is None else seed
         self.weight.copy_(normal(self.weight.shape, generator(value, ROUTER)))
         self.jitter_seed = value % 2**63
