@@ -37,32 +37,42 @@ class Copies:
         self._notices = Notices(meeting, who="copy", what="sum", remedy="")
         self.sums = self._done = 0
 
-    def agree(self, wanted: Mapping[str, bool]) -> None:
-        """Return once all are in this backward.  wanted: the parameters that need gradients.
+    def agree(self, wanted: Mapping[str, bool], digest: Callable[[], int]) -> None:
+        """Return once all are in this backward.  wanted: the parameters that need gradients.  digest: of the experts,
+        the same for the same values.
 
-        Raises another copy's error; UniEPError if copies want different gradients; PeerTimeoutError if one does not
-        come.
+        Raises another copy's error; UniEPError if copies want different gradients, or those of different experts;
+        PeerTimeoutError if one does not come.
         """
-        everyone = self._exchange(0, sum(1 << bit for bit, want in enumerate(wanted.values()) if want))
-        for copy, (kind, _, text) in enumerate(everyone):
+        bits = sum(1 << bit for bit, want in enumerate(wanted.values()) if want)
+        everyone = self._exchange(0, bits, digest() if self._group is not None else 0)
+        for copy, (kind, _, _, text) in enumerate(everyone):
             if kind:
                 self.done()
                 raise error_of(kind - 1)(f"copy {copy} of the experts: {text}")
-        if len({bits for _, bits, _ in everyone}) > 1:
+        if len({bits for _, bits, _, _ in everyone}) > 1:
             self.done()
             listed = (
                 f"copy {copy}: {', '.join(n for bit, n in enumerate(wanted) if bits >> bit & 1) or 'none'}"
-                for copy, (_, bits, _) in enumerate(everyone)
+                for copy, (_, bits, _, _) in enumerate(everyone)
             )
             raise UniEPError(
                 f"copies of the same experts want gradients of different parameters ({'; '.join(listed)}); call "
                 "requires_grad_ alike on all copies"
             )
+        if len({number for _, _, number, _ in everyone}) > 1:
+            self.done()
+            listed = (f"copy {copy}: {number & 2**64 - 1:#x}" for copy, (_, _, number, _) in enumerate(everyone))
+            raise UniEPError(
+                f"copies of the same experts have other weights than each other in sum {self.sums} (digests: "
+                f"{', '.join(listed)}). They are in different layers, so all copies must run their backwards in the "
+                "same order; or they were not initialised or loaded alike: give all copies the same seed or state"
+            )
 
     def tell(self, error: UniEPError) -> bool:
         """Tell the others why this rank has no gradients for this sum; they raise it.  False: they cannot be told."""
         with contextlib.suppress(PeerTimeoutError):
-            self._exchange(1 + error_index(error), 0, str(error))
+            self._exchange(1 + error_index(error), text=str(error))
             self.done()
         return self._group is not None
 
@@ -90,17 +100,17 @@ class Copies:
         self._group = None
         self._notices.forget()
 
-    def _exchange(self, kind: int, bits: int, text: str = "") -> list[tuple[int, int, str]]:
-        """Every copy's kind of error, bits and text; nobody's once it has left."""
+    def _exchange(self, kind: int, bits: int = 0, number: int = 0, text: str = "") -> list[tuple[int, int, int, str]]:
+        """Every copy's kind of error, bits, number and text; nobody's once it has left."""
         self.sums += 1
         if self._group is None:
             return []
-        numbers = [tuple(t.tolist()) for t in self._gather(torch.tensor([kind, bits], device="cpu"))]
-        if not any(kind for kind, _ in numbers):
-            return [(kind, bits, "") for kind, bits in numbers]
+        found = [t.tolist() for t in self._gather(torch.tensor([kind, bits, number], device="cpu"))]
+        if not any(kind for kind, _, _ in found):
+            return [(*numbers, "") for numbers in found]
         letters = [*utf8(text).ljust(TEXT_BYTES, b"\0")]
         texts = self._gather(torch.tensor(letters, dtype=torch.uint8, device="cpu"))
-        return [(kind, bits, decoded(t).rstrip("\0")) for (kind, bits), t in zip(numbers, texts, strict=True)]
+        return [(*numbers, decoded(t).rstrip("\0")) for numbers, t in zip(found, texts, strict=True)]
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         group = self._group

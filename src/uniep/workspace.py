@@ -67,8 +67,9 @@ class Workspace:
         experts, in the order of their blocks (`MoEConfig.gradient_shards`), this rank included.  Then each backward
         sums expert gradients over them, too, and is collective over both groups: `.grad` and main_grad are complete
         over EP x copies, the same on all copies.  None: no copies, or they are reduced elsewhere.
-        On the CPU a copy's error or absence is raised on all copies.  On GPUs nobody can be told: a failed backward
-        closes the Workspace, and the copies' sum ends by the timeout of `copies`.
+        On the CPU a copy's error or absence is raised on all copies, and it is an error if their experts differ.  On
+        GPUs nobody can be told: a failed backward closes the Workspace, and the copies' sum ends by the timeout of
+        `copies`.
     operators: your own operators on rows of the experts (`RowOperator`); those after the same product run in this
         order.  Ranks compare their names, places and kinds, not what they compute.
     schedule: how calls are executed; changes only speed.  Default: chosen by `tune`.

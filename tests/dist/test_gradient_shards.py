@@ -168,6 +168,37 @@ def test_frozen_w13(pool):
         equal_bits(got, dw2[batch.experts(rank % 2, 2)], f"rank {rank}")
 
 
+def other_experts(world, how):
+    """(error of a step in which copy 1 has other experts in this sum, whether the same step without that is right)."""
+    with workspace(world, config(gradient_shards=2), 2, 2) as ws:
+        odd, alike = world.rank > 1, [1, 2]
+        seeds = [seed + 10 * (odd and how == "seeds") for seed in alike]
+        layers = [uniep.nn.Experts(ws.cfg, workspace=ws, seed=seed) for seed in seeds]
+        if how == "factors":
+            uniep.nn.add_lora(torch.nn.ModuleList(layers), r=2, target_parameters=["w13"], seed=int(odd))
+        x, ids, weights = torch.ones(5, 64), torch.arange(10).view(5, 2) % 8, torch.ones(5, 2)
+
+        def step(order):
+            losses = [layer(x, ids, weights).sum() for layer in layers]
+            for number in order:
+                losses[number].backward()
+
+        error = named_error(step, [1, 0] if odd and how == "order" else [0, 1])
+        for layer, seed in zip(layers, alike, strict=True):
+            layer.reset_parameters(seed)
+            if how == "factors":
+                layer.lora_a13.data.fill_(0.5)
+        return error, named_error(step, [0, 1])
+
+
+@pytest.mark.parametrize("how", ["order", "seeds", "factors"])
+def test_copies_of_other_experts(pool, how):
+    """Their sums would be gradients of neither: of another layer, of a layer drawn otherwise."""
+    for error, after in pool.run(other_experts, how):
+        assert error[0] == "UniEPError" and "have other weights than each other in sum 1" in error[1]
+        assert after is None
+
+
 def own_groups(world):
     """(EP group, copies) of 2 x 2 ranks: a failure may leave their collectives out of step."""
     first, second = ([0, 1], [2, 3]) if world.rank < 2 else ([2, 3], [0, 1])

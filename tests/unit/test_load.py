@@ -1,5 +1,6 @@
 """Counts of a layer's load, their warning, and what `uniep.report` says of them."""
 
+import copy
 import dataclasses
 import logging
 import time
@@ -80,6 +81,19 @@ def test_drops_are_counted(workspace):
     assert load.dropped == load.unused > 0 and sum(load.experts) + load.dropped == 64
 
 
+def test_calls_of_a_deep_copy_do_not_count(workspace):
+    """An average or a reference model has the hooks, but is not the model that is watched."""
+    kit = RouterConfig(capacity_factor=0.5, overflow="drop")
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace, seed=0, router=kit)
+    x = torch.randn(32, 64)
+    monitor = LoadMonitor(layer)
+    layer(x).sum().backward()
+    want = monitor.read()["experts"]
+    layer(x).sum().backward()
+    copy.deepcopy(layer)(x[:7]).sum().backward()
+    assert counts(monitor.read()["experts"]) == counts(want) and want.dropped > 0
+
+
 def test_bad_monitors(workspace):
     with pytest.raises(uniep.ConfigError, match=r"warn_above is 1\.5"):
         LoadMonitor(uniep.nn.Experts(workspace.cfg, workspace=workspace), warn_above=1.5)
@@ -110,6 +124,30 @@ def test_all_ranks_and_the_warning(pool):
     assert load.rank_imbalance == 1.5 and abs(load.cost - 1 / 3) < 1e-9
     assert len(lines) == 2 and not silent
     assert "costs 33 % of the experts' time" in lines[0] and "rank 0 has 1.50 times the mean" in lines[0]
+
+
+def in_trouble(world):
+    """(error of a monitor over two EP groups, slots that a read has behind one that failed)."""
+    with case.workspace(world, config(), 2) as ws, case.workspace(world, config(), 1) as alone:
+        layers = torch.nn.ModuleList(uniep.nn.Experts(ws.cfg, workspace=one, seed=0) for one in (ws, alone))
+        error = case.named_error(LoadMonitor, layers)
+        monitor = LoadMonitor(layers[0])
+        layers[0](torch.randn(2, 64), torch.tensor([[0, 1], [2, 7]]), torch.ones(2, 2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(uniep.nn.load, "sum_counts", failing)
+            assert case.named_error(monitor.read) == ("PeerTimeoutError", "late")
+        return error, sum(monitor.read()[""].experts)
+
+
+def failing(*args):
+    raise uniep.PeerTimeoutError("late")
+
+
+def test_errors(pool):
+    """Layers of other groups would be counted in the first's; a read that fails loses no count."""
+    for error, slots in pool.run(in_trouble, ranks=2):
+        assert error[0] == "ConfigError" and "the EP group of 1 is of ranks" in error[1]
+        assert slots == 8
 
 
 LATE_S = 0.3

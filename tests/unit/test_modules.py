@@ -309,6 +309,20 @@ def test_95_reset_of_every_module_is_as_built(workspace, seed, order):
     assert all(same) if seed is not None else not any(same)
 
 
+@pytest.mark.parametrize("name", ["experts.w2", "router.weight", "router", "shared.w13"])
+def test_95_reset_of_what_is_computed(workspace, name):
+    """What a reset writes into a parametrization's result is lost: an error, and nothing has changed."""
+    kit = uniep.nn.RouterConfig() if name == "router.weight" else None
+    layer = uniep.nn.MoE(workspace.cfg, workspace=workspace, router=kit, shared_ffn=8, seed=0)
+    path, _, own = name.rpartition(".")
+    module = layer.get_submodule(path)
+    parametrize.register_parametrization(module, own, torch.nn.Tanh())
+    before = [p.clone() for p in module.parameters()]
+    with pytest.raises(uniep.ConfigError, match=rf"{own} of \w+ is computed by a parametrization"):
+        module.reset_parameters(1)
+    assert all(map(torch.equal, before, module.parameters()))
+
+
 def test_95_a_call_without_memory(workspace):
     with torch.device("meta"):
         layer = uniep.nn.MoE(workspace.cfg, workspace=workspace)

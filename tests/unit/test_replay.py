@@ -1,5 +1,7 @@
 """Record and replay of routing in one process: recompute, micro-batches, other lengths."""
 
+import copy
+
 import case
 import pytest
 import torch
@@ -118,6 +120,38 @@ def test_micro_batches_of_a_pipeline(workspace):
             losses[number].backward()
     for n, parameter in enumerate(model.parameters()):
         case.equal_bits(parameter.grad, want[1][2 + n] + want[0][2 + n], "accumulated")
+
+
+def test_a_reference_model_in_between(workspace):
+    """One record in two models: the backward of the first recomputes its own forward."""
+    x = torch.randn(9, 64)
+    policy = Model(workspace, None, "other")
+    record, _ = step(policy, x)
+    other = copy.deepcopy(policy)
+    moved(other)
+    want = step(policy, x, record)[1]
+    policy.zero_grad()
+    with replay_routing(policy, record):
+        loss = policy(x).square().sum()
+        with replay_routing(other, record), torch.no_grad():
+            other(x)
+        loss.backward()
+    for parameter, grad in zip(policy.parameters(), want[2:], strict=True):
+        case.equal_bits(parameter.grad, grad, "gradient")
+
+
+def test_a_replay_in_inference_mode_first(workspace):
+    """Probabilities of a sampler, then training with the same layers: of the same inputs, and of others."""
+    x = torch.randn(2, 9, 64)
+    model, same = (Model(workspace, None, "other") for _ in range(2))
+    records = [step(same, part)[0] for part in x]
+    want = step(same, x[1], records[1])[1]
+    with torch.inference_mode():
+        with replay_routing(model, records[0]):
+            model(x[0])
+        model(x[0])
+    for a, b in zip(step(model, x[1], records[1])[1], want, strict=True):
+        case.equal_bits(a, b, "trained afterwards")
 
 
 def test_recompute_of_another_replay_is_refused(workspace):

@@ -390,6 +390,9 @@ def test_a_router_that_began_without_memory():
     assert router.weight.is_meta and not router.load.is_meta
     router.to_empty(device="cpu").reset_parameters(seed=3)
     case.equal_bits(router.weight, Router(config(), seed=3).weight, "weight")
+    loaded = Router(config(), device="meta", seed=4)  # which no reset follows
+    loaded.load_state_dict(router.state_dict(), assign=True)
+    assert loaded.jitter_seed == Router(config(), seed=4).jitter_seed == 4
 
 
 def test_waits_poll_the_innermost_look(monkeypatch):

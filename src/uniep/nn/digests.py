@@ -94,7 +94,7 @@ class DigestLog:
         """
         for path, module in model.named_modules():
             if isinstance(module, Experts) or next(module.children(), None) is None:
-                module.register_forward_hook(self._watcher(_plain(path)))
+                module.register_forward_hook(self._watcher(_plain(path), module))
 
     def close(self) -> None:
         self._file.close()
@@ -109,9 +109,9 @@ class DigestLog:
         self._file.write(json.dumps(document, separators=(",", ":")) + "\n")
         self._file.flush()
 
-    def _watcher(self, name: str) -> Any:
+    def _watcher(self, name: str, watched: nn.Module) -> Any:
         def watch(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._file.closed:
+            if not self._file.closed and module is watched:  # a deep copy has the hook, too
                 tensors = output if isinstance(output, (tuple, list)) else [output]
                 for tensor in (t for t in tensors if isinstance(t, Tensor)):
                     call = sum(key.startswith(f"output {name},") for key, _, _ in self._outputs)

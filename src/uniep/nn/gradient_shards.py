@@ -26,6 +26,7 @@ from torch import Tensor
 from uniep.backends.base import ExpertGradients, Inputs, MainGrads, Needs
 from uniep.errors import PeerTimeoutError, UniEPError
 from uniep.layout import SUMMED_AT_ONCE
+from uniep.nn.record import digest
 from uniep.workspace import Workspace
 
 __all__ = ["backward", "share_of_sum", "sum_over_ranks"]
@@ -50,7 +51,8 @@ def backward(
     wait, begun = copies.wait if dy_TD.device.type == "cpu" else None, copies.sums
     try:
         got = backend.backward(dy_TD, inputs, saved, needs, of_blocks, blocks)
-        copies.agree({"w13": needs.w13, "w2": needs.w2, "biases": needs.biases})
+        wanted, experts = {"w13": needs.w13, "w2": needs.w2, "biases": needs.biases}, inputs.experts
+        copies.agree(wanted, lambda: int(digest(experts, space.cfg.dtype, space.rank, experts.factors)))
         w13, w2, biases = (
             tuple(sum_over_ranks(t.flatten(1), space.copies, wait).view(t.shape[1:]) for t in ts)
             for ts in (of_blocks.w13, of_blocks.w2, of_blocks.biases)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from uniep.errors import ConfigError
@@ -39,6 +39,17 @@ class Seed:
             self._takers.clear()
         self._takers.add(taker)
         return self._value
+
+
+def refuse_parametrized(module: nn.Module, *names: str) -> None:
+    """Raise ConfigError where torch.nn.utils.parametrize computes one of these parameters: what is written into its
+    result is lost."""
+    for name in names:
+        if name in getattr(module, "parametrizations", ()):
+            raise ConfigError(
+                f"{name} of {type(module).__name__} is computed by a parametrization, so it cannot be initialised; "
+                f"register the parametrization afterwards, or initialise parametrizations.{name}.original"
+            )
 
 
 def generator(seed: int, stream: int) -> torch.Generator:

@@ -114,8 +114,8 @@ class LoadMonitor:
     warn_above: `read` warns of layers whose `Load.cost` is more than this share; None: never.
     on_read: called with {name: Load} by every `read` that has results: a hook for loggers.
 
-    Forwards recomputed by activation checkpointing do not count.  The layers may be compiled, but graphs break at the
-    counts.
+    Forwards recomputed by activation checkpointing do not count, nor do those of deep copies, such as averages.  The
+    layers may be compiled, but graphs break at the counts.
     """
 
     def __init__(
@@ -134,6 +134,12 @@ class LoadMonitor:
         self.last: dict[str, Load] = {}
         self._names = list(self.experts)
         self._workspace = next(iter(self.experts.values())).workspace
+        for name, experts in self.experts.items():
+            if experts.workspace.ranks != self._workspace.ranks:
+                raise ConfigError(
+                    f"the EP group of {name} is of ranks {experts.workspace.ranks}, that of {self._names[0]} of "
+                    f"{self._workspace.ranks}, and a read adds up one group; make a LoadMonitor for each"
+                )
         # Made here, not at the first call, which may be captured in a CUDA graph.
         like: dict[str, Any] = {"dtype": torch.int64, "device": self._workspace.device}
         self._counts = {name: torch.zeros(m.cfg.num_experts + 3, **like) for name, m in self.experts.items()}
@@ -154,14 +160,14 @@ class LoadMonitor:
         for layer in (m for m in model.modules() if isinstance(m, MoE)):
             inside = [name for name, module in self.experts.items() if any(module is m for m in layer.modules())]
             if isinstance(layer.router, Router) and inside:
-                self._hooks.append(layer.router.register_forward_hook(self._drop_counter(inside[0])))
+                self._hooks.append(layer.router.register_forward_hook(self._drop_counter(inside[0], layer.router)))
         _monitors.add(self)
 
     def _counter(self, name: str) -> Callable[..., None]:
         @_disable_dynamo
         @torch.no_grad()
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y_TD: Tensor) -> None:
-            if is_recomputing():
+            if is_recomputing() or module is not self.experts[name]:
                 return
             ids_TK = args[1] if len(args) > 1 else kwargs["ids_TK"]
             totals = self._counts[name]
@@ -191,23 +197,24 @@ class LoadMonitor:
 
         @_disable_dynamo
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            began[:] = [waited()]
+            if module is self.experts[name]:
+                began[:] = [waited()]
 
         @_disable_dynamo
         def after(module: nn.Module, args: tuple[Any, ...], y_TD: Tensor) -> None:
             measured(int(is_recomputing()), began)
-            if y_TD.grad_fn is not None:
+            if y_TD.grad_fn is not None and module is self.experts[name]:
                 since: list[Tensor] = []
                 y_TD.grad_fn.register_prehook(lambda _: since.append(waited()))
                 y_TD.grad_fn.register_hook(lambda *_: measured(1, since))
 
         return before, after
 
-    def _drop_counter(self, name: str) -> Callable[..., None]:
+    def _drop_counter(self, name: str, router: Router) -> Callable[..., None]:
         @_disable_dynamo
         @torch.no_grad()
         def count(module: nn.Module, args: tuple[Any, ...], routing: Routing) -> None:
-            if not is_recomputing():
+            if not is_recomputing() and module is router:
                 self._counts[name][-1] += routing.dropped
 
         return count
@@ -224,11 +231,11 @@ class LoadMonitor:
             waits_R22 = torch.zeros(ranks, 2, 2, dtype=torch.int64, device=device)
             waits_R22[rank] = self._waits[name]
             rows.append(torch.cat([self._counts[name], waits_R22.flatten()]))
-        for totals in (*self._counts.values(), *self._waits.values()):
-            totals.zero_()
         flat = torch.cat(rows)
         if self._workspace.group is not None:
             sum_counts(flat, self._workspace.group, self._workspace.timeout_s, "LoadMonitor.read")
+        for totals in (*self._counts.values(), *self._waits.values()):
+            totals.zero_()
         self._reads.put(flat)
         found = self._reads.read()
         if not found:

@@ -16,7 +16,7 @@ from uniep.errors import ConfigError, UnsupportedError, check_kind
 from uniep.meeting import has_process_group
 from uniep.nn.beside import start_beside
 from uniep.nn.functional import MATERIALISE, MainGrad, check_dense, check_devices, moe
-from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal, place
+from uniep.nn.initial import ROUTER, SHARED, Seed, generator, normal, place, refuse_parametrized
 from uniep.nn.invariant import activate, add, linear
 from uniep.nn.record import LayerRecord
 from uniep.nn.replay import Tape
@@ -109,6 +109,7 @@ class Experts(nn.Module):
         w13, w2, *biases = self._local()
         if w13.is_meta or w2.is_meta:
             return
+        refuse_parametrized(self, "w13", "w2", *BIASES)
         for bias in biases:
             bias.zero_()
         if not self._is_whole(w13):
@@ -283,6 +284,7 @@ class SharedExperts(nn.Module):
         """As `Experts.reset_parameters`, but from a separate random stream."""
         if self.w13.is_meta:
             return
+        refuse_parametrized(self, "w13", "w2")
         draw = generator(self._seed.take("shared") if seed is None else seed, SHARED)
         for weight in (self.w13, self.w2):
             weight.copy_(normal(weight.shape, draw))
@@ -354,6 +356,7 @@ class MoE(nn.Module):
         parameters."""
         if isinstance(self.router, Router) or self.router.is_meta:
             return
+        refuse_parametrized(self, "router")
         value = self._seed.take("router") if seed is None else seed
         self.router.copy_(normal(self.router.shape, generator(value, ROUTER)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -134,15 +135,16 @@ def find_record(key: Tensor | None, w13: Tensor, workspace: Workspace) -> LayerR
 
 
 @torch.no_grad()
-def digest(experts: ExpertWeights, dtype: torch.dtype, rank: int) -> Tensor:
+def digest(experts: ExpertWeights, dtype: torch.dtype, rank: int, beside: Sequence[Tensor] = ()) -> Tensor:
     """() int64: digest of some values of every expert, in `dtype`.  With NaN it equals no other rank's digest.
+    beside: more of their matrices.
 
     Exact: the same values give the same number everywhere.
     """
     first = experts.w13[0]
     total = torch.zeros((), dtype=torch.int64, device=first.device)
     finite = torch.ones((), dtype=torch.bool, device=first.device)
-    for t in (*experts.w13, *experts.w2):
+    for t in (*experts.w13, *experts.w2, *beside):
         rows, columns = (max(1, size // _SAMPLES) for size in t.shape[-2:])
         sample = t.detach()[..., ::rows, ::columns].to(dtype).contiguous()
         total = total * 1_000_003 + bits_digest(sample)

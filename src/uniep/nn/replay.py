@@ -34,7 +34,7 @@ class RoutingRecord:
 
     def __init__(self, ids: dict[str, Tensor] | None = None) -> None:
         self._parts: dict[str, list[Tensor]] = {name: [t.detach().to(torch.int32)] for name, t in (ids or {}).items()}
-        self.seen: dict[str, Tensor] = {}  # digests of the inputs for which it was replayed
+        self.seen: dict[int, Tensor] = {}  # by id of a layer, which is of one model of several: digest of its inputs
 
     @property
     def ids(self) -> dict[str, Tensor]:
@@ -131,14 +131,15 @@ class Tape:
     def remember(self, now: Tensor) -> None:
         """Note that a forward with these inputs is replayed."""
         if self.outstanding is None:
-            self.outstanding = torch.full((_REMEMBERED,), -1, dtype=torch.int64, device=now.device)
+            with torch.inference_mode(False):  # written to in later calls, whatever their mode
+                self.outstanding = torch.full((_REMEMBERED,), -1, dtype=torch.int64, device=now.device)
         self.outstanding[self._next % _REMEMBERED] = now
         self._next += 1
 
     def forget(self, now: Tensor) -> None:
         """Note that a forward with these inputs is not replayed."""
         if self.outstanding is not None:
-            self.outstanding = torch.where(self.outstanding == now, -1, self.outstanding)
+            self.outstanding.masked_fill_(self.outstanding == now, -1)
 
     def is_needed(self) -> bool:
         """Whether a replay was active below it."""
@@ -170,11 +171,11 @@ class _Recording(Tape):
 
 
 class _Replaying(Tape):
-    """The choice of one call, for its forward and its recomputation: `seen` is the digest of its inputs."""
+    """The choice of one call, for its forward and its recomputation, whose inputs `record.seen` knows by `layer`."""
 
-    def __init__(self, name: str, ids_TK: Tensor, seen: dict[str, Tensor], before: Tape) -> None:
+    def __init__(self, name: str, layer: int, record: RoutingRecord, before: Tape) -> None:
         super().__init__(before)
-        self.name, self.ids_TK, self.seen, self.called = name, ids_TK, seen, False
+        self.name, self.layer, self.ids_TK, self.seen, self.called = name, layer, record.of(name), record.seen, False
 
     def given(self, x_TD: Tensor, top_k: int) -> Tensor | None:
         wanted = (x_TD.shape[0], top_k)
@@ -191,11 +192,11 @@ class _Replaying(Tape):
                     f"{self.name} is called a second time in one replay_routing, which is one micro-batch; enter one "
                     "for each, with its part of the record (RoutingRecord.split)"
                 )
-            self.called, self.seen[self.name] = True, now
+            self.called, self.seen[self.layer] = True, now
             if len(x_TD):
                 self.root().remember(now)
             return ids_TK
-        seen = self.seen.get(self.name)
+        seen = self.seen.get(self.layer)
         same = torch.zeros((), dtype=torch.bool, device=now.device) if seen is None else seen == now
         if x_TD.device.type != "cuda" and not bool(same):
             raise ConfigError(
@@ -275,5 +276,5 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
             f"the model's layers are {sorted(layers)}, but the record is of {sorted(record._parts)}; rename its "
             "layers: RoutingRecord({name: ids})"
         )
-    with _tapes({layer: _Replaying(name, record.of(name), record.seen, layer.tape) for name, layer in layers.items()}):
+    with _tapes({layer: _Replaying(name, id(layer), record, layer.tape) for name, layer in layers.items()}):
         yield

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from uniep.config import MoEConfig, refused_number
 from uniep.errors import ConfigError, DTypeError, InputError, check_kind
 from uniep.nn import flops
-from uniep.nn.initial import ROUTER, Seed, generator, normal, place
+from uniep.nn.initial import ROUTER, Seed, generator, normal, place, refuse_parametrized
 from uniep.nn.invariant import refuse_forward_mode
 from uniep.nn.late import LateReads
 from uniep.nn.router_config import RouterConfig
@@ -217,14 +217,14 @@ class Router(nn.Module):
         check_kind("cfg", self.cfg, RouterConfig)
         self.cfg.check(moe.num_experts, moe.top_k)
         self.top_k, self._group = moe.top_k, _Held(group if isinstance(group, Workspace) else process_group(group))
-        self.loss_scale, self.jitter_seed = 1.0, 0
+        self._seed = seed if isinstance(seed, Seed) else Seed(seed)
+        self.loss_scale, self.jitter_seed = 1.0, (self._seed.given or 0) % 2**63
         device = place(device)
         self.weight = nn.Parameter(torch.empty(moe.num_experts, moe.hidden, dtype=dtype or moe.dtype, device=device))
         bias = torch.zeros(moe.num_experts, dtype=torch.float32, device=device) if self.cfg.selection_bias else None
         self.register_buffer("bias", bias)
         # Not a buffer: DistributedDataParallel would overwrite it with rank 0's.
         self.load = torch.zeros(moe.num_experts, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-        self._seed = seed if isinstance(seed, Seed) else Seed(seed)
         self._dropped = LateReads()
         self._told = 0  # how often drops were logged
         self.reset_parameters()
@@ -234,6 +234,7 @@ class Router(nn.Module):
         """Weight: normal with std 1/sqrt(D); bias and load: 0."""
         if self.weight.is_meta:
             return
+        refuse_parametrized(self, "weight")
         value = self._seed.take("router") if seed is None else seed
         self.weight.copy_(normal(self.weight.shape, generator(value, ROUTER)))
         self.jitter_seed = value % 2**63
