@@ -73,6 +73,7 @@ OWN |= {
 }  # fmt: skip
 OWN["Qwen3Moe, gelu"] = {**OWN["Qwen3Moe"], "hidden_act": "gelu"}
 MODELS = list(OWN)
+OWN["Phimoe"] = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
 OWN["DeepseekV2"] = {**OWN["DeepseekV3"], "topk_method": "group_limited_greedy"}
 EP2 = {"fsdp_size": 2, "ep_size": 2}
 FEW = 16
@@ -786,6 +787,35 @@ def test_wrong_records_of_routing(registration):
         hf.hook_routing(torch.nn.Linear(1, 1))
     with pytest.raises(uniep.UnsupportedError, match=r"layers\.1\.mlp has .*group_limited_greedy"):
         hf.hook_routing(build("DeepseekV2"))
+
+
+@pytest.mark.smoke
+def test_routers_that_choose_otherwise(registration):
+    """Phi's sparsemixer asks no torch.topk: a record of it would be empty, and a given one would have no effect."""
+    model = build("Phimoe", experts_implementation="uniep").eval()
+    want = model(batch()).logits
+    hooks = hf.hook_routing(model)
+    record = RoutingRecord({f"model.layers.{n}.mlp.router": torch.zeros(18, 2) for n in range(2)})
+    for context in (record_routing(model), replay_routing(model, record)):
+        with context, pytest.raises(uniep.UnsupportedError, match=r"PhimoeTopKRouter did not choose by torch\.topk"):
+            model(batch())
+    assert torch.equal(model(batch()).logits, want)
+    hooks.remove()
+
+
+@pytest.mark.smoke
+def test_hooked_twice(registration):
+    """Two hooks would record every token twice."""
+    model = build("Qwen3Moe").eval()
+    first = hf.hook_routing(model)
+    with pytest.raises(uniep.ConfigError, match="Qwen3MoeTopKRouter is hooked already"):
+        hf.hook_routing(model)
+    first.remove()
+    again = hf.hook_routing(model)
+    with record_routing(model) as record:
+        model(batch())
+    assert {len(ids) for ids in record.ids.values()} == {18}
+    again.remove()
 
 
 def one_is_short(world, folder: str) -> tuple:
