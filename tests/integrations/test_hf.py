@@ -7,6 +7,7 @@ fewer than FEW numbers, each of which may be exact by luck, the worst counts; of
 import importlib.metadata
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -562,6 +563,36 @@ def test_version(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(uniep.UnsupportedError, match="transformers is not installed"):
         hf.register()
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> dict:
+        ids = batch(number)[0]
+        return {"input_ids": ids[:9], "labels": ids[:9]}
+
+
+def test_trainer_resumes(registration, tmp_path):
+    """transformers' Trainer, whose own resuming leaves out experts: after from_pretrained it goes on as if it had not
+    stopped."""
+
+    def trained(folder: Path, steps: int, checkpoint: Path | None = None) -> dict[str, Tensor]:
+        model = build("Qwen3Moe", experts_implementation="uniep")
+        if checkpoint:
+            model = type(model).from_pretrained(checkpoint, experts_implementation="uniep", dtype=torch.float32)
+        arguments = transformers.TrainingArguments(
+            str(folder), max_steps=steps, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+            learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True,
+        )  # fmt: skip
+        transformers.Trainer(model, arguments, train_dataset=Sentences()).train(resume_from_checkpoint=checkpoint)
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    want = trained(tmp_path / "whole", 4)
+    trained(tmp_path / "parts", 2)
+    for name, p in trained(tmp_path / "parts", 4, tmp_path / "parts" / "checkpoint-2").items():
+        equal_bits(p, want[name], name)
 
 
 # Two processes.
