@@ -19,6 +19,7 @@ import uniep
 from uniep.backends.collective import backend as nccl
 from uniep.backends.cpu import backend as cpu
 from uniep.backends.cpu import shm
+from uniep.integrations.common import Workspaces
 
 PATIENT_S = 30.0
 """Timeout of Workspaces none of whose waits may last that long."""
@@ -254,6 +255,13 @@ def test_a_router_hears_of_a_rank_that_left(pool, backend):
     assert seconds < SOON_S and own[0] == "KeyboardInterrupt"
 
 
+def growing(experts):
+    """A call as integrations make it where nobody has told them the number of tokens."""
+    made, space = Workspaces(None, None, {"timeout_s": experts.workspace.timeout_s}), experts.workspace
+    ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    made.moe(space.group, torch.ones(3, 64), ids, weights, experts.w13, experts.w2, num_local=experts.num_local)
+
+
 def lonely_sums(world):
     """Rank 0 is interrupted where it waits for counts of all ranks, then runs into the limit; rank 1 does not come."""
     routers = uniep.nn.RouterConfig(aux_loss=0.1)
@@ -261,6 +269,7 @@ def lonely_sums(world):
         "router": lambda layer, monitor: layer(torch.ones(3, 64)),
         "bias": lambda layer, monitor: layer.router.update_bias(),
         "load": lambda layer, monitor: monitor.read(),
+        "tokens": lambda layer, monitor: growing(layer.experts),
     }
     found = {}
     for name, call in calls.items():

@@ -7,6 +7,7 @@ fewer than FEW numbers, each of which may be exact by luck, the worst counts; of
 import importlib.metadata
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ OWN |= {
 }  # fmt: skip
 OWN["Qwen3Moe, gelu"] = {**OWN["Qwen3Moe"], "hidden_act": "gelu"}
 MODELS = list(OWN)
+OWN["Phimoe"] = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
 OWN["DeepseekV2"] = {**OWN["DeepseekV3"], "topk_method": "group_limited_greedy"}
 EP2 = {"fsdp_size": 2, "ep_size": 2}
 FEW = 16
@@ -563,6 +565,36 @@ def test_version(monkeypatch):
         hf.register()
 
 
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> dict:
+        ids = batch(number)[0]
+        return {"input_ids": ids[:9], "labels": ids[:9]}
+
+
+def test_trainer_resumes(registration, tmp_path):
+    """transformers' Trainer, whose own resuming leaves out experts: after from_pretrained it goes on as if it had not
+    stopped."""
+
+    def trained(folder: Path, steps: int, checkpoint: Path | None = None) -> dict[str, Tensor]:
+        model = build("Qwen3Moe", experts_implementation="uniep")
+        if checkpoint:
+            model = type(model).from_pretrained(checkpoint, experts_implementation="uniep", dtype=torch.float32)
+        arguments = transformers.TrainingArguments(
+            str(folder), max_steps=steps, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+            learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True,
+        )  # fmt: skip
+        transformers.Trainer(model, arguments, train_dataset=Sentences()).train(resume_from_checkpoint=checkpoint)
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    want = trained(tmp_path / "whole", 4)
+    trained(tmp_path / "parts", 2)
+    for name, p in trained(tmp_path / "parts", 4, tmp_path / "parts" / "checkpoint-2").items():
+        equal_bits(p, want[name], name)
+
+
 # Two processes.
 
 
@@ -786,6 +818,35 @@ def test_wrong_records_of_routing(registration):
         hf.hook_routing(torch.nn.Linear(1, 1))
     with pytest.raises(uniep.UnsupportedError, match=r"layers\.1\.mlp has .*group_limited_greedy"):
         hf.hook_routing(build("DeepseekV2"))
+
+
+@pytest.mark.smoke
+def test_routers_that_choose_otherwise(registration):
+    """Phi's sparsemixer asks no torch.topk: a record of it would be empty, and a given one would have no effect."""
+    model = build("Phimoe", experts_implementation="uniep").eval()
+    want = model(batch()).logits
+    hooks = hf.hook_routing(model)
+    record = RoutingRecord({f"model.layers.{n}.mlp.router": torch.zeros(18, 2) for n in range(2)})
+    for context in (record_routing(model), replay_routing(model, record)):
+        with context, pytest.raises(uniep.UnsupportedError, match=r"PhimoeTopKRouter did not choose by torch\.topk"):
+            model(batch())
+    assert torch.equal(model(batch()).logits, want)
+    hooks.remove()
+
+
+@pytest.mark.smoke
+def test_hooked_twice(registration):
+    """Two hooks would record every token twice."""
+    model = build("Qwen3Moe").eval()
+    first = hf.hook_routing(model)
+    with pytest.raises(uniep.ConfigError, match="Qwen3MoeTopKRouter is hooked already"):
+        hf.hook_routing(model)
+    first.remove()
+    again = hf.hook_routing(model)
+    with record_routing(model) as record:
+        model(batch())
+    assert {len(ids) for ids in record.ids.values()} == {18}
+    again.remove()
 
 
 def one_is_short(world, folder: str) -> tuple:

@@ -19,7 +19,7 @@ from case import config, equal_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import uniep
@@ -310,6 +310,24 @@ def test_51_clip_norm(pool, second, norm_type, want):
         assert (expert is None) == (unclipped is None)
         if expert is not None:
             torch.testing.assert_close(expert, unclipped / want)
+
+
+def cut(world, norm_type):
+    """Norm and this rank's rows of a gradient [3, 4, 12] over four ranks, the last of which has none."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.tensor([3.0, 4.0, 12.0]), mesh, [Shard(0)])
+    norm = uniep_torch.clip_grad_norm_([parameter], [], 1.0, None, norm_type=norm_type)
+    return float(norm), parameter.grad.to_local().tolist()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("norm_type", "want"), [(2.0, 13.0), (float("inf"), 12.0)])
+def test_clip_where_a_rank_has_no_rows(pool, norm_type, want):
+    """As FSDP2 leaves it of a bias shorter than the ranks; the largest of no numbers is an error in PyTorch."""
+    for rank, (norm, rows) in enumerate(pool.run(cut, norm_type, timeout=60)):
+        assert norm == want
+        assert rows == pytest.approx([n / want for n in (3.0, 4.0, 12.0)[rank : rank + 1]])
 
 
 def not_clipped(world):

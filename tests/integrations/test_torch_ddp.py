@@ -90,6 +90,28 @@ def test_layers_that_some_copies_leave_out(pool, drops):
             close(got, ref)
 
 
+def evaluated_between(world):
+    """Gradients of a step with a forward without gradients between its forward and its backward."""
+    mesh, _ = meshes(world, 2)
+    with opened(mesh) as workspace:
+        ddp = uniep_torch.data_parallel(Model(workspace), mesh)
+        loss = loss_of(ddp, *of_rank(world))
+        with ddp.no_sync(), torch.no_grad():
+            ddp(of_rank(world)[0])
+        loss.backward()
+        return grads_of(ddp.module, mesh)
+
+
+@pytest.mark.smoke
+def test_evaluation_before_the_backward(pool):
+    """Only a forward that has a backward decides whether that reduces, as in DDP."""
+    with uniep.Workspace(config(), device="cpu") as workspace:
+        model = Model(workspace)
+        loss_of(model, X, TARGET, len(X)).backward()
+    for got in pool.run(evaluated_between):
+        close(got, grads_of(model))
+
+
 def freeze_dense(block):
     for name, parameter in block.named_parameters():
         parameter.requires_grad_("experts" in name)

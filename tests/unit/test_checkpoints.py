@@ -168,3 +168,10 @@ def test_a_part_of_the_experts_is_no_checkpoint(workspace):
     state["layers.0.experts._extra_state"] = torch.tensor([1.0, 2.0])
     with pytest.raises(uniep.ConfigError, match="holds the experts of rank 1 of 2; take the state of all"):
         split_experts(state)
+
+
+def test_experts_without_a_gate():
+    """One matrix is no gate and up, and is not cut in two."""
+    state = {"experts.w13": torch.randn(E, F, D), "experts.w2": torch.randn(E, D, F)}
+    with pytest.raises(uniep.ConfigError, match=r"w13 is \(4, 24, 16\) beside w2 \(4, 16, 24\), not \(E, 2F, D\)"):
+        split_experts(state)

@@ -93,7 +93,8 @@ def split_experts(
 
     each: None: matrices stay stacked, P.experts.GATE; a suffix such as ".weight" or "": one for each expert,
         P.experts.N.GATE and the suffix.
-    Raises ConfigError for experts that are not all there (take `get_model_state_dict` with full_state_dict=True).
+    Raises ConfigError for experts that are not all there (take `get_model_state_dict` with full_state_dict=True), and
+    for those without a gate, whose w13 is one matrix.
     """
     turned: Callable[[Tensor], Tensor] = (lambda t: t.transpose(1, 2)) if transposed else (lambda t: t)
     made: dict[str, Tensor] = {}
@@ -107,6 +108,12 @@ def split_experts(
                     "get_model_state_dict with full_state_dict=True"
                 )
         elif own in ("w13", "w2") and prefix.rpartition(".")[2] == "experts":
+            w2 = state.get(f"{prefix}.w2")
+            if own == "w13" and w2 is not None and tensor.shape[1] != 2 * w2.shape[2]:
+                raise ConfigError(
+                    f"{name} is {tuple(tensor.shape)} beside w2 {tuple(w2.shape)}, not (E, 2F, D): experts without a "
+                    f"gate have no {gate} and {up}; rename their tensors yourself"
+                )
             parts = {down: tensor} if own == "w2" else dict(zip((gate, up), tensor.chunk(2, dim=1), strict=True))
             for matrix, part in parts.items():
                 if each is None:

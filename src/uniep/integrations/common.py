@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from uniep.config import MoEConfig, align_rows
 from uniep.errors import ConfigError, UniEPError, UnsupportedError
@@ -17,9 +18,10 @@ from uniep.integrations.moe_layers import routed_experts
 from uniep.nn import Experts
 from uniep.nn.functional import MainGrad, Weights, moe
 from uniep.nn.record import LayerRecord
+from uniep.nn.router_ops import sum_counts
 from uniep.nn.wrappers import unwrapped
 from uniep.weights import Lora
-from uniep.workspace import Workspace
+from uniep.workspace import Workspace, choose_timeout
 
 __all__ = ["LayerStatus", "Status", "Workspaces", "free_of", "status_of"]
 
@@ -123,16 +125,20 @@ class Workspaces:
             if not made:
                 made.append(Workspace(shape, group, device=x_TD.device, agreed=agreed, **self.options))
             return made[-1]
-        needed = len(x_TD)
-        if group is not None:
-            most = torch.tensor(needed, device=x_TD.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            needed = int(most)
+        needed = len(x_TD) if group is None else self._most(group, x_TD)
         room = made[-1].cfg.max_tokens_per_rank if made else 0
         if needed > room or not made:
             cfg = dataclasses.replace(shape, max_tokens_per_rank=max(align_rows(needed), 2 * room, 1))
             made.append(Workspace(cfg, group, device=x_TD.device, agreed=agreed, **self.options))
         return made[-1]
+
+    @_disable_dynamo
+    def _most(self, group: Any, x_TD: Tensor) -> int:
+        """The number of tokens of the rank that has most."""
+        most = torch.tensor(len(x_TD), device=x_TD.device)
+        timeout_s = choose_timeout(self.options.get("timeout_s"))
+        sum_counts(most, group, timeout_s, "an expert-parallel layer", dist.ReduceOp.MAX)
+        return int(most)
 
     def __copy__(self) -> Workspaces:
         return self

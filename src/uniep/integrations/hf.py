@@ -201,7 +201,8 @@ def hook_routing(model: nn.Module) -> RoutingHooks:
     Mixtral, OLMoE and DeepSeek-V3, whatever runs the experts.  Records use the routers' names.  Does not work in a
     model compiled as one graph.  A replay reads its ids on the host.
     Raises UnsupportedError, naming the layer, if one has no such router, or one that takes its weights from scores of
-    the groups that it has chosen itself, where a replayed expert of another group would get none.
+    the groups that it has chosen itself, where a replayed expert of another group would get none; in a recorded or
+    replayed forward, if a router chooses otherwise.  ConfigError for a model that is hooked already.
     """
     found = [
         (name, experts, *find_router(around, experts, name))

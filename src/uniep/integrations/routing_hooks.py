@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from uniep.errors import InputError, UniEPError, UnsupportedError
+from uniep.errors import ConfigError, InputError, UniEPError, UnsupportedError
 from uniep.nn.modules import local_part
 from uniep.nn.replay import Tape
 
@@ -30,6 +30,7 @@ class _Choice(TorchFunctionMode):
     def __init__(self, tape: Tape, num_experts: int, dims: int, framework: str, fail: Fail) -> None:
         super().__init__()
         self.tape, self.num_experts, self.dims, self.framework, self.fail = tape, num_experts, dims, framework, fail
+        self.asked = False  # whether the router chose in a way that is intercepted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -38,6 +39,7 @@ class _Choice(TorchFunctionMode):
         scores = args[0] if args else kwargs["input"]
         if scores.dim() != self.dims or scores.shape[-1] != self.num_experts:
             return out
+        self.asked = True
         with torch._C.DisableTorchFunction():
             return self._replaced(scores, out)
 
@@ -87,7 +89,12 @@ class RoutingHooks:
         self.routers.clear()
 
     def add(self, router: nn.Module, num_experts: int, dims: int, framework: str, fail: Fail) -> None:
-        """Give one router its tape.  dims: of its scores."""
+        """Give one router its tape.  dims: of its scores.  Raises ConfigError if it has one."""
+        if hasattr(router, "tape"):
+            raise ConfigError(
+                f"a {type(router).__name__} is hooked already, and would be recorded twice; use these hooks (a copy of "
+                "a hooked model has its own), or remove() them first"
+            )
         router.tape = None  # type: ignore[assignment]
         active: list[_Choice] = []
 
@@ -97,8 +104,18 @@ class RoutingHooks:
                 active[-1].__enter__()
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if active:
-                active.pop().__exit__(None, None, None)
+            if not active:
+                return
+            choice = active.pop()
+            choice.__exit__(None, None, None)
+            if not choice.asked and output is not None:  # None: it raised
+                kind = type(module).__name__
+                fail(
+                    UnsupportedError(
+                        f"{kind} did not choose by torch.topk of scores in {dims} dimensions, of {num_experts} experts "
+                        f"in the last, so its choice can be neither recorded nor replayed; remove() the hooks"
+                    )
+                )
 
         self.handles += [
             router.register_forward_pre_hook(enter),

@@ -180,7 +180,7 @@ def hook_routing(model: nn.Module | Sequence[nn.Module]) -> RoutingHooks:
     Records use the routers' names, and have the tokens that this rank's routers see: with tensor parallelism a part of
     each sequence.  Works whoever runs the experts, with checkpointing and FSDP2.  A replay reads its ids on the host.
     Raises UnsupportedError, naming the layer, for compiled models, for routers of other kinds, and for those whose
-    choice is overwritten (`_debug_force_load_balance`).
+    choice is overwritten (`_debug_force_load_balance`); ConfigError for a model that is hooked already.
     """
     found: list[tuple[MoE, int]] = []
     for part in [model] if isinstance(model, nn.Module) else model:

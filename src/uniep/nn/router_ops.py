@@ -175,12 +175,14 @@ def _finish(work: Any, group: dist.ProcessGroup, timeout_s: float, where: str, w
         ) from error
 
 
-def sum_counts(counts: Tensor, group: dist.ProcessGroup, timeout_s: float, what: str) -> None:
-    """counts becomes its sum over all ranks.  On a GPU the group's own timeout counts."""
+def sum_counts(
+    counts: Tensor, group: dist.ProcessGroup, timeout_s: float, what: str, op: Any = dist.ReduceOp.SUM
+) -> None:
+    """counts becomes its sum, or `op`, over all ranks.  On a GPU the group's own timeout counts."""
     if counts.device.type != "cpu":
-        dist.all_reduce(counts, group=group)
+        dist.all_reduce(counts, op, group=group)
     else:
-        _finish(dist.all_reduce(counts, group=group, async_op=True), group, timeout_s, f"in {what}", f"call {what}")
+        _finish(dist.all_reduce(counts, op, group=group, async_op=True), group, timeout_s, f"in {what}", f"call {what}")
 
 
 def exchange(mine: Tensor, group: str, timeout_s: float, error: Exception | None = None) -> tuple[Tensor, int]:

@@ -143,7 +143,7 @@ def _norm(
 ) -> Tensor:
     norms = [
         torch.zeros((), device=local_part(p).device)
-        if g is None
+        if g is None or not g.numel()  # a rank without rows: no largest one
         else torch.linalg.vector_norm(g, norm_type, dtype=torch.float32)
         for p, g in zip(parameters, grads, strict=True)
     ]

@@ -158,10 +158,12 @@ class _Averages:
 
     def before(self, wrapped: DistributedDataParallel, args: Any) -> None:
         """The forward decides whether its backward reduces, as in DDP.  Leftovers of a failed backward are dropped."""
+        if not torch.is_grad_enabled():  # it has no backward, and that of another forward may be to come
+            return
         self.synchronize, self.running = wrapped.require_backward_grad_sync, False
         self.uneven = wrapped.find_unused_parameters or wrapped.static_graph
         self.sent.clear()
-        for module, name in self.frozen if torch.is_grad_enabled() else ():
+        for module, name in self.frozen:
             parameter = module._parameters.get(name)
             if parameter is not None and parameter.requires_grad:
                 path = next(path for path, inner in wrapped.module.named_modules() if inner is module)
