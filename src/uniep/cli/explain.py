@@ -13,6 +13,7 @@ from rich.table import Table
 
 from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, check_lora, check_picture, write_json
 from uniep.errors import ConfigError
+from uniep.limits import group_limit, shape_limit
 from uniep.shapes import parse_shape
 from uniep.sim.machine import machines
 from uniep.tuner import tables
@@ -62,6 +63,8 @@ def explain(
         ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)
     )
     cfg.check_group(ep)
+    if backend == "hopper" and (limit := shape_limit(cfg) or group_limit(ep)) is not None:
+        raise limit
     if lora is not None:
         check_lora(lora, "--lora", cfg, backend)
     here = torch.cuda.is_available() and tables.card_name(torch.device("cuda")) == known.name

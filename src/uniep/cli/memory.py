@@ -88,7 +88,10 @@ def memory(
     dense: Annotated[
         float,
         typer.Option(
-            help="Parameters besides experts and routers, as 1.5e9 (with --layers).", min=0, rich_help_panel=MODEL
+            help="Parameters besides experts and routers, as 1.5e9 (with --layers).",
+            min=0,
+            max=1e15,
+            rich_help_panel=MODEL,
         ),
     ] = 0,
     optimizer: Annotated[
