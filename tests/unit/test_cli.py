@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from uniep.cli import launch, model, progress, proof
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
 from uniep.cli.model import ModelConfig, Trainer
+from uniep.cli.options import write_json
 from uniep.cli.pictures import draw_loss
 from uniep.cli.proof import schedules
 from uniep.cli.text import Text
@@ -31,6 +33,7 @@ from uniep.cli.timeline import draw_timeline, kind_of, recording
 from uniep.cli.verify import QUANTITIES as VERIFIED
 from uniep.cli.verify import Problem as VerifyProblem
 from uniep.cli.whole_model import of_config
+from uniep.errors import ConfigError
 from uniep.integrations.torch import of_shard
 from uniep.schedule import DIMENSION, DIMENSIONS, is_valid
 from uniep.way import resolve
@@ -271,6 +274,22 @@ def test_demo_refuses_sizes_that_cannot_share_the_shards(args):
     result = run("demo", *args)
     assert result.exit_code == 2
     assert args[0] in result.output and ("3" in result.output or "one" in result.output)
+
+
+def test_a_file_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+    """One that is read-only before any work is done; a full disk in one line, too."""
+    with pytest.raises(ConfigError, match="--json /dev/full: No space left on device; free space, or name another"):
+        write_json(Path("/dev/full"), {})
+    (file := tmp_path / "kept.json").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # for root no file is read-only
+    result = run("memory", "--json", str(file))
+    assert result.exit_code == 2 and len(result.output.splitlines()) == 1 and "cannot be written" in result.output
+
+
+def test_explain_says_when_nothing_matters():
+    """Few tokens: the host limits the call under every Schedule."""
+    result = run("explain", "--shape", "128x64x8x2", "--ep", "1", "--tokens", "16")
+    assert "no dimension changes the time" in result.output and "Matters most" not in result.output
 
 
 @pytest.mark.parametrize("command", ["demo", "trace"])

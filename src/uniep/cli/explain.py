@@ -130,6 +130,8 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         of = document["dimensions"][document["matters_most"]]
         costs = ", ".join(f"{cost:+.1%} with {value}" for value, cost in of["costs"].items())
         console.print(f"Matters most: {document['matters_most']}={of['is']}; time changes by {costs}.")
+    else:
+        console.print("By the model no dimension changes the time.")
     strategies = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in document["strategies"].items())
     console.print(f"Named strategies, predicted ms: {strategies}", style="dim")
 
