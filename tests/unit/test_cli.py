@@ -286,6 +286,16 @@ def test_a_file_that_cannot_be_written_is_told(monkeypatch, tmp_path):
     assert result.exit_code == 2 and len(result.output.splitlines()) == 1 and "cannot be written" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "column"),
+    [("simulate --tokens 16", "exposed"), ("explain --shape 128x64x8x2 --ep 1 --tokens 16", "differs"),
+     ("memory --layers 2", "together")],
+)  # fmt: skip
+def test_a_narrow_terminal_cuts_off_no_number(command, column):
+    result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "40", "NO_COLOR": "1", "TERM": "dumb"})
+    assert result.exit_code == 0 and "\u2026" not in result.output and column in result.output
+
+
 def test_explain_says_when_nothing_matters():
     """Few tokens: the host limits the call under every Schedule."""
     result = run("explain", "--shape", "128x64x8x2", "--ep", "1", "--tokens", "16")

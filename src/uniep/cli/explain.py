@@ -11,7 +11,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, check_lora, check_picture, write_json
+from uniep.cli.options import (
+    DType,
+    Dtype,
+    JsonFile,
+    ShapeName,
+    check_file,
+    check_lora,
+    check_picture,
+    print_whole,
+    write_json,
+)
 from uniep.errors import ConfigError
 from uniep.limits import group_limit, shape_limit
 from uniep.shapes import parse_shape
@@ -118,7 +128,7 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         if (of := document[title]) is not None:
             measured = f"{of['measured_us']:.1f}" if of["measured_us"] is not None else "-"
             table.add_row(title.replace("_", " "), f"{of['predicted_us']:.1f}", measured, _changes(of["changes"]))
-    console.print(table)
+    print_whole(console, table)
     for source in dict.fromkeys(
         document[title]["measured_by"] for title in ("choice", "default") if document[title]["measured_by"]
     ):

@@ -12,6 +12,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from uniep import schedule as schedules
 from uniep.activation import ACTIVATIONS
@@ -112,6 +115,15 @@ def write_json(path: Path | None, document: Any) -> None:
         except OSError as error:
             raise ConfigError(f"--json {path}: {error.strerror}; free space, or name another file") from None
         typer.echo(f"written: {path}")
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table, up to 80 characters wide also where the terminal has fewer and would cut numbers off: it wraps
+    the lines."""
+    width = console.width
+    console.width = max(width, min(80, Measurement.get(console, console.options.update(max_width=80), table).maximum))
+    console.print(table)
+    console.width = width
 
 
 def numbers(text: str, option: str) -> list[int]:
