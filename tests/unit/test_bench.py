@@ -923,6 +923,26 @@ def test_picture_is_drawn(result_file, tmp_path):
     plot.main(["memory", "--out", str(out)])
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_bench_sums_up_what_it_has_timed_itself(monkeypatch, tmp_path, writes):
+    """Not what an earlier run has left in the file of --json."""
+    from uniep.cli.main import app
+
+    file = tmp_path / "results.json"
+    row = {"shape": "small", "tokens": 1, "routing": "balanced", "direction": "fwd", "load": "window", "impl": "uniep"}
+
+    def interrupted(*of_torchrun):
+        if writes:
+            results.write(file, {"rows": [{**row, "ms": 2.0}]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("uniep.cli.bench.torchrun", interrupted)
+    results.write(file, {"rows": [{**row, "ms": 1.0}]})
+    made = CliRunner().invoke(app, ["bench", "--device", "cpu", "--dtype", "fp32", "--json", str(file)])
+    assert made.exit_code == 130 and "uniep 1.000" not in made.output
+    assert ("For an issue" in made.output) == ("uniep 2.000" in made.output) == writes
+
+
 def test_command_passes_options_on(monkeypatch):
     from torch.distributed import run
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from uniep.cli import launch, model, progress, proof
 from uniep.cli.bits import BitTable, differences, digest, merge
 from uniep.cli.main import app
 from uniep.cli.model import ModelConfig, Trainer
+from uniep.cli.options import write_json
 from uniep.cli.pictures import draw_loss
 from uniep.cli.proof import schedules
 from uniep.cli.text import Text
@@ -31,6 +33,7 @@ from uniep.cli.timeline import draw_timeline, kind_of, recording
 from uniep.cli.verify import QUANTITIES as VERIFIED
 from uniep.cli.verify import Problem as VerifyProblem
 from uniep.cli.whole_model import of_config
+from uniep.errors import ConfigError
 from uniep.integrations.torch import of_shard
 from uniep.schedule import DIMENSION, DIMENSIONS, is_valid
 from uniep.way import resolve
@@ -208,6 +211,10 @@ def test_memory_of_a_hugging_face_config(tmp_path):
         (["bench", "--tokns=2"], "no option --tokns=2; did you mean --tokens?"),
         (["explain", "--card", "a100"], "card 'a100' is unknown; use h100, h200"),
         (["explain", "--backend", "cpu", "--card", "h200"], "which is a GPU; uniep tune --calibrate --backend cpu"),
+        (["explain", "--dtype", "fp32"], "dtype is torch.float32; the kernels compute in bfloat16 or float16"),
+        (["explain", "--shape", "100x64x8x2"], "hidden is 100; on Hopper it must be a multiple of 8"),
+        (["explain", "--shape", "256x128x24x4", "--ep", "3"], "the EP group has 3 ranks; the hopper backend needs a"),
+        (["memory", "--layers", "2", "--dense", "inf"], "Invalid value for '--dense': Input should be less than or"),
         (["explain", "--lora", "12"], "--lora: r is 12; LoRA on backend 'hopper' takes multiples of 8 up to 128; use"),
         (["lora", "--backend", "tpu"], "backend is 'tpu'; known: auto, cpu, hopper, nccl"),
         (["lora", "--rank", "8,300"], "--rank: r is 300, but experts have only 256 columns; use at most 256"),
@@ -267,6 +274,32 @@ def test_demo_refuses_sizes_that_cannot_share_the_shards(args):
     result = run("demo", *args)
     assert result.exit_code == 2
     assert args[0] in result.output and ("3" in result.output or "one" in result.output)
+
+
+def test_a_file_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+    """One that is read-only before any work is done; a full disk in one line, too."""
+    with pytest.raises(ConfigError, match="--json /dev/full: No space left on device; free space, or name another"):
+        write_json(Path("/dev/full"), {})
+    (file := tmp_path / "kept.json").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # for root no file is read-only
+    result = run("memory", "--json", str(file))
+    assert result.exit_code == 2 and len(result.output.splitlines()) == 1 and "cannot be written" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "column"),
+    [("simulate --tokens 16", "exposed"), ("explain --shape 128x64x8x2 --ep 1 --tokens 16", "differs"),
+     ("memory --layers 2", "together")],
+)  # fmt: skip
+def test_a_narrow_terminal_cuts_off_no_number(command, column):
+    result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "40", "NO_COLOR": "1", "TERM": "dumb"})
+    assert result.exit_code == 0 and "\u2026" not in result.output and column in result.output
+
+
+def test_explain_says_when_nothing_matters():
+    """Few tokens: the host limits the call under every Schedule."""
+    result = run("explain", "--shape", "128x64x8x2", "--ep", "1", "--tokens", "16")
+    assert "no dimension changes the time" in result.output and "Matters most" not in result.output
 
 
 @pytest.mark.parametrize("command", ["demo", "trace"])

@@ -114,7 +114,7 @@ def test_a_table_of_the_package_is_explained_without_a_gpu(path, monkeypatch, tm
     dtype = {"bfloat16": "bf16", "float16": "fp16"}[entry["dtype"]]
     made, said = explained(entry["shape"], document["ep"], entry["timed_tokens"], dtype, tmp_path)
     assert made["by"] == "table" and made["serves"].startswith(f"{path}: ")
-    assert made["measured_us"] and made["predicted_us"] and made["matters_most"]
+    assert made["measured_us"] and made["predicted_us"] and made["dimensions"]
     assert made["runner_up"]["by"] == "table" and made["runner_up"]["measured_us"] and made["runner_up"]["why"]
     assert made["runner_up"]["why"].rpartition(" ")[2] in said
 

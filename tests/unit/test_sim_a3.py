@@ -6,7 +6,10 @@ import inspect
 import pytest
 
 from uniep.errors import ConfigError
+from uniep.shapes import parse_shape
 from uniep.sim import ascend, fit, load_machine
+from uniep.sim.problem import Problem
+from uniep.sim.strategies import STRATEGIES, simulate
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,13 @@ def test_controls_hold(machine, found):
 
 def test_the_residual_would_show_on_the_matrix_units(machine, found):
     assert ascend.residual_on_matrix(machine, 4) > 1.08 * found[4].fused["bwd"]
+
+
+def test_few_tasks_do_not_make_the_residual_longer(machine):
+    """They leave vector workers idle; one task had the time of all workers, one after the other."""
+    problem = Problem(parse_shape("64x32x8x2"), 4, 1, direction="bwd")
+    made = simulate(problem, machine, STRATEGIES["serialized"].arrange(problem, machine))
+    assert machine.of(fit.RESIDUAL, 4) * 1e3 < made.makespan_ns < machine.of(fit.RESIDUAL, 4) * 1.3e3
 
 
 def test_what_cannot_be_fitted_is_told(machine):

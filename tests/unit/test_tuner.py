@@ -399,11 +399,16 @@ def test_tokens_are_in_buckets_and_the_nearest_serves():
         (lambda text: text.replace('"score": 0.9', '"score": "good"'), "not a table of format 3"),
         (lambda text: text.replace('"changes": {"peer_order"', '"changes": {"peer_wishes"'), "a field 'peer_wishes'"),
         (lambda text: text.replace('"why": ""', '"why": 1'), "not a table of format 3"),
+        (lambda text: text.replace(', "score": 0.9', ""), "not a table of format 3"),
+        (lambda text: text.replace("[[9.0, 8.0]]", "[[9.0]]"), "not a table of format 3"),
+        (lambda text: text.replace('"usual_us": 9.0', '"usual_us": "9"'), "not a table of format 3"),
+        (lambda text: text.replace('{"chunk_tokens": 32}, "pairs', '{"chunk_hopes": 1}, "pairs'), "a field 'chunk_h"),
     ],
 )
 def test_a_table_that_cannot_serve_is_named_and_the_default_serves(spoil, says, caplog):
     tried = [{"changes": {"peer_order": "rotated"}, "status": "timed", "score": 0.9}]
-    path = stored(tried=tried, compared={"changes": {"chunk_tokens": 32}, "why": ""})
+    compared = {"changes": {"chunk_tokens": 32}, "why": "", "pairs_us": [[9.0, 8.0]]}
+    path = stored(tried=tried, compared=compared, usual_us=9.0)
     assert found().schedule.chunk_tokens == 32
     path.write_text(spoil(path.read_text()))
     with caplog.at_level(logging.WARNING, "uniep"):

@@ -84,11 +84,12 @@ def bench(
         results = json_file or Path(folder) / "results.json"
         if json_file is None:
             context.args += ["--json", str(results)]
+        before = _version(results)
         try:
             command = ["--no-python", sys.executable, "-u", "-c", _RANK, str(harness_file), *context.args]
             torchrun(ranks or max(1, torch.cuda.device_count()), command)
         finally:
-            if results.exists():
+            if _version(results) != before:  # else it has nothing, or what an earlier run has timed
                 summary.say(_lines(json.loads(results.read_text())))
 
 
@@ -103,6 +104,14 @@ def _harness() -> Path:
         f"uniep bench needs a clone of the repository, and {here} is in none; run it there, or install the clone by "
         "pip install -e '.[cli]'"
     )
+
+
+def _version(file: Path) -> tuple[int, int] | None:
+    """Another one whenever the harness writes the file, which replaces it; None: there is no file."""
+    if not file.exists():
+        return None
+    of = file.stat()
+    return of.st_ino, of.st_mtime_ns
 
 
 def _names(option: Any) -> list[str]:

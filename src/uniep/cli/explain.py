@@ -11,8 +11,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import DType, Dtype, JsonFile, ShapeName, check_file, check_lora, check_picture, write_json
+from uniep.cli.options import (
+    DType,
+    Dtype,
+    JsonFile,
+    ShapeName,
+    check_file,
+    check_lora,
+    check_picture,
+    print_whole,
+    write_json,
+)
 from uniep.errors import ConfigError
+from uniep.limits import group_limit, shape_limit
 from uniep.shapes import parse_shape
 from uniep.sim.machine import machines
 from uniep.tuner import tables
@@ -62,6 +73,8 @@ def explain(
         ep, tokens, dtype=dtype.torch, combine_groups=combine_groups, max_rows=made.sync_free_rows(tokens)
     )
     cfg.check_group(ep)
+    if backend == "hopper" and (limit := shape_limit(cfg) or group_limit(ep)) is not None:
+        raise limit
     if lora is not None:
         check_lora(lora, "--lora", cfg, backend)
     here = torch.cuda.is_available() and tables.card_name(torch.device("cuda")) == known.name
@@ -115,7 +128,7 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         if (of := document[title]) is not None:
             measured = f"{of['measured_us']:.1f}" if of["measured_us"] is not None else "-"
             table.add_row(title.replace("_", " "), f"{of['predicted_us']:.1f}", measured, _changes(of["changes"]))
-    console.print(table)
+    print_whole(console, table)
     for source in dict.fromkeys(
         document[title]["measured_by"] for title in ("choice", "default") if document[title]["measured_by"]
     ):
@@ -127,6 +140,8 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         of = document["dimensions"][document["matters_most"]]
         costs = ", ".join(f"{cost:+.1%} with {value}" for value, cost in of["costs"].items())
         console.print(f"Matters most: {document['matters_most']}={of['is']}; time changes by {costs}.")
+    else:
+        console.print("By the model no dimension changes the time.")
     strategies = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in document["strategies"].items())
     console.print(f"Named strategies, predicted ms: {strategies}", style="dim")
 

@@ -28,6 +28,7 @@ from uniep.cli.options import (
     WeightAt,
     check_file,
     layer_sizes,
+    print_whole,
     refuse,
     write_json,
 )
@@ -88,7 +89,10 @@ def memory(
     dense: Annotated[
         float,
         typer.Option(
-            help="Parameters besides experts and routers, as 1.5e9 (with --layers).", min=0, rich_help_panel=MODEL
+            help="Parameters besides experts and routers, as 1.5e9 (with --layers).",
+            min=0,
+            max=1e15,
+            rich_help_panel=MODEL,
         ),
     ] = 0,
     optimizer: Annotated[
@@ -162,7 +166,7 @@ def memory(
     if size is not None:
         found = whole_model.rows(size, plan, cfg.dtype, ep, fsdp, optimizer)
         console.print("\n" + whole_model.describe(size, ep, fsdp, optimizer))
-        console.print(_table(found))
+        print_whole(console, _table(found))
         document["model"] = whole_model.as_document(size, found)
     write_json(json_file, document)
 

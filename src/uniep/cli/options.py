@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from uniep import schedule as schedules
 from uniep.activation import ACTIVATIONS
@@ -104,10 +108,22 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the re
 
 
 def write_json(path: Path | None, document: Any) -> None:
-    """Write the document, and say where; nothing without a path."""
+    """Write the document, and say where; nothing without a path.  Raises ConfigError if there is no space."""
     if path is not None:
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        try:
+            path.write_text(json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json {path}: {error.strerror}; free space, or name another file") from None
         typer.echo(f"written: {path}")
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table, up to 80 characters wide also where the terminal has fewer and would cut numbers off: it wraps
+    the lines."""
+    width = console.width
+    console.width = max(width, min(80, Measurement.get(console, console.options.update(max_width=80), table).maximum))
+    console.print(table)
+    console.width = width
 
 
 def numbers(text: str, option: str) -> list[int]:
@@ -131,8 +147,8 @@ def check_folder(out: Path, option: str = "--out") -> None:
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """Raises ConfigError now, before any work is done, if the file cannot be written: a folder of this name, or its
-    own folder is missing, which is not made (only that of --out is)."""
+    """Raises ConfigError now, before any work is done, if the file cannot be written: a folder of this name, one
+    that is read-only, or its own folder is missing, which is not made (only that of --out is)."""
     if path is None:
         return
     if path.is_dir():
@@ -140,6 +156,8 @@ def check_file(path: Path | None, option: str) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or name another file")
     check_folder(path.parent, option)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written; name another file, or make it writable")
 
 
 def check_picture(path: Path | None, option: str) -> None:

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from uniep.cli.options import JsonFile, ShapeName, check_file, check_picture, refuse, write_json
+from uniep.cli.options import JsonFile, ShapeName, check_file, check_picture, print_whole, refuse, write_json
 from uniep.cli.progress import progress
 from uniep.shapes import parse_shape
 from uniep.sim.machine import Machine, load_machine, machines, parse_changes
@@ -103,7 +103,7 @@ def simulate(
                 if picture is not None:
                     ran[strategy.name] = result
                 done()
-        console.print(_table(rows, _nodes(made, ep)))
+        print_whole(console, _table(rows, _nodes(made, ep)))
         console.print(
             "matrix, vector, link: how busy. exposed: ms in which rows travel, less what is computed meanwhile. "
             "phases: the longest, from the first start to the last end",

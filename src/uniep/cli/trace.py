@@ -29,6 +29,7 @@ from uniep.cli.options import (
     check_folder,
     layer_sizes,
     parse_schedule,
+    print_whole,
     refuse,
     write_json,
 )
@@ -125,7 +126,7 @@ def trace(
             }
             write_trace(spans, about, out / "trace.json")
             write_page(spans, about, out / "timeline.html")
-            world.console.print(_table(spans))
+            print_whole(world.console, _table(spans))
             world.console.print(
                 "waits for peers: their tokens or results are on the way, or not computed yet; for its rank: for tasks "
                 "of the same rank",

@@ -122,7 +122,8 @@ def costs(
         on_matrix = bool(is_matrix[is_residual][0])
         workers = machine.matrix_workers if on_matrix or not machine.separate_vector else machine.vector_workers
         tiles = torch.bincount(graph.rank_N[is_residual], minlength=graph.ep_size)[graph.rank_N[is_residual]]
-        alone_N[is_residual] = machine.of("backward_residual_us", ep) * 1e3 * workers / tiles.double()
+        share = workers / tiles.clamp(min=workers).double()  # no task takes longer than all workers together
+        alone_N[is_residual] = machine.of("backward_residual_us", ep) * 1e3 * share
     alone_N = alone_N.round().long().clamp(min=1)
     # --- what is shared ---
     operands_N = work[:, 0] / 2 * size * sum(1 / (graph.block_N5[:, i + 1] - graph.block_N5[:, i]) for i in (1, 3))

@@ -29,6 +29,9 @@ from uniep.trials.trial import described
 START_S, END_S = 120.0, 10.0
 """Longest time for all ranks to start, and for a killed one to end: a driver may hold it.  In seconds."""
 
+LONGEST_S = 1e6
+"""Longest time for any answer: the system's calls that wait know no time of 25 days or more."""
+
 
 class DroppedError(UniEPError):
     """A candidate was dropped.  reason: one word or two; the text says more.  died: a rank's process has ended."""
@@ -112,7 +115,7 @@ class Fleet:
 
     def _answers(self, timeout_s: float) -> list[Any]:
         answers: dict[int, Any] = {}
-        timeout_s = max(0.0, min(timeout_s, self.until - time.monotonic()))
+        timeout_s = max(0.0, min(timeout_s, self.until - time.monotonic(), LONGEST_S))
         until = time.monotonic() + timeout_s
         while len(answers) < len(self._pipes):
             waiting: dict[Any, int] = {pipe: r for r, pipe in enumerate(self._pipes) if r not in answers}

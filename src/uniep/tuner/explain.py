@@ -18,6 +18,9 @@ from uniep.tuner.model import Card, Load, Predicted, predict, times
 from uniep.tuner.space import Points, differences, dimensions, get, points, refusals, replaced
 from uniep.tuner.strategies import STRATEGIES
 
+LEAST = 5e-4
+"""Relative change of the time from which a dimension matters: what is shown as 0.1 %."""
+
 SAME = 1e-4
 """Relative difference of two predictions below which the model does not tell them apart."""
 
@@ -84,7 +87,8 @@ def explain(
             for name in _names(backend, cfg, ep_size)
             if get(runner_up, name) != get(choice, name)
         }
-    document["matters_most"] = next(iter(document["dimensions"]), None)  # type: ignore[call-overload]
+    costs = {name: max(map(abs, of["costs"].values())) for name, of in document["dimensions"].items()}  # type: ignore[attr-defined]
+    document["matters_most"] = next((name for name, cost in costs.items() if cost >= LEAST), None)
     document["choice"]["name"] = choice.name  # type: ignore[index]
     return document
 

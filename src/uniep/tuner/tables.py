@@ -224,6 +224,7 @@ def _choice(path: Path, entry: dict[str, Any], cfg: MoEConfig, ep_size: int, bac
     try:
         schedule = None if stays(entry) else parse(entry["schedule"])
         list(tried(entry))
+        parse(entry.get("compared", {}).get("changes", {}))
         reasons = [] if schedule is None else refusals(schedule, cfg, ep_size, backend)
     except ConfigError as error:
         reasons = [str(error)]
@@ -292,6 +293,7 @@ def _is_entry(entry: Any) -> bool:
         isinstance(entry, dict)
         and all(isinstance(entry.get(k), kind) for k, kind in kinds.items())
         and entry["tokens"] > 0
+        and _is_number(entry.get("usual_us", 0))
         and isinstance(entry.get("tried", []), list)
         and all(map(_is_tried, entry.get("tried", [])))
         and ("compared" not in entry or _is_compared(entry["compared"]))
@@ -303,12 +305,23 @@ def _is_tried(of: Any) -> bool:
         isinstance(of, dict)
         and isinstance(of.get("changes"), dict)
         and isinstance(of.get("status"), str)
-        and all(isinstance(of.get(name), (int, float, type(None))) for name in ("score", "us"))
+        and all(of.get(name) is None or _is_number(of[name]) for name in ("score", "us"))
+        and (of["status"] != "timed" or of.get("score") is not None)
     )
 
 
 def _is_compared(of: Any) -> bool:
-    return isinstance(of, dict) and isinstance(of.get("changes"), dict) and isinstance(of.get("why"), str)
+    return (
+        isinstance(of, dict)
+        and isinstance(of.get("changes"), dict)
+        and isinstance(of.get("why"), str)
+        and isinstance(pairs := of.get("pairs_us", []), list)
+        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair)) for pair in pairs)
+    )
+
+
+def _is_number(of: Any) -> bool:
+    return isinstance(of, (int, float))
 
 
 def served(entries: dict[str, Any]) -> str:
