@@ -165,6 +165,9 @@ def at(place, **values):
     return lambda document: document["entries"][f"2048x768x128x8-bfloat16-{place}"].update(values)
 
 
+TIMED = {"status": "timed", "us": 1.0, "score": 1.0}
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -175,8 +178,8 @@ def at(place, **values):
         (at(512, tokens=1024), "its key is of another call"),
         (at(512, timed_tokens=200), "200 timed tokens are of another bucket"),
         (at(512, tried=[]), "nothing was timed"),
-        (at(512, tried=[{"changes": {"transfer": "swim"}, "status": "timed"}]), "transfer is 'swim'"),
-        (at(512, tried=[{"changes": {"transfer": "pull"}, "status": "timed", "us": 1.0, "score": 1.0}]), "no times"),
+        (at(512, tried=[{**TIMED, "changes": {"transfer": "swim"}}]), "transfer is 'swim'"),
+        (at(512, tried=[{**TIMED, "changes": {"transfer": "pull"}}]), "no times"),
         (at(512, schedule={"down.columns": 128}), "its choice did not beat the default"),
         (at(8192, compared={"changes": {}, "why": ""}), "its choice did not beat the default"),
         (lambda of: at(8192, schedule=of["entries"]["2048x768x128x8-bfloat16-8192"]["default"])(of), "it was beaten"),
