@@ -45,7 +45,7 @@ def losses_of(tmp_path):
         for ranks, arguments in ((2, ["--steps", "20", "--save"]), (1, ["--steps", "0", "--load"])):
             run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
             command = [*run, str(path), "--layers", "1", *arguments, folder]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
             assert done.returncode == 0, done.stderr
             assert told.format(ranks=ranks) in done.stdout
             found += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]

@@ -437,7 +437,7 @@ def test_example(tmp_path):
     for ranks, arguments in ((2, ["--steps", "21", "--save"]), (1, ["--steps", "1", "--ep", "1", "--load"])):
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
         command = [*run, "--layers", "1", *arguments, str(tmp_path / "checkpoint")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=CPU_ONLY)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=CPU_ONLY)
         assert done.returncode == 0, done.stderr
         losses += [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert "resumed at step 21\nstep  21 " in done.stdout, done.stdout
@@ -452,7 +452,7 @@ def test_example_of_equal_bits(tmp_path):
     for ranks in (1, 4):
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
         command = [*run, "--steps", "3", "--out", str(tmp_path / str(ranks))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=CPU_ONLY)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=CPU_ONLY)
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)
     assert len(printed) == 1 and done.stdout.count("loss") == 3
