@@ -134,7 +134,7 @@ def in_trouble(world):
         monitor = LoadMonitor(layers[0])
         layers[0](torch.randn(2, 64), torch.tensor([[0, 1], [2, 7]]), torch.ones(2, 2))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(uniep.nn.load, "sum_counts", failing)
+            patch.setattr(uniep.nn.load, "reduce_counts", failing)
             assert case.named_error(monitor.read) == ("PeerTimeoutError", "late")
         return error, sum(monitor.read()[""].experts)
 

@@ -18,7 +18,7 @@ from uniep.integrations.moe_layers import routed_experts
 from uniep.nn import Experts
 from uniep.nn.functional import MainGrad, Weights, moe
 from uniep.nn.record import LayerRecord
-from uniep.nn.router_ops import sum_counts
+from uniep.nn.router_ops import reduce_counts
 from uniep.nn.wrappers import unwrapped
 from uniep.weights import Lora
 from uniep.workspace import Workspace, choose_timeout
@@ -137,7 +137,7 @@ class Workspaces:
         """The number of tokens of the rank that has most."""
         most = torch.tensor(len(x_TD), device=x_TD.device)
         timeout_s = choose_timeout(self.options.get("timeout_s"))
-        sum_counts(most, group, timeout_s, "an expert-parallel layer", dist.ReduceOp.MAX)
+        reduce_counts(most, group, timeout_s, "an expert-parallel layer", dist.ReduceOp.MAX)
         return int(most)
 
     def __copy__(self) -> Workspaces:

@@ -21,7 +21,7 @@ from uniep.errors import ConfigError, check_kind
 from uniep.nn.late import LateReads
 from uniep.nn.modules import Experts, MoE
 from uniep.nn.router import Router, Routing
-from uniep.nn.router_ops import count_slots, is_recomputing, sum_counts
+from uniep.nn.router_ops import count_slots, is_recomputing, reduce_counts
 from uniep.workspace import Workspace
 
 log = logging.getLogger("uniep")
@@ -233,7 +233,7 @@ class LoadMonitor:
             rows.append(torch.cat([self._counts[name], waits_R22.flatten()]))
         flat = torch.cat(rows)
         if self._workspace.group is not None:
-            sum_counts(flat, self._workspace.group, self._workspace.timeout_s, "LoadMonitor.read")
+            reduce_counts(flat, self._workspace.group, self._workspace.timeout_s, "LoadMonitor.read")
         for totals in (*self._counts.values(), *self._waits.values()):
             totals.zero_()
         self._reads.put(flat)

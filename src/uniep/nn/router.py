@@ -24,7 +24,7 @@ from uniep.nn.initial import ROUTER, Seed, generator, normal, place, refuse_para
 from uniep.nn.invariant import refuse_forward_mode
 from uniep.nn.late import LateReads
 from uniep.nn.router_config import RouterConfig
-from uniep.nn.router_ops import attach_loss, count_load, join_with_error, router_forward, sum_counts, why_torch
+from uniep.nn.router_ops import attach_loss, count_load, join_with_error, reduce_counts, router_forward, why_torch
 from uniep.routing.plan import find_bad_id
 from uniep.workspace import DEFAULT_TIMEOUT_S, Workspace, process_group
 
@@ -300,7 +300,7 @@ class Router(nn.Module):
         load = self.load.clone()
         members = process_group(group) or self.group
         if members is not None:
-            sum_counts(load, members, self.timeout_s, "Router.update_bias")
+            reduce_counts(load, members, self.timeout_s, "Router.update_bias")
         if self.bias is not None:
             self.bias += self.cfg.bias_rate * torch.sign(load.sum() - load * len(load)).float()
         self.load.zero_()

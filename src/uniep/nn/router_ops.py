@@ -175,7 +175,7 @@ def _finish(work: Any, group: dist.ProcessGroup, timeout_s: float, where: str, w
         ) from error
 
 
-def sum_counts(
+def reduce_counts(
     counts: Tensor, group: dist.ProcessGroup, timeout_s: float, what: str, op: Any = dist.ReduceOp.SUM
 ) -> None:
     """counts becomes its sum, or `op`, over all ranks.  On a GPU the group's own timeout counts."""
