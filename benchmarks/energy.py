@@ -11,8 +11,8 @@ layer: forward and backward at EP 1.  uniep; uniep in one kernel per direction, 
 vector: SwiGLU and an addition to its result: two passes; one pass of both, tile by tile through memory, so that the
     second reads what lies in L2; one that keeps it in registers.
 tasks: ns of a task without work, dealt out by its number or claimed.
-l2: what these products and layers read from L2, and how much of it was there, and what moves to and from DRAM: counters
-    that cupti-python samples while calls run back to back, so that kernels overlap as they do.
+l2: what moves through L2 in these products and layers, the share of it that hits, and what moves to and from DRAM:
+    counters that cupti-python samples while calls run back to back, so that kernels overlap as they do.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LAYERS = {
     "uniep, mega, interleaved": "overlap=mega+transfer=push+weight_gradient_order=interleaved",
 }  # with `default_schedule`
 L2_METRICS = [
-    "lts__t_sectors_op_read.sum", "lts__t_sectors_op_read_lookup_hit.sum", "dram__bytes_read.sum",
+    "lts__t_sectors.sum", "lts__average_t_sector_hit_rate_realtime.pct", "dram__bytes_read.sum",
     "dram__bytes_write.sum",
 ]  # fmt: skip
 SECTOR = 32  # bytes
@@ -264,7 +264,7 @@ class Counters:
             raise SystemExit(f"--parts l2 cannot read the counters of this GPU, leave l2 out: {error}") from error
 
     def during(self, call: Callable[[], object], seconds: float) -> tuple[list[float], int]:
-        """(The sums, calls) of so long, of four calls at the least."""
+        """(Sums of sectors, of those that hit, and of bytes of DRAM; calls) of so long, of four calls at the least."""
         call()
         timing.synchronize()
         calls = 0
@@ -277,20 +277,27 @@ class Counters:
             calls += 4
         self.collector.stop()
         samples = self.collector.decode(max_samples=int(4e9 * seconds / SAMPLED_NS) + 1000)
-        return [sum(values) for values in zip(*(sample.metric_values for sample in samples), strict=True)], calls
+        of_sample = [(n, n * percent / 100, read, written) for n, percent, read, written in map(_values, samples)]
+        return [sum(values) for values in zip(*of_sample, strict=True)], calls
+
+
+def _values(sample: Any) -> tuple[float, float, float, float]:
+    """Of L2_METRICS."""
+    sectors, percent, read, written = sample.metric_values
+    return sectors, percent if sectors else 0.0, read, written
 
 
 def l2_rows(shape: Shape, counters: Counters, args: argparse.Namespace, device: torch.device) -> Iterator[Any]:
-    """GB that a call reads from L2, the share of hits, GB that it moves to and from DRAM: of products and layers."""
+    """GB that a call moves through L2, the share of hits, GB that it moves to and from DRAM: of products and layers."""
 
     def row(what: str, side: str, call: Callable[[], object]) -> dict[str, Any]:
         sums, calls = counters.during(call, args.seconds)
         if not sums or not sums[0]:
             raise SystemExit(f"the counters of this GPU stood still during {what}, {side}; leave l2 out")
-        read, hit, from_dram, to_dram = sums
-        gb = {"l2_read_gb": SECTOR * read, "dram_read_gb": from_dram, "dram_write_gb": to_dram}
+        sectors, hit, from_dram, to_dram = sums
+        gb = {"l2_gb": SECTOR * sectors, "dram_read_gb": from_dram, "dram_write_gb": to_dram}
         per_call = {name: round(value / calls / 1e9, 4) for name, value in gb.items()}
-        return {"shape": shape.name, "what": what, "side": side, "l2_hit": round(hit / read, 4), **per_call}
+        return {"shape": shape.name, "what": what, "side": side, "l2_hit": round(hit / sectors, 4), **per_call}
 
     products = Products(shape, args.tokens, device)
     for name, sides in products.of.items():

@@ -26,7 +26,7 @@ import torch
 
 from results import Row, card_of, errors, print_summary, window_rows
 from uniep.config import MoEConfig
-from uniep.schedule import Schedule, default_schedule, parse_schedule
+from uniep.schedule import TILES, Schedule, default_schedule, parse_schedule
 from uniep.shapes import SHAPES
 from uniep.sim import Problem
 from uniep.sim.machine import load_machine
@@ -47,6 +47,10 @@ FEW = 2048
 LEFT_OUT = ("uniep-graph", "uniep-shards", "weights_beside", "programs_per_sm")
 """Parts of names of what the model does not describe, or what is gone."""
 
+BEFORE_FEW_ROWS = {f"{name}.{part.name}": getattr(tile, part.name)
+                   for name, tile in ((name, getattr(Schedule(), name)) for name in TILES)
+                   for part in dataclasses.fields(tile) if part.name != "group_rows"}  # fmt: skip
+"""Of all files: tiles did not depend on the rows of an expert."""
 BEFORE_PARTS = {"gate_up_parts": 1, "down_sms": Schedule().down_sms, "down_wgrad": "after"}
 OLD = {
     "53e79f2": {"overlap": "fused", "activation_gradient": "after", **BEFORE_PARTS},
@@ -91,7 +95,7 @@ def load(shape: str, ep: int, tokens: int, routing: str, groups: int | None, exa
 
 def point(row: Call, cfg: MoEConfig) -> Schedule:
     """What ran."""
-    usual = replaced(default_schedule("hopper", cfg, row.ep), OLD.get(row.commit, {}))
+    usual = replaced(default_schedule("hopper", cfg, row.ep), BEFORE_FEW_ROWS | OLD.get(row.commit, {}))
     change = "overlap=serial" if row.impl == "uniep-serial" else row.impl.partition("@")[2]
     return parse_schedule(change, usual) if change else usual
 

@@ -79,11 +79,11 @@ from uniep.tuner.model import Card, Load, find_card, predict
 from uniep.tuner.space import SEARCHED, Points, get, neighbours, points, refusals
 
 GRID = (
-    "gate_up.columns", "down.columns", "gate_up.group_rows", "gate_up.stages", "weight_gradient.columns",
-    "weight_gradient.stages", "activation_gradient",
+    "gate_up.columns", "down.columns", "gate_up.group_rows", "gate_up.stages", "weight_gradient.programs_per_sm",
+    "activation_gradient",
 )  # fmt: skip
-"""Dimensions that mean something at every EP size, with the values that the search tries; 192 points on GPUs."""
-TIED = {name for d in SEARCHED for name in d.also}
+"""Dimensions that mean something at every EP size, with the values that the search tries; 144 points on GPUs."""
+TIED = {name for d in SEARCHED for name in d.decides}
 SHARE = 0.15
 """Of the grid's points, that the search may time."""
 PAIRS = 5
@@ -121,16 +121,17 @@ class Beside:
             for schedule, error in zip(batch, errors, strict=True):
                 if time.monotonic() > until:
                     return
-                yield self._time(schedule) if error is None else (str(error), [])
+                yield self.time(schedule) if error is None else (str(error), [])
 
-    def _time(self, schedule: Schedule) -> tuple[str, list[tuple[float, float]]]:
+    def time(self, schedule: Schedule, pairs: int = PAIRS) -> tuple[str, list[tuple[float, float]]]:
+        """("timed" or why not, us of both, in pairs)."""
         try:
             if not self.ranks.alive or self.ranks.starts != self.starts:
                 self.bits = self._ask("prove", self.stays)
                 self._ask("take")
                 self.starts = self.ranks.starts
             same = self._ask("prove", schedule) == self.bits
-            return ("timed", slowest(self._ask("time", PAIRS))) if same else ("other bits", [])
+            return ("timed", slowest(self._ask("time", pairs))) if same else ("other bits", [])
         except DroppedError as error:
             return str(error), []
 

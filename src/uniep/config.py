@@ -18,8 +18,12 @@ import torch
 from uniep.activation import ACTIVATIONS
 from uniep.errors import ConfigError, UnsupportedError
 
-ROW_ALIGN = 128
-"""Expert segments start at multiples of this many rows; every tile height divides it."""
+ROW_TILES = (64, 128)
+"""Heights that row tiles may have."""
+
+ROW_ALIGN = ROW_TILES[-1]
+"""Rows are allocated as if every expert's segment were a multiple of this, whatever the tiles are; and so many rows
+make a block of a bias's gradient."""
 
 COLUMN_GROUP = 64
 """Columns summed by one adjacent-pairs tree in d(weight); no tile is narrower."""

@@ -19,6 +19,7 @@ class Measured(NamedTuple):
     worth_pipelining: time of results on the wire divided by time of the down product; from this ratio on, results
         should start during gate_up.
     pipelined_from: tokens; with fewer, sharing the multiprocessors costs more than it hides.
+    half_row_tiles: rows of an expert, on average; up to so many, row tiles have 64 rows.
     few_tokens: up to so many tokens of a rank are pushed. Copies took 0.96 to 1.07 of that time (512).
     push_bytes_per_us: all pushing programs of a rank together, beside a GEMM.  copy_bytes_per_us: one copy engine.
     push_latency_us: until the first tokens arrive.  copy_lead_us: from the entry of all ranks to the first tile.
@@ -31,6 +32,7 @@ class Measured(NamedTuple):
     flop_per_wire_byte: float = 2074
     worth_pipelining: float = 1.7
     pipelined_from: int = 4096
+    half_row_tiles: int = 48
     few_tokens: int = 512
     push_bytes_per_us: float = 150_000
     push_latency_us: float = 30

@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
-from uniep.config import COLUMN_GROUP, ROW_ALIGN, MoEConfig
+from uniep.config import COLUMN_GROUP, ROW_TILES, MoEConfig
 from uniep.dimension import (
     COLLECTIVE,
     CPU,
@@ -38,7 +38,9 @@ def _mega_needs(only: Any) -> Condition:
     def condition(d: Dimension, schedule: Schedule, at: Setting) -> str:
         needed = only(schedule) if callable(only) else only
         value = d.of(schedule)
-        return "" if not _some_mega(schedule) or value == needed else _mega_refused(d.name, value, needed, schedule)
+        if not _some_mega(schedule) or value == needed or d.name.startswith("weight_gradient."):
+            return ""  # weight gradients take what they need there, see `Way.weight_gradient`
+        return _mega_refused(d.name, value, needed, schedule)
 
     return condition
 
@@ -71,6 +73,13 @@ def _one_table(d: Dimension, schedule: Schedule, at: Setting) -> str:
     if d.name != "down.rows" or at.backend != GPU or first == second:
         return ""
     return f"gate_up.rows is {first} and down.rows {second}; on GPUs both walk one tile table"
+
+
+def _whole_steps(d: Dimension, schedule: Schedule, at: Setting) -> str:
+    depth, rows = d.of(schedule), schedule.gate_up.rows
+    if d.name != "weight_gradient.depth" or at.backend != GPU or rows % depth == 0:
+        return ""
+    return f"{d.name} is {depth} and gate_up.rows {rows}; segments, multiples of {rows}, are walked in such steps"
 
 
 MOST_SHARED = 232448
@@ -220,16 +229,32 @@ def _usual_pipelined_from(d: Dimension, at: Setting) -> int:
     return at.measured.pipelined_from if _waits_for_wire(at) else 0
 
 
+def rows_of_expert(cfg: MoEConfig, ep_size: int) -> int:
+    """How many rows an expert has in a full call, on average."""
+    return cfg.max_tokens_per_rank * ep_size * cfg.top_k // cfg.num_experts
+
+
+def _usual_tile(d: Dimension, at: Setting) -> int:
+    """Where experts have few rows, tiles that compute less padding, and weight gradients that store all the time."""
+    name, _, part = d.name.partition(".")
+    tile, rows = getattr(Schedule(), name), rows_of_expert(at.cfg, at.ep_size)
+    if name == "weight_gradient" and at.cfg.gradient_shards == 1:
+        tile = next((of for most, of in FEW_ROWS.items() if rows <= most), tile)
+    elif name != "weight_gradient" and at.backend == GPU and rows <= at.measured.half_row_tiles:
+        tile = dataclasses.replace(tile, rows=ROW_TILES[0])
+    return int(getattr(tile, part))
+
+
 def _usual_group_rows(d: Dimension, at: Setting) -> int:
     """Row tiles of one expert, so that its weights are read once; at most 16, where concurrent tiles share most."""
-    cfg, tile = at.cfg, Schedule().gate_up
+    tile = Schedule().gate_up
     if d.name.startswith("weight"):
         return Tile().group_rows
-    tiles = cfg.max_tokens_per_rank * at.ep_size * cfg.top_k // cfg.num_experts // tile.rows
-    return min(max(tiles, tile.group_rows), 16)
+    return min(max(rows_of_expert(at.cfg, at.ep_size) // tile.rows, tile.group_rows), 16)
 
 
 _ANY, _KERNELS = (CPU, GPU, COLLECTIVE), (GPU, COLLECTIVE)
+_USUAL_TILE = dict.fromkeys(_KERNELS, _usual_tile)
 _UNIEP, _HYPER, _COMET, _OWN = "UniEP", "HyperParallel-MoE", "COMET", "own"
 
 
@@ -238,36 +263,40 @@ class Tile:
     """Shape of one GEMM's output tile and how a GPU runs it (the CPU uses rows and columns only)."""
 
     rows: int = dimension(
-        128, (64, 128), backends=_ANY, source=_UNIEP,
-        doc="Rows of an output tile; on GPUs gate_up and down have the same.",
-        helps="64 gives more tiles to share out; 128 reads weights half as often.",
-        condition=first_of(in_domain(f" (segments are aligned to {ROW_ALIGN})"), _one_table),
+        ROW_TILES[-1], ROW_TILES, backends=_ANY, source=_UNIEP,
+        doc="Rows of an output tile; on GPUs gate_up and down have the same, of which segments are multiples.",
+        helps="64 computes less padding where experts have few rows; 128 reads weights half as often.",
+        condition=first_of(in_domain(), _one_table), usual=_USUAL_TILE,
     )  # fmt: skip
     columns: int = dimension(
         256, (64, 128, 256), backends=_ANY, source=_UNIEP,
         doc="Columns of an output tile, a multiple of 64; of gate_up on GPUs, half gate and half up.",
-        helps="Fewer give more tiles to share out; more read rows less often.", condition=_columns,
+        helps="Fewer give more tiles to share out; more read rows less often.", condition=_columns, usual=_USUAL_TILE,
     )  # fmt: skip
     depth: int = dimension(
         64, (16, 32, 64, 128), backends=_KERNELS, source=_OWN,
         doc="Contraction length of one step of the K loop.",
-        helps="A longer step needs fewer barriers and more shared memory.",
-        condition=in_domain(" (segments are walked in such steps)"),
+        helps="A longer step needs fewer barriers and more shared memory; of weight gradients, it reads more padding.",
+        condition=first_of(in_domain(), _whole_steps), usual=_USUAL_TILE,
     )  # fmt: skip
     warps: int = dimension(
         8, (4, 8, 16), backends=_KERNELS, source=_UNIEP,
-        doc="Warps of a program; the same for all tiles if calls are one kernel per direction.",
+        doc="Warps of a program; if calls are one kernel per direction, the same for gate_up and down, and weight "
+        "gradients have as many.",
         helps="With more warps, each needs fewer registers for a tile.",
         condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gate_up.warps), _leaves_registers),
+        usual=_USUAL_TILE,
     )  # fmt: skip
     stages: int = dimension(
         3, (2, 3, 4, 5), backends=_KERNELS, source=_OWN,
         doc="Loads in flight.", helps="More hide latency, until shared memory is full.", condition=_fits_shared,
+        usual=_USUAL_TILE,
     )  # fmt: skip
     programs_per_sm: int = dimension(
-        1, (1, 2), backends=_KERNELS, source=_OWN,
-        doc="Programs that a multiprocessor runs at a time.", helps="2 hide each other's epilogues, where both fit.",
-        condition=_mega_needs(1),
+        1, (1, 2, 3, 4), backends=_KERNELS, source=_OWN,
+        doc="Programs that a multiprocessor runs at a time, if they fit; one, if calls are one kernel per direction.",
+        helps="More hide each other's epilogues: in weight gradients of few rows, stores.",
+        condition=_mega_needs(1), usual=_USUAL_TILE,
     )  # fmt: skip
     group_rows: int = dimension(
         8, (1, 2, 4, 8, 16, 32, 64), backends=_KERNELS, source=_OWN, most=64,
@@ -509,6 +538,12 @@ DIMENSIONS = tuple(_dimensions())
 """Every dimension of a Schedule, in the order of its fields."""
 
 DIMENSION = {dimension.name: dimension for dimension in DIMENSIONS}
+FEW_ROWS = {
+    64: Tile(columns=128, depth=32, warps=4, stages=2, programs_per_sm=3),
+    256: Tile(columns=128, depth=32, warps=4, stages=4, programs_per_sm=2),
+}
+"""Usual tiles of weight gradients where an expert has, on average, up to so many rows; one H200 (docs/log.md)."""
+
 TILES = {field.name: field.metadata["of"] for field in dataclasses.fields(Schedule) if isinstance(field.default, Tile)}
 """The fields that are a Tile, and the products that each one tiles."""
 

@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from uniep.config import MoEConfig
+from uniep.config import ROW_ALIGN, ROW_TILES, MoEConfig
 from uniep.dimension import COLLECTIVE, GPU, MEASURED, Measured, listed
 from uniep.row_operator import PLACES, RowOperator
-from uniep.schedule import Schedule, Tile, default_schedule, down_sms, wire_share
+from uniep.schedule import FEW_ROWS, Schedule, Tile, default_schedule, down_sms, rows_of_expert, wire_share
 
 ADAPTABLE = "w13", "w2"
 """The weights that may have low-rank factors."""
@@ -60,7 +60,7 @@ class Way:
     recomputes: backward makes h again.
     device_tiles: GEMMs are split as GPU kernels do.  separate, separate_gradient: the activation, and its gradient, are
         tiles of their own.
-    gate_up, down, weight_gradient: tiles of the products.
+    gate_up, down, weight_gradient: tiles of the products; in one kernel, the last one with the warps of the others.
     sms: multiprocessors that kernels take.  matrix_workers, vector_workers: threads.
     operators: of one's own, in the order in which they run behind a product.
     lora: weights, "w13" and "w2", beside which the call has low-rank factors.
@@ -141,6 +141,11 @@ class Way:
         """The first GEMM's tile columns in terms of F: a GPU's tile holds gate and up."""
         tile = self.gate_up
         return dataclasses.replace(tile, columns=tile.columns // 2) if self.device_tiles else tile
+
+    @property
+    def align(self) -> int:
+        """Segments of rows are multiples of it."""
+        return self.gate_up.rows if self.device_tiles else ROW_ALIGN
 
     @property
     def down_grad_tile(self) -> Tile:
@@ -237,6 +242,7 @@ class Way:
             back = Choice("results return", self.returns, "lora", "rows are shrunk for w2 in between")
         return [
             *((kernels,) if device else ()),
+            *(self._tiles(usual) if device else ()),
             Choice(
                 "stages", "one after the other" if self.gates else "beside each other", "overlap",
                 by_wire(s.overlap, usual.overlap, "pipelined"),
@@ -252,6 +258,25 @@ class Way:
             Choice("gate and up", s.preactivation, "preactivation", "as set"),
             *(Choice(op.name, f"after {op.after}", "operators", PLACES[op.after].cost) for op in self.operators),
         ]  # fmt: skip
+
+    def _tiles(self, usual: Schedule) -> tuple[Choice, Choice]:
+        """Of products of rows, and of weight gradients."""
+        s, cfg, measured = self.given
+        few = f"an expert has {rows_of_expert(cfg, self.ep_size)} rows on average; "
+        rows = few + f"{ROW_TILES[0]} up to {measured.half_row_tiles}"
+        weights = few + "others up to " + listed(tuple(FEW_ROWS), "and")
+        tile = self.weight_gradient
+        shape = f"{tile.rows} x {tile.columns}, {tile.programs_per_sm} for each multiprocessor"
+        return (
+            Choice(
+                "row tiles", f"{self.gate_up.rows} rows", "gate_up.rows",
+                rows if s.gate_up.rows == usual.gate_up.rows else "as set",
+            ),
+            Choice(
+                "weight gradients' tiles", shape, "weight_gradient",
+                weights if s.weight_gradient == usual.weight_gradient else "as set",
+            ),
+        )  # fmt: skip
 
     def _down_wgrad(self, asked: str) -> Choice:
         """Where dW2 runs, and why not as asked."""
@@ -332,6 +357,9 @@ def resolve(
     beside = beside and "down_grad" not in behind
     apart = staged and not (kept or lora) and cfg.gradient_shards == 1
     apart = apart and s.down_wgrad == "beside" and num_tokens >= s.pipelined_from
+    weight_gradient = s.weight_gradient
+    if mega:
+        weight_gradient = dataclasses.replace(weight_gradient, warps=s.gate_up.warps, programs_per_sm=1)
     gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,
@@ -347,7 +375,7 @@ def resolve(
         interleaved=listed_tiles and s.weight_gradient_order == "interleaved", expanded=s.operand == "expanded",
         again=s.received == "again", recomputes=s.preactivation == "recomputed", device_tiles=device,
         separate=s.activation == "separate", separate_gradient=gradient_apart, gate_up=s.gate_up, down=s.down,
-        weight_gradient=s.weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,
+        weight_gradient=weight_gradient, sms=sms, matrix_workers=s.matrix_workers, vector_workers=s.vector_workers,
         operators=tuple(operators), lora=lora, given=(s, cfg, measured),
     )  # fmt: skip
 

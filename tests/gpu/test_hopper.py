@@ -39,7 +39,7 @@ from uniep.launch import driver as call
 from uniep.launch import records
 from uniep.reference import composition
 from uniep.routing import build_plan
-from uniep.schedule import default_schedule
+from uniep.schedule import FEW_ROWS, default_schedule
 from uniep.stages import DIRECTIONS
 from uniep.trials.compilers import Compilers
 from uniep.trials.trial import Job, Trial
@@ -54,6 +54,7 @@ SHARED = RANKS > HAVE
 
 FIELDS = ("y", "dx", "dweights", "dw13", "dw2", "db13", "db2")
 SERIAL = Schedule(overlap="serial", tile_order="natural")
+HALF_TILES = {"gate_up": Tile(rows=64, stages=4), "down": Tile(rows=64, stages=4)}
 SCHEDULES = {
     "pushed": Schedule(transfer="push"),
     "pushed, natural": Schedule(transfer="push", tile_order="natural"),
@@ -77,6 +78,10 @@ SCHEDULES = {
     "pulled again": Schedule(transfer="pull", received="again"),
     "dW2 beside": Schedule(transfer="copy", down_wgrad="beside"),
     "dW2 beside, pushed": Schedule(transfer="push", down_wgrad="beside"),
+    "few rows, beside": Schedule(
+        **HALF_TILES, weight_gradient=FEW_ROWS[64], activation_gradient="beside", beside_from=0
+    ),
+    "few rows, copied": Schedule(transfer="copy", **HALF_TILES, weight_gradient=FEW_ROWS[256]),
 }
 FUSED = Schedule(transfer="copy", activation_gradient="beside", beside_from=0)
 MEGA = {
@@ -199,8 +204,8 @@ def check_plan(r):
         _, ids, *_ = r.data(cfg, tokens, unused=unused)
         ids[: tokens // 4] = ids[: tokens // 4, :1]  # repeats
         with Workspace(cfg, r.group, timeout_s=60) as workspace:
-            plan = uniep.route(ids.int(), workspace=workspace)
-        want = build_plan([t.cpu() for t in r.gather_ragged(ids, -1)], r.rank, cfg)
+            plan, align = uniep.route(ids.int(), workspace=workspace), workspace.schedule.gate_up.rows
+        want = build_plan([t.cpu() for t in r.gather_ragged(ids, -1)], r.rank, cfg, align=align)
         fields = (f.name for f in dataclasses.fields(want))
         wrong += [
             f"T={tokens} {name}" for name in fields if not torch.equal(getattr(plan, name).cpu(), getattr(want, name))
@@ -302,6 +307,26 @@ def check_bits(r):
     """Schedules, tiles, programs, chunks, allocation modes and EP=1: the same bits; errors within twice torch's."""
     same_everywhere(r, {})
     same_everywhere(r, {"weight_at": "activation", "dtype": torch.float16})
+
+
+def few_rows(r, changes):
+    """Tiles that are the default where experts have few rows: the bits of others, also after calls with more rows,
+    which leave theirs behind the last one."""
+    cfg = MoEConfig(**{**SHAPE, "max_tokens_per_rank": 96}, **changes)
+    usual = default_schedule("hopper", cfg, r.size)
+    assert (usual.gate_up.rows, usual.weight_gradient) == (64, FEW_ROWS[64])
+    calls = [r.data(cfg, tokens, seed=tokens) for tokens in (96, (61, 40, 0, 13)[r.rank % 4], 7)]
+    want = [r.once(cfg, data, SERIAL) for data in calls]
+    for how in ("", "few rows, beside", "few rows, copied"):
+        with Workspace(cfg, r.group, schedule=SCHEDULES.get(how), timeout_s=60) as workspace:
+            for turn in (0, 1, 2, 0, 2, 2, 2):
+                wrong = differing(want[turn], r.run(workspace, calls[turn]))
+                assert not wrong, (how, turn, wrong)
+    wrong = {"EP=1": r.alone(cfg, calls[0])[0], "nccl": r.once(cfg, calls[0], backend="nccl")}
+    if cfg.combine_groups is None:
+        wrong["mega"] = r.once(cfg, calls[0], dataclasses.replace(usual, overlap="mega"))
+    wrong = {how: differing(want[0], made) for how, made in wrong.items()}
+    assert not any(wrong.values()), wrong
 
 
 def check_strategies(r):
@@ -1058,6 +1083,15 @@ CHECKS = {
     for name, f in (*globals().items(), *vars(calls).items(), *vars(shards).items(), *vars(routing).items())
     if name.startswith("check_")
 }
+BIASED = {"bias": True, "activation": "swiglu_oai", "activation_limit": 1.0}
+CHECKS |= {
+    f"few_rows_{name}": functools.partial(few_rows, changes=changes)
+    for name, changes in {
+        "bf16": {}, "fp16": {"weight_at": "activation", "dtype": torch.float16}, "biases": BIASED,
+        "biases_weighted": {**BIASED, "weight_at": "activation"}, "groups": {"combine_groups": 8},
+        "sync_free": {"max_rows": 2048},
+    }.items()
+}  # fmt: skip
 
 
 def _main(rank, size, port, results, names, environment):

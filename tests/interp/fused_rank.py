@@ -383,7 +383,7 @@ def check_trace(backend, case: Case, rank: int) -> None:
     assert all(0 <= s.claimed_ns < TIMEOUT_S * 10**9 for s in backend.trace)
     ids = tensors(case)["ids"].split(case.tokens)
     by_expert = backend.way.sends_by_expert
-    plans = [build_plan(list(ids), peer, backend.cfg, by_expert) for peer in range(len(case.tokens))]
+    plans = [build_plan(list(ids), peer, backend.cfg, by_expert, backend.way.align) for peer in range(len(case.tokens))]
     needs = {"w13": rank == 1, "w2": rank == 0}
     graphs = {
         "forward": lower_forward(plans, case.tokens, backend.cfg, backend.way, keep=True),

@@ -89,6 +89,7 @@ class Case:
     preactivation: str = "saved"
     only: tuple[str, ...] = ()  # kernels that are compiled; (): all
     shards: int = 1  # blocks of ranks, whose weight gradients are summed by themselves
+    tokens: int = TOKENS  # that a rank has at most
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -99,6 +100,7 @@ class Case:
         how += f", LoRA of rank {self.lora} beside {' and '.join(self.adapted)}" * (self.lora is not None)
         how += f", {self.more}" * bool(self.more) + f", {self.shards} gradient shards" * (self.shards > 1)
         how += f", h {self.preactivation}" * (self.preactivation != "saved")
+        how += f", {self.tokens} tokens" * (self.tokens != TOKENS)
         how += ", sync-free" * self.sync_free + f", {self.tile_order}" * (self.tile_order != "local-first")
         return f"{self.shape}, {dtype}, weight at {self.weight_at}, EP {self.ep_size}, {how}"
 
@@ -106,9 +108,10 @@ class Case:
         shape = parse_shape(self.shape)
         return MoEConfig(
             hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k,
-            max_tokens_per_rank=TOKENS, dtype=self.dtype, weight_at=self.weight_at, combine_groups=self.combine_groups,
+            max_tokens_per_rank=self.tokens, dtype=self.dtype, weight_at=self.weight_at,
+            combine_groups=self.combine_groups,
             activation=self.activation, activation_limit=self.limit, bias=self.bias, gradient_shards=self.shards,
-            max_rows=2 * TOKENS * shape.top_k if self.sync_free else None,
+            max_rows=2 * self.tokens * shape.top_k if self.sync_free else None,
         )  # fmt: skip
 
     def schedule(self) -> Schedule:
@@ -232,9 +235,9 @@ def compile_case(case: Case, wanted: Callable[[str], bool] = lambda name: True) 
         pairs = {"w13": (a13, b13), "w2": (a2, b2)}
         factors = (pairs[name] if name in case.adapted else None for name in pairs)
         experts = dataclasses.replace(experts, lora=Lora(*factors, 2.0))
-    x_TD = torch.empty(TOKENS, cfg.hidden, **like)
-    ids_TK = torch.zeros(TOKENS, cfg.top_k, dtype=torch.int64)
-    inputs = Inputs(x_TD, ids_TK, torch.zeros(TOKENS, cfg.top_k), experts)
+    x_TD = torch.empty(case.tokens, cfg.hidden, **like)
+    ids_TK = torch.zeros(case.tokens, cfg.top_k, dtype=torch.int64)
+    inputs = Inputs(x_TD, ids_TK, torch.zeros(case.tokens, cfg.top_k), experts)
 
     with compiling(launched, wanted):
         backend.forward(inputs, save=False)

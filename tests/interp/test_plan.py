@@ -147,7 +147,8 @@ def check(
     flat_weights = torch.zeros(len(ids_of_rank), cfg.max_tokens_per_rank * cfg.top_k)
     for source, weights in enumerate(weights_of_rank):
         flat_weights[source, : weights.numel()] = weights.flatten()
-    every = [build_plan(ids_of_rank, rank, cfg, by_expert) for rank in range(len(ids_of_rank))]
+    align = planners[0].tile_rows
+    every = [build_plan(ids_of_rank, rank, cfg, by_expert, align) for rank in range(len(ids_of_rank))]
     for rank, got in enumerate(plans(planners, ids_of_rank, weights_of_rank, lead, waves, by_expert, in_turn)):
         want = every[rank]
         tables, rows = got.rows, want.num_rows
@@ -370,9 +371,9 @@ def test_a_plan_reads_nothing_stale():
 
 
 # Two ranks, experts 0 and 1 on rank 0, tiles of 64 rows, K = 1.  On rank 0 expert 0 gets 70 own rows and then
-# 10 of rank 1: tile 0 is local, tile 1 is not.  Expert 1 gets 60 own rows: tile 2 is local, and so is tile 3,
-# all padding.  On rank 1 expert 2 gets 65 rows of rank 0 and 63 own ones: neither tile is local; expert 3
-# gets 64 of rank 0 and 70 own ones in 256 rows: tile 2 is not local, tiles 3, 4 and 5 are.
+# 10 of rank 1: tile 0 is local, tile 1 is not.  Expert 1 gets 60 own rows: tile 2 is local.
+# On rank 1 expert 2 gets 65 rows of rank 0 and 63 own ones: neither tile is local; expert 3
+# gets 64 of rank 0 and 70 own ones in 192 rows: tile 2 is not local, tiles 3 and 4 are.
 HAND_IDS = (
     [[0]] * 70 + [[1]] * 60 + [[2]] * 65 + [[3]] * 64,
     [[0]] * 10 + [[2]] * 63 + [[3]] * 70,
@@ -382,10 +383,10 @@ HAND_IDS = (
 @pytest.mark.parametrize(
     ("lead", "orders"),
     [
-        (0, ([0, 1, 2, 3], [0, 1, 2, 3, 4, 5])),
-        (1, ([0, 2, 3, 1], [2, 3, 4, 5, 0, 1])),
-        (2, ([0, 2, 3, 1], [3, 4, 5, 0, 1, 2])),
-        (9, ([0, 2, 3, 1], [3, 4, 5, 0, 1, 2])),
+        (0, ([0, 1, 2], [0, 1, 2, 3, 4])),
+        (1, ([0, 2, 1], [2, 3, 4, 0, 1])),
+        (2, ([0, 2, 1], [3, 4, 0, 1, 2])),
+        (9, ([0, 2, 1], [3, 4, 0, 1, 2])),
     ],
 )
 def test_tile_order_by_hand(lead, orders):
@@ -393,8 +394,9 @@ def test_tile_order_by_hand(lead, orders):
     planners = roomy_planners(cfg, 2, make_schedule(rows=64))
     ids_of_rank = [torch.tensor(ids) for ids in HAND_IDS]
     got = plans(planners, ids_of_rank, make_weights(ids_of_rank), lead)
-    assert tensor(got[0].rows.expert_M)[:4].tolist() == [0, 0, 1, 1]
-    assert tensor(got[1].rows.expert_M)[:6].tolist() == [0, 0, 1, 1, 1, 1]
+    assert [tensor(plan.rows.totals)[1] for plan in got] == [3, 5]
+    assert tensor(got[0].rows.expert_M)[:3].tolist() == [0, 0, 1]
+    assert tensor(got[1].rows.expert_M)[:5].tolist() == [0, 0, 1, 1, 1]
     for plan, order in zip(got, orders, strict=True):
         assert tensor(plan.rows.order_M)[: len(order)].tolist() == order
 
@@ -459,10 +461,12 @@ def test_max_rows_that_suffices(max_rows):
         planner.check()
 
 
-def test_overflow_is_recorded_everywhere():
-    """Rank 1 gets 150 rows where 100 and their alignment fit 384: every rank records it, and no tile runs."""
+@pytest.mark.parametrize("rows", [64, 128])
+def test_overflow_is_recorded_everywhere(rows):
+    """Rank 1 gets 400 rows where 10 and their alignment fit 256: every rank records it, whatever its tiles are, and no
+    tile runs."""
     cfg = make_config(num_experts=2, top_k=1, max_tokens=300, max_rows=10)
-    planners = host_planners(cfg, 2, make_schedule())
+    planners = host_planners(cfg, 2, make_schedule(rows=rows))
     assert [planner.capacity for planner in planners] == [2 * ROW_ALIGN] * 2
     ids_of_rank = [torch.ones(200, 1, dtype=torch.int64), torch.ones(200, 1, dtype=torch.int64)]
     for plan in attempt(planners, ids_of_rank, make_weights(ids_of_rank)):

@@ -140,11 +140,11 @@ class Sampled:
         self.metrics, self.is_on = metrics, False
 
     def start(self):
-        self.samples, self.is_on = [SimpleNamespace(metric_values=[0.0] * 4)], True
+        self.samples, self.is_on = [SimpleNamespace(metric_values=[0.0, float("nan"), 0.0, 0.0])], True
 
     def call(self):
         if self.is_on:
-            values = [1e9, 7.5e8, 2e9, 5e8]
+            values = [1e9, 75.0, 2e9, 5e8]
             self.samples.append(SimpleNamespace(metric_values=values[: len(self.metrics)]))
 
     def stop(self):
@@ -169,7 +169,7 @@ def test_l2_counters_are_per_call(monkeypatch):
     monkeypatch.setattr(energy, "layers", lambda *given: [("uniep", layer, None)])
     args = energy.options(["--seconds", "1e-9"])  # over before the first call
     shape = cases.parse_shape("qwen3-30b")
-    found = {"l2_hit": 0.75, "l2_read_gb": 32.0, "dram_read_gb": 2.0, "dram_write_gb": 0.5}
+    found = {"l2_hit": 0.75, "l2_gb": 32.0, "dram_read_gb": 2.0, "dram_write_gb": 0.5}
     sides = ("down", "uniep"), ("down", "grouped_mm"), ("layer", "uniep")
     wanted = [{"shape": "qwen3-30b", "what": what, "side": side, **found} for what, side in sides]
     assert list(energy.l2_rows(shape, counters, args, device)) == wanted

@@ -138,9 +138,11 @@ def test_more_points_than_the_limit_are_drawn_alike_each_time():
 
 def test_what_is_searched_is_declared():
     for searched in space.SEARCHED:
-        for name in (searched.name, *searched.also):
-            for backend, values in searched.values.items():
-                assert set(values) <= set(DIMENSION[name].domain), name
+        for backend, values in searched.values.items():
+            decided = [{searched.name: value, **searched.others(value)} for value in values]
+            assert all(of.keys() == {searched.name, *searched.decides} for of in decided)
+            for name in decided[0]:
+                assert {of[name] for of in decided} <= set(DIMENSION[name].domain), name
                 assert backend in DIMENSION[name].backends or "hopper, mega" in DIMENSION[name].backends
         before = {of.name for of in space.SEARCHED[: space.SEARCHED.index(searched)]}
         for needs in (*searched.needs, *searched.only.values()):
@@ -780,9 +782,11 @@ def test_uniep_explain_knows_low_rank_factors(tmp_path):
 
 def test_the_page_has_every_dimension_strategy_and_today_s_figures():
     page = (BENCHMARKS.parent / "docs" / "tuner.md").read_text()
-    assert all(f"`{name}`" in page for searched in space.SEARCHED for name in (searched.name, *searched.also))
+    assert all(f"`{name}`" in page for searched in space.SEARCHED for name in (searched.name, *searched.decides))
     assert all(f"`{name}`" in page for name in strategies.STRATEGIES)
-    searched = {name.rpartition(".")[2] for of in space.SEARCHED for name in (of.name, *of.also)} - set(space.OF_MEMORY)
+    searched = {name.rpartition(".")[2] for of in space.SEARCHED for name in (of.name, *of.decides)} - set(
+        space.OF_MEMORY
+    )
     left = {name.rpartition(".")[2] for name in DIMENSION} - searched - {"chunk_experts"}  # of chunk-major
     told = page[page.index("Not searched:") : page.index("**Refused before")]
     assert all(f"`{name}`" in told or name.endswith("_from") for name in left), left

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,15 @@ def config(shape, most=MOST, **changes):
 def described(cfg, ep_size, num_tokens):
     """What kernels of the default way are told, in one line."""
     way = resolve(cfg, ep_size, num_tokens)
+    of = way.weight_gradient
     how = f"down:{way.down_sms} gradient:{'beside' if way.gradient_beside else 'after'}"
     how += f" parts:{way.gate_up_parts}" * (way.gate_up_parts > 1) + " dw2:beside" * way.down_wgrad_beside
     numbers = " rounds:{},{} leads:{},{}".format(*way.push_rounds, *way.leads) + f" waves:{way.waves}" * (way.waves > 1)
     sent = ("copy" if way.copies else way.transfer) if ep_size > 1 else "none"
     return (
         f"{'mega' if way.mega else how} {sent} programs:{way.push_programs}{'' if way.mega else numbers} "
-        f"rows:{way.gate_up.group_rows},{way.down.group_rows}"
+        f"rows:{way.gate_up.group_rows},{way.down.group_rows} "
+        f"tiles:{way.gate_up.rows} {of.columns}x{of.programs_per_sm}"
     )
 
 
@@ -227,12 +230,16 @@ def test_a_way_explains_itself():
     many, few = str(resolve(cfg, 4, 8192)), str(resolve(cfg, 4, 100, dataclasses.replace(usual, mega_to=512)))
     assert "beside gate_up on 44 SMs, in 4 parts" in many and "pipelined, T=8192, from 4096 on" in many
     assert "a peer wants 0.91 of the tokens, copies from 0.35 on" in many
+    tiny = str(resolve(config(QWEN, 128), 1, 128))
     share = "results take 2.03 of the down product's time on the wire"
     assert f"pipelined; {share}, pipelined from 1.7 on" in many
     assert f"beside; {share}, beside from 1.7 on, T=8192, from 4096 on" in many
     assert share not in str(resolve(cfg, 4, 8192, dataclasses.replace(usual, overlap="fused", down_wgrad="after")))
-    assert "mega_to" in few and "T=100, up to 512" in few and "one each way" in few and "gate_up" not in few
+    assert "mega_to" in few and "T=100, up to 512" in few and "one each way" in few and "behind gate_up" not in few
     assert "sums after" in str(resolve(config(QWEN, combine_groups=8), 4, 8192))
+    assert re.search(r"row tiles +128 rows .* an expert has 2048 rows on average; 64 up to 48", many)
+    few = r"weight gradients' tiles +128 x 128, 3 for each .* 8 rows on average; others up to 64 and 256"
+    assert re.search(few, tiny)
     serial = str(resolve(cfg, 4, 100, Schedule(overlap="serial")))
     assert "one after the other" in serial and "one each way" not in serial and "behind gate_up" in serial
     sent = {

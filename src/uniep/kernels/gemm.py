@@ -1,6 +1,6 @@
 """Grouped GEMM kernels: persistent loops over the row tiles of all local experts.
 
-Row tiles are BLOCK_M consecutive rows of one expert's segment (segments are multiples of ROW_ALIGN, so a
+Row tiles are BLOCK_M consecutive rows of one expert's segment (segments are multiples of BLOCK_M, so a
 tile never spans two experts).  Tile bodies never wait; the loops that run them do.  Accumulation is fp32
 over ascending k groups from the segment start, never split, so bits do not depend on the tile.
 

@@ -88,7 +88,7 @@ def parts_kernel(
         tl.store(cursor_ptr, 0)
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
-        back = tl.load(return_ptr + row)
+        back = tl.load(return_ptr + row, mask=row < num_rows, other=-1)
         is_row = back >= 0
         back = tl.maximum(back, 0)
         source = back // SLOTS

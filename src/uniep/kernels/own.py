@@ -17,7 +17,7 @@ def row_operator_kernel(
     """values (N, WIDTH) = BODY(values) in place, rounded once, of rows that belong to a token.
 
     BODY: (ROWS, COLUMNS) fp32 -> the same.  COLUMNS: a power of two, WIDTH or more; zeros from WIDTH on.
-    ROWS: a divisor of ROW_ALIGN, of which allocated rows are a multiple.
+    ROWS: a divisor of all row tiles.
     """
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     column = tl.arange(0, COLUMNS)[None, :]

@@ -252,6 +252,8 @@ def tiles_kernel(
 ):
     """Segment starts and, per row tile, its expert and its place in the order.
 
+    Segments are multiples of BLOCK_M, so that a tile never spans two experts.  ALIGN: what rows are counted by where a
+    rank needs room for them, whatever its tiles are: every rank finds the same.
     totals: [0] padded rows, [1] row tiles.  progress (M,) and cursor, which count tiles of this call: zero.
     Order: segments, which are the tiles of one expert that wait for one source last, go in waves, and inside a wave by
     expert.  waves = 1: the local segments of the first `lead` experts; the segments of all other experts; the remaining
@@ -262,7 +264,7 @@ def tiles_kernel(
     Each program looks at all segments, then at TILES tiles at once, every one of which finds its segment and its places.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
-    HOST (exact allocation): the host reads [call, padded rows, whether they fit, most tokens that one source sends] and
+    HOST (exact allocation): the host reads [call, rows by ALIGN, whether they fit, most tokens that one source sends] and
     tries again with enough; else TOO_MANY_ROWS is recorded.  DEDUP: as for `place_kernel`.
     """
     after_previous()
@@ -273,7 +275,7 @@ def tiles_kernel(
     at = counts_ptr + source[None, :] * E + rank * LOCAL + local[:, None]
     counts = tl.load(at, mask=(local < LOCAL)[:, None], other=0)
     rows = tl.sum(counts, 1)
-    padded = (rows + ALIGN - 1) // ALIGN * ALIGN
+    padded = (rows + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     start = tl.cumsum(padded, 0) - padded
     total = tl.sum(padded)
     call = tl.load(call_ptr)
@@ -342,7 +344,7 @@ def tiles_kernel(
         tl.store(table.backward_order_M + tl.gather(backward_shift, segment, 0) + tile, tile, mask=exists)
     if HOST:
         if program == 0:
-            tl.store(host_ptr + 1, total)
+            tl.store(host_ptr + 1, tl.sum(tl.where(source == rank, padded_R, 0)))
             tl.store(host_ptr + 2, fits.to(tl.int32))
             tl.store(host_ptr + 3, most_sent)
             tl.debug_barrier()

@@ -249,14 +249,12 @@ def dweights_kernel(
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`return_dweights` of all rows.  groups: (N, GROUPS).  BLOCK_M: of row tiles, a divisor of ROWS."""
-    num_rows = tl.load(rows.totals)
-    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        row = first + tl.arange(0, ROWS)
-        return_dweights(groups_ptr, dy_ptr, b2_ptr, rows, wire, row, first // BLOCK_M, GROUPS, SLOTS, D)
+    """`return_dweights` of all rows, a row tile at a time.  groups: (N, GROUPS)."""
+    for m in range(tl.program_id(0), num_row_tiles(rows), tl.num_programs(0)):
+        row = m * BLOCK_M + tl.arange(0, BLOCK_M)
+        return_dweights(groups_ptr, dy_ptr, b2_ptr, rows, wire, row, m, GROUPS, SLOTS, D)
 
 
 @triton.jit(do_not_specialize=["kept_block"])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uniep.config import ROW_ALIGN, MoEConfig
+from uniep.config import ROW_TILES, MoEConfig
 from uniep.kernels.arguments import (
     ALL_HERE,
     Activation,
@@ -304,10 +304,7 @@ def launch_dweights(
         dweights_kernel,
         multiprocessors * 2,
         (made.groups_NG, dy_N if biased else None, made.b2, rows, peers.wire),
-        {
-            "GROUPS": made.groups_NG.shape[1], "SLOTS": slots, "D": cfg.hidden, "ROWS": ROW_ALIGN,
-            "BLOCK_M": tile.rows,
-        },
+        {"GROUPS": made.groups_NG.shape[1], "SLOTS": slots, "D": cfg.hidden, "BLOCK_M": tile.rows},
         num_warps=4, **({"enable_fp_fusion": False} if biased else {}),
     )  # fmt: skip
 
@@ -462,7 +459,7 @@ def launch_publish(x_TD: Tensor, out_TD: Tensor, status: Tensor, multiprocessors
 def launch_row_operator(body: Any, values_NX: Tensor, rows: Bundle[Rows], multiprocessors: int) -> None:
     """values (N, X) in place by an operator of one's own, over valid rows."""
     columns = power_of_2(values_NX.shape[1])
-    at_once = min(max(2048 // columns, 1), ROW_ALIGN)
+    at_once = min(max(2048 // columns, 1), ROW_TILES[0])
     launch(
         row_operator_kernel,
         multiprocessors * 8,

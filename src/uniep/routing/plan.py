@@ -28,7 +28,7 @@ class RoutingPlan:
     """One rank's view of one call's routing.  Tensors only, all int32.
 
     counts_RE: (R, E), routed slots per source rank and expert (unused slots not counted).
-    expert_start_e1: (e+1,), first row of each local expert's segment, multiples of ROW_ALIGN; last = N.
+    expert_start_e1: (e+1,), first row of each local expert's segment, multiples of `align`; last = N.
     send_count_R: (R,), tokens this rank sends to each rank; 0 for itself.
     send_token_RT: (R, T), indices of these tokens, each once; -1 after the count.  Ascending, or, with
         Schedule(send_order="expert"), by the token's lowest expert on that rank, then ascending.
@@ -75,11 +75,14 @@ def find_bad_id(ids_TK: Tensor, num_experts: int) -> tuple[int, int, int] | None
     return token, slot, int(ids_TK[token, slot])
 
 
-def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig, by_expert: bool = False) -> RoutingPlan:
+def build_plan(
+    ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig, by_expert: bool = False, align: int = ROW_ALIGN
+) -> RoutingPlan:
     """The plan of `rank` from the ids of all ranks.
 
     ids_of_rank: R tensors (T_s, K), any integer dtype, values -1 .. E-1 (checked by the caller).
     by_expert: the order of send lists, see `RoutingPlan`; receive slots follow it, rows do not.
+    align: see `Way.align`.
     Returns tensors on the ids' device.  **Order**: (source rank, token, slot) inside each expert.
     """
     num_ranks = len(ids_of_rank)
@@ -122,7 +125,7 @@ def build_plan(ids_of_rank: Sequence[Tensor], rank: int, cfg: MoEConfig, by_expe
 
     rows_e = counts_RE[:, first : first + local].sum(0)
     expert_start_e1 = torch.zeros(local + 1, dtype=i64, device=device)
-    expert_start_e1[1:] = torch.cumsum((rows_e + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN, 0)
+    expert_start_e1[1:] = torch.cumsum((rows_e + align - 1) // align * align, 0)
     total = int(expert_start_e1[-1])
 
     # All slots of all ranks in (source, token, k) order; a stable sort by expert makes it canonical.

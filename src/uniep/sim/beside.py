@@ -33,7 +33,7 @@ def predicted(
     the way's lists in one kernel per direction, and, if it recomputes, a launch before the backward's that is a phase
     of its own.
     """
-    plans = [build_plan(ids, rank, cfg, way.sends_by_expert) for rank in range(len(ids))]
+    plans = [build_plan(ids, rank, cfg, way.sends_by_expert, way.align) for rank in range(len(ids))]
     of_rank = sites(plans, [len(part) for part in ids], cfg, way)
     launches = [("forward", forward_operators(way, keep=True), of_rank)]
     if way.recomputes and way.mega:

@@ -94,7 +94,7 @@ class Problem:
         return [self.site(rank, ids, cfg, way) for rank in range(1 if self.symmetric else self.ep)]
 
     def site(self, rank: int, ids: list[Tensor], cfg: MoEConfig, way: Way) -> Site:
-        plan = build_plan(ids, rank, cfg)
+        plan = build_plan(ids, rank, cfg, align=way.align)
         chunks = torch.arange(-(-self.tokens // way.chunk_tokens))
         parts = build_parts(plan, rank, cfg) if way.grouped else None
         return Site(rank, self.ep, cfg, way, plan, self.tokens, chunks, parts)

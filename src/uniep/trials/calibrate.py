@@ -50,7 +50,7 @@ def stacked(loads: Sequence[Load]) -> Load:
     fields = {
         f.name: column([getattr(load, f.name) for load in loads]) for f in dataclasses.fields(Load) if f.name != "tiles"
     }
-    return Load(**fields, tiles=tuple(column([load.tiles[i] for load in loads]) for i in (0, 1)))  # type: ignore[arg-type]
+    return Load(**fields, tiles=tuple(map(column, zip(*(load.tiles for load in loads), strict=True))))  # type: ignore[arg-type]
 
 
 class Calls:

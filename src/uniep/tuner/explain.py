@@ -166,7 +166,7 @@ def _dimensions(
     for dimension in dimensions(backend, cfg, ep_size):
         costs: dict[str, float] = {}
         for value in dimension.values[backend]:
-            changed = replaced(choice, dict.fromkeys((dimension.name, *dimension.also), value))
+            changed = replaced(choice, {dimension.name: value, **dimension.others(value)})
             if value != get(choice, dimension.name) and not refusals(changed, cfg, ep_size, backend):
                 costs[str(value)] = round(float(predict(load, Points.of([changed]), card).both) / us - 1, 4)
         if costs:

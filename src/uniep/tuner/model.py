@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from uniep.config import ROW_ALIGN, MoEConfig
+from uniep.config import MoEConfig
 from uniep.dimension import MEASURED
 from uniep.errors import ConfigError
 from uniep.sim.machine import Machine, load_machine
@@ -45,6 +45,7 @@ CONSTANTS = {
     "gather_us": Constant("us", None, 0, 1000, "extra time of a tile that gathers its rows"),
     "store_gbps": Constant("GB/s", None, 0.01, 1e5, "rate of a worker's stores beyond one result"),
     "hbm_efficiency": Constant("", None, 0.01, 1, "share of the memory rate that passes over memory achieve"),
+    "weight_share": Constant("", 0.8, 0.01, 1, "share of the memory rate that weights and their gradients have"),
     "link_efficiency": Constant("", None, 0.01, 1, "share of the link rate that stores to peers achieve"),
     "worker_link_gbps": Constant("GB/s", None, 0.01, 1e5, "push rate of one program beside a product"),
     "plan_us": Constant("us", None, 0, 1e5, "time in a forward before tiles may begin"),
@@ -156,9 +157,9 @@ def checked(name: str, values: Mapping[str, object]) -> Card:
 class Load:
     """The work of the busiest rank of a call: numbers, or (N,) tensors if points belong to several calls.
 
-    rows: rows routed to it.  tiles: row tiles of 128 and of 64 rows.  away: rows that return to peers.  sent, received:
-    tokens, each once per rank.  lines: sums that return with combine groups, 0 without.  synced: the host reads the
-    number of rows.
+    rows: rows routed to it.  tiles: row tiles of 128, 64 and 32 rows.  away: rows that return to peers.  sent,
+    received: tokens, each once per rank.  lines: sums that return with combine groups, 0 without.  synced: the host
+    reads the number of rows.
     """
 
     ep_size: float | Tensor
@@ -169,7 +170,7 @@ class Load:
     local: float | Tensor
     bytes: float | Tensor
     rows: float | Tensor
-    tiles: tuple[float | Tensor, float | Tensor]
+    tiles: tuple[float | Tensor, ...]
     away: float | Tensor
     sent: float | Tensor
     received: float | Tensor
@@ -207,7 +208,7 @@ class Load:
     def of_counts(cls, cfg: MoEConfig, ep_size: int, tokens: int, counts_e: Tensor, away: float, sent: float,
                   received: float) -> Load:  # fmt: skip
         """counts_e: rows of each of the rank's experts."""
-        tiles = tuple(float((counts_e / rows).ceil().sum()) for rows in (128, 64))
+        tiles = tuple(float((counts_e / rows).ceil().sum()) for rows in (128, 64, 32))
         lines = 0.0
         if cfg.combine_groups is not None:  # uniform routing: number of a rank's groups that a token on it uses
             groups = cfg.combine_groups // ep_size
@@ -216,7 +217,7 @@ class Load:
         return cls(
             ep_size=ep_size, tokens=tokens, slots=cfg.return_slots, hidden=cfg.hidden, ffn=cfg.ffn,
             local=cfg.experts_per_rank(ep_size), bytes=cfg.dtype.itemsize, rows=float(counts_e.sum()),
-            tiles=(tiles[0], tiles[1]), away=away, sent=sent, received=received, lines=lines,
+            tiles=tiles, away=away, sent=sent, received=received, lines=lines,
             synced=float(cfg.max_rows is None),
         )  # fmt: skip
 
@@ -251,7 +252,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     size, width, ffn = load.bytes, load.hidden, load.ffn
     sms = machine.matrix_workers - column("free_sms")
     rate = c["matrix_tflops"] * 1e6 / machine.matrix_workers  # operations per us of one worker
-    memory = machine.hbm_gbps * c["hbm_efficiency"] * 1e3
+    memory, weights = (machine.hbm_gbps * c[share] * 1e3 for share in ("hbm_efficiency", "weight_share"))
     cache = machine.l2_gbps * 1e3 / machine.matrix_workers
     link = machine.link_gbps * c["link_efficiency"] * 1e3 / load.wire
     p = c["together"]
@@ -265,10 +266,12 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     beside = is_in("activation_gradient", "beside") & ~serial & ~mega & (column("beside_from") <= load.tokens)
     grouped = torch.as_tensor(load.lines) > 0
 
+    def row_tiles(tile: str):  # type: ignore[no-untyped-def]
+        return torch.where(column(f"{tile}.rows") == 128, load.tiles[0], load.tiles[1])
+
     def turns(tile: str, columns, workers=sms):  # type: ignore[no-untyped-def]
         """Tiles of a product that follow each other."""
-        row_tiles = torch.where(column(f"{tile}.rows") == 128, load.tiles[0], load.tiles[1])
-        return _waves(row_tiles * torch.ceil(columns / column(f"{tile}.columns")), workers)
+        return _waves(row_tiles(tile) * torch.ceil(columns / column(f"{tile}.columns")), workers)
 
     def product(tile: str, depth, columns, extra_us, workers=sms):  # type: ignore[no-untyped-def]
         """us of a product over all row tiles; extra_us: added per tile."""
@@ -276,15 +279,19 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         once = 2 * rows * wide * depth / rate
         fed = (rows + wide) * depth * size / cache
         one = torch.maximum(once, fed) + c["tile_us"] + extra_us + mega * c["mega_tile_us"]
-        return one * turns(tile, columns, workers)
+        read = torch.as_tensor(load.local * depth * columns * size / weights)
+        return torch.maximum(one * turns(tile, columns, workers), read)
 
     def weight_gradient(out, of, workers=sms):  # type: ignore[no-untyped-def]
+        """Programs of a multiprocessor share its rates, and hide each other's times of tiles."""
         rows, wide = column("weight_gradient.rows"), column("weight_gradient.columns")
+        programs = torch.where(mega, 1.0, column("weight_gradient.programs_per_sm"))
         tiles = load.local * torch.ceil(out / rows) * torch.ceil(of / wide)
-        deep = load.tiles[0] * ROW_ALIGN / load.local  # of each tile
+        steps = torch.where(column("weight_gradient.depth") == 32, 32 * load.tiles[2], 64 * load.tiles[1])
+        deep = steps / load.local  # of each tile
         once = torch.maximum(2 * rows * wide * deep / rate, (rows + wide) * deep * size / cache)
-        one = once + c["tile_us"] + c["gather_us"] + mega * c["mega_tile_us"]
-        return torch.maximum(one * _waves(tiles, workers), tiles * rows * wide * size / memory)
+        one = programs * once + c["tile_us"] + c["gather_us"] + mega * c["mega_tile_us"]
+        return torch.maximum(one * _waves(tiles, workers * programs), tiles * rows * wide * size / weights)
 
     def stored(tile: str, results):  # type: ignore[no-untyped-def]
         """us of a tile's stores beyond one result."""
@@ -351,7 +358,7 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     # --- backward ---
     entry = c["entry_us"] + published
     down_grad = product("down", width, ffn, gather + stored("down", 1.0))
-    gradient = load.rows * ffn * (4 + 5 * size) / memory
+    gradient = row_tiles("down") * column("down.rows") * ffn * (4 + 5 * size) / memory
     gate_up_grad = product("down", 2 * ffn, width, 0.0)
     dw2, dw13 = weight_gradient(width, ffn), weight_gradient(2 * ffn, width)
     wgrad = dw2 + dw13

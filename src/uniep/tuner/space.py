@@ -21,7 +21,7 @@ from torch import Tensor
 
 from uniep.config import MoEConfig
 from uniep.dimension import Measured
-from uniep.schedule import DIMENSION, DIMENSIONS, Schedule, default_schedule, is_valid
+from uniep.schedule import DIMENSION, DIMENSIONS, FEW_ROWS, Schedule, default_schedule, is_valid
 from uniep.way import resolve
 
 PIPELINED_FROM = Measured().pipelined_from
@@ -55,14 +55,16 @@ def _distinct_waves(values: tuple[int, ...], setup: Setup) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Searched:
-    """name: of the dimension; `also`: dimensions that take the same value.  values: the values to try, by backend; a
-    backend that is not listed has no choice.  needs: alternatives, {dimension: values} each; this dimension has an
-    effect only if all dimensions of one of them have one of these values.  only: {value: {dimension: values}}, which
-    this value needs as well.  distinct: of the values, those that differ in a setup."""
+    """name: of the dimension; `also`: dimensions that take the same value; `sets`: {value: {dimension: its value}}, for
+    all values the same ones.  values: the values to try, by backend; a backend that is not listed has no choice.
+    needs: alternatives, {dimension: values} each; this dimension has an effect only if all dimensions of one of them
+    have one of these values.  only: {value: {dimension: values}}, which this value needs as well.  distinct: of the
+    values, those that differ in a setup."""
 
     name: str
     values: Mapping[str, tuple[Any, ...]]
     also: tuple[str, ...] = ()
+    sets: Mapping[Any, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     needs: tuple[Needs, ...] = ({},)
     only: Mapping[Any, Needs] = dataclasses.field(default_factory=dict)
     distinct: Callable[[tuple[Any, ...], Setup], tuple[Any, ...]] = _all
@@ -76,12 +78,28 @@ class Searched:
 
         return functools.reduce(operator.or_, map(every, self.needs)) & every(self.only.get(value, {}))
 
+    def others(self, value: Any) -> dict[str, Any]:
+        """The other dimensions that this value decides."""
+        return {**dict.fromkeys(self.also, value), **self.sets.get(value, {})}
+
+    @property
+    def decides(self) -> tuple[str, ...]:
+        """The names of these."""
+        return tuple(self.others(next(iter(self.sets), None)))
+
 
 _MEGA, _NOT_SERIAL = {"overlap": ("mega",)}, {"overlap": ("fused", "pipelined", "mega")}
 _STAGED = {"overlap": ("fused", "serial", "pipelined")}
 _ORDERS, _LISTS = ("local-first", "natural", "critical-path"), {"transfer": ("push", "pull")}
 _SERIAL, _FUSED = {"overlap": ("serial",)}, {"overlap": ("fused", "pipelined")}
 _WAVES = {**_FUSED, "transfer": ("copy",), "tile_order": ("local-first",), "operand": ("gathered",)}
+_GPUS = ("hopper", "nccl")
+_WEIGHT_TILES = {
+    tile.programs_per_sm: {
+        f"weight_gradient.{part}": getattr(tile, part) for part in ("columns", "depth", "warps", "stages")
+    }
+    for tile in (Schedule().weight_gradient, *FEW_ROWS.values())
+}
 SEARCHED = (
     Searched("overlap", {"cpu": ("fused", "serial"), "hopper": ("fused", "serial", "pipelined", "mega")}),
     Searched("transfer", {"hopper": ("push", "copy", "pull")}),
@@ -98,8 +116,7 @@ SEARCHED = (
     Searched("down.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
     Searched("gate_up.group_rows", {"hopper": (8, 4, 16)}, also=("down.group_rows",)),
     Searched("gate_up.stages", {"hopper": (4, 3)}, also=("down.stages",)),
-    Searched("weight_gradient.columns", {"hopper": (256, 128), "nccl": (256, 128)}),
-    Searched("weight_gradient.stages", {"hopper": (3, 4), "nccl": (3, 4)}),
+    Searched("weight_gradient.programs_per_sm", dict.fromkeys(_GPUS, tuple(_WEIGHT_TILES)), sets=_WEIGHT_TILES),
     Searched("chunk_tokens", {"cpu": (64, 32, 128)}),
     Searched("chunk_tokens", {"hopper": (32, 128)}, needs=(_LISTS,)),
     Searched("push_programs", {"hopper": (8, 16, 32)}, needs=({**_LISTS, **_NOT_SERIAL},)),
@@ -126,8 +143,9 @@ SEARCHED = (
     Searched("vector_workers", {"cpu": (1, 2)}),
 )
 """Left to the user: free_sms, and the thresholds `*_from` and `mega_to`, which a Workspace needs for calls of fewer
-tokens.  Not searched yet, though declared: depth, warps, programs_per_sm, chunk-major, warps of sums and passes.  A
-dimension is behind those that it needs."""
+tokens.  Not searched yet, though declared: of products of rows depth, warps and programs_per_sm; of weight gradients
+rows, and other tiles than the usual ones; chunk-major; warps of sums and passes.  A dimension is behind those that it
+needs."""
 
 
 OF_PEERS = ("transfer", "send_order", "arrival_waves", "chunk_tokens", "push_programs", "peer_order")
@@ -250,8 +268,9 @@ def points(
         place_ND = place_ND[torch.cat([torch.zeros(1, dtype=torch.int64), drawn.sort().values])]
     columns = {}
     for i, dimension in enumerate(chosen):
-        coded = torch.tensor([_code(dimension.name, value) for value in values[i]], dtype=torch.float64)
-        for name in (dimension.name, *dimension.also):
+        decided = [{dimension.name: value, **dimension.others(value)} for value in values[i]]
+        for name in decided[0]:
+            coded = torch.tensor([_code(name, of[name]) for of in decided], dtype=torch.float64)
             columns[name] = coded[place_ND[:, i].int()]
     made = Points(usual, columns, len(place_ND))
     if backend != "hopper":
@@ -285,7 +304,7 @@ def point(values: Mapping[str, Any], backend: str, cfg: MoEConfig, ep_size: int)
         value = values.get(d.name, get(usual, d.name))
         means = d.allowed(value, lambda name, allowed: kept.get(name, get(usual, name)) in allowed)
         kept[d.name] = value if means else get(usual, d.name)
-    made = replaced(usual, kept | {name: kept[d.name] for d in chosen for name in d.also})
+    made = replaced(usual, kept | {name: value for d in chosen for name, value in d.others(kept[d.name]).items()})
     if backend != "hopper" or made == usual:
         return made
     alone = Points(usual, {name: torch.tensor([_code(name, get(made, name))]) for name in NAMES}, 1)

@@ -80,7 +80,7 @@ def spans(
     if link.device.type == "cuda":
         torch.cuda.synchronize(link.device)
     cfg, rank, way = link.cfg, link.rank, link.way
-    plans = [build_plan(list(ids), r, cfg, way.sends_by_expert) for r in range(link.num_ranks)]
+    plans = [build_plan(list(ids), r, cfg, way.sends_by_expert, way.align) for r in range(link.num_ranks)]
     tokens = [t.shape[0] for t in ids]
     if int(tensor(plan.rows.totals)[0]) != plans[rank].num_rows:
         return []
