@@ -38,8 +38,10 @@ def _mega_needs(only: Any) -> Condition:
     def condition(d: Dimension, schedule: Schedule, at: Setting) -> str:
         needed = only(schedule) if callable(only) else only
         value = d.of(schedule)
-        if not _some_mega(schedule) or value == needed or d.name.startswith("weight_gradient."):
-            return ""  # weight gradients take what they need there, see `Way.weight_gradient`
+        if d.name.startswith("weight_gradient.") and schedule.weight_gradient.programs_per_sm > 1:
+            return ""  # one kernel takes another tile, see `Way.weight_gradient`
+        if not _some_mega(schedule) or value == needed:
+            return ""
         return _mega_refused(d.name, value, needed, schedule)
 
     return condition
@@ -281,8 +283,7 @@ class Tile:
     )  # fmt: skip
     warps: int = dimension(
         8, (4, 8, 16), backends=_KERNELS, source=_UNIEP,
-        doc="Warps of a program; if calls are one kernel per direction, the same for gate_up and down, and weight "
-        "gradients have as many.",
+        doc="Warps of a program; the same for all tiles if calls are one kernel per direction.",
         helps="With more warps, each needs fewer registers for a tile.",
         condition=first_of(in_domain(), _mega_needs(lambda schedule: schedule.gate_up.warps), _leaves_registers),
         usual=_USUAL_TILE,
@@ -294,7 +295,8 @@ class Tile:
     )  # fmt: skip
     programs_per_sm: int = dimension(
         1, (1, 2, 3, 4), backends=_KERNELS, source=_OWN,
-        doc="Programs that a multiprocessor runs at a time, if they fit; one, if calls are one kernel per direction.",
+        doc="Programs that a multiprocessor runs at a time, if they fit. If calls are one kernel per direction, "
+        "gate_up and down have one, and weight gradients of several take the tile of Schedule().",
         helps="More hide each other's epilogues: in weight gradients of few rows, stores.",
         condition=_mega_needs(1), usual=_USUAL_TILE,
     )  # fmt: skip

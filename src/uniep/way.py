@@ -60,7 +60,8 @@ class Way:
     recomputes: backward makes h again.
     device_tiles: GEMMs are split as GPU kernels do.  separate, separate_gradient: the activation, and its gradient, are
         tiles of their own.
-    gate_up, down, weight_gradient: tiles of the products; in one kernel, the last one with the warps of the others.
+    gate_up, down, weight_gradient: tiles of the products.  One kernel has no place for several programs of the last
+        one, and takes a plain tile.
     sms: multiprocessors that kernels take.  matrix_workers, vector_workers: threads.
     operators: of one's own, in the order in which they run behind a product.
     lora: weights, "w13" and "w2", beside which the call has low-rank factors.
@@ -358,8 +359,8 @@ def resolve(
     apart = staged and not (kept or lora) and cfg.gradient_shards == 1
     apart = apart and s.down_wgrad == "beside" and num_tokens >= s.pipelined_from
     weight_gradient = s.weight_gradient
-    if mega:
-        weight_gradient = dataclasses.replace(weight_gradient, warps=s.gate_up.warps, programs_per_sm=1)
+    if mega and weight_gradient.programs_per_sm > 1:
+        weight_gradient = dataclasses.replace(Schedule().weight_gradient, warps=s.gate_up.warps)
     gradient_apart = device or s.activation == "separate" or "down_grad" in behind
     return Way(
         backend=backend, ep_size=ep_size, num_tokens=num_tokens, gates=gates, mega=mega, down_sms=down,

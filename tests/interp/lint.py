@@ -131,6 +131,8 @@ GPT_OSS = "2880x2880x32x4"
 SMALL = ",".join(f"{name}.{change}" for name in TILES for change in ("rows=64", "columns=128", "stages=5"))
 GATE_UP, IN_PARTS = ("gate_up_kernel",), ("gate_up_kernel", "product_kernel", "tiles_kernel")
 BY_BLOCKS = "block_gradient_kernel", "bias_gradient_kernel"
+MEGA = "forward_kernel", "backward_kernel"
+PRODUCTS = "gate_up_kernel", "product_kernel", "gathered_product_kernel", "weight_gradient_kernel"
 CASES = (
     Case("dsv2-lite", FP16, "activation", 2, "pipelined", "split", "gathered", "push"),
     Case("deepseek-v3", FP16, "output", 8, combine_groups=8, group_sum="beside"),
@@ -210,6 +212,21 @@ CASES = (
     Case("dsv2-lite", FP16, "activation", 2, more=SMALL, shards=2, only=BY_BLOCKS),
     Case("qwen3-30b", lora=8, shards=2, only=BY_BLOCKS),
     Case("deepseek-v3", ep_size=8, lora=128, shards=8, only=BY_BLOCKS),
+    # Tiles of experts with few rows, and with some.
+    *(Case(shape, BF16, "output", 2, tokens=tokens, only=PRODUCTS)
+      for shape, few in (("qwen3-30b", 256), ("deepseek-v3-256", 512), ("granite-small-1k", 128), ("kimi-k2", 512))
+      for tokens in (few, 6 * few)),
+    Case(
+        "dsv2-lite", FP16, "activation", 4, layout="split", transfer="copy", operand="expanded", tokens=64,
+        only=PRODUCTS,
+    ),
+    Case(GPT_OSS, BF16, "output", 2, activation="swiglu_oai", limit=7.0, bias=True, tokens=128, only=PRODUCTS),
+    Case(
+        "dsv2-lite", FP16, "activation", 2, "pipelined", "split", activation="geglu_tanh", limit=7.0, bias=True,
+        tokens=128, only=PRODUCTS,
+    ),
+    Case("qwen3-30b", lora=16, tokens=256, only=PRODUCTS),
+    Case("qwen3-30b", BF16, "output", 2, "mega", transfer="push", tokens=256, only=MEGA),
 )  # fmt: skip
 FEW = 4  # so many of CASES have every kernel
 

@@ -112,6 +112,10 @@ def test_neighbours(at):
         ("down.depth=128", "down.stages is 4: tiles of 128 x 256, depth 128"),
         ("weight_gradient.warps=4", "weight_gradient.warps is 4: each thread then has 256 values of a tile of 128"),
         ("transfer=copy,send_order=expert", "send_order is 'expert', but transfer='copy' sends all tokens"),
+        (
+            "gate_up.rows=64,down.rows=64,weight_gradient.depth=128,weight_gradient.columns=64",
+            "weight_gradient.depth is 128 and gate_up.rows 64; segments, multiples of 64, are walked in such steps",
+        ),
     ],
 )
 def test_what_cannot_run_on_a_gpu_is_known_before_it_is_compiled(text, says):

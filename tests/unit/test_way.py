@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from uniep import MoEConfig, RowOperator, Schedule
-from uniep.schedule import DIMENSIONS, default_schedule, is_valid
+from uniep import MoEConfig, RowOperator, Schedule, Tile
+from uniep.schedule import DIMENSIONS, FEW_ROWS, default_schedule, is_valid
 from uniep.shapes import SHAPES
 from uniep.way import Way, Ways, resolve, wave_of
 
@@ -221,6 +222,34 @@ def test_how_results_return():
     assert [returns(8), returns(8, overlap="serial"), returns(8, group_sum="beside")] == 2 * ["sums after"] + [
         "sums beside"
     ]
+
+
+def test_one_kernel_takes_a_plain_tile_for_weight_gradients_of_several_programs():
+    """So that a default for few rows can run both ways."""
+    cfg = config(QWEN, 128, dtype=torch.bfloat16)
+    usual = default_schedule("hopper", cfg, 1)
+    some = dataclasses.replace(usual, mega_to=64)
+    assert usual.weight_gradient == FEW_ROWS[64] and is_valid(some, cfg, 1, "hopper") == []
+    assert resolve(cfg, 1, 128, some).weight_gradient == FEW_ROWS[64]
+    assert resolve(cfg, 1, 64, some).weight_gradient == Schedule().weight_gradient
+    (reason,) = is_valid(dataclasses.replace(some, weight_gradient=Tile(columns=128, warps=4)), cfg, 1, "hopper")
+    assert "weight_gradient.warps is 4; overlap='mega' needs 8" in reason
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_tiles_follow_the_rows_of_an_expert(ep_size):
+    """On average, in a full call: of products of rows up to 48, of weight gradients up to 64 and 256."""
+    found = {}
+    for rows in (1, 48, 49, 64, 65, 256, 257):
+        cfg = config(QWEN, -(-rows * 16 // ep_size))  # 128 experts, top-8
+        usual = default_schedule("hopper", cfg, ep_size)
+        assert usual.gate_up.rows == usual.down.rows
+        found[rows] = usual.gate_up.rows, usual.weight_gradient.programs_per_sm
+        nccl = default_schedule("nccl", cfg, ep_size)
+        assert (nccl.gate_up.rows, nccl.weight_gradient) == (128, usual.weight_gradient)
+    assert found == {1: (64, 3), 48: (64, 3), 49: (128, 3), 64: (128, 3), 65: (128, 2), 256: (128, 2), 257: (128, 1)}
+    by_blocks = config(QWEN, 16, gradient_shards=2)
+    assert default_schedule("hopper", by_blocks, 2).weight_gradient == Schedule().weight_gradient
 
 
 def test_a_way_explains_itself():

@@ -28,7 +28,8 @@ RESOURCES = ("memory", "cache", "link out", "link in", "network out", "network i
 
 
 _GOLDEN = 0.6180339887
-GATHERING = ("gate_up", "recompute", "down_grad", "gate_up_wgrad", "down_wgrad")
+WEIGHT_GRADIENTS = ("gate_up_wgrad", "down_wgrad")
+GATHERING = ("gate_up", "recompute", "down_grad", *WEIGHT_GRADIENTS)
 """uniep's products that read their rows directly from the tokens."""
 
 STORED = {"gate_up": 2.0, "recompute": 1.0, "down_grad": 1.0}
@@ -103,9 +104,13 @@ def costs(
     all_to_all = machine.of("all_to_all_gbps", ep)
     # --- alone ---
     tile_us = machine.framework_tile_us if framework else machine.tile_us
-    compute_N = work[:, 0] / machine.speeds.flops + is_matrix * tile_us * 1e3
+    overhead_N = is_matrix * tile_us * 1e3
     if not framework:
-        compute_N += _of_operators(graph, GATHERING) * machine.gather_us * 1e3
+        overhead_N += _of_operators(graph, GATHERING) * machine.gather_us * 1e3
+        hidden = sites[0].way.weight_gradient.programs_per_sm  # programs of a multiprocessor hide each other's
+        overhead_N /= torch.where(_of_operators(graph, WEIGHT_GRADIENTS), hidden, 1)
+    compute_N = work[:, 0] / machine.speeds.flops + overhead_N
+    if not framework:
         area_N = (graph.block_N5[:, 2] - graph.block_N5[:, 1]) * (graph.block_N5[:, 4] - graph.block_N5[:, 3])
         stored = STORED | ({"gate_up": 0.0} if sites[0].way.recomputes else {})
         for name, more in stored.items():

@@ -22,6 +22,7 @@ from torch import Tensor
 from uniep.config import MoEConfig
 from uniep.dimension import MEASURED
 from uniep.errors import ConfigError
+from uniep.schedule import Schedule
 from uniep.sim.machine import Machine, load_machine
 from uniep.tuner.space import Points
 from uniep.tuner.tables import card_file
@@ -231,6 +232,10 @@ PART = 65536
 """Points whose columns are made together by `times`, so that they stay in caches."""
 
 
+PLAIN = Schedule().weight_gradient
+"""The tile of weight gradients that one kernel takes in place of several programs."""
+
+
 class Predicted(NamedTuple):
     """Times in us, (N,).  parts: of both directions, by stage, each taken alone.  host: time that the host needs."""
 
@@ -284,11 +289,13 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
 
     def weight_gradient(out, of, workers=sms):  # type: ignore[no-untyped-def]
         """Programs of a multiprocessor share its rates, and hide each other's times of tiles."""
-        rows, wide = column("weight_gradient.rows"), column("weight_gradient.columns")
-        programs = torch.where(mega, 1.0, column("weight_gradient.programs_per_sm"))
+        one_kernel = mega & (column("weight_gradient.programs_per_sm") > 1)  # takes a plain tile
+        rows, wide, deep, programs = (
+            torch.where(one_kernel, float(getattr(PLAIN, part)), column(f"weight_gradient.{part}"))
+            for part in ("rows", "columns", "depth", "programs_per_sm")
+        )
         tiles = load.local * torch.ceil(out / rows) * torch.ceil(of / wide)
-        steps = torch.where(column("weight_gradient.depth") == 32, 32 * load.tiles[2], 64 * load.tiles[1])
-        deep = steps / load.local  # of each tile
+        deep = torch.where(deep == 32, 32 * load.tiles[2], 64 * load.tiles[1]) / load.local  # of each tile
         once = torch.maximum(2 * rows * wide * deep / rate, (rows + wide) * deep * size / cache)
         one = programs * once + c["tile_us"] + c["gather_us"] + mega * c["mega_tile_us"]
         return torch.maximum(one * _waves(tiles, workers * programs), tiles * rows * wide * size / weights)
