@@ -266,6 +266,8 @@ class Way:
         few = f"an expert has {rows_of_expert(cfg, self.ep_size)} rows on average; "
         rows = few + f"{ROW_TILES[0]} up to {measured.half_row_tiles}"
         weights = few + "others up to " + listed(tuple(FEW_ROWS), "and")
+        if cfg.gradient_shards > 1:
+            weights = "the same for blocks of any size"
         tile = self.weight_gradient
         shape = f"{tile.rows} x {tile.columns}, {tile.programs_per_sm} for each multiprocessor"
         return (

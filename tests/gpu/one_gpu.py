@@ -14,6 +14,7 @@ from uniep.memory import check_room
 NEEDS_OWN_GPU = {
     "copy_then_flag": "a time slice for each of 100,000 answers",
     "free_sms": "time, NCCL",
+    "own_operators": "copies in a capture, which `send_first` cannot wait for",
     "plan_time": "time",
 }
 
