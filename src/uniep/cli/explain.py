@@ -168,7 +168,7 @@ def _draw(document: dict[str, Any], path: Path) -> None:
     costs = [(n, max(of["costs"].values())) for n, of in document["dimensions"].items()][::-1]
     costs = [(name, cost) for name, cost in costs if cost >= SHOWN]
     below.barh([name for name, _ in costs], [100 * cost for _, cost in costs], color=ORANGE)
-    below.set_xlabel("% slower, with the slowest value of this dimension alone changed")
+    below.set_xlabel("% slower with the slowest value of this dimension")
     title(
         figure,
         "What strategies and dimensions cost",
