@@ -255,6 +255,14 @@ def test_two_ranks_by_hand():
     }
 
 
+@pytest.mark.parametrize("overlap", ["fused", "mega"])
+def test_on_one_rank_local_first_is_the_natural_order(overlap):
+    case = problem(tokens=(400,))
+    for lower in (case.forward, case.backward):
+        one, other = (lower(Schedule(overlap=overlap, tile_order=order)) for order in ("local-first", "natural"))
+        assert one.queue(0, "matrix") == other.queue(0, "matrix") and one.queue(0, "vector") == other.queue(0, "vector")
+
+
 def test_local_first_keeps_expert_order_in_each_class():
     case = problem(tokens=(200, 10), num_experts=4, top_k=1)
     order = [t for t in case.forward(Schedule(gate_up=Tile(rows=64))).queue(0, "matrix") if t.op == "gate_up"]

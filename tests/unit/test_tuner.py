@@ -120,6 +120,7 @@ def test_what_is_of_peers_has_one_value_without_peers(backend):
     alone, two = (space.points(backend, CFG, ep_size) for ep_size in (1, 2))
     assert len(alone) < len(two) / 2
     assert all(len(torch.unique(alone.column(name))) == 1 for name in space.OF_PEERS)
+    assert two.is_in("tile_order", "natural").any() and not alone.is_in("tile_order", "natural").any()
 
 
 def test_columns_are_those_of_the_schedules():

@@ -41,6 +41,11 @@ def _without_shards(values: tuple[Any, ...], setup: Setup) -> tuple[Any, ...]:
     return values[:1] if setup[1].gradient_shards > 1 else values
 
 
+def _orders(values: tuple[str, ...], setup: Setup) -> tuple[str, ...]:
+    """On one rank all tiles are local, so that local ones first is the natural order."""
+    return tuple(v for v in values if v != "natural") if setup[2] == 1 else values
+
+
 def _distinct_waves(values: tuple[int, ...], setup: Setup) -> tuple[int, ...]:
     """0, and the numbers of waves that differ from what 0 chooses for a full call, and from each other."""
     backend, cfg, ep_size = setup
@@ -105,8 +110,8 @@ SEARCHED = (
     Searched("transfer", {"hopper": ("push", "copy", "pull")}),
     Searched("send_order", {"cpu": ("token", "expert")}),
     Searched("send_order", {"hopper": ("token", "expert")}, needs=(_LISTS,)),
-    Searched("tile_order", {"cpu": _ORDERS}),
-    Searched("tile_order", {"hopper": _ORDERS}, only={"critical-path": _MEGA}),
+    Searched("tile_order", {"cpu": _ORDERS}, distinct=_orders),
+    Searched("tile_order", {"hopper": _ORDERS}, only={"critical-path": _MEGA}, distinct=_orders),
     Searched("operand", {"hopper": ("gathered", "expanded")}, needs=(_STAGED,)),
     Searched("arrival_waves", {"hopper": (0, 1, 2, 4, 8)}, needs=(_WAVES,), distinct=_distinct_waves),
     Searched("received", dict.fromkeys(("cpu", "hopper", "nccl"), ("saved", "again"))),
