@@ -247,6 +247,7 @@ class Planner(Calls):
             ),
             constants.tiles | {"IN_TURN": in_turn},
             num_warps=self._tiles_warps,
+            **({"maxnreg": 128} if self._tiles_warps == 8 else {}),  # left to itself, ptxas spills to use 64
         )  # fmt: skip
         launch(
             place_kernel,
