@@ -5,7 +5,8 @@
 A point is DIMENSION=VALUE+DIMENSION=VALUE..., as it differs from the default; "before" is the tiles that did not depend
 on the rows of an expert.  All points of a case are compiled together, by one process for each core; each has to have
 the bits of the default, and is then timed in turn with it, in lock step on all ranks.  A row has the medians: us of the
-default, and the point's time over it, in both loads.
+default, and the point's time over it, in both loads.  The first point, "", is the default itself: so much do rows
+differ.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from moe import add_file_options, of_run
 from results import write
 from uniep.errors import UniEPError
 from uniep.schedule import Schedule, default_schedule, parse_schedule
-from uniep.trials.compilers import Compilers
+from uniep.trials.compilers import Compilers, usual_number
 from uniep.trials.fleet import Fleet
 from uniep.trials.trial import Job, slowest
 from uniep.tuner.space import refusals, replaced
@@ -40,20 +41,20 @@ def schedule_of(point: str, usual: Schedule) -> Schedule:
 
 
 def timed(job: Job, points: list[str], ranks: Fleet, compilers: Compilers, args: Any) -> list[dict[str, Any]]:
-    """A row for each point; without times, why it has none."""
+    """A row for the default and each point; without times, why it has none."""
     usual = default_schedule(job.backend, job.cfg, job.ep_size)
-    given = {point: schedule_of(point, usual) for point in points}
+    given = {point: schedule_of(point, usual) for point in ("", *points)}
     refused = {point: refusals(s, job.cfg, job.ep_size, job.backend) for point, s in given.items()}
+    rows: list[dict[str, Any]] = [{"point": point, "status": "; ".join(why)} for point, why in refused.items()]
+    able = [row for row in rows if not refused[row["point"]]]
     ranks.becomes(job, timeout_s=args.candidate_s)
-    compilers.ahead(ranks, [usual, *(s for p, s in given.items() if not refused[p])], args.candidate_s, finish=True)
-    beside, rows = worth.Beside(ranks, compilers, usual, args.candidate_s), []
-    for point, schedule in given.items():
-        status, pairs = ("; ".join(refused[point]), []) if refused[point] else beside.time(schedule, args.pairs)
-        row: dict[str, Any] = {"point": point, "status": status}
+    beside = worth.Beside(ranks, compilers, usual, args.candidate_s, args.pairs)
+    times = beside.times([given[row["point"]] for row in able], together=len(able))
+    for row, (status, pairs) in zip(able, times, strict=True):
+        row["status"] = status
         if pairs:
             row |= _medians("window", pairs)
             row |= _medians("sustained", slowest(ranks.ask("time", *SUSTAINED, timeout_s=args.candidate_s)))
-        rows.append(row)
     return rows
 
 
@@ -82,7 +83,7 @@ def main() -> None:
     results: dict[str, Any] = {"meta": meta, "rows": []}
     cases = [(parse_shape(name), int(t)) for name in args.shapes.split(",") for t in args.tokens.split(",")]
     jobs = [worth.job_of(shape, tokens, args) for shape, tokens in cases]
-    with Fleet(jobs[0]) as ranks, Compilers(worth.usual_number() if args.device == "cuda" else 0) as compilers:
+    with Fleet(jobs[0]) as ranks, Compilers(usual_number() if args.device == "cuda" else 0) as compilers:
         for (shape, tokens), job in zip(cases, jobs, strict=True):
             try:
                 rows = timed(job, args.points.split(","), ranks, compilers, args)

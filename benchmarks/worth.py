@@ -103,8 +103,11 @@ def card_of(args: argparse.Namespace) -> Card | None:
 class Beside:
     """Times points in turn with one that stays.  Ranks that a fault has ended start anew."""
 
-    def __init__(self, ranks: Fleet, compilers: Compilers, stays: Schedule, candidate_s: float) -> None:
+    def __init__(
+        self, ranks: Fleet, compilers: Compilers, stays: Schedule, candidate_s: float, pairs: int = PAIRS
+    ) -> None:
         self.ranks, self.compilers, self.stays, self.candidate_s = ranks, compilers, stays, candidate_s
+        self.pairs = pairs
         self.starts, self.bits = -1, []
 
     def times(
@@ -121,17 +124,16 @@ class Beside:
             for schedule, error in zip(batch, errors, strict=True):
                 if time.monotonic() > until:
                     return
-                yield self.time(schedule) if error is None else (str(error), [])
+                yield self._time(schedule) if error is None else (str(error), [])
 
-    def time(self, schedule: Schedule, pairs: int = PAIRS) -> tuple[str, list[tuple[float, float]]]:
-        """("timed" or why not, us of both, in pairs)."""
+    def _time(self, schedule: Schedule) -> tuple[str, list[tuple[float, float]]]:
         try:
             if not self.ranks.alive or self.ranks.starts != self.starts:
                 self.bits = self._ask("prove", self.stays)
                 self._ask("take")
                 self.starts = self.ranks.starts
             same = self._ask("prove", schedule) == self.bits
-            return ("timed", slowest(self._ask("time", pairs))) if same else ("other bits", [])
+            return ("timed", slowest(self._ask("time", self.pairs))) if same else ("other bits", [])
         except DroppedError as error:
             return str(error), []
 

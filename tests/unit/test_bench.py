@@ -18,7 +18,7 @@ from sources import PACKAGE, imported
 from typer.testing import CliRunner
 
 from uniep.reference import composition
-from uniep.schedule import DEFAULT_SCHEDULES, parse_schedule
+from uniep.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedule
 from uniep.trials import search as searching
 
 pytest.importorskip("triton")
@@ -33,6 +33,7 @@ import moe  # noqa: E402
 import peers  # noqa: E402
 import ping_pong  # noqa: E402
 import plot  # noqa: E402
+import points  # noqa: E402
 import predict  # noqa: E402
 import results  # noqa: E402
 import table  # noqa: E402
@@ -349,6 +350,9 @@ class Answers:
     def __init__(self):
         self.alive, self.starts, self.schedule = True, 1, None
 
+    def becomes(self, job, timeout_s):
+        pass
+
     def ask(self, method, *args, timeout_s):
         if not self.alive:
             self.alive, self.starts = True, self.starts + 1
@@ -360,6 +364,22 @@ class Answers:
             return ["other" if self.schedule.gate_up.columns == 64 else "same"]
         us = 150.0 if self.schedule.chunk_tokens != 64 else 100.0
         return [[(100.0, us)] * args[0]] if method == "time" else [None]
+
+
+def test_points_are_timed_beside_the_default():
+    """And the default itself; one that cannot run, or has other bits, says why."""
+    args = argparse.Namespace(ep=1, device="cpu", candidate_s=9, pairs=3)
+    job, ahead = worth.job_of(cases.parse_shape("64x32x4x2"), 64, args), Ahead(0)
+    asked = ["chunk_tokens=32", "gate_up.columns=64", "overlap=mega"]
+    again, slower, other, refused = points.timed(job, asked, Answers(), ahead, args)
+    assert len(ahead.batches) == 1 and len(ahead.batches[0]) == 3
+    assert again == {"point": "", "status": "timed", "window_default_us": 100.0, "window_ratio": 1.0,
+                     "sustained_default_us": 100.0, "sustained_ratio": 1.0}  # fmt: skip
+    assert (slower["point"], slower["window_ratio"], slower["sustained_ratio"]) == ("chunk_tokens=32", 1.5, 1.5)
+    assert other == {"point": "gate_up.columns=64", "status": "other bits"}
+    assert refused["point"] == "overlap=mega" and "knows only 'serial' and 'fused'" in refused["status"]
+    before = points.schedule_of("before", worth.default_schedule("hopper", job.cfg, 1))
+    assert (before.gate_up, before.weight_gradient) == (Schedule().gate_up, Schedule().weight_gradient)
 
 
 def test_an_ablation_switches_each_dimension_back_first(monkeypatch, capsys):
