@@ -110,11 +110,10 @@ def costs(
         hidden = sites[0].way.weight_gradient.programs_per_sm  # programs of a multiprocessor hide each other's
         overhead_N /= torch.where(_of_operators(graph, WEIGHT_GRADIENTS), hidden, 1)
     compute_N = work[:, 0] / machine.speeds.flops + overhead_N
-    if not framework:
-        area_N = (graph.block_N5[:, 2] - graph.block_N5[:, 1]) * (graph.block_N5[:, 4] - graph.block_N5[:, 3])
-        stored = STORED | ({"gate_up": 0.0} if sites[0].way.recomputes else {})
-        for name, more in stored.items():
-            compute_N += _of_operators(graph, (name,)) * area_N * more * size / machine.store_gbps
+    area_N = (graph.block_N5[:, 2] - graph.block_N5[:, 1]) * (graph.block_N5[:, 4] - graph.block_N5[:, 3])
+    stored = {} if framework else STORED | ({"gate_up": 0.0} if sites[0].way.recomputes else {})
+    for name, more in stored.items():
+        compute_N += _of_operators(graph, (name,)) * area_N * more * size / machine.store_gbps
     compute_N *= _at_the_power_limit(graph, torch.where(is_matrix, compute_N, 0), machine)
     by_engine = _of_operators(graph, engines)
     memory_N = work[:, 1] / torch.where(is_collective | by_engine, machine.hbm, machine.worker_gbps)
