@@ -108,6 +108,7 @@ AGAIN = dict(SCHEDULES)
 """For tests that repeat a call.  The third time it comes from records."""
 if SHARED:  # a call from records does not wait for its copies as one_gpu.py needs it
     del AGAIN["gradient beside"], AGAIN["recomputed"]
+BIASED = {"bias": True, "activation": "swiglu_oai", "activation_limit": 1.0}
 SHAPE = {"hidden": 512, "ffn": 264, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 1024}
 
 
@@ -365,7 +366,7 @@ def check_activations(r):
 
 def check_biases(r):
     """The same with biases, a limit and no gate."""
-    same_everywhere(r, {"bias": True, "activation": "swiglu_oai", "activation_limit": 1.0})
+    same_everywhere(r, BIASED)
     same_everywhere(r, {"bias": True, "activation": "relu2", "weight_at": "activation", "dtype": torch.float16})
     same_everywhere(r, {"bias": True, "activation": "silu"})
 
@@ -378,7 +379,7 @@ def check_biases_and_groups(r):
 
 def check_biases_again(r):
     """Biases in calls that are made again."""
-    cfg = MoEConfig(**SHAPE, max_rows=8192, bias=True, activation="swiglu_oai", activation_limit=1.0)
+    cfg = MoEConfig(**SHAPE, max_rows=8192, **BIASED)
     data = r.data(cfg, 700)
     want = r.once(cfg, data, SERIAL)
     for how in filter(AGAIN.get, ("copied", "gradient beside", "mega", "mega, copied")):  # from records, the third time
@@ -1083,7 +1084,6 @@ CHECKS = {
     for name, f in (*globals().items(), *vars(calls).items(), *vars(shards).items(), *vars(routing).items())
     if name.startswith("check_")
 }
-BIASED = {"bias": True, "activation": "swiglu_oai", "activation_limit": 1.0}
 CHECKS |= {
     f"few_rows_{name}": functools.partial(few_rows, changes=changes)
     for name, changes in {

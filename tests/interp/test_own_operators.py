@@ -11,7 +11,7 @@ from test_fused import NAMES, run_ranks
 import uniep
 from uniep.backends.base import Needs
 from uniep.backends.collective.local_experts import KernelExperts
-from uniep.config import ROW_ALIGN
+from uniep.config import ROW_TILES
 from uniep.kernels.arguments import Rows
 from uniep.launch.driver import Bundle
 from uniep.launch.staged import launch_row_operator
@@ -58,10 +58,11 @@ def test_the_collective_backend_has_them_too():
         assert not [name for name in NAMES if not torch.equal(got[name], want[name])], kernels
 
 
+@pytest.mark.parametrize("tile_rows", ROW_TILES)
 @pytest.mark.parametrize("width", [8, 72])
-def test_every_row_of_a_token_is_changed(width):
-    """Also of narrow rows, of which a program takes many at once."""
-    return_N = torch.arange(3 * ROW_ALIGN, dtype=torch.int32)
+def test_every_row_of_a_token_is_changed(width, tile_rows):
+    """Also of narrow rows, of which a program takes many at once, and of an odd number of tiles."""
+    return_N = torch.arange(3 * tile_rows, dtype=torch.int32)
     return_N[-5:] = -1
     values_NX = torch.ones(len(return_N), width)
     totals = torch.tensor([len(return_N), 3], dtype=torch.int32)
