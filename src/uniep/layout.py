@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from uniep.config import MoEConfig, align_rows, max_padded_rows
 from uniep.schedule import num_chunks
@@ -106,7 +107,27 @@ def flag_step(ep_size: int) -> int:
     return -(-ep_size // 4) * 4
 
 
-TILE_TABLES = "expert_M", "order_M", "backward_order_M", "progress_M"
+TILE_TABLES = (
+    "expert_M", "order_M", "backward_order_M", "progress_M", "group_M", "order_group_M", "backward_group_M",
+)  # fmt: skip
+GROUP_BITS = 7
+"""Of a row tile's place in its group, and of the number of row tiles in that."""
+
+
+def group_words(expert_M: Tensor, tiles_e: Tensor, most: int) -> Tensor:
+    """(M,) int32: of each row tile its expert, its place in its group and the height of that, as kernels read them.
+
+    The tiles_e row tiles of each expert are cut evenly into groups of at most `most`, the larger ones first.
+    """
+    tiles_M = tiles_e[expert_M]
+    tile_M = torch.arange(len(expert_M), device=expert_M.device) - (tiles_e.cumsum(0) - tiles_e)[expert_M]
+    groups_M = (tiles_M + most - 1) // most
+    low_M = tiles_M // groups_M
+    of_high_M = tiles_M % groups_M * (low_M + 1)
+    is_high_M = tile_M < of_high_M
+    height_M = low_M + is_high_M
+    place_M = torch.where(is_high_M, tile_M, tile_M - of_high_M) % height_M
+    return ((expert_M << 2 * GROUP_BITS) | (place_M << GROUP_BITS) | height_M).int()
 
 
 def tile_tables(rows: Any, tile_rows: int) -> tuple[int, Any]:

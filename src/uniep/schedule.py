@@ -248,11 +248,8 @@ def _usual_tile(d: Dimension, at: Setting) -> int:
 
 
 def _usual_group_rows(d: Dimension, at: Setting) -> int:
-    """Row tiles of one expert, so that its weights are read once; at most 16, where concurrent tiles share most."""
-    tile = Schedule().gate_up
-    if d.name.startswith("weight"):
-        return Tile().group_rows
-    return min(max(rows_of_expert(at.cfg, at.ep_size) // tile.rows, tile.group_rows), 16)
+    """Of products of rows, all row tiles of an expert: its weights are read from DRAM once; of 17 and more, a part."""
+    return Tile().group_rows if d.name.startswith("weight") else 16
 
 
 _ANY, _KERNELS = (CPU, GPU, COLLECTIVE), (GPU, COLLECTIVE)
@@ -302,8 +299,10 @@ class Tile:
     )  # fmt: skip
     group_rows: int = dimension(
         8, (1, 2, 4, 8, 16, 32, 64), backends=_KERNELS, source=_OWN, most=64,
-        doc="Row tiles that share a column of weights in L2 before the next column starts.",
-        helps="As many as an expert has row tiles, up to 16 (2x H200).", usual={GPU: _usual_group_rows},
+        doc="Most row tiles of an expert that share a column of weights before the next column starts; of weight "
+        "gradients, tiles of a column.",
+        helps="Where an expert has no more row tiles, its weights are read from DRAM once.",
+        usual=dict.fromkeys(_KERNELS, _usual_group_rows),
     )  # fmt: skip
 
 

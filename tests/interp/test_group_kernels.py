@@ -6,6 +6,8 @@ import time
 import pytest
 import torch
 
+from test_plan import walked_groups
+
 from uniep.config import MoEConfig
 from uniep.kernels.arguments import Rows, Wire
 from uniep.launch.driver import Bundle
@@ -208,7 +210,11 @@ def test_return_order(ranks):
                 if rank + 1 < ranks and number >= higher:
                     source = max(source, rank + 1)
                 keys.append(((source - rank - 1) % ranks, len(keys)))
-        order = torch.full((len(keys) + 2,), -1, dtype=torch.int32)
+        order, group = torch.full((2, len(keys) + 2), -1, dtype=torch.int32)
         rows = Rows(*[None] * 3, start, mine.sum(0).int(), *[None] * 7, int32(int(start[-1]), len(keys)))
-        launch_return_order(counts, rows, rank, height, order)
+        launch_return_order(counts, rows, rank, Tile(rows=height, group_rows=2), order, group)
         assert order.tolist() == [number for _, number in sorted(keys)] + [-1, -1]
+        assert group[-2:].tolist() == [-1, -1]
+        expert_M = torch.arange(local).repeat_interleave(padded // height).tolist()
+        groups = walked_groups(order[:-2], group[:-2], expert_M)
+        assert max(map(len, groups)) == 2

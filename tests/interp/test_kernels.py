@@ -50,6 +50,7 @@ from uniep.launch.staged import (
     launch_claimed_activation_gradient,
     launch_weight_gradient,
 )
+from uniep.layout import GROUP_BITS, group_words
 from uniep.numerics import (
     add_ascending,
     bias_groups,
@@ -195,8 +196,10 @@ def problem(dtype: torch.dtype, data: str, weight_at: str = "output", height: in
     tables = {
         "source_N": plan.row_source_N, "return_N": plan.row_return_N, "weight_N": weight_N,
         "start_e1": plan.expert_start_e1, "totals": totals,
-        "expert_M": torch.searchsorted(plan.expert_start_e1, tile_starts, right=True).int() - 1,
-        "order_M": torch.randperm(tiles, generator=generator).int(),  # no order may change a result
+        "expert_M": (expert_M := torch.searchsorted(plan.expert_start_e1, tile_starts, right=True).int() - 1),
+        "group_M": group_words(expert_M, plan.expert_start_e1.diff() // height, 2),
+        "order_M": (order_M := torch.randperm(tiles, generator=generator).int()),  # no order may change a result
+        "order_group_M": (expert_M[order_M] << 2 * GROUP_BITS) + 1,  # groups of one
     }  # fmt: skip
     w13, w2 = made((LOCAL, 2, F, D), dtype, data, 4), made((LOCAL, D, F), dtype, data, 5)
     return Problem(cfg, plan, weight_N, tables, x_TD, receive_MD, x_ND, w13, w2)

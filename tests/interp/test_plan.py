@@ -39,8 +39,9 @@ def make_config(num_experts: int, top_k: int, max_tokens: int, **more) -> MoECon
     return MoEConfig(num_experts=num_experts, top_k=top_k, dtype=torch.float16, **sizes, **more)
 
 
-def make_schedule(rows: int = 128) -> Schedule:
-    return Schedule(gate_up=Tile(rows=rows), down=Tile(rows=rows))
+def make_schedule(rows: int = 128, groups: tuple[int, int] = (3, 2)) -> Schedule:
+    gate_up, down = (Tile(rows=rows, group_rows=most) for most in groups)
+    return Schedule(gate_up=gate_up, down=down)
 
 
 def make_weights(ids_of_rank: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -178,6 +179,39 @@ def check(
             by_leads = expected_order(want, rank, cfg, height, lead_of, in_turn and order is tables.order_M)
             expected = by_leads if waves == 1 else order_of_arrival(want, rank, cfg, height, waves)
             assert tensor(order)[:tiles].tolist() == expected
+        check_groups(tables, tiles, expert.tolist(), planners[rank].group_rows, lead if waves == 1 else None)
+
+
+def check_groups(tables: Rows, tiles: int, expert_M: list[int], most: tuple[int, int], lead: int | None) -> None:
+    """All of an expert's row tiles are in groups as few and as even as `most` allows, but for those whose order separates
+    them: experts below `lead` (the backward's is one more), or all, if it is None."""
+    walks = (
+        (torch.arange(tiles), tables.group_M, most[1], 0),
+        (tables.order_M, tables.order_group_M, most[0], lead),
+        (tables.backward_order_M, tables.backward_group_M, most[1], None if lead is None else lead + 1),
+    )
+    for order, group, highest, separated in walks:
+        groups = walked_groups(tensor(order)[:tiles], tensor(group)[:tiles], expert_M)
+        for expert in set(expert_M):
+            heights = [len(of) for of in groups if expert_M[of[0]] == expert]
+            assert max(heights) <= highest
+            if separated is not None and expert >= separated:
+                assert len(heights) == -(-sum(heights) // highest)
+                assert heights == sorted(heights, reverse=True)
+                assert heights[0] - heights[-1] <= 1
+
+
+def walked_groups(order_M, group_M, expert_M: list[int]) -> list[list[int]]:
+    """The groups of a walk: consecutive row tiles of one expert, each of which names its place and how many there are."""
+    order, words, groups = order_M.tolist(), group_M.tolist(), []
+    while len(order) > (begin := sum(map(len, groups))):
+        expert, height = words[begin] >> 14, words[begin] & 127
+        tiles = order[begin : begin + height]
+        assert tiles == list(range(tiles[0], tiles[0] + height))
+        assert {expert_M[tile] for tile in tiles} == {expert}
+        assert words[begin : begin + height] == [expert << 14 | place << 7 | height for place in range(height)]
+        groups.append(tiles)
+    return groups
 
 
 def random_ids(tokens: int, top_k: int, num_experts: int, seed: int) -> torch.Tensor:
@@ -380,6 +414,10 @@ HAND_IDS = (
 )
 
 
+def word(expert: int, place: int, height: int) -> int:
+    return expert * 2**14 + place * 2**7 + height
+
+
 @pytest.mark.parametrize(
     ("lead", "orders"),
     [
@@ -399,6 +437,16 @@ def test_tile_order_by_hand(lead, orders):
     assert tensor(got[1].rows.expert_M)[:5].tolist() == [0, 0, 1, 1, 1]
     for plan, order in zip(got, orders, strict=True):
         assert tensor(plan.rows.order_M)[: len(order)].tolist() == order
+    assert tensor(got[0].rows.group_M)[:3].tolist() == [word(0, 0, 2), word(0, 1, 2), word(1, 0, 1)]
+    of_two, of_three = [word(0, 0, 2), word(0, 1, 2)], [word(1, place, 3) for place in range(3)]
+    one = word(0, 0, 1), word(1, 0, 1)
+    assert tensor(got[1].rows.group_M)[:5].tolist() == of_two + [word(1, 0, 2), word(1, 1, 2), one[1]]
+    groups = {0: of_two + of_three, 1: of_three + of_two}.get(lead)
+    if groups is not None:
+        assert tensor(got[1].rows.order_group_M)[:5].tolist() == groups
+    elif lead:  # the local tiles of rank 1's expert 3, then both of expert 2, of which 1 waits for rank 0, then tile 2
+        assert tensor(got[1].rows.order_group_M)[:2].tolist() == [word(1, 0, 2), word(1, 1, 2)]
+        assert tensor(got[1].rows.order_group_M)[4] == one[1]
 
 
 @pytest.mark.parametrize("value", [8, -2, 2**31, 2**40, -(2**40)])

@@ -29,6 +29,8 @@ class Rows(NamedTuple):
     source_N: a local token, or -1 - receive slot.  return_N: return slot over all ranks, -1 of pad rows.
     start_e1, rows_e: first row and number of rows of each expert.  expert_M: expert of each row tile.
     order_M, backward_order_M: the row tiles as kernels that wait for rows walk them.
+    group_M, order_group_M, backward_group_M: see `kernels.rows.group_of`, of the row tiles as they lie and as they are
+    walked: consecutive ones of one expert that share a column of weights before the next column starts.
     progress_M, cursor: zero; counted up by kernels that run beside each other.
     send_token_RT, send_count_R: what this rank sends to each.  totals: (2 or more,), padded rows and row tiles.
     recv_count_R: how many tokens come from each.  recv_token_N: which, one source's behind the other's, or None: they
@@ -50,6 +52,9 @@ class Rows(NamedTuple):
     totals: Pointer
     recv_count_R: Pointer = None
     recv_token_N: Pointer = None
+    group_M: Pointer = None
+    order_group_M: Pointer = None
+    backward_group_M: Pointer = None
 
 
 class Wire(NamedTuple):
@@ -210,7 +215,8 @@ class Layer(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """A tile of a product, (M, N), its steps of depth K, and GROUP_M row tiles that share a column of weights."""
+    """A tile of a product, (M, N), and its steps of depth K.  GROUP_M: of weight gradients, tiles of a column that come
+    before the next column; of rows that are claimed, row tiles that are claimed at once."""
 
     M: int
     N: int
@@ -220,11 +226,10 @@ class TileShape(NamedTuple):
 
 class RowPart(NamedTuple):
     """Of the row tiles of a product in several launches: one of COUNT parts, which follow each other in an order, and
-    are equal but for whole groups of GROUP_M."""
+    are equal but for whole groups of row tiles."""
 
     NUMBER: int
     COUNT: int
-    GROUP_M: int
 
 
 class Product(NamedTuple):

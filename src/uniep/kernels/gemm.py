@@ -17,31 +17,39 @@ from uniep.kernels.activation import activate
 from uniep.kernels.arguments import Counted, GateUpBlocks, LowRank, Offsets, Rows, Tokens, Wire
 from uniep.kernels.biases import add_b2, bias_columns
 from uniep.kernels.ptx import block_loads_follow, block_stores_complete, narrow, next_may_come, widen
-from uniep.kernels.rows import gathered_rows, load_rows, num_row_tiles, wait_for_rows
+from uniep.kernels.rows import gathered_rows, group_of, load_rows, num_row_tiles, wait_for_rows
 from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
 
 
 @triton.jit
+def _first_of_part(rows: Rows, num_m, NUMBER: tl.constexpr, COUNT: tl.constexpr):
+    """The position in `order` at which a part begins: that of a group."""
+    position = num_m * NUMBER // COUNT
+    _, place, _ = group_of(tl.load(rows.order_group_M + position, mask=position < num_m, other=0))
+    return position - place
+
+
+@triton.jit
 def part_of_row_tiles(rows: Rows, PART: tl.constexpr):
-    """(First position in an order, the position behind the last) of a part, which may have none; None: of all."""
+    """(First position in `order`, the position behind the last) of a part, which may have none; None: of all."""
     num_m = num_row_tiles(rows)
     first = 0
     end = num_m
     if PART is not None:
         if PART.NUMBER > 0:
-            first = num_m * PART.NUMBER // PART.COUNT // PART.GROUP_M * PART.GROUP_M
+            first = _first_of_part(rows, num_m, PART.NUMBER, PART.COUNT)
         if PART.NUMBER + 1 < PART.COUNT:
-            end = num_m * (PART.NUMBER + 1) // PART.COUNT // PART.GROUP_M * PART.GROUP_M
+            end = _first_of_part(rows, num_m, PART.NUMBER + 1, PART.COUNT)
     return first, end
 
 
 @triton.jit
 def tile_coordinates(step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(m, n) of the step-th tile: columns of GROUP_M row tiles, so weights stay in L2.  Valid past the last step."""
+    """(m, n) of the step-th tile: columns of GROUP_M row tiles, so that what they share stays in L2."""
     per_group = GROUP_M * NUM_N
     first = step // per_group * GROUP_M
-    height = tl.maximum(tl.minimum(num_m - first, GROUP_M), 1)
+    height = tl.minimum(num_m - first, GROUP_M)
     within = step % per_group
     return first + within % height, within // height
 
@@ -69,23 +77,32 @@ def step_of_turn(turn, alone, shared, program, push_programs):
 
 
 @triton.jit
-def tile_of_step(step, num_m, order_ptr, expert_ptr, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(row tile, its expert, n) of a step; zeros after the last one."""
-    position, n = tile_coordinates(step, num_m, NUM_N, GROUP_M)
-    inside = step < num_m * NUM_N
-    m = tl.load(order_ptr + position, mask=inside, other=0)
-    return m, tl.load(expert_ptr + m, mask=inside, other=0), n
+def tile_of_step(step, num_m, order_ptr, group_ptr, NUM_N: tl.constexpr):
+    """(row tile, its expert, n) of a step; after the last one, of no expert but the first.
+
+    The row tiles of a group share a column of weights, then the next one: weights are read from DRAM once a group.
+    order: of row tiles, or None: as they lie.  group: see Rows.  Both are read at once.
+    """
+    position = step // NUM_N
+    inside = position < num_m
+    expert, place, height = group_of(tl.load(group_ptr + position, mask=inside, other=1))
+    if order_ptr is None:
+        m = position
+    else:
+        m = tl.load(order_ptr + position, mask=inside, other=0)
+    within = step - (position - place) * NUM_N
+    return m - place + within % height, expert, within // height
 
 
 @triton.jit
-def row_tile_of_step(step, num_m, order_ptr, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+def row_tile_of_step(step, num_m, order_ptr, group_ptr, NUM_N: tl.constexpr):
     """The row tile of a step; of a step below 0, any.
 
     What is counted a turn late is looked up by its step: a tile that a loop carries on to the next turn arrives there a
     turn early where Triton flattens the loop (docs/log.md).
     """
-    position, _ = tile_coordinates(step, num_m, NUM_N, GROUP_M)
-    return tl.load(order_ptr + position, mask=step >= 0, other=0)
+    m, _, _ = tile_of_step(tl.maximum(step, 0), num_m, order_ptr, group_ptr, NUM_N)
+    return m
 
 
 @triton.jit
@@ -345,17 +362,17 @@ def gate_up_kernel(
     all_here = 0
     if AHEAD:
         step = step_of_turn(0, alone, shared, program, push_programs)
-        m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
+        m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.order_group_M, NUM_N)
         source = tl.load(source_ptr + m * TILE.M + tl.arange(0, TILE.M), mask=step < num_steps, other=0)
     for turn in tl.range(0, count, flatten=FLAT):
         if not AHEAD:
             step = step_of_turn(turn, alone, shared, program, push_programs)
-            m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
+            m, expert, n = tile_of_step(step, num_m, rows.order_M, rows.order_group_M, NUM_N)
         row = m * TILE.M
         if COUNT_TILES:
             step_before = step_of_turn(turn - 1, alone, shared, program, push_programs)
             step_before = tl.where(turn > 0, step_before, -1)
-            before = row_tile_of_step(step_before, num_m, rows.order_M, NUM_N, TILE.GROUP_M)
+            before = row_tile_of_step(step_before, num_m, rows.order_M, rows.order_group_M, NUM_N)
             counted = Counted(rows.progress_M, turn, before)
         else:
             counted = None
@@ -376,7 +393,7 @@ def gate_up_kernel(
             a_ptrs = None
         if AHEAD:
             step = step_of_turn(turn + 1, alone, shared, program, push_programs)
-            next_m, next_expert, next_n = tile_of_step(step, num_m, rows.order_M, rows.expert_M, NUM_N, TILE.GROUP_M)
+            next_m, next_expert, next_n = tile_of_step(step, num_m, rows.order_M, rows.order_group_M, NUM_N)
             next_rows = next_m * TILE.M + tl.arange(0, TILE.M)
             next_source = tl.load(source_ptr + next_rows, mask=step < num_steps, other=0)
         gate_up_tile(a_ptrs, blocks, weight, m, row, expert, n, counted, LAYER, TILE, UP_FIRST, CROWDED)
@@ -388,7 +405,8 @@ def gate_up_kernel(
     if COUNT_TILES:
         if count > 0:
             last = step_of_turn(count - 1, alone, shared, program, push_programs)
-            count_tile(rows.progress_M, row_tile_of_step(last, num_m, rows.order_M, NUM_N, TILE.GROUP_M))
+            stored = row_tile_of_step(last, num_m, rows.order_M, rows.order_group_M, NUM_N)
+            count_tile(rows.progress_M, stored)
 
 
 @triton.jit
@@ -452,9 +470,7 @@ def gathered_product_kernel(
     all_here = 0
     for turn in tl.range(0, count):
         step = step_of_turn(turn, alone, shared, program, push_programs)
-        position, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
-        m = tl.load(rows.backward_order_M + position)
-        expert = tl.load(rows.expert_M + m)
+        m, expert, n = tile_of_step(step, num_m, rows.backward_order_M, rows.backward_group_M, NUM_N)
         row = m * TILE.M
         source = tl.load(rows.source_N + row + tl.arange(0, TILE.M))
         if FUSED:
@@ -463,7 +479,7 @@ def gathered_product_kernel(
         if progress_ptr is not None:
             step_before = step_of_turn(turn - 1, alone, shared, program, push_programs)
             step_before = tl.where(turn > 0, step_before, -1)
-            before = row_tile_of_step(step_before, num_m, rows.backward_order_M, NUM_N, TILE.GROUP_M)
+            before = row_tile_of_step(step_before, num_m, rows.backward_order_M, rows.backward_group_M, NUM_N)
             counted = Counted(progress_ptr, turn, before)
         else:
             counted = None
@@ -471,7 +487,8 @@ def gathered_product_kernel(
     if progress_ptr is not None:
         if count > 0:
             last = step_of_turn(count - 1, alone, shared, program, push_programs)
-            count_tile(progress_ptr, row_tile_of_step(last, num_m, rows.backward_order_M, NUM_N, TILE.GROUP_M))
+            stored = row_tile_of_step(last, num_m, rows.backward_order_M, rows.backward_group_M, NUM_N)
+            count_tile(progress_ptr, stored)
 
 
 @triton.jit
@@ -499,7 +516,7 @@ def store_halves(left, right, out_desc, row, column, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def product_tile(
-    a_desc, b_desc, low: LowRank, out_desc, bias_ptr, rows: Rows, wire: Wire, m, n, PRODUCT: tl.constexpr,
+    a_desc, b_desc, low: LowRank, out_desc, bias_ptr, rows: Rows, wire: Wire, m, expert, n, PRODUCT: tl.constexpr,
     TILE: tl.constexpr, CHECKED: tl.constexpr
 ):  # fmt: skip
     """One tile of `product_kernel`.  CHECKED (and SCATTER): nothing is stored once this call has failed."""
@@ -509,7 +526,6 @@ def product_tile(
     WIDTH: tl.constexpr = PRODUCT.WIDTH
     HALF: tl.constexpr = BLOCK_N // 2
     B: tl.constexpr = "transposed" if PRODUCT.TRANSPOSED else "halves"
-    expert = tl.load(rows.expert_M + m)
     row = m * BLOCK_M
     if CHECKED:
         is_lost = tl.load(wire.status, volatile=True) != 0
@@ -592,15 +608,15 @@ def product_kernel(
     else:
         low = LowRank(low_desc, factor_desc)
     first_m, num_m = part_of_row_tiles(rows, PART)
-    num_m -= first_m
     if PRODUCT.SCATTER:
         num_m = tl.where(failed(wire.status), 0, num_m)  # a late peer may still read what an earlier call returned
     if TILES_BEFORE == 0:
-        for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
-            m, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
-            if PART is not None:
-                m = tl.load(rows.order_M + first_m + m)
-            product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, n, PRODUCT, TILE, False)
+        order_ptr = None if PART is None else rows.order_M
+        group_ptr = rows.group_M if PART is None else rows.order_group_M
+        first_step = first_m * NUM_N + tl.program_id(0)
+        for step in tl.range(first_step, num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
+            m, expert, n = tile_of_step(step, num_m, order_ptr, group_ptr, NUM_N)
+            product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, expert, n, PRODUCT, TILE, False)
     else:
         # Twice the time: whoever makes `a` may wait for its peers as long as that.
         deadline_ns = deadline(wire.status, timeout_ns.to(tl.int64) * 2)
@@ -614,8 +630,9 @@ def product_kernel(
             block_loads_follow()
             for i in tl.range(0, height, flatten=True):
                 m = tl.load(rows.order_M + first + i)
+                expert = tl.load(rows.expert_M + m)
                 n = column % NUM_N
-                product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, n, PRODUCT, TILE, False)
+                product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, expert, n, PRODUCT, TILE, False)
             column = tl.atomic_add(rows.cursor, 1, sem="relaxed")
     if PRODUCT.SCATTER:
         signal_all(wire, returned_offset, tl.load(wire.call), wire.return_ticket, programs, NUM_RANKS)

@@ -18,11 +18,11 @@ from uniep.kernels.gemm import (
     product_of_rows,
     row_tile_of_step,
     store_halves,
-    tile_coordinates,
+    tile_of_step,
 )
 from uniep.kernels.header import HEADER, header_of
 from uniep.kernels.ptx import after_previous, narrow, next_may_come
-from uniep.kernels.rows import num_row_tiles
+from uniep.kernels.rows import group_word, num_row_tiles
 from uniep.kernels.sync import STAGE_SUM, deadline, failed, signal_all, wait_for
 
 NO_GROUP = tl.constexpr(2**30)  # of unused slots, behind all others
@@ -202,13 +202,15 @@ def _first_tile(counts, source, at: tl.constexpr, rank, num_tiles, NUM_RANKS: tl
     return first
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "group_rows"])
 def return_order_kernel(
     counts_ptr,
     start_ptr,
     totals_ptr,
     order_ptr,
+    group_ptr,
     rank,
+    group_rows,
     E: tl.constexpr,
     LOCAL: tl.constexpr,
     LOCAL_P: tl.constexpr,
@@ -219,6 +221,7 @@ def return_order_kernel(
 
     Whole lines finish early so, and those that travel first.  A tile with rows of several ranks counts to the lowest, or
     to the next rank if some are higher than this one.
+    group: as of Rows, of the tiles of one expert and source rank, in groups of at most `group_rows`.
     """
     local = tl.arange(0, LOCAL_P)
     source = tl.arange(0, NUM_RANKS)[:, None]
@@ -236,6 +239,8 @@ def return_order_kernel(
                     position = placed + tl.cumsum(count, 0) - count
                     for i in range(0, tl.max(count)):
                         tl.store(order_ptr + position + i, start + first + i, mask=i < count)
+                        word = group_word(local, i, tl.maximum(count, 1), group_rows)
+                        tl.store(group_ptr + position + i, word, mask=i < count)
                     placed += tl.sum(count)
 
 
@@ -243,6 +248,7 @@ def return_order_kernel(
 def counted_product_kernel(
     rows: Rows,
     order_ptr,
+    group_ptr,
     a_desc,
     b_desc,
     out_desc,
@@ -252,8 +258,8 @@ def counted_product_kernel(
     TILE: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`; progress (M,) counts the finished tiles
-    of each row tile, for the next kernel, which may run beside this one.  b_desc: (e, WIDTH, DEPTH).
+    """out (N, WIDTH) = act (N, DEPTH) @ W2^T, row tiles in the order of `order`, in groups; progress (M,) counts the
+    finished tiles of each row tile, for the next kernel, which may run beside this one.  b_desc: (e, WIDTH, DEPTH).
     bias: as in `product_kernel`."""
     NUM_N: tl.constexpr = (WIDTH + TILE.N - 1) // TILE.N
     program = tl.program_id(0)
@@ -261,12 +267,10 @@ def counted_product_kernel(
     num_m = num_row_tiles(rows)
     num_steps = num_m * NUM_N
     for step in tl.range(program, num_steps, tl.num_programs(0), flatten=True):
-        position, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
-        m = tl.load(order_ptr + position)
-        expert = tl.load(rows.expert_M + m)
+        m, expert, n = tile_of_step(step, num_m, order_ptr, group_ptr, NUM_N)
         acc = product_of_rows(None, a_desc, b_desc, m, expert, n, DEPTH, 0, "transposed", False, TILE)
         if step > program:
-            before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, NUM_N, TILE.GROUP_M)
+            before = row_tile_of_step(step - tl.num_programs(0), num_m, order_ptr, group_ptr, NUM_N)
             count_tile(rows.progress_M, before)
         left, right = halves(acc, TILE.M, TILE.N)
         left = biased(left, bias_ptr, rows, m * TILE.M, expert, n * TILE.N, WIDTH, WEIGHTED, TILE)
@@ -274,7 +278,7 @@ def counted_product_kernel(
         store_halves(left, right, out_desc, m * TILE.M, n * TILE.N, TILE.M, TILE.N)
     if program < num_steps:
         last = program + (num_steps - 1 - program) // tl.num_programs(0) * tl.num_programs(0)
-        count_tile(rows.progress_M, row_tile_of_step(last, num_m, order_ptr, NUM_N, TILE.GROUP_M))
+        count_tile(rows.progress_M, row_tile_of_step(last, num_m, order_ptr, group_ptr, NUM_N))
 
 
 @triton.jit(do_not_specialize=["num_lines", "first_line", "returned_offset", "timeout_ns", "rank"])

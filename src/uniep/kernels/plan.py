@@ -20,6 +20,7 @@ import triton.language as tl
 from uniep.kernels.arguments import Rows
 from uniep.kernels.header import CAPACITY, HEADER, IS_REFUSED, OPERATION, TOKENS, header_of
 from uniep.kernels.ptx import after_previous, next_may_come
+from uniep.kernels.rows import group_word
 from uniep.kernels.sync import BAD_ID, REFUSED, TOO_MANY_ROWS, record
 
 
@@ -225,7 +226,15 @@ def _shifts(end, wave, WAVES: tl.constexpr):
     return tl.sum(tl.where(is_in, until - count, 0), 0) - begin
 
 
-@triton.jit(do_not_specialize=["rank", "lead", "backward_lead", "waves"])
+@triton.jit
+def _store_walk(order_ptr, group_ptr, shift, tile, exists, expert, begin, tiles, group_rows):
+    """Row tiles at their places in an order, and their words there.  begin, tiles: of the run that each belongs to."""
+    tl.store(order_ptr + shift + tile, tile, mask=exists)
+    word = group_word(expert, tile - begin, tl.maximum(tiles, 1), group_rows)
+    tl.store(group_ptr + shift + tile, word, mask=exists)
+
+
+@triton.jit(do_not_specialize=["rank", "lead", "backward_lead", "waves", "group_rows", "down_group_rows"])
 def tiles_kernel(
     exchange_ptr,
     counts_ptr,
@@ -237,6 +246,8 @@ def tiles_kernel(
     lead,
     backward_lead,
     waves,
+    group_rows,
+    down_group_rows,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -250,7 +261,7 @@ def tiles_kernel(
     WAVES: tl.constexpr,
     IN_TURN: tl.constexpr,
 ):
-    """Segment starts and, per row tile, its expert and its place in the order.
+    """Segment starts and, per row tile, its expert, its place in the orders and its groups.
 
     Segments are multiples of BLOCK_M, so that a tile never spans two experts.  ALIGN: what rows are counted by where a
     rank needs room for them, whatever its tiles are: every rank finds the same.
@@ -261,6 +272,8 @@ def tiles_kernel(
     sees their weights twice.  IN_TURN: the remaining ones come before those of all other experts, in the forward alone.
     The backward leads by a number of its own.  waves > 1: local segments, then the sources in the order in which their
     copies arrive, from the rank before this one downwards, about NUM_RANKS / waves at a time.
+    Groups, of at most `group_rows` row tiles in the order of gate_up, else `down_group_rows`, are cut out of the tiles of
+    an expert, or of a segment where the order separates those of an expert.
     Each program looks at all segments, then at TILES tiles at once, every one of which finds its segment and its places.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
@@ -338,10 +351,25 @@ def tiles_kernel(
         tile = begin + tl.arange(0, TILES)
         exists = tile < num_m
         segment = segment_of(end, tile, SEGMENTS)
-        tl.store(table.expert_M + tile, segment // NUM_RANKS, mask=exists)
+        of = segment // NUM_RANKS
+        first = tl.gather(start // BLOCK_M, of, 0)
+        tiles = tl.gather(padded // BLOCK_M, of, 0)
+        low = tl.where(segment > 0, tl.gather(end, tl.maximum(segment - 1, 0), 0), 0)
+        high = tl.gather(end, segment, 0)
+        tl.store(table.expert_M + tile, of, mask=exists)
         tl.store(table.progress_M + tile, tl.zeros((TILES,), tl.int32), mask=exists)
-        tl.store(table.order_M + tl.gather(shift, segment, 0) + tile, tile, mask=exists)
-        tl.store(table.backward_order_M + tl.gather(backward_shift, segment, 0) + tile, tile, mask=exists)
+        word = group_word(of, tile - first, tl.maximum(tiles, 1), down_group_rows)
+        tl.store(table.group_M + tile, word, mask=exists)
+        together = (waves == 1) & (of >= lead)
+        _store_walk(
+            table.order_M, table.order_group_M, tl.gather(shift, segment, 0), tile, exists, of,
+            tl.where(together, first, low), tl.where(together, tiles, high - low), group_rows,
+        )  # fmt: skip
+        together = (waves == 1) & (of >= backward_lead)
+        _store_walk(
+            table.backward_order_M, table.backward_group_M, tl.gather(backward_shift, segment, 0), tile, exists, of,
+            tl.where(together, first, low), tl.where(together, tiles, high - low), down_group_rows,
+        )  # fmt: skip
     if HOST:
         if program == 0:
             tl.store(host_ptr + 1, tl.sum(tl.where(source == rank, padded_R, 0)))

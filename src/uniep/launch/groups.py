@@ -116,31 +116,34 @@ def launch_group_sum(sums: GroupSums, peers: Peers, multiprocessors: int, *, sig
     launch(group_sum_kernel, multiprocessors * BESIDE_PROGRAMS, sums.arguments(peers), constants, **sums.options)
 
 
-def launch_return_order(counts_RE: Memory, rows: Rows, rank: int, tile_rows: int, order_M: Tensor) -> None:
-    """order (M,): the row tiles by source rank, the next rank's first."""
+def launch_return_order(
+    counts_RE: Memory, rows: Rows, rank: int, tile: Tile, order_M: Memory, group_M: Memory
+) -> None:  # fmt: skip
+    """order (M,): the row tiles by source rank, the next rank's first.  group (M,): as of Rows."""
     (num_ranks, experts), local = counts_RE.shape, rows.rows_e.shape[0]
     launch(
         return_order_kernel,
         1,
-        (counts_RE, rows.start_e1, rows.totals, order_M, rank),
+        (counts_RE, rows.start_e1, rows.totals, order_M, group_M, rank, tile.group_rows),
         {
-            "E": experts, "LOCAL": local, "LOCAL_P": power_of_2(local), "NUM_RANKS": num_ranks, "BLOCK_M": tile_rows,
+            "E": experts, "LOCAL": local, "LOCAL_P": power_of_2(local), "NUM_RANKS": num_ranks, "BLOCK_M": tile.rows,
         },
-        num_warps=4,
+        num_warps=4, maxnreg=96,  # left to itself, ptxas spills to use fewer
     )  # fmt: skip
 
 
 def launch_counted_down(
-    act_NF: Tensor, rows: Bundle[Rows], order_M: Tensor, experts: ExpertWeights, cfg: MoEConfig, tile: Tile,
-    multiprocessors: int, out_ND: Tensor,
+    act_NF: Tensor, rows: Bundle[Rows], order_M: Memory, group_M: Memory, experts: ExpertWeights, cfg: MoEConfig,
+    tile: Tile, multiprocessors: int, out_ND: Tensor,
 ) -> None:  # fmt: skip
     """out (N, D) = act @ W2^T + b2 in the order of `order`, counting finished tiles for sums that run beside, next."""
     launch(
         counted_product_kernel,
         multiprocessors * tile.programs_per_sm,
         (
-            rows, order_M, rows_block(act_NF, tile.rows, tile.depth), w2_block(experts, 1, tile.columns, tile.depth),
-            rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)), experts.b2,
+            rows, order_M, group_M, rows_block(act_NF, tile.rows, tile.depth),
+            w2_block(experts, 1, tile.columns, tile.depth), rows_block(out_ND, tile.rows, stored_columns(tile, out_ND)),
+            experts.b2,
         ),
         {
             "DEPTH": act_NF.shape[1], "WIDTH": out_ND.shape[1], "TILE": tile_shape(tile),

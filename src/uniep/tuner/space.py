@@ -119,7 +119,7 @@ SEARCHED = (
     Searched("gate_up.rows", {"cpu": (128, 64), "hopper": (128, 64)}, also=("down.rows",)),
     Searched("gate_up.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
     Searched("down.columns", {"cpu": (256, 128, 64), "hopper": (256, 128), "nccl": (256, 128)}),
-    Searched("gate_up.group_rows", {"hopper": (8, 4, 16)}, also=("down.group_rows",)),
+    Searched("gate_up.group_rows", {"hopper": (16, 8, 4)}, also=("down.group_rows",)),
     Searched("gate_up.stages", {"hopper": (4, 3)}, also=("down.stages",)),
     Searched("weight_gradient.programs_per_sm", dict.fromkeys(_GPUS, tuple(_WEIGHT_TILES)), sets=_WEIGHT_TILES),
     Searched("chunk_tokens", {"cpu": (64, 32, 128)}),

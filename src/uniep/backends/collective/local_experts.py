@@ -21,6 +21,7 @@ from uniep.backends.base import MainGrads, Needs
 from uniep.config import MoEConfig
 from uniep.kernels.arguments import Activation, Rows, Sums, Tokens
 from uniep.launch.driver import Bundle
+from uniep.layout import group_words
 from uniep.limits import why_not
 from uniep.numerics import combine_parts, combine_slots
 from uniep.routing import RoutingPlan, RowBlocks, row_blocks
@@ -216,6 +217,9 @@ class KernelExperts:
         slot_N = tiles.compact_base(plan, self.rank)[slot_N // block] + slot_N % block
         remote_N = torch.where(used_N, -slot_N - 1, -zero_row - 1)
         starts, num_tiles = plan.expert_start_e1, plan.num_rows // tile.rows
+        tiles_e = starts.diff() // tile.rows
+        expert_M = torch.repeat_interleave(tiles_e, output_size=num_tiles)
+        group_M = group_words(expert_M, tiles_e, tile.group_rows)
         local = starts.shape[0] - 1
         return Bundle(
             Rows(
@@ -224,8 +228,10 @@ class KernelExperts:
                 weight_N=routed.weight_N,
                 start_e1=starts,
                 rows_e=plan.counts_RE[:, self.rank * local : (self.rank + 1) * local].sum(0).int(),
-                expert_M=torch.repeat_interleave(starts.diff() // tile.rows, output_size=num_tiles).int(),
+                expert_M=expert_M.int(),
                 order_M=torch.arange(num_tiles, dtype=torch.int32, device=device),
+                group_M=group_M,
+                order_group_M=group_M,
                 # For kernels that gather, count or send: not used here.
                 backward_order_M=None,
                 progress_M=None,

@@ -54,7 +54,7 @@ class Link:
         describe = functools.partial(plan_memory, cfg, self.num_ranks, copies=member.copies, schedule=self.schedule)
         self.arena = Arena(layout, member, describe)
         self.sms = self.way.sms
-        self.planner = Planner(member, self.arena, self.way.gate_up.rows, self.sms, self.way.pulls)
+        self.planner = Planner(member, self.arena, self.way, self.sms)
         self.push_ticket, self.return_ticket = torch.zeros(2, 4, dtype=torch.int32, device=device).unbind()
         self._lasting = [  # memory of the stream that is current now
             self.arena.memories[self.rank], *self.arena.tables.values(), self.planner.call, self.planner.ticket,

@@ -38,6 +38,7 @@ from uniep.layout import (
     with_headroom,
 )
 from uniep.routing import RoutingPlan
+from uniep.way import Way
 
 if TYPE_CHECKING:
     from uniep.membership import Membership
@@ -107,12 +108,12 @@ def _num_waves(ranks: int) -> int:
 
 
 class Planner(Calls):
-    """One rank's calls and plans.  tile_rows: of the tile tables.  sms: multiprocessors to use.  pull: plans list what
-    to fetch."""
+    """One rank's calls and plans.  sms: multiprocessors to use."""
 
-    def __init__(self, member: Membership, arena: Arena, tile_rows: int, sms: int, pull: bool = False) -> None:
+    def __init__(self, member: Membership, arena: Arena, way: Way, sms: int) -> None:
         super().__init__(member, arena)
-        cfg, self.tile_rows, self.pull = self.cfg, tile_rows, pull
+        cfg, self.tile_rows, self.pull = self.cfg, way.gate_up.rows, way.pulls
+        self.group_rows = way.gate_up.group_rows, way.down.group_rows
         self.local = cfg.experts_per_rank(self.num_ranks)
         tokens = min(cfg.max_tokens_per_rank, FIRST_TOKENS)
         self.allocate, self.capacity = hopper_rows(cfg, self.num_ranks, tokens)
@@ -243,7 +244,7 @@ class Planner(Calls):
             min(-(-tiles // TILES_AT_ONCE), 16),
             (
                 exchange, plan.counts_RE, plan.bundle, self._host_totals, self.call, self.status, self.rank, *leads,
-                waves,
+                waves, *self.group_rows,
             ),
             constants.tiles | {"IN_TURN": in_turn},
             num_warps=self._tiles_warps,

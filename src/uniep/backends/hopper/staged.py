@@ -132,10 +132,10 @@ class _Call:
         assert lines is not None
         if beside:
             self._make_results(stage)
-            order_M = temporary(*rows.order_M.shape, dtype=torch.int32, device=link.device)
-            launch.launch_return_order(self.planned.counts_RE, rows, link.rank, tile.rows, order_M)
+            order_M, group_M = unbind(temporary(2, *rows.order_M.shape, dtype=torch.int32, device=link.device))
+            launch.launch_return_order(self.planned.counts_RE, rows, link.rank, tile, order_M, group_M)
             launch.launch_counted_down(
-                self.act_NF, self.planned.bundle, order_M, self.inputs.experts, link.cfg, tile, stage.sms,
+                self.act_NF, self.planned.bundle, order_M, group_M, self.inputs.experts, link.cfg, tile, stage.sms,
                 self.results_ND,
             )  # fmt: skip
         weight_N = rows.weight_N if weighted else None
@@ -239,7 +239,7 @@ class Forward(_Call):
 
     def part_of(self, stage: Stage) -> RowPart | None:
         """Of gate_up's row tiles, if there are parts."""
-        return stage.part and RowPart(*stage.part, self.link.way.gate_up.group_rows)
+        return stage.part and RowPart(*stage.part)
 
     def keep(self, stage: Stage) -> None:
         self.kept = self.link.keep(self.out_TD.shape[0])
