@@ -84,6 +84,7 @@ from uniep.kernels.ptx import narrow
 from uniep.kernels.trees import pair_tree_sum
 from uniep.launch import staged
 from uniep.launch.driver import Bundle, tensor, unbind
+from uniep.layout import GROUP_BITS
 from uniep.weights import ExpertWeights
 
 partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.7
@@ -592,10 +593,11 @@ def small_case(full: Sides) -> Sides:
         return torch.tensor([*values], dtype=torch.int32, device=device)
 
     order_M = torch.randperm(m, device=device, generator=generator).int()
+    expert_M = ints(i for i in range(e) for _ in range(padded[i] // 128))
     rows = full.rows._replace(
-        source_N=source, weight_N=weight, expert_M=ints(i for i in range(e) for _ in range(padded[i] // 128)),
-        start_e1=ints(itertools.accumulate(padded, initial=0)), rows_e=ints(SMALL_ROWS), order_M=order_M,
-        backward_order_M=order_M, totals=ints((n, m)), return_N=torch.zeros_like(source),
+        source_N=source, weight_N=weight, expert_M=expert_M, start_e1=ints(itertools.accumulate(padded, initial=0)),
+        rows_e=ints(SMALL_ROWS), order_M=order_M, backward_order_M=order_M, totals=ints((n, m)),
+        backward_group_M=(expert_M[order_M] << 2 * GROUP_BITS) + 1, return_N=torch.zeros_like(source),
     )  # fmt: skip
     experts = ExpertWeights((full.experts.w13[0][:e],), (full.experts.w2[0][:e],), "stacked")
     dy = Tokens(full.dy.local[:tokens], full.dy.received)

@@ -29,7 +29,7 @@ import uniep
 from cases import Shape, make_case, make_weights, parse_shape
 from moe import add_file_options, of_run, relative_error
 from uniep.kernels.arguments import Rows, Sums
-from uniep.kernels.gemm import halves, product_of_rows, tile_coordinates
+from uniep.kernels.gemm import halves, product_of_rows, tile_of_step
 from uniep.kernels.rows import num_row_tiles
 from uniep.launch import operands, staged
 from uniep.launch.driver import launch
@@ -45,8 +45,7 @@ def unordered_kernel(rows: Rows, a_desc, b_desc, out_ptr, DEPTH: tl.constexpr, W
     HALF: tl.constexpr = TILE.N // 2
     num_m = num_row_tiles(rows)
     for step in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=True):
-        m, n = tile_coordinates(step, num_m, NUM_N, TILE.GROUP_M)
-        expert = tl.load(rows.expert_M + m)
+        m, expert, n = tile_of_step(step, num_m, None, rows.group_M, NUM_N)
         acc = product_of_rows(None, a_desc, b_desc, m, expert, n, DEPTH, 0, "transposed", False, TILE)
         row = m * TILE.M + tl.arange(0, TILE.M)
         token = tl.load(rows.source_N + row)

@@ -205,7 +205,7 @@ def check_plan(r):
         _, ids, *_ = r.data(cfg, tokens, unused=unused)
         ids[: tokens // 4] = ids[: tokens // 4, :1]  # repeats
         with Workspace(cfg, r.group, timeout_s=60) as workspace:
-            plan, align = uniep.route(ids.int(), workspace=workspace), workspace.schedule.gate_up.rows
+            plan, align = uniep.route(ids.int(), workspace=workspace), workspace.backend.way.gate_up.rows
         want = build_plan([t.cpu() for t in r.gather_ragged(ids, -1)], r.rank, cfg, align=align)
         fields = (f.name for f in dataclasses.fields(want))
         wrong += [

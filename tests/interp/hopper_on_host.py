@@ -211,7 +211,8 @@ def use(backend: hopper.HopperBackend, schedule: Schedule, operators: Sequence[R
     """From here on, its calls are of `schedule`, with `operators`; memory stays as its first one made it."""
     backend.schedule = schedule
     backend.ways = Ways(backend.cfg, backend.num_ranks, schedule, "hopper", backend.ways.measured, operators)
-    backend.way = backend.ways[backend.cfg.max_tokens_per_rank]
+    backend.way = way = backend.ways[backend.cfg.max_tokens_per_rank]
+    backend.planner.group_rows = way.gate_up.group_rows, way.down.group_rows
     backend.orders.clear()
 
 

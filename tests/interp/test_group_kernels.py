@@ -5,7 +5,6 @@ import time
 
 import pytest
 import torch
-
 from test_plan import walked_groups
 
 from uniep.config import MoEConfig

@@ -183,8 +183,8 @@ def check(
 
 
 def check_groups(tables: Rows, tiles: int, expert_M: list[int], most: tuple[int, int], lead: int | None) -> None:
-    """All of an expert's row tiles are in groups as few and as even as `most` allows, but for those whose order separates
-    them: experts below `lead` (the backward's is one more), or all, if it is None."""
+    """An expert's row tiles are in groups as few and as even as `most` allows, but where an order separates them: of
+    experts below `lead` (in the backward one more), or of all, if it is None."""
     walks = (
         (torch.arange(tiles), tables.group_M, most[1], 0),
         (tables.order_M, tables.order_group_M, most[0], lead),
@@ -202,7 +202,7 @@ def check_groups(tables: Rows, tiles: int, expert_M: list[int], most: tuple[int,
 
 
 def walked_groups(order_M, group_M, expert_M: list[int]) -> list[list[int]]:
-    """The groups of a walk: consecutive row tiles of one expert, each of which names its place and how many there are."""
+    """The groups of a walk: consecutive row tiles of one expert; each names its place and how many there are."""
     order, words, groups = order_M.tolist(), group_M.tolist(), []
     while len(order) > (begin := sum(map(len, groups))):
         expert, height = words[begin] >> 14, words[begin] & 127
@@ -414,22 +414,24 @@ HAND_IDS = (
 )
 
 
-def word(expert: int, place: int, height: int) -> int:
-    return expert * 2**14 + place * 2**7 + height
+def words(*groups: tuple[int, int]) -> list[int]:
+    """Of groups of (expert, height)."""
+    return [expert * 2**14 + place * 2**7 + height for expert, height in groups for place in range(height)]
 
 
 @pytest.mark.parametrize(
-    ("lead", "orders"),
+    ("lead", "orders", "groups"),
     [
-        (0, ([0, 1, 2], [0, 1, 2, 3, 4])),
-        (1, ([0, 2, 1], [2, 3, 4, 0, 1])),
-        (2, ([0, 2, 1], [3, 4, 0, 1, 2])),
-        (9, ([0, 2, 1], [3, 4, 0, 1, 2])),
+        (0, ([0, 1, 2], [0, 1, 2, 3, 4]), [(0, 2), (1, 3)]),
+        (1, ([0, 2, 1], [2, 3, 4, 0, 1]), [(1, 3), (0, 2)]),
+        (2, ([0, 2, 1], [3, 4, 0, 1, 2]), [(1, 2), (0, 2), (1, 1)]),
+        (9, ([0, 2, 1], [3, 4, 0, 1, 2]), [(1, 2), (0, 2), (1, 1)]),
     ],
 )
-def test_tile_order_by_hand(lead, orders):
+def test_tile_order_by_hand(lead, orders, groups):
+    """groups: of rank 1, in its order."""
     cfg = make_config(num_experts=4, top_k=1, max_tokens=260)
-    planners = roomy_planners(cfg, 2, make_schedule(rows=64))
+    planners = roomy_planners(cfg, 2, make_schedule(rows=64, groups=(3, 2)))
     ids_of_rank = [torch.tensor(ids) for ids in HAND_IDS]
     got = plans(planners, ids_of_rank, make_weights(ids_of_rank), lead)
     assert [tensor(plan.rows.totals)[1] for plan in got] == [3, 5]
@@ -437,16 +439,9 @@ def test_tile_order_by_hand(lead, orders):
     assert tensor(got[1].rows.expert_M)[:5].tolist() == [0, 0, 1, 1, 1]
     for plan, order in zip(got, orders, strict=True):
         assert tensor(plan.rows.order_M)[: len(order)].tolist() == order
-    assert tensor(got[0].rows.group_M)[:3].tolist() == [word(0, 0, 2), word(0, 1, 2), word(1, 0, 1)]
-    of_two, of_three = [word(0, 0, 2), word(0, 1, 2)], [word(1, place, 3) for place in range(3)]
-    one = word(0, 0, 1), word(1, 0, 1)
-    assert tensor(got[1].rows.group_M)[:5].tolist() == of_two + [word(1, 0, 2), word(1, 1, 2), one[1]]
-    groups = {0: of_two + of_three, 1: of_three + of_two}.get(lead)
-    if groups is not None:
-        assert tensor(got[1].rows.order_group_M)[:5].tolist() == groups
-    elif lead:  # the local tiles of rank 1's expert 3, then both of expert 2, of which 1 waits for rank 0, then tile 2
-        assert tensor(got[1].rows.order_group_M)[:2].tolist() == [word(1, 0, 2), word(1, 1, 2)]
-        assert tensor(got[1].rows.order_group_M)[4] == one[1]
+    assert tensor(got[0].rows.group_M)[:3].tolist() == words((0, 2), (1, 1))
+    assert tensor(got[1].rows.group_M)[:5].tolist() == words((0, 2), (1, 2), (1, 1))
+    assert tensor(got[1].rows.order_group_M)[:5].tolist() == words(*groups)
 
 
 @pytest.mark.parametrize("value", [8, -2, 2**31, 2**40, -(2**40)])

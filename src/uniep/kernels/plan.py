@@ -214,12 +214,18 @@ def segment_of(end, tile, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
+def _begin_of(end, segment):
+    """The first tile of each of these segments.  end: as for `segment_of`."""
+    return tl.where(segment > 0, tl.gather(end, tl.maximum(segment - 1, 0), 0), 0)
+
+
+@triton.jit
 def _shifts(end, wave, WAVES: tl.constexpr):
     """Of each segment, what leads from the number of a row tile to its place in the order: by wave, in each as they lie.
     end (S,): of each segment, its last tile and one.  wave (S,): below WAVES, a power of two."""
     SEGMENTS: tl.constexpr = end.shape[0]
     index = tl.arange(0, SEGMENTS)
-    begin = tl.where(index > 0, tl.gather(end, tl.maximum(index - 1, 0), 0), 0)
+    begin = _begin_of(end, index)
     is_in = wave[None, :] == tl.arange(0, WAVES)[:, None]
     count = tl.where(is_in, (end - begin)[None, :], 0)
     until = tl.reshape(tl.cumsum(tl.reshape(count, (WAVES * SEGMENTS,)), 0), (WAVES, SEGMENTS))
@@ -352,9 +358,9 @@ def tiles_kernel(
         exists = tile < num_m
         segment = segment_of(end, tile, SEGMENTS)
         of = segment // NUM_RANKS
-        first = tl.gather(start // BLOCK_M, of, 0)
-        tiles = tl.gather(padded // BLOCK_M, of, 0)
-        low = tl.where(segment > 0, tl.gather(end, tl.maximum(segment - 1, 0), 0), 0)
+        first = _begin_of(end, of * NUM_RANKS)
+        tiles = tl.gather(end, of * NUM_RANKS + NUM_RANKS - 1, 0) - first
+        low = _begin_of(end, segment)
         high = tl.gather(end, segment, 0)
         tl.store(table.expert_M + tile, of, mask=exists)
         tl.store(table.progress_M + tile, tl.zeros((TILES,), tl.int32), mask=exists)

@@ -92,8 +92,9 @@ def activation_memory(h_2NF: Tensor, b2: Tensor | None = None) -> Activation:
     )
 
 
-def tile_shape(tile: Tile) -> TileShape:
-    return TileShape(tile.rows, tile.columns, tile.depth, tile.group_rows)
+def tile_shape(tile: Tile, group_rows: int = 1) -> TileShape:
+    """group_rows: of kernels that do not find groups in the plan's tables."""
+    return TileShape(tile.rows, tile.columns, tile.depth, group_rows)
 
 
 def layer_shape(cfg: MoEConfig) -> Layer:

@@ -73,6 +73,7 @@ from uniep.weights import ExpertWeights
 
 EXPAND_WARPS = 24  # of a multiprocessor
 SHRINK_PROGRAMS = 2  # of a multiprocessor
+CLAIMED_TILES = 8  # row tiles at the most that a product beside another one claims at once: it waits for all of them
 BESIDE_PROGRAMS = 6  # of a multiprocessor, for what runs beside a product; most come when it ends (docs/log.md)
 
 
@@ -205,6 +206,7 @@ def _launch_product(
 ) -> None:  # fmt: skip
     programs = multiprocessors * tile.programs_per_sm
     beside = beside or Beside(programs)
+    claimed = min(tile.group_rows, CLAIMED_TILES) if beside.tiles_before else 1
     launch(
         product_kernel,
         programs,
@@ -214,7 +216,7 @@ def _launch_product(
             rows_block(out, tile.rows, stored_columns(tile, out)), bias,
         ),
         {
-            "PRODUCT": product, "TILE": tile_shape(tile), "NUM_RANKS": peers.num_ranks,
+            "PRODUCT": product, "TILE": tile_shape(tile, claimed), "NUM_RANKS": peers.num_ranks,
             "TILES_BEFORE": beside.tiles_before, "PART": beside.part,
         },
         **options(tile),
@@ -384,8 +386,8 @@ def launch_weight_gradient(
             _gradient_block(dw, tile, transposed), start, count, status, first_column,
         ),
         {
-            "LOCAL": local, "HEIGHT": height, "WIDTH": width, "TILE": tile_shape(tile), "TRANSPOSED": transposed,
-            "ACCUMULATE": accumulate,
+            "LOCAL": local, "HEIGHT": height, "WIDTH": width, "TILE": tile_shape(tile, tile.group_rows),
+            "TRANSPOSED": transposed, "ACCUMULATE": accumulate,
         },
         **options(tile),
     )  # fmt: skip
@@ -409,7 +411,7 @@ def launch_block_gradient(
         ),
         {
             "LOCAL": results // blocks.number if apart else results, "BLOCKS": blocks.number, "APART": apart,
-            "HEIGHT": height, "WIDTH": width, "STRIDE": b_NW.shape[1], "TILE": tile_shape(tile),
+            "HEIGHT": height, "WIDTH": width, "STRIDE": b_NW.shape[1], "TILE": tile_shape(tile, tile.group_rows),
             "TRANSPOSED": transposed, "ACCUMULATE": accumulate,
         },
         **options(tile),
