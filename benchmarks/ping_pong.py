@@ -79,7 +79,8 @@ from products import Products
 from results import write
 from uniep.kernels.activation import activate, gate_gradient, up_gradient
 from uniep.kernels.arguments import ALL_HERE, Activation, Rows, Tokens
-from uniep.kernels.gemm import halves, tile_coordinates
+from uniep.kernels.gemm import halves
+from uniep.kernels.gradients import tile_coordinates
 from uniep.kernels.ptx import narrow
 from uniep.kernels.trees import pair_tree_sum
 from uniep.launch import staged
@@ -90,7 +91,7 @@ from uniep.weights import ExpertWeights
 partition_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.7
 
 TABLE_ROWS = gl.constexpr(128)  # of a row tile in the tables
-GROUP_M = gl.constexpr(8)  # of these, how many share a column of weights
+GROUP_M = gl.constexpr(8)  # of these, how many share a column of weights, of any expert (today's end with one)
 DEPTH = gl.constexpr(64)  # of a stage
 CHUNK = gl.constexpr(32)  # columns
 CHUNK_BYTES = gl.constexpr(2 * 64 * 32 * 2)  # of gate and up
@@ -133,7 +134,8 @@ def tile_of(step, num_m, order_ptr, F: gl.constexpr, V: gl.constexpr):
     """(first row, first column, row tile of the tables) of a step; past the last one any tile."""
     NUM_N: gl.constexpr = (F + V.COLUMNS - 1) // V.COLUMNS
     PER: gl.constexpr = TABLE_ROWS // V.ROWS
-    position, n = tile_coordinates(gl.minimum(step, num_m * NUM_N - 1), num_m, NUM_N, GROUP_M * PER)
+    step = gl.maximum(gl.minimum(step, num_m * NUM_N - 1), 0)
+    position, n = tile_coordinates(step, gl.maximum(num_m, 1), NUM_N, GROUP_M * PER)
     m = gl.load(order_ptr + position // PER)
     return m * TABLE_ROWS + position % PER * V.ROWS, n * V.COLUMNS, m
 

@@ -111,7 +111,7 @@ TILE_TABLES = (
     "expert_M", "order_M", "backward_order_M", "progress_M", "group_M", "order_group_M", "backward_group_M",
 )  # fmt: skip
 GROUP_BITS = 7
-"""Of a row tile's place in its group, and of the number of row tiles in that."""
+"""Of a row tile's place in its group, and of the number of row tiles in that: at most 64 (`Tile.group_rows`)."""
 
 
 def group_words(expert_M: Tensor, tiles_e: Tensor, most: int) -> Tensor:

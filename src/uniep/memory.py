@@ -334,7 +334,7 @@ def _hopper(c: _Call) -> list[_Size]:
     return [
         _Size("extent", (extent,), _I64, "on the host: how many of the allocated rows a call has"),
         _Size("plan", (plan,), _I32, "counts and send lists"),
-        _Size("tiles", tile_tables(rows, c.way.gate_up.rows), _I32, "expert and order of every row tile"),
+        _Size("tiles", tile_tables(rows, c.way.gate_up.rows), _I32, "expert, orders and groups of every row tile"),
         _Size("histogram", hopper_histogram(cfg, c.ep_size, c.way.sends_by_expert), _I32, "what the plan counts"),
         _Size("rows", row_tables(rows, c.way.pulls), _I32, f"source, return slot and weight of every row; {rows_why}"),
         _Size("parts", (parts,), _I32, "which rows combine groups add, and where sums go"),

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -215,5 +216,8 @@ def test_return_order(ranks):
         assert order.tolist() == [number for _, number in sorted(keys)] + [-1, -1]
         assert group[-2:].tolist() == [-1, -1]
         expert_M = torch.arange(local).repeat_interleave(padded // height).tolist()
-        groups = walked_groups(order[:-2], group[:-2], expert_M)
-        assert max(map(len, groups)) == 2
+        groups = walked_groups(order[:-2].tolist(), group[:-2].tolist(), expert_M)
+        of_source = Counter((expert_M[number], key) for key, number in keys)
+        assert Counter(expert_M[of[0]] for of in groups) == Counter(
+            expert for (expert, _), tiles in of_source.items() for _ in range(-(-tiles // 2))
+        )

@@ -125,8 +125,8 @@ def launch(kernel, tile: Tile | None = None, **given) -> None:
         "address_ptr": None,
         "COUNT_TILES": False, "TILES_BEFORE": 0, "NUM_RANKS": 1, "CHUNK": 1, "RECEIVE_BLOCK": 1, "PUSH_D": 16,
         "PUSH_ROWS": 1, "FUSED": False, "D": D, "F": F, "K": K, "ACTIVATION": "swiglu",
-        "GATED": True, "LIMIT": None, "b13_ptr": None, "bias_ptr": None, "b2_ptr": None, "dy_ptr": None,
-        "low_desc": None, "factor_desc": None, "PART": None,
+        "GATED": True, "LIMIT": None, "CHECKED": False, "b13_ptr": None, "bias_ptr": None, "b2_ptr": None,
+        "dy_ptr": None, "low_desc": None, "factor_desc": None, "PART": None,
     }  # fmt: skip
     if tile is not None:
         usual |= {"TILE": TileShape(tile.rows, tile.columns, tile.depth, 2), "BLOCK_M": tile.rows}
@@ -197,12 +197,19 @@ def problem(dtype: torch.dtype, data: str, weight_at: str = "output", height: in
         "source_N": plan.row_source_N, "return_N": plan.row_return_N, "weight_N": weight_N,
         "start_e1": plan.expert_start_e1, "totals": totals,
         "expert_M": (expert_M := torch.searchsorted(plan.expert_start_e1, tile_starts, right=True).int() - 1),
-        "group_M": group_words(expert_M, plan.expert_start_e1.diff() // height, 2),
-        "order_M": (order_M := torch.randperm(tiles, generator=generator).int()),  # no order may change a result
-        "order_group_M": (expert_M[order_M] << 2 * GROUP_BITS) + 1,  # groups of one
+        "group_M": (group_M := group_words(expert_M, plan.expert_start_e1.diff() // height, 2)),
+        **shuffled_groups(group_M, generator),  # no order may change a result
     }  # fmt: skip
     w13, w2 = made((LOCAL, 2, F, D), dtype, data, 4), made((LOCAL, D, F), dtype, data, 5)
     return Problem(cfg, plan, weight_N, tables, x_TD, receive_MD, x_ND, w13, w2)
+
+
+def shuffled_groups(group_M: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """An order of row tiles that keeps their groups together, and the groups there."""
+    first_M = torch.arange(len(group_M)) - (group_M >> GROUP_BITS & 2**GROUP_BITS - 1)
+    key_M = torch.randperm(len(group_M), generator=generator)[first_M]
+    order_M = key_M.argsort(stable=True)
+    return {"order_M": order_M.int(), "order_group_M": group_M[order_M]}
 
 
 def unwritten(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hopper_on_host import host_backends, use
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -16,9 +18,10 @@ from uniep.backends.hopper.planner import Planner
 from uniep.config import ROW_ALIGN, MoEConfig, align_rows
 from uniep.errors import CapacityError, DTypeError, InputError, PeerTimeoutError
 from uniep.kernels.arguments import Addresses, Rows, Tokens
+from uniep.kernels.rows import group_word
 from uniep.launch.driver import Bundle, tensor
 from uniep.launch.staged import launch_row_addresses
-from uniep.layout import hopper_histogram, plan_blocks
+from uniep.layout import group_words, hopper_histogram, plan_blocks
 from uniep.memory import plan_memory
 from uniep.routing import build_plan
 from uniep.schedule import Schedule, Tile
@@ -104,9 +107,13 @@ def plans(planners, ids_of_rank, weights_of_rank, lead=0, waves=1, by_expert=Fal
             assert tensor(plan.rows.totals).tolist()[:2] == [0, 0]
 
 
-def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int, in_turn: bool) -> list[int]:
-    """Row tiles: of the first `lead` experts those with rows of this rank only, all other experts, the rest; in_turn:
-    the rest before all other experts.
+WHOLE = 1
+"""The part of an order in which experts have all of their row tiles."""
+
+
+def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int, in_turn: bool) -> list[tuple[int, int]]:
+    """(Part, row tile): 0, of the first `lead` experts those with rows of this rank only; 1, all other experts; 2, the
+    rest; in_turn: the rest before all other experts.
 
     A pad row is foreign behind rows of later ranks.
     """
@@ -120,25 +127,25 @@ def expected_order(plan, rank: int, cfg: MoEConfig, rows: int, lead: int, in_tur
         for first in range(0, end - begin, rows):
             part = 1 if expert >= lead else 2 if any(foreign[first : first + rows]) else 0
             parts[part].append((begin + first) // rows)
-    return parts[0] + (parts[2] + parts[1] if in_turn else parts[1] + parts[2])
+    return [(part, tile) for part in ((0, 2, 1) if in_turn else (0, 1, 2)) for tile in parts[part]]
 
 
-def order_of_arrival(plan, rank: int, cfg: MoEConfig, rows: int, waves: int) -> list[int]:
-    """Row tiles by wave, in each by expert.  The wave is that of the source that arrives last of those of its rows; the
-    last one if the rows begin up to this rank and end behind it.  Sources arrive from the rank before this one
-    downwards.  A pad row is this rank's, or, behind rows of later ranks, of the last one of these."""
+def order_of_arrival(plan, rank: int, cfg: MoEConfig, rows: int, waves: int) -> list[tuple[int, int]]:
+    """(Wave, row tile) by wave, in each by expert.  The wave is that of the source that arrives last of those of its
+    rows; the last one if the rows begin up to this rank and end behind it.  Sources arrive from the rank before this
+    one downwards.  A pad row is this rank's, or, behind rows of later ranks, of the last one of these."""
     slots, ranks = cfg.max_tokens_per_rank * cfg.top_k, len(plan.counts_RE)
     keys = []
     for begin, end in itertools.pairwise(plan.expert_start_e1.tolist()):
         source = [slot // slots for slot in plan.row_return_N[begin:end].tolist() if slot >= 0]
-        source += [max(rank, *source[-1:])] * (end - begin - len(source))
+        source += [max([rank, *source[-1:]])] * (end - begin - len(source))
         for first in range(0, end - begin, rows):
             of_tile = source[first : first + rows]
             arrival = max((rank - s) % ranks for s in of_tile)
             if of_tile[0] <= rank < of_tile[-1]:
                 arrival = ranks - 1
             keys.append((-(-arrival * waves // ranks), (begin + first) // rows))
-    return [tile for _, tile in sorted(keys)]
+    return sorted(keys)
 
 
 def check(
@@ -178,32 +185,44 @@ def check(
         for lead_of, order in ((lead, tables.order_M), (lead + 1, tables.backward_order_M)):
             by_leads = expected_order(want, rank, cfg, height, lead_of, in_turn and order is tables.order_M)
             expected = by_leads if waves == 1 else order_of_arrival(want, rank, cfg, height, waves)
-            assert tensor(order)[:tiles].tolist() == expected
-        check_groups(tables, tiles, expert.tolist(), planners[rank].group_rows, lead if waves == 1 else None)
+            assert tensor(order)[:tiles].tolist() == [tile for _, tile in expected]
+            group, most = tables.order_group_M, planners[rank].group_rows[0]
+            if order is tables.backward_order_M:
+                group, most = tables.backward_group_M, planners[rank].group_rows[1]
+            check_groups(expected, tensor(group)[:tiles], expert.tolist(), most, WHOLE if waves == 1 else None)
+        as_they_lie = [(WHOLE, tile) for tile in range(tiles)]
+        check_groups(as_they_lie, tensor(tables.group_M)[:tiles], expert.tolist(), planners[rank].group_rows[1], WHOLE)
 
 
-def check_groups(tables: Rows, tiles: int, expert_M: list[int], most: tuple[int, int], lead: int | None) -> None:
-    """An expert's row tiles are in groups as few and as even as `most` allows, but where an order separates them: of
-    experts below `lead` (in the backward one more), or of all, if it is None."""
-    walks = (
-        (torch.arange(tiles), tables.group_M, most[1], 0),
-        (tables.order_M, tables.order_group_M, most[0], lead),
-        (tables.backward_order_M, tables.backward_group_M, most[1], None if lead is None else lead + 1),
-    )
-    for order, group, highest, separated in walks:
-        groups = walked_groups(tensor(order)[:tiles], tensor(group)[:tiles], expert_M)
-        for expert in set(expert_M):
-            heights = [len(of) for of in groups if expert_M[of[0]] == expert]
-            assert max(heights) <= highest
-            if separated is not None and expert >= separated:
-                assert len(heights) == -(-sum(heights) // highest)
-                assert heights == sorted(heights, reverse=True)
-                assert heights[0] - heights[-1] <= 1
+def check_groups(
+    walk: list[tuple[int, int]], group_M: torch.Tensor, expert_M: list[int], most: int, whole: int | None
+) -> None:  # fmt: skip
+    """Each stretch of consecutive row tiles of one expert in one part of a walk is cut into groups: as few and as even
+    as `most` allows, larger ones first.  In parts other than `whole` it may be cut in two before, where this rank's
+    tiles would lie."""
+    tiles = [tile for _, tile in walk]
+    heights = [len(group) for group in walked_groups(tiles, group_M.tolist(), expert_M)]
+    cuts = [
+        i for i, ((part, a), (other, b)) in enumerate(itertools.pairwise(walk), 1)
+        if part != other or b != a + 1 or expert_M[a] != expert_M[b]
+    ]  # fmt: skip
+    for begin, end in itertools.pairwise([0, *cuts, len(walk)] if walk else []):
+        found = []
+        while sum(found) < end - begin:
+            found.append(heights.pop(0))
+        apart = [even(n, most) + even(end - begin - n, most) for n in range(1, end - begin)]
+        assert found == even(end - begin, most) or (walk[begin][0] != whole and found in apart)
 
 
-def walked_groups(order_M, group_M, expert_M: list[int]) -> list[list[int]]:
+def even(tiles: int, most: int) -> list[int]:
+    """Heights of groups."""
+    count = -(-tiles // most)
+    return [tiles // count + (number < tiles % count) for number in range(count)]
+
+
+def walked_groups(order: list[int], words: list[int], expert_M: list[int]) -> list[list[int]]:
     """The groups of a walk: consecutive row tiles of one expert; each names its place and how many there are."""
-    order, words, groups = order_M.tolist(), group_M.tolist(), []
+    groups = []
     while len(order) > (begin := sum(map(len, groups))):
         expert, height = words[begin] >> 14, words[begin] & 127
         tiles = order[begin : begin + height]
@@ -412,6 +431,26 @@ HAND_IDS = (
     [[0]] * 70 + [[1]] * 60 + [[2]] * 65 + [[3]] * 64,
     [[0]] * 10 + [[2]] * 63 + [[3]] * 70,
 )
+
+
+@triton.jit
+def words_kernel(out_ptr, tiles, most, SIZE: tl.constexpr):
+    tile = tl.arange(0, SIZE)
+    tl.store(out_ptr + tile, group_word(tile * 0 + 3, tile, tiles, most), mask=tile < tiles)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 16, 63, 64])
+def test_words_of_groups(most):
+    """Of the fourth expert, on the device and made by torch; as many as a word has room for."""
+    for tiles in (0, 1, 2, 15, 16, 17, 64, 65, 129, 200):
+        out = torch.full((256,), -1, dtype=torch.int32)
+        words_kernel[(1,)](out, tiles, most, SIZE=256)
+        heights = even(tiles, most) if tiles else []
+        assert out.tolist() == words(*((3, height) for height in heights)) + [-1] * (256 - tiles)
+        expert_M = torch.tensor([0] * 5 + [3] * tiles)
+        made = group_words(expert_M, torch.tensor([5, 0, 0, tiles, 0]), most)
+        assert made[5:].tolist() == out[:tiles].tolist()
+        assert made[:5].tolist() == words(*((0, height) for height in even(5, most)))
 
 
 def words(*groups: tuple[int, int]) -> list[int]:

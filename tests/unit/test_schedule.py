@@ -9,6 +9,7 @@ import torch
 
 from uniep import ConfigError, MoEConfig, Schedule, Tile, Workspace
 from uniep.dimension import MEGA, Setting
+from uniep.layout import GROUP_BITS
 from uniep.schedule import (
     DEFAULT_SCHEDULES,
     DIMENSION,
@@ -66,6 +67,12 @@ def test_every_field_is_a_dimension():
         assert all(d.of(default_schedule(backend, LAYER, 4)) in d.domain for backend in BACKENDS)
     for cfg, ep_size, backend, _ in SETTINGS:
         assert is_valid(default_schedule(backend, cfg, ep_size), cfg, ep_size, backend) == []
+
+
+def test_words_of_row_tiles_have_room_for_every_group():
+    sizes = [d for d in DIMENSIONS if d.name.endswith(".group_rows")]
+    assert len(sizes) == 3
+    assert all(max(d.most, *d.domain) < 2**GROUP_BITS for d in sizes)
 
 
 @pytest.mark.parametrize("d", DIMENSIONS, ids=lambda d: d.name)

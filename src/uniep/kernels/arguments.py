@@ -29,8 +29,9 @@ class Rows(NamedTuple):
     source_N: a local token, or -1 - receive slot.  return_N: return slot over all ranks, -1 of pad rows.
     start_e1, rows_e: first row and number of rows of each expert.  expert_M: expert of each row tile.
     order_M, backward_order_M: the row tiles as kernels that wait for rows walk them.
-    group_M, order_group_M, backward_group_M: see `kernels.rows.group_of`, of the row tiles as they lie and as they are
-    walked: consecutive ones of one expert that share a column of weights before the next column starts.
+    group_M, order_group_M, backward_group_M: a word for each row tile as they lie, and for each place of the two orders:
+    expert, place in its group, height of the group (`kernels.rows.group_of`).  A group is consecutive row tiles of one
+    expert, which share a column of weights before the next column starts.
     progress_M, cursor: zero; counted up by kernels that run beside each other.
     send_token_RT, send_count_R: what this rank sends to each.  totals: (2 or more,), padded rows and row tiles.
     recv_count_R: how many tokens come from each.  recv_token_N: which, one source's behind the other's, or None: they
@@ -216,7 +217,7 @@ class Layer(NamedTuple):
 
 class TileShape(NamedTuple):
     """A tile of a product, (M, N), and its steps of depth K.  GROUP_M: of weight gradients, tiles of a column that come
-    before the next column; of rows that are claimed, row tiles that are claimed at once."""
+    before the next column."""
 
     M: int
     N: int
@@ -237,7 +238,7 @@ class Product(NamedTuple):
 
     B: (e, WIDTH, DEPTH) if TRANSPOSED, else (e, HALVES, DEPTH, WIDTH), of which UP_FIRST turns the halves.
     SCATTER: each row goes to its return slot, one of SLOTS of a rank.  WEIGHTED: a bias is multiplied by the routing
-    weight.
+    weight.  CHECKED (and SCATTER): nothing is stored once this call has failed.
     """
 
     DEPTH: int
@@ -248,6 +249,7 @@ class Product(NamedTuple):
     SLOTS: int
     SCATTER: bool
     WEIGHTED: bool = False
+    CHECKED: bool = False
 
 
 class Sending(NamedTuple):

@@ -21,6 +21,8 @@ from uniep.kernels.rows import gathered_rows, group_of, load_rows, num_row_tiles
 from uniep.kernels.sync import STAGE_ROWS, WIDE, deadline, failed, signal_all, wait_for
 from uniep.kernels.transfer import push_tokens
 
+CLAIMED = tl.constexpr(8)  # row tiles, of any expert, that a product claims at once beside the one that makes them
+
 
 @triton.jit
 def _first_of_part(rows: Rows, num_m, NUMBER: tl.constexpr, COUNT: tl.constexpr):
@@ -42,16 +44,6 @@ def part_of_row_tiles(rows: Rows, PART: tl.constexpr):
         if PART.NUMBER + 1 < PART.COUNT:
             end = _first_of_part(rows, num_m, PART.NUMBER + 1, PART.COUNT)
     return first, end
-
-
-@triton.jit
-def tile_coordinates(step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(m, n) of the step-th tile: columns of GROUP_M row tiles, so that what they share stays in L2."""
-    per_group = GROUP_M * NUM_N
-    first = step // per_group * GROUP_M
-    height = tl.minimum(num_m - first, GROUP_M)
-    within = step % per_group
-    return first + within % height, within // height
 
 
 @triton.jit
@@ -78,7 +70,7 @@ def step_of_turn(turn, alone, shared, program, push_programs):
 
 @triton.jit
 def tile_of_step(step, num_m, order_ptr, group_ptr, NUM_N: tl.constexpr):
-    """(row tile, its expert, n) of a step; after the last one, of no expert but the first.
+    """(row tile, its expert, n) of a step; past the last one expert 0, and a row tile that must not be used.
 
     The row tiles of a group share a column of weights, then the next one: weights are read from DRAM once a group.
     order: of row tiles, or None: as they lie.  group: see Rows.  Both are read at once.
@@ -517,9 +509,9 @@ def store_halves(left, right, out_desc, row, column, BLOCK_M: tl.constexpr, BLOC
 @triton.jit
 def product_tile(
     a_desc, b_desc, low: LowRank, out_desc, bias_ptr, rows: Rows, wire: Wire, m, expert, n, PRODUCT: tl.constexpr,
-    TILE: tl.constexpr, CHECKED: tl.constexpr
+    TILE: tl.constexpr
 ):  # fmt: skip
-    """One tile of `product_kernel`.  CHECKED (and SCATTER): nothing is stored once this call has failed."""
+    """One tile of `product_kernel`."""
     BLOCK_M: tl.constexpr = TILE.M
     BLOCK_N: tl.constexpr = TILE.N
     dtype: tl.constexpr = out_desc.dtype
@@ -527,7 +519,7 @@ def product_tile(
     HALF: tl.constexpr = BLOCK_N // 2
     B: tl.constexpr = "transposed" if PRODUCT.TRANSPOSED else "halves"
     row = m * BLOCK_M
-    if CHECKED:
+    if PRODUCT.CHECKED:
         is_lost = tl.load(wire.status, volatile=True) != 0
     acc = product_of_rows(None, a_desc, b_desc, m, expert, n, PRODUCT.DEPTH, PRODUCT.HALVES, B, PRODUCT.UP_FIRST, TILE)
     acc = add_low_rank(acc, low, m, expert, n, "transposed" if PRODUCT.TRANSPOSED else "plain", False, TILE)
@@ -535,7 +527,7 @@ def product_tile(
     left = biased(left, bias_ptr, rows, row, expert, n * BLOCK_N, WIDTH, PRODUCT.WEIGHTED, TILE)
     if PRODUCT.SCATTER:
         slot = tl.load(rows.return_N + row + tl.arange(0, BLOCK_M))
-        if CHECKED:
+        if PRODUCT.CHECKED:
             slot = tl.where(is_lost, -1, slot)
         base = tl.load(wire.returns_table + tl.maximum(slot, 0) // PRODUCT.SLOTS)
         address = base + (tl.maximum(slot, 0) % PRODUCT.SLOTS).to(tl.int64) * (WIDTH * (dtype.primitive_bitwidth // 8))
@@ -598,7 +590,7 @@ def product_kernel(
     programs: of all launches that share this product.
     PART: of the row tiles, that of the `gate_up_kernel` that this one follows; None: all.
     TILES_BEFORE: 0, or this product runs beside the one that makes `a`, in one or more launches.  A column of
-    GROUP_M row tiles, in the order of `order`, is then claimed at the shared cursor, and begins when `progress` counts
+    CLAIMED row tiles, in the order of `order`, is then claimed at the shared cursor, and begins when `progress` counts
     TILES_BEFORE finished tiles for each of them.
     """
     NUM_N: tl.constexpr = (PRODUCT.WIDTH + TILE.N - 1) // TILE.N
@@ -616,23 +608,23 @@ def product_kernel(
         first_step = first_m * NUM_N + tl.program_id(0)
         for step in tl.range(first_step, num_m * NUM_N, tl.num_programs(0), flatten=FLAT):
             m, expert, n = tile_of_step(step, num_m, order_ptr, group_ptr, NUM_N)
-            product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, expert, n, PRODUCT, TILE, False)
+            product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, expert, n, PRODUCT, TILE)
     else:
         # Twice the time: whoever makes `a` may wait for its peers as long as that.
         deadline_ns = deadline(wire.status, timeout_ns.to(tl.int64) * 2)
-        num_columns = tl.cdiv(num_m, TILE.GROUP_M) * NUM_N
+        num_columns = tl.cdiv(num_m, CLAIMED) * NUM_N
         column = tl.atomic_add(rows.cursor, 1, sem="relaxed")
         while column < num_columns:
-            first = column // NUM_N * TILE.GROUP_M
-            height = tl.minimum(num_m - first, TILE.GROUP_M)
+            first = column // NUM_N * CLAIMED
+            height = tl.minimum(num_m - first, CLAIMED)
             made = tl.load(rows.order_M + first + tl.arange(0, WIDE) % height)
             wait_for(rows.progress_M + made, rank, TILES_BEFORE, deadline_ns, wire.status, STAGE_ROWS)
             block_loads_follow()
             for i in tl.range(0, height, flatten=True):
                 m = tl.load(rows.order_M + first + i)
-                expert = tl.load(rows.expert_M + m)
+                expert, _, _ = group_of(tl.load(rows.order_group_M + first + i))
                 n = column % NUM_N
-                product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, expert, n, PRODUCT, TILE, False)
+                product_tile(a_desc, b_desc, low, out_desc, bias_ptr, rows, wire, m, expert, n, PRODUCT, TILE)
             column = tl.atomic_add(rows.cursor, 1, sem="relaxed")
     if PRODUCT.SCATTER:
         signal_all(wire, returned_offset, tl.load(wire.call), wire.return_ticket, programs, NUM_RANKS)

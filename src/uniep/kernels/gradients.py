@@ -8,7 +8,7 @@ import triton.language as tl
 
 from uniep.kernels.activation import activate, gate_gradient, up_gradient
 from uniep.kernels.arguments import Activation, Rows, Segments
-from uniep.kernels.gemm import halves, tile_coordinates
+from uniep.kernels.gemm import halves
 from uniep.kernels.ptx import after_previous, narrow
 from uniep.kernels.rows import num_row_tiles
 from uniep.kernels.sync import STAGE_RAW, WIDE, deadline, wait_for
@@ -151,6 +151,16 @@ def put_gradient(
         if ACCUMULATE:
             block = out_desc.load([expert, row, column]) + block
         out_desc.store([expert, row, column], block)
+
+
+@triton.jit
+def tile_coordinates(step, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(m, n) of the step-th tile of an expert: columns of GROUP_M tiles, so that what they share stays in L2."""
+    per_group = GROUP_M * NUM_N
+    first = step // per_group * GROUP_M
+    height = tl.minimum(num_m - first, GROUP_M)
+    within = step % per_group
+    return first + within % height, within // height
 
 
 @triton.jit

@@ -239,7 +239,7 @@ def return_order_kernel(
                     position = placed + tl.cumsum(count, 0) - count
                     for i in range(0, tl.max(count)):
                         tl.store(order_ptr + position + i, start + first + i, mask=i < count)
-                        word = group_word(local, i, tl.maximum(count, 1), group_rows)
+                        word = group_word(local, i, count, group_rows)
                         tl.store(group_ptr + position + i, word, mask=i < count)
                     placed += tl.sum(count)
 

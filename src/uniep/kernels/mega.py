@@ -199,9 +199,7 @@ def forward_kernel(
                     block_loads_follow()
                 started_ns = now_if(lists.matrix_records)
                 expert = task_expert(word)
-                product_tile(
-                    act_desc, w2_desc, None, made_desc, biases.b2, rows, wire, m, expert, n, DOWN, DOWN_TILE, True
-                )
+                product_tile(act_desc, w2_desc, None, made_desc, biases.b2, rows, wire, m, expert, n, DOWN, DOWN_TILE)
                 unsent += 1
                 record_task(lists.matrix_records, place, claimed_ns, started_ns)
             place = claimed(answer, WAY.THREADS)
@@ -393,9 +391,7 @@ def backward_kernel(
                 if op == RETURN:
                     m = task_m(word)
                     n = task_n(word)
-                    product_tile(
-                        dh_desc, w13_desc, None, dh_desc, None, rows, wire, m, expert, n, RETURNING, TILE, True
-                    )
+                    product_tile(dh_desc, w13_desc, None, dh_desc, None, rows, wire, m, expert, n, RETURNING, TILE)
                     unsent += 1
                 else:
                     is_lost = tl.load(wire.status, volatile=True) != 0

@@ -233,11 +233,30 @@ def _shifts(end, wave, WAVES: tl.constexpr):
 
 
 @triton.jit
+def _wave(arrival, waves, NUM_RANKS: tl.constexpr):
+    """The wave of sources that arrive so many places behind this rank's own rows, which are wave 0."""
+    return (arrival * waves + NUM_RANKS - 1) // NUM_RANKS
+
+
+@triton.jit
+def _neighbours(of_source, rank, waves, NUM_RANKS: tl.constexpr):
+    """(first, last) of the sources of the same wave whose segments of an expert lie side by side with each one's.
+    waves = 1: those of an expert whose local tiles come first."""
+    wave = _wave((rank - of_source + NUM_RANKS) % NUM_RANKS, waves, NUM_RANKS)
+    soonest = (wave - 1) * NUM_RANKS // waves + 1  # places behind this rank's rows
+    latest = wave * NUM_RANKS // waves
+    is_behind = of_source > rank
+    first = tl.where(is_behind, tl.maximum(rank - latest + NUM_RANKS, rank + 1), tl.maximum(rank - latest, 0))
+    last = tl.where(is_behind, tl.minimum(rank - soonest + NUM_RANKS, NUM_RANKS - 1), rank - soonest)
+    is_own = of_source == rank
+    return tl.where(is_own, rank, first), tl.where(is_own, rank, last)
+
+
+@triton.jit
 def _store_walk(order_ptr, group_ptr, shift, tile, exists, expert, begin, tiles, group_rows):
     """Row tiles at their places in an order, and their words there.  begin, tiles: of the run that each belongs to."""
     tl.store(order_ptr + shift + tile, tile, mask=exists)
-    word = group_word(expert, tile - begin, tl.maximum(tiles, 1), group_rows)
-    tl.store(group_ptr + shift + tile, word, mask=exists)
+    tl.store(group_ptr + shift + tile, group_word(expert, tile - begin, tiles, group_rows), mask=exists)
 
 
 @triton.jit(do_not_specialize=["rank", "lead", "backward_lead", "waves", "group_rows", "down_group_rows"])
@@ -279,7 +298,7 @@ def tiles_kernel(
     The backward leads by a number of its own.  waves > 1: local segments, then the sources in the order in which their
     copies arrive, from the rank before this one downwards, about NUM_RANKS / waves at a time.
     Groups, of at most `group_rows` row tiles in the order of gate_up, else `down_group_rows`, are cut out of the tiles of
-    an expert, or of a segment where the order separates those of an expert.
+    an expert, or, where the order separates these, of neighbouring segments of one wave.
     Each program looks at all segments, then at TILES tiles at once, every one of which finds its segment and its places.
 
     Where a rank has more rows than it allocated, or after a failure, no rank sends a token or runs a tile.
@@ -346,7 +365,7 @@ def tiles_kernel(
     of_source = index % NUM_RANKS
     late = tl.where(of_source == rank, 0, 2)
     arrival = (rank - of_source + NUM_RANKS) % NUM_RANKS
-    by_arrival = (arrival * waves + NUM_RANKS - 1) // NUM_RANKS
+    by_arrival = _wave(arrival, waves, NUM_RANKS)
     rest = tl.minimum(late, 1) if IN_TURN else late
     shift = _shifts(end, tl.where(waves > 1, by_arrival, tl.where(expert < lead, rest, 1)), WAVES)
     backward_shift = shift
@@ -357,24 +376,24 @@ def tiles_kernel(
         tile = begin + tl.arange(0, TILES)
         exists = tile < num_m
         segment = segment_of(end, tile, SEGMENTS)
-        of = segment // NUM_RANKS
-        first = _begin_of(end, of * NUM_RANKS)
-        tiles = tl.gather(end, of * NUM_RANKS + NUM_RANKS - 1, 0) - first
-        low = _begin_of(end, segment)
-        high = tl.gather(end, segment, 0)
-        tl.store(table.expert_M + tile, of, mask=exists)
+        owner = segment // NUM_RANKS
+        begin_e = _begin_of(end, owner * NUM_RANKS)
+        tiles_e = tl.gather(end, owner * NUM_RANKS + NUM_RANKS - 1, 0) - begin_e
+        lowest, highest = _neighbours(segment % NUM_RANKS, rank, waves, NUM_RANKS)
+        begin_s = _begin_of(end, owner * NUM_RANKS + lowest)
+        tiles_s = tl.gather(end, owner * NUM_RANKS + highest, 0) - begin_s
+        tl.store(table.expert_M + tile, owner, mask=exists)
         tl.store(table.progress_M + tile, tl.zeros((TILES,), tl.int32), mask=exists)
-        word = group_word(of, tile - first, tl.maximum(tiles, 1), down_group_rows)
-        tl.store(table.group_M + tile, word, mask=exists)
-        together = (waves == 1) & (of >= lead)
+        tl.store(table.group_M + tile, group_word(owner, tile - begin_e, tiles_e, down_group_rows), mask=exists)
+        together = (waves == 1) & (owner >= lead)
         _store_walk(
-            table.order_M, table.order_group_M, tl.gather(shift, segment, 0), tile, exists, of,
-            tl.where(together, first, low), tl.where(together, tiles, high - low), group_rows,
+            table.order_M, table.order_group_M, tl.gather(shift, segment, 0), tile, exists, owner,
+            tl.where(together, begin_e, begin_s), tl.where(together, tiles_e, tiles_s), group_rows,
         )  # fmt: skip
-        together = (waves == 1) & (of >= backward_lead)
+        together = (waves == 1) & (owner >= backward_lead)
         _store_walk(
-            table.backward_order_M, table.backward_group_M, tl.gather(backward_shift, segment, 0), tile, exists, of,
-            tl.where(together, first, low), tl.where(together, tiles, high - low), down_group_rows,
+            table.backward_order_M, table.backward_group_M, tl.gather(backward_shift, segment, 0), tile, exists, owner,
+            tl.where(together, begin_e, begin_s), tl.where(together, tiles_e, tiles_s), down_group_rows,
         )  # fmt: skip
     if HOST:
         if program == 0:

@@ -8,9 +8,9 @@ from uniep.kernels.ptx import load_acquire
 from uniep.kernels.sync import STAGE_DISPATCH, WIDE, every_rank, wait_for
 from uniep.layout import GROUP_BITS
 
-PLACE = tl.constexpr(GROUP_BITS)  # bits below a place in a group
-EXPERT = tl.constexpr(2 * GROUP_BITS)
-FIELD = tl.constexpr(2**GROUP_BITS - 1)
+PLACE_SHIFT = tl.constexpr(GROUP_BITS)
+EXPERT_SHIFT = tl.constexpr(2 * GROUP_BITS)
+FIELD_MASK = tl.constexpr(2**GROUP_BITS - 1)
 
 
 @triton.jit
@@ -22,21 +22,22 @@ def num_row_tiles(rows: Rows):
 def group_word(expert, tile, tiles, most):
     """What `group_of` reads, of the `tile`-th of a run of `tiles` row tiles of one expert, in groups of at most `most`.
 
-    As `layout.group_words` cuts them: evenly, the larger ones first.
+    As `layout.group_words` cuts them: evenly, the larger ones first.  Of an empty run, anything.
     """
+    tiles = tl.maximum(tiles, 1)
     groups = tl.cdiv(tiles, most)
     low = tiles // groups
     high = low + 1
     of_high = tiles % groups * high
     is_high = tile < of_high
     place = tl.where(is_high, tile % high, (tile - of_high) % low)
-    return (expert << EXPERT) | (place << PLACE) | tl.where(is_high, high, low)
+    return (expert << EXPERT_SHIFT) | (place << PLACE_SHIFT) | tl.where(is_high, high, low)
 
 
 @triton.jit
 def group_of(word):
     """(expert, place in its group, height of that) of a row tile."""
-    return word >> EXPERT, (word >> PLACE) & FIELD, word & FIELD
+    return word >> EXPERT_SHIFT, (word >> PLACE_SHIFT) & FIELD_MASK, word & FIELD_MASK
 
 
 @triton.jit

@@ -116,9 +116,7 @@ def launch_group_sum(sums: GroupSums, peers: Peers, multiprocessors: int, *, sig
     launch(group_sum_kernel, multiprocessors * BESIDE_PROGRAMS, sums.arguments(peers), constants, **sums.options)
 
 
-def launch_return_order(
-    counts_RE: Memory, rows: Rows, rank: int, tile: Tile, order_M: Memory, group_M: Memory
-) -> None:  # fmt: skip
+def launch_return_order(counts_RE: Memory, rows: Rows, rank: int, tile: Tile, order_M: Memory, group_M: Memory) -> None:
     """order (M,): the row tiles by source rank, the next rank's first.  group (M,): as of Rows."""
     (num_ranks, experts), local = counts_RE.shape, rows.rows_e.shape[0]
     launch(

@@ -181,7 +181,8 @@ def launch_forward(
         ),
         {
             "LAYER": layer, "TILE": tile_shape(tile), "DOWN_TILE": tile_shape(down_tile),
-            "DOWN": down(cfg, slots=layer.SLOTS, scatter=True), "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS),
+            "DOWN": down(cfg, slots=layer.SLOTS, scatter=True, checked=True),
+            "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS),
             "WAY": Direction(
                 dispatch.fused, 32 * tile.warps, sum_columns(cfg.hidden), UP_FIRST=up_first,
                 KEPT=way.chunk_tokens,
@@ -221,7 +222,7 @@ def launch_backward(
         ),
         {
             "LAYER": layer, "TILE": tile_shape(tile), "WEIGHT_TILE": tile_shape(weight_tile),
-            "RETURNING": gate_up_gradient(cfg, up_first=up_first, slots=layer.SLOTS, scatter=True),
+            "RETURNING": gate_up_gradient(cfg, up_first=up_first, slots=layer.SLOTS, scatter=True, checked=True),
             "SENDING": peers.sending(cfg.hidden, GEMM_PUSH_ROWS),
             "WAY": Direction(
                 dispatch.fused, 32 * tile.warps, columns,

@@ -93,7 +93,7 @@ def activation_memory(h_2NF: Tensor, b2: Tensor | None = None) -> Activation:
 
 
 def tile_shape(tile: Tile, group_rows: int = 1) -> TileShape:
-    """group_rows: of kernels that do not find groups in the plan's tables."""
+    """group_rows: of weight gradients; products of rows find groups in the plan's tables."""
     return TileShape(tile.rows, tile.columns, tile.depth, group_rows)
 
 
@@ -204,12 +204,14 @@ def h_blocks(h_2NF: Tensor | None, *block: int) -> tuple[Block | None, Block | N
     return rows_block(gate_NF, *block), rows_block(up_NF[0], *block) if up_NF else None
 
 
-def down(cfg: MoEConfig, *, slots: int, scatter: bool) -> Product:
+def down(cfg: MoEConfig, *, slots: int, scatter: bool, checked: bool = False) -> Product:
     """act @ W2^T."""
     weighted = cfg.bias and cfg.weight_at == "activation"
-    return Product(cfg.ffn, cfg.hidden, 1, True, False, slots, scatter, weighted)
+    return Product(cfg.ffn, cfg.hidden, 1, True, False, slots, scatter, weighted, checked)
 
 
-def gate_up_gradient(cfg: MoEConfig, *, up_first: bool, slots: int, scatter: bool) -> Product:
+def gate_up_gradient(
+    cfg: MoEConfig, *, up_first: bool, slots: int, scatter: bool, checked: bool = False
+) -> Product:  # fmt: skip
     """dh (N, 2F or F) @ W13."""
-    return Product(cfg.ffn, cfg.hidden, 1 + cfg.gated, False, up_first, slots, scatter)
+    return Product(cfg.ffn, cfg.hidden, 1 + cfg.gated, False, up_first, slots, scatter, CHECKED=checked)

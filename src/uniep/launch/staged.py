@@ -73,7 +73,6 @@ from uniep.weights import ExpertWeights
 
 EXPAND_WARPS = 24  # of a multiprocessor
 SHRINK_PROGRAMS = 2  # of a multiprocessor
-CLAIMED_TILES = 8  # row tiles at the most that a product beside another one claims at once: it waits for all of them
 BESIDE_PROGRAMS = 6  # of a multiprocessor, for what runs beside a product; most come when it ends (docs/log.md)
 
 
@@ -206,7 +205,6 @@ def _launch_product(
 ) -> None:  # fmt: skip
     programs = multiprocessors * tile.programs_per_sm
     beside = beside or Beside(programs)
-    claimed = min(tile.group_rows, CLAIMED_TILES) if beside.tiles_before else 1
     launch(
         product_kernel,
         programs,
@@ -216,7 +214,7 @@ def _launch_product(
             rows_block(out, tile.rows, stored_columns(tile, out)), bias,
         ),
         {
-            "PRODUCT": product, "TILE": tile_shape(tile, claimed), "NUM_RANKS": peers.num_ranks,
+            "PRODUCT": product, "TILE": tile_shape(tile), "NUM_RANKS": peers.num_ranks,
             "TILES_BEFORE": beside.tiles_before, "PART": beside.part,
         },
         **options(tile),

@@ -108,7 +108,7 @@ def _num_waves(ranks: int) -> int:
 
 
 class Planner(Calls):
-    """One rank's calls and plans.  sms: multiprocessors to use."""
+    """One rank's calls and plans.  way: of a call with the most tokens.  sms: multiprocessors to use."""
 
     def __init__(self, member: Membership, arena: Arena, way: Way, sms: int) -> None:
         super().__init__(member, arena)
