@@ -16,7 +16,7 @@ from uniep.kernels import arguments
 from uniep.launch import driver
 from uniep.launch.driver import Block, Bundle, Part
 
-KERNEL_LIMIT, LIMIT, FIELD_LIMIT = 30, 12, 16
+KERNEL_LIMIT, LIMIT, FIELD_LIMIT = 30, 12, 18
 
 
 class Pair(NamedTuple):
