@@ -5,7 +5,8 @@
 A call (card, shape, tokens, ranks) is calibrated on, or held out, with all its directions, routings and
 implementations: of the calls of a card with up to 2048 tokens, and of those with more, every second one in the order
 of the hash of its name.  The rule was committed before anything was predicted.  `--calibrate` writes the card files
-from the calibrated halves alone; without it constants are read.  Both halves are predicted.
+from the calibrated halves alone; without it constants are read.  Both halves are predicted.  So are the points of the
+package's tables, over the default of each.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ import torch
 from results import Row, card_of, errors, print_summary, window_rows
 from uniep.config import MoEConfig
 from uniep.schedule import TILES, Schedule, default_schedule, parse_schedule
-from uniep.shapes import SHAPES
+from uniep.shapes import SHAPES, parse_shape
 from uniep.sim import Problem
 from uniep.sim.machine import load_machine
 from uniep.trials import calibrate
 from uniep.tuner.model import Card, Load, card_text, load_card, predict, uncalibrated
-from uniep.tuner.space import points, replaced
+from uniep.tuner.space import Points, points, replaced
 
-CARDS = Path(__file__).parent.parent / "src/uniep/tuner/cards"
+TUNER = Path(__file__).parent.parent / "src/uniep/tuner"
+CARDS, TABLES = TUNER / "cards", TUNER / "tables"
 FILES = (
     "h200x2_in_turn", "h200x2_floors_1", "h200x2_floors_2", "h200x2_few_tokens", "h200x2_few_tokens_dsv2",
     "h200x2_tokens_2", "h200x2_4096", "h200x2_zipf", "h200x2_groups", "h200x4_in_turn", "h200x4_parts", "h200x4_floors",
@@ -149,6 +151,27 @@ def picks(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {"calls": len(lost), "within 3 %": sum(x <= 0.03 for x in lost), "worst": max(lost, default=0.0)}
 
 
+def of_tables(card: Card) -> dict[str, float]:
+    """Of the package's tables of a card, whose points were timed in turn with their default: how far the predicted
+    ratio of both is from the measured one; and the measured time, over the default's, of the one that the model puts
+    first."""
+    off, first = [], []
+    for path in sorted(TABLES.glob(f"{card.name}-hopper-ep*.json")):
+        table = json.loads(path.read_text())
+        for entry in table["entries"].values():
+            tried = {"": 1.0} | {json.dumps(t["changes"]): t["score"] for t in entry["tried"] if t.get("score")}
+            usual = replaced(Schedule(), entry["default"])
+            cfg = parse_shape(entry["shape"]).config(table["ep"], entry["tokens"])
+            asked = Points.of([replaced(usual, json.loads(changes or "{}")) for changes in tried])
+            us = predict(Load.uniform(cfg, table["ep"]), asked, card).both.tolist()
+            scores = list(tried.values())
+            off += [abs(of / us[0] / score - 1) for of, score in zip(us[1:], scores[1:], strict=True)]
+            first.append(scores[us.index(min(us))])
+    return {"calls": len(first), "points": len(off), "median": statistics.median(off),
+            "p95": sorted(off)[int(0.95 * len(off))], "first, median": statistics.median(first),
+            "first, worst": max(first)}  # fmt: skip
+
+
 def speed(count: int = 100_000) -> float:
     """Seconds of one core for so many points, the best of five."""
     cfg = Problem(SHAPES["qwen3-30b"], 2, 8192).cfg
@@ -190,11 +213,14 @@ def main() -> None:
     for part in (False, True):
         title = f"picks, {'held out' if part else 'calibrated on'}"
         print(f"{title}: {picks([r for r in shown if r['held_out'] == part])}")
+    tables = of_tables(load_card("h200"))
+    print(f"tables of h200: {tables}")
     print(f"100000 points: {speed() * 1e3:.0f} ms")
     if args.json is not None:
         document = {
             "summary": summary(shown),
             "picks": {str(part): picks([r for r in shown if r["held_out"] == part]) for part in (False, True)},
+            "tables": tables,
             "rows": shown,
         }
         args.json.write_text(json.dumps(document, indent=1) + "\n")

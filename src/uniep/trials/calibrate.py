@@ -1,7 +1,7 @@
 """Constants of the model from measured calls: least squares of log errors, with a prior at the start values.
 
 The fit changes the logarithm of each constant, inside its range.  The prior keeps a constant at its start value if the
-measurements do not determine it.  Levenberg-Marquardt steps with difference quotients: a card has less than 20
+measurements do not determine it.  Levenberg-Marquardt steps with difference quotients: a card has some 20
 constants.
 """
 

@@ -47,6 +47,8 @@ CONSTANTS = {
     "store_gbps": Constant("GB/s", None, 0.01, 1e5, "rate of a worker's stores beyond one result"),
     "hbm_efficiency": Constant("", None, 0.01, 1, "share of the memory rate that passes over memory achieve"),
     "weight_share": Constant("", 0.8, 0.01, 1, "share of the memory rate that weights and their gradients have"),
+    "crowded_share": Constant("", 0.8, 0.01, 1, "share of that rate that two products at the same time have"),
+    "step_us": Constant("us", 1.0, 0, 100, "time from a load to its use in a weight gradient"),
     "link_efficiency": Constant("", None, 0.01, 1, "share of the link rate that stores to peers achieve"),
     "worker_link_gbps": Constant("GB/s", None, 0.01, 1e5, "push rate of one program beside a product"),
     "plan_us": Constant("us", None, 0, 1e5, "time in a forward before tiles may begin"),
@@ -288,16 +290,17 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
         return torch.maximum(one * turns(tile, columns, workers), read)
 
     def weight_gradient(out, of, workers=sms):  # type: ignore[no-untyped-def]
-        """Programs of a multiprocessor share its rates, and hide each other's times of tiles."""
+        """Programs of a multiprocessor share its rates, and hide each other's times of tiles and of loads."""
         one_kernel = mega & (column("weight_gradient.programs_per_sm") > 1)  # takes a plain tile
-        rows, wide, deep, programs = (
+        rows, wide, depth, programs, stages = (
             torch.where(one_kernel, float(getattr(PLAIN, part)), column(f"weight_gradient.{part}"))
-            for part in ("rows", "columns", "depth", "programs_per_sm")
+            for part in ("rows", "columns", "depth", "programs_per_sm", "stages")
         )
         tiles = load.local * torch.ceil(out / rows) * torch.ceil(of / wide)
-        deep = torch.where(deep == 32, 32 * load.tiles[2], 64 * load.tiles[1]) / load.local  # of each tile
+        deep = torch.where(depth == 32, 32 * load.tiles[2], 64 * load.tiles[1]) / load.local  # of each tile
         once = torch.maximum(2 * rows * wide * deep / rate, (rows + wide) * deep * size / cache)
-        one = programs * once + c["tile_us"] + c["gather_us"] + mega * c["mega_tile_us"]
+        waits = deep / depth * c["step_us"] / (stages - 1)  # a program's, for the loads of its steps
+        one = torch.maximum(programs * once + c["gather_us"], waits) + c["tile_us"] + mega * c["mega_tile_us"]
         return torch.maximum(one * _waves(tiles, workers * programs), tiles * rows * wide * size / weights)
 
     def stored(tile: str, results):  # type: ignore[no-untyped-def]
@@ -350,12 +353,12 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     work = first + down * c["pipelined_work"]
     begins = gate_up * 0.2
     claimed = torch.maximum(work, together(work, begins + results))
-    # in parts: gate_up of the first on all multiprocessors; then both products on their own; then what is left of down
+    # in parts: gate_up of the first on all multiprocessors; then both products on their own; then down's last on all
     share = torch.where(column("down_sms") > 0, column("down_sms") / sms, 1 / 3).clamp(max=0.5)
-    shared = first * (num_parts - 1) / num_parts / (1 - share)
-    left = 1 - torch.minimum(shared * share / down, 1 - 1 / num_parts)
+    shared = (num_parts - 1) / num_parts * torch.maximum(first / (1 - share), down / share)
     sent = torch.where(grouped, 0.0, results)
-    in_parts = first / num_parts + torch.maximum(shared + together(down * left, sent * left), sent)
+    last = together(down / num_parts, sent / num_parts)
+    in_parts = first / num_parts + torch.maximum(shared + last, sent)
     between = gate_up / turns("gate_up", 2 * ffn) / 2 + c["launch_us"]
     in_parts = in_parts + (num_parts - 1) * between + torch.where(grouped, results + sums, 0.0)
     both_products = torch.where(pipelined, torch.where(num_parts > 1, in_parts, claimed), first + second)
@@ -378,7 +381,8 @@ def predict(load: Load, points: Points, card: Card) -> Predicted:
     apart = is_in("down_wgrad", "beside") & ~serial & ~mega & (column("pipelined_from") <= load.tokens)
     rows_sms = torch.round(sms * 2 / (2 + MEASURED.weight_gradient_time))
     rows_us = together(product("down", 2 * ffn, width, 0.0, rows_sms), outgoing)
-    behind_us = torch.maximum(rows_us, weight_gradient(width, ffn, sms - rows_sms)) + dw13
+    moved_us = torch.as_tensor(load.local * 3 * width * ffn * size / weights / c["crowded_share"])  # W13, and dW2
+    behind_us = torch.maximum(torch.maximum(rows_us, weight_gradient(width, ffn, sms - rows_sms)), moved_us) + dw13
     tail = torch.where(apart, torch.maximum(rows_us + combine, behind_us), tail)
     tail = tail + sums
     middle = gradient * torch.where(beside, torch.as_tensor(c["beside_share"]), 1.0)
