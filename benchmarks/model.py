@@ -159,12 +159,12 @@ def of_tables(card: Card) -> dict[str, float]:
     for path in sorted(TABLES.glob(f"{card.name}-hopper-ep*.json")):
         table = json.loads(path.read_text())
         for entry in table["entries"].values():
-            tried = {"": 1.0} | {json.dumps(t["changes"]): t["score"] for t in entry["tried"] if t.get("score")}
+            timed_points = [t for t in entry["tried"] if t.get("score")]
             usual = replaced(Schedule(), entry["default"])
+            asked = [usual, *(replaced(usual, t["changes"]) for t in timed_points)]
             cfg = parse_shape(entry["shape"]).config(table["ep"], entry["tokens"])
-            asked = Points.of([replaced(usual, json.loads(changes or "{}")) for changes in tried])
-            us = predict(Load.uniform(cfg, table["ep"]), asked, card).both.tolist()
-            scores = list(tried.values())
+            us = predict(Load.uniform(cfg, table["ep"]), Points.of(asked), card).both.tolist()
+            scores = [1.0, *(t["score"] for t in timed_points)]
             off += [abs(of / us[0] / score - 1) for of, score in zip(us[1:], scores[1:], strict=True)]
             first.append(scores[us.index(min(us))])
     return {"calls": len(first), "points": len(off), "median": statistics.median(off),
